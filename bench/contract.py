@@ -27,7 +27,7 @@ from baton.machine import usable_cpus
 EXIT_CANNOT_MEASURE = 2
 MIN_PAIRS = 5
 DEVICES = ("cpu", "cuda")
-_NOT_REPORTED = ("json", "html", "logs", "earlier")
+_NOT_REPORTED = ("json", "logs", "reports")
 """Arguments that decide nothing of what is measured."""
 _PACKAGES = ("baton-llm", "torch", "triton", "numpy", "pyzmq", "grpcio", "xxhash", "transformers")
 
@@ -129,7 +129,7 @@ class Report:
     def finish(self) -> int:
         """Prints the table and writes the file. Returns the exit code."""
         table = Table(title=f"baton.bench.{self.bench}  {self.parameters}", title_justify="left")
-        for column in ("name", "value", "p99", "ratio", "to", "spread", "goal"):
+        for column in ("name", "value", "95 %", "p99", "ratio", "to", "spread", "goal"):
             table.add_column(column, justify="left" if column in ("name", "to") else "right")
         for row in self.rows:
             goal = ""
@@ -139,6 +139,7 @@ class Report:
             table.add_row(
                 row.name,
                 f"{row.value:.4g} {row.unit}",
+                "" if row.low is None else f"{row.low:.4g} – {_number(row.high)}",
                 _number(row.p99),
                 _number(row.ratio),
                 row.ratio_to or "",

@@ -69,19 +69,6 @@ class Computed:
     token: float  # its first token is there
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What is known while the workers run.
-
-    Attributes:
-        flips: when each flip to prefill began.
-    """
-
-    flips: list[float]
-    verdict: Verdict
-    leaks: dict[str, int]
-
-
 async def flip(channel: Channel) -> float:
     """Moves a decode worker to the prefill pool. Returns after it has computed a prompt: when that began.
 
@@ -121,7 +108,10 @@ def cases(rng: random.Random) -> list[Case]:
     ]
 
 
-async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Run:
+async def measure(
+    args: argparse.Namespace, cluster: LocalCluster
+) -> tuple[list[float], Verdict, dict[str, int]]:
+    """When each flip to prefill began, what the clients read, and what the pools miss at the end."""
     rng = random.Random(args.seed)
     asked = cases(rng)
     right = await expected(cluster.url, asked, at_once=args.clients)
@@ -130,7 +120,7 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Run:
     async with load.of(args.clients):
         flips = await flip_repeatedly(address, cluster.secret, args.flips, rng)
     leaks = await asyncio.to_thread(leaks_when_idle, cluster.url)
-    return Run(flips, judge(load.streams, right), leaks)
+    return flips, judge(load.streams, right), leaks
 
 
 def computed(path: Path) -> list[Computed]:
@@ -144,10 +134,10 @@ def first_prompts(flips: Sequence[float], prompts: Sequence[Computed]) -> list[C
     return [next(prompt for prompt in prompts if prompt.taken >= began) for began in flips]
 
 
-def report_rows(report: Report, name: str, run: Run, traces: Path) -> None:
-    firsts = first_prompts(run.flips, computed(traces / "decode-1-engine.trace"))
-    seconds = [first.token - began for began, first in zip(run.flips, firsts, strict=True)]
-    waits = [first.taken - began for began, first in zip(run.flips, firsts, strict=True)]
+def report_rows(report: Report, name: str, flips: Sequence[float], traces: Path) -> None:
+    firsts = first_prompts(flips, computed(traces / "decode-1-engine.trace"))
+    seconds = [first.token - began for began, first in zip(flips, firsts, strict=True)]
+    waits = [first.taken - began for began, first in zip(flips, firsts, strict=True)]
     computing = [first.token - first.taken for first in firsts]
     elsewhere = [prompt.token - prompt.taken for prompt in computed(traces / "prefill-0-engine.trace")]
     ratio = statistics.median(computing) / statistics.median(elsewhere)
@@ -158,7 +148,6 @@ def report_rows(report: Report, name: str, run: Run, traces: Path) -> None:
     ]
     for row, times, more in rows:
         report.add(Row(f"{name}.{row}", percentile(times, 0.5), "s", p99=percentile(times, 0.99), **more))
-    run.verdict.add_to(report, name, run.leaks)
     report.add(Row(f"{name}.flips", len(seconds), "times"))
     report.detail = {"seconds": seconds, "until_prompt": waits, "computing": computing}
 
@@ -193,9 +182,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="baton-flip-") as temporary:
         directory = args.logs or Path(temporary)
         with start(args, directory) as cluster:
-            run = asyncio.run(measure(args, cluster))
+            flips, verdict, leaks = asyncio.run(measure(args, cluster))
         # The traces are complete after the workers have ended.
-        report_rows(report, f"flip.{args.device}", run, directory / TRACES)
+        report_rows(report, f"flip.{args.device}", flips, directory / TRACES)
+        verdict.add_to(report, f"flip.{args.device}", leaks)
     return report.finish()
 
 

@@ -74,8 +74,8 @@ overlap() {
     python3 -m baton.bench.overlap --device cuda --kv-connector auto --batch 64 --json "$out/overlap_auto.json"
 }
 overlap_8000() { python3 -m baton.bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
-disagg() {
-    python3 -m baton.bench.disagg --device cuda --seconds 20 --logs "$out/disagg" --html "$out/disagg.html" \
+disagg() { # Baton with a prefill and a decode worker, against Baton with two workers that do both
+    python3 -m baton.bench.disagg --device cuda --seeds 1 --seconds 20 --reports "$out/disagg" \
         --json "$out/disagg.json"
 }
 groups() { # a handover between workers with several GPUs
@@ -88,8 +88,11 @@ groups() { # a handover between workers with several GPUs
     done <<< $'2 1\n1 2\n2 2'
 }
 disagg_70b() { # on four GPUs
-    python3 -m baton.bench.disagg --device cuda --model-shape llama-3.1-70b --tensor-parallel-size 2 --loads 2000/150 \
-        --rates 1,2 --seconds 40 --logs "$out/disagg_70b" --html "$out/disagg_70b.html" --json "$out/disagg_70b.json"
+    local serve='python3 -m baton.cluster.cli serve --model {model} --load-format dummy --max-model-len 33000'
+    serve+=' --tensor-parallel-size 2 --port {port}'
+    python3 -m baton.bench.disagg --device cuda --model-shape llama-3.1-70b --seeds 1 --loads 2000/150 --rates 1,2 \
+        --requests 60 --side "1p1d 1 $serve" --side "colocated 1 $serve --prefill 0 --decode 2" \
+        --reports "$out/disagg_70b" --json "$out/disagg_70b.json"
 }
 reuse() { python3 -m baton.bench.reuse --device cuda --json "$out/reuse.json"; }
 flip() { python3 -m baton.bench.flip --device cuda --logs "$out/flip" --json "$out/flip.json"; }

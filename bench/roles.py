@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import subprocess
@@ -15,11 +14,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, Self, TextIO
 
 import baton.bench.contract as contract
-from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.gpus import visible_gpus
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
@@ -159,11 +156,6 @@ def prompt_of(length: int, number: int) -> list[int]:
     return [100 + (number * 7919 + i * 31) % 20_000 for i in range(length)]
 
 
-def time_now() -> float:
-    """The same clock as `Driver` uses."""
-    return asyncio.get_running_loop().time()
-
-
 def gpus_or_exit(count: int, why: str) -> int:
     """How many GPUs this process may use. Exits if the bench needs more."""
     present = len(visible_gpus())
@@ -171,15 +163,3 @@ def gpus_or_exit(count: int, why: str) -> int:
         print(f"{why} needs {count} GPUs, and there are {present}", file=sys.stderr)
         sys.exit(contract.EXIT_CANNOT_MEASURE)
     return present
-
-
-def worker_flags(args: argparse.Namespace, directory: Path, *, gpus: int) -> tuple[list[str], list[str]]:
-    """The flags of so many workers, each on a GPU, and the device of each. Exits if GPUs are missing."""
-    if args.device == "cpu":
-        # One thread each: otherwise two engines would compete for the cores of a small machine.
-        model = ["--model", args.model] if args.model else []
-        return ["--dtype", "float32", "--num-threads", "1", *model], ["cpu"] * gpus
-    gpus_or_exit(gpus, "this bench")
-    model = args.model or str(write_shape(DENSE, directory))
-    common = ["--model", model, "--load-format", "dummy", "--max-model-len", "16384"]
-    return [*common, "--kv-lanes", "8", "--kv-slots", "256"], [f"cuda:{i}" for i in range(gpus)]

@@ -21,6 +21,16 @@ BAMBA, GRANITE = "bamba-9b", "granite-4.0-h-tiny"
 HYBRIDS = BAMBA, GRANITE
 """Models with state layers."""
 
+_MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "Llama4ForConditionalGeneration": "llama4",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
+    "BambaForCausalLM": "bamba",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+}
+"""Other engines find the class of a model by this field of config.json."""
+
 _MAMBA = {
     "mamba_d_conv": 4,
     "mamba_d_head": 64,
@@ -101,7 +111,9 @@ def write_shape(name: str, directory: Path, *, tokenizer: bool = False) -> Path:
     """
     where = directory / name
     where.mkdir(parents=True, exist_ok=True)
-    (where / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    [architecture] = SHAPES[name]["architectures"]
+    config = SHAPES[name] | {"model_type": _MODEL_TYPES[architecture]}
+    (where / "config.json").write_text(json.dumps(config, indent=1))
     if tokenizer:
         count = SHAPES[name]["vocab_size"]
         words = dict.fromkeys(("w0", *WORDS, *(f"w{i}" for i in range(1, count))))

@@ -125,14 +125,16 @@ def serve(given: engine.ServedModel, plan: Plan) -> int:
 @command(CLUSTER, "baton stop --ray-address 10.0.0.1:6379")
 def stop(ray: pools.RayOptions, what: pools.StopOptions) -> int:
     """Stop a cluster that was started with --ray-address. (A local one stops with Ctrl-C.)"""
-    from baton.cluster.on_ray.joined import stop as stop_cluster
+    from baton.cluster.on_ray import joined
 
+    address = _ray_address(ray, "to stop a local cluster, press Ctrl-C in its `baton serve`")
+    return joined.stop(address, routers_only=what.routers)
+
+
+def _ray_address(ray: pools.RayOptions, locally: str) -> str:
     if ray.ray_address is None:
-        raise ValueError(
-            "--ray-address: required, it names the cluster to stop; to stop a local cluster, press Ctrl-C in "
-            "its `baton serve`"
-        )
-    return stop_cluster(ray.ray_address, routers_only=what.routers)
+        raise ValueError(f"--ray-address: required, it names the cluster; {locally}")
+    return ray.ray_address
 
 
 @command(CLUSTER, "baton restart --ray-address 10.0.0.1:6379")
@@ -142,14 +144,10 @@ def restart(ray: pools.RayOptions) -> int:
     Each worker drains first. The next worker follows when the restarted one serves again. To restart the
     workers of a local cluster, send SIGUSR1 to its `baton serve`.
     """
-    from baton.cluster.on_ray.joined import restart as restart_workers
+    from baton.cluster.on_ray import joined
 
-    if ray.ray_address is None:
-        raise ValueError(
-            "--ray-address: required, it names the cluster; to restart the workers of a local cluster, send "
-            "SIGUSR1 to its `baton serve`"
-        )
-    return restart_workers(ray.ray_address)
+    locally = "to restart the workers of a local cluster, send SIGUSR1 to its `baton serve`"
+    return joined.restart(_ray_address(ray, locally))
 
 
 @command(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -25,7 +26,7 @@ Config = TypeVar("Config")
 
 
 def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
-    def start() -> int:
+    with _supervised(given.process.ready_fd):
         from baton.rpc.auth import load_secret
 
         model.download_to(given.model.download_dir)
@@ -36,8 +37,6 @@ def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
         from baton.worker.service_process.service import run
 
         return run(config)
-
-    return _supervised(given.process.ready_fd, start)
 
 
 def worker_config(
@@ -53,7 +52,7 @@ def worker_config(
 
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
-    chosen = choose(given.engine, given.pace.ttit_target, device, memory)
+    chosen = choose(given.engine, device, memory)
     return _configured(
         WorkerConfig,
         given,
@@ -72,7 +71,7 @@ def worker_config(
             enable_prefix_caching=given.engine.enable_prefix_caching is not False,
             host_cache_size=size_in_bytes(given.engine.host_cache_size),
             disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
-            ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
+            ttit_target=given.engine.ttit_target and given.engine.ttit_target / 1000,
             ttit_target_steps=chosen.target_steps,
         ),
         settings=chosen.summary,
@@ -106,7 +105,7 @@ def _configured(config: Callable[..., Config], given: Any, **others: Any) -> Con
 
 
 def run_router(given: RouterRole) -> int:
-    def start() -> int:
+    with _supervised(given.process.ready_fd):
         import uvloop
 
         from baton import router
@@ -134,8 +133,6 @@ def run_router(given: RouterRole) -> int:
                     return 0
                 config = _with_model(config, described)
             return router.main(config, runner)
-
-    return _supervised(given.process.ready_fd, start)
 
 
 def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: bytes) -> RouterConfig:
@@ -205,12 +202,13 @@ def _kubernetes(services: Sequence[str], port: str) -> Discovery | None:
     return KubernetesDiscovery(services, port)
 
 
-def _supervised(ready_fd: int | None, start: Callable[[], int]) -> int:
-    """Runs a role. With `ready_fd`, ties it to its supervisor and reports a ValueError to the supervisor."""
+@contextlib.contextmanager
+def _supervised(ready_fd: int | None) -> Generator[None]:
+    """For a role. With `ready_fd`, ties it to its supervisor, which is told of a ValueError."""
     if ready_fd is not None:
         processes.tie_to_parent(ready_fd)
     try:
-        return start()
+        yield
     except ValueError as error:
         processes.report_error(ready_fd, str(error))
         raise

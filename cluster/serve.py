@@ -12,15 +12,14 @@ import json
 import signal
 import urllib.request
 from collections import deque
-from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import setproctitle
 
 from baton.cluster import model
 from baton.cluster.autoscaling.autoscaler import Autoscaler
+from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.check_model import check_files
 from baton.cluster.roles import router_config, worker_config
 from baton.cluster.supervision.display import Display
@@ -100,7 +99,7 @@ class LocalCluster:
         self._signals.install()
         adopt_orphans()
         reap_orphans()
-        run_dir = RunDir.create(self._plan.run_dir.run_dir)
+        run_dir = RunDir.create(self._plan.files.run_dir)
         janitor = Janitor(run_dir.path, f"{self._plan.title}: janitor")
         self._logs = (self._plan.logs.log_dir or run_dir.path / "logs").absolute()
         try:
@@ -133,19 +132,22 @@ class LocalCluster:
             )
             following = asyncio.create_task(supervisor.run())
             to_stop.push_async_callback(self._stop_roles, supervisor, following)
-            await self._until(self._ready(supervisor), following)
+            starting = asyncio.create_task(self._ready(supervisor))
+            to_stop.callback(starting.cancel)
+            await self._signals.unless_stopped(starting, following)
         if self._signals.stop.is_set():
             return
+        if self._failure is not None:
+            raise self._failure
         self._up = True
         self._display.ready(self._plan, self._plan.admin_url(supervisor.states()), self._logs)
         secret = self._roles[0].environment["BATON_CLUSTER_SECRET"].encode()
-        scaling = asyncio.create_task(
-            Autoscaler(supervisor, self._plan.pool, secret, self._roles[0].tls).run()
-        )
+        balancer = Balancer(self._plan.pool, self._plan.engine.ttit_target)
+        scaling = asyncio.create_task(Autoscaler(supervisor, balancer, secret, self._roles[0].tls).run())
         to_stop.callback(scaling.cancel)
         restarting = asyncio.create_task(self._restart_when_told(supervisor))
         to_stop.callback(restarting.cancel)
-        await self._until(self._forever(), following, scaling, restarting)
+        await self._signals.unless_stopped(following, scaling, restarting)
 
     async def _restart_when_told(self, supervisor: Supervisor) -> None:
         while True:
@@ -157,7 +159,10 @@ class LocalCluster:
 
     async def _ready(self, supervisor: Supervisor) -> None:
         while not all(state.phase == "ready" for _, state in supervisor.states()):
-            await self._next_change()
+            await self._changed.wait()
+            self._changed.clear()
+            if self._failure is not None:
+                raise self._failure
         # The router now connects to the workers. It sends no event when it is done, so /ready is polled.
         self._display.stage("cluster", "router connects to workers", 0.9)
         url = self._plan.admin_url(supervisor.states())
@@ -167,27 +172,6 @@ class LocalCluster:
             self._display.stage("cluster", "first token", 0.95)
             await asyncio.to_thread(_first_token, self._plan)
         self._display.stage("cluster", "ready", 1.0)
-
-    async def _forever(self) -> None:
-        while True:
-            await self._next_change()
-
-    async def _next_change(self) -> None:
-        """Waits until any role changes. Raises CannotStart if a role failed during the start."""
-        await self._changed.wait()
-        self._changed.clear()
-        if self._failure is not None:
-            raise self._failure
-
-    async def _until(self, what: Coroutine[Any, Any, None], *beside: asyncio.Task[None]) -> None:
-        """Waits for `what` or for a stop signal. Raises the exception of `what` or of a task in `beside`."""
-        task = asyncio.create_task(what)
-        stop = asyncio.create_task(self._signals.stop.wait())
-        done, _ = await asyncio.wait({task, stop, *beside}, return_when=asyncio.FIRST_COMPLETED)
-        task.cancel()
-        stop.cancel()
-        for finished in done:
-            finished.result()
 
     async def _stop_roles(self, supervisor: Supervisor, following: asyncio.Task[None]) -> None:
         """Ctrl-C cancels running requests. SIGTERM lets them finish. A second signal kills every role."""

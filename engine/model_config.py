@@ -115,9 +115,8 @@ class ExpertsConfig:
     """None: silu(gate) · up."""
     bias: bool = False
     """Whether the router and the experts have biases."""
-    shared_gate: bool = field(default=False, repr=False)
-    """Whether the shared expert's output is multiplied by a gate. Not in the repr, which fingerprints
-    contain: an architecture has such gates or not."""
+    shared_gate: bool = False
+    """Whether the shared expert's output is multiplied by a gate."""
 
     def read_by(self, tokens: int) -> float:
         """The expected number of experts that a step of `tokens` tokens reads in a layer, if each token
@@ -186,7 +185,8 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that a model class and the planning of memory need to know about a model."""
+    """Everything that a model class and the planning of memory need to know about a model. Its fingerprint
+    covers all fields that are in the repr."""
 
     architecture: str
     """Name of the model class in Hugging Face transformers, a key of `engine.models.MODELS`."""
@@ -210,25 +210,23 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     dtype: str | None
     """Data type in the checkpoint's configuration. None: it names none."""
-    spans: tuple[Span | None, ...] = field(default=(), repr=False)
-    """The span of each layer (None: all keys up to the query's own). Empty: no layer has a span. Not in the
-    repr, which fingerprints contain: workers of the version before must have equal fingerprints."""
-    experts: ExpertsConfig | None = field(default=None, repr=False)
-    """None: a dense model. Not in the repr either; `engine.loader` adds it to the fingerprint."""
-    nope: NoPEConfig | None = field(default=None, repr=False)
-    """None: all layers have positions. As `experts`, the loader adds it to the fingerprint."""
-    state: StateConfig | None = field(default=None, repr=False)
-    """None: all layers have attention. As `experts`, the loader adds this and the next two to the
-    fingerprint."""
-    rotary_dim: int | None = field(default=None, repr=False)
+    spans: tuple[Span | None, ...] = ()
+    """The span of each layer (None: all keys up to the query's own). Empty: no layer has a span."""
+    experts: ExpertsConfig | None = None
+    """None: a dense model."""
+    nope: NoPEConfig | None = None
+    """None: all layers have positions."""
+    state: StateConfig | None = None
+    """None: all layers have attention."""
+    rotary_dim: int | None = None
     """Dimensions of a head that are rotated. None: all; 0: attention has no positions (NoPE)."""
-    multipliers: Multipliers | None = field(default=None, repr=False)
+    multipliers: Multipliers | None = None
     """None: a model without them."""
-    local_rope: LocalRope | None = field(default=None, repr=False)
-    """None: all layers have the same frequencies. As `experts`, the loader adds it to the fingerprint."""
+    local_rope: LocalRope | None = None
+    """None: all layers have the same frequencies."""
     quantization: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
-    """`quantization_config` of the checkpoint. None: its matrices are plain. Not in the repr: the format that
-    `engine.loader.formats` chooses is in the fingerprint."""
+    """`quantization_config` of the checkpoint. None: its matrices are plain. Not in the repr, which the
+    fingerprint covers: the format that `engine.loader.formats` chooses is in the fingerprint itself."""
 
     def check(self, source: str) -> None:
         """Raises `ValueError` naming `source`, the checkpoint, if this shape is not supported."""

@@ -24,24 +24,13 @@ Transfer processes touch sockets (`process/`) and never torch. Between them are 
 What both sides agree on is in `protocol/`, as pure state machines; the wire is in `docs/protocol.md`.
 """
 
-from baton.content.cache_kinds import CachePart
 from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from baton.kv_transfer.config import TransferConfig, TransferDeadlines
 from baton.kv_transfer.endpoint import Receiver, Sender, Transport
 from baton.kv_transfer.heartbeat import Heartbeat
 from baton.kv_transfer.layout import KVLayout
-from baton.kv_transfer.protocol.messages import MAX_CHUNKS, FirstToken
-from baton.kv_transfer.spawn import (
-    Drain,
-    Drained,
-    FromTransfer,
-    Ready,
-    StatsRequest,
-    TransferStats,
-    decode_from_transfer,
-    encode,
-    spawn_transfer,
-)
+from baton.kv_transfer.protocol.messages import FirstToken
+from baton.kv_transfer.spawn import TransferStats, spawn_transfer
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import (
     Closed,
@@ -54,34 +43,25 @@ from baton.kv_transfer.transport import (
 )
 
 __all__ = [
-    "MAX_CHUNKS",
     "Arena",
     "ArenaEnd",
-    "CachePart",
     "Closed",
     "ContentWanted",
-    "Drain",
-    "Drained",
     "FetchFailed",
     "FirstToken",
-    "FromTransfer",
     "Heartbeat",
     "InjectStats",
     "Injected",
     "KVLayout",
     "PagedKV",
-    "Ready",
     "Receiver",
     "Released",
     "Sender",
-    "StatsRequest",
     "TraceWriter",
     "TransferConfig",
     "TransferDeadlines",
     "TransferStats",
     "Transport",
     "channel_pair",
-    "decode_from_transfer",
-    "encode",
     "spawn_transfer",
 ]

@@ -30,9 +30,11 @@ class Channel:
     Messages that the socket does not take wait in `pending`."""
 
     def __init__(
-        self, sock: socket.socket, receives: Any, on_blocked: Callable[[], object] = lambda: None
-    ) -> None:
-        """`receives`: the union of messages that come to this end. `on_blocked`: flush() is needed later."""
+        self, sock: socket.socket, receives: Any, on_blocked: Callable[[], object] = lambda: None,
+        gone: Callable[[str], Exception] = ChannelClosed,
+    ) -> None:  # fmt: skip
+        """`receives`: the union of messages that come to this end. `on_blocked`: flush() is needed later.
+        `gone`: makes what is raised when the other process is gone."""
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.sock = sock
@@ -40,6 +42,7 @@ class Channel:
         self.due = 0.0  # time.monotonic() when the first of what is posted should go
         self.full = False  # flush when there is room
         self._on_blocked = on_blocked
+        self._gone = gone
         self._decode = msgspec.msgpack.Decoder(list[receives]).decode
         self._buffer = memoryview(bytearray(_LARGEST))
 
@@ -82,7 +85,7 @@ class Channel:
                 self._on_blocked()
                 return
             except OSError as e:
-                raise ChannelClosed(str(e)) from None
+                raise self._gone(str(e)) from None
             del self.pending[:count]
 
     def receive(self) -> Sequence[Any]:
@@ -92,7 +95,7 @@ class Channel:
         except BlockingIOError:
             return ()
         except OSError as e:
-            raise ChannelClosed(str(e)) from None
+            raise self._gone(str(e)) from None
         if size == 0:
-            raise ChannelClosed("closed")
+            raise self._gone("closed")
         return self._decode(self._buffer[:size])

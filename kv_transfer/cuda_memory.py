@@ -121,8 +121,8 @@ class DeviceMemory(Slots):
         _call("cuMemsetD8_v2", self.marks, 0, self.marks_bytes)
         _call("cuMemcpyHtoD_v2", self.token, token, TOKEN)
         _call("cuIpcGetMemHandle", byref(handle), self.address)
-        self.export = Export("cuda_ipc", host(), bytes(handle), num_slots, slot_bytes, token)
-        _exported[token, self.export.handle] = self.address
+        self.export = Export("cuda_ipc", host(), (bytes(handle),), num_slots, slot_bytes, token)
+        _exported[token, self.export.handles[0]] = self.address
 
 
 class PeerDeviceMemory(Slots):
@@ -132,11 +132,11 @@ class PeerDeviceMemory(Slots):
         """Raises Unreachable. The caller then does a test copy of the token."""
         check(export, "cuda_ipc")
         try:
-            own = _exported.get((export.token, export.handle))
+            own = _exported.get((export.token, export.handles[0]))
             self._is_own = own is not None
             address = c_ulonglong(own or 0)
             if not self._is_own:
-                handle = _Handle.from_buffer_copy(export.handle)
+                handle = _Handle.from_buffer_copy(export.handles[0])
                 _call("cuIpcOpenMemHandle_v2", byref(address), handle, _LAZY_ENABLE_PEER_ACCESS)
         except (CudaError, OSError, ValueError) as e:
             raise Unreachable(f"the test copy failed: {e}") from None

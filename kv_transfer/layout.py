@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from baton.content.cache_kinds import FP8, ITEM_BYTES, KINDS, CachePart, Range
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 """In each header. Two sides of different versions refuse each other."""
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -48,21 +48,21 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             raise ValueError(f"dtype is {self.dtype!r}: KV is moved as one of {', '.join(ITEM_BYTES)}")
 
     @cached_property
-    def parts(self) -> dict[int | None, CachePart]:
-        """By `Slice.state`: what the layers keep of each token, then the states."""
+    def parts(self) -> Sequence[CachePart]:
+        """By `Slice.part`: what the layers keep of each token, then the states."""
         rows = KINDS[self.kind].rows
         assert rows is not None, "a kind with KV has one part"
         kv = CachePart(self.kind, "kv", rows, self.num_kv_heads, self.head_dim, self.dtype)
-        return {None: kv, **dict(enumerate(self.states))}
+        return kv, *self.states
 
-    def layers_of(self, state: int | None) -> Sequence[int]:
+    def layers_of(self, part: int) -> Sequence[int]:
         """The layers that keep this part."""
-        return self.kv_layers if state is None else self.state_layers
+        return self.kv_layers if self.parts[part].per_token else self.state_layers
 
     @property
     def fingerprint(self) -> str:
         """Readable on purpose: a mismatch is refused with both sides' fingerprints in the message."""
-        kv, *states = (part.identity for part in self.parts.values())
+        kv, *states = (part.identity for part in self.parts)
         if states:
             kv += f" kv_layers={','.join(map(str, self.kv_layers))}"
         return " ".join([f"kv{WIRE_VERSION} layers={self.num_layers}", kv, *states])
@@ -73,7 +73,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def bytes_per_token_layer(self) -> int:
-        return self.parts[None].bytes
+        return self.parts[0].bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -104,7 +104,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     head_count: U16
     token_start: U32  # of a state: how many positions it covers
     token_count: U32  # of a state: 0
-    state: U16 | None = None  # index into `KVLayout.states`; None: KV
+    part: U16 = 0  # index into `KVLayout.parts`; 0: KV
 
 
 def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]:
@@ -115,24 +115,24 @@ def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]
 
 
 def cut(
-    layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: int, state: int | None = None
+    layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: int, part: int = 0
 ) -> Iterator[Slice]:
     """Cut a token range × head range of one layer into as few slices of at most `slot_bytes` as it takes.
 
     Heads of a state are cut in place of tokens. The state covers positions up to the end of `tokens`."""
-    part, (first, last) = layout.parts[state], heads
-    if not part.per_token:
-        for start, count in _equal_pieces(first, last, slot_bytes // part.head_bytes):
-            yield Slice(layer, start, count, tokens[1], 0, state)
+    kept, (first, last) = layout.parts[part], heads
+    if not kept.per_token:
+        for start, count in _equal_pieces(first, last, slot_bytes // kept.head_bytes):
+            yield Slice(layer, start, count, tokens[1], 0, part)
         return
-    position_bytes = (last - first) * part.head_bytes
+    position_bytes = (last - first) * kept.head_bytes
     if slot_bytes < position_bytes:
         raise ValueError(
             f"slot_bytes is {slot_bytes}, less than one position of {last - first} heads "
             f"({position_bytes} bytes): use larger slots"
         )
     for start, count in _equal_pieces(*tokens, slot_bytes // position_bytes):
-        yield Slice(layer, first, last - first, start, count, state)
+        yield Slice(layer, first, last - first, start, count, part)
 
 
 def _equal_pieces(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
@@ -144,15 +144,15 @@ def _equal_pieces(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]
         start += count
 
 
-def rank_of(layout: KVLayout, head: int, ranks: int, state: int | None = None) -> int:
-    """The first of the ranks that hold the head of KV, or of a state. Slices with it come from there. Raises
+def rank_of(layout: KVLayout, head: int, ranks: int, part: int = 0) -> int:
+    """The first of the ranks that hold the head of a part. Slices with it come from there. Raises
     StopIteration if no rank holds it: so many ranks do not share the heads."""
-    part = layout.parts[state]
-    return next(rank for rank in range(ranks) if head in range(*part.heads_of(rank, ranks)))
+    held = layout.parts[part].heads_of
+    return next(rank for rank in range(ranks) if head in range(*held(rank, ranks)))
 
 
 def slice_bytes(layout: KVLayout, piece: Slice) -> int:
-    return layout.parts[piece.state].bytes_of(piece.head_count, piece.token_count)
+    return layout.parts[piece.part].bytes_of(piece.head_count, piece.token_count)
 
 
 def runs(

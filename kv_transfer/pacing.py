@@ -18,12 +18,12 @@ FRAMES_AHEAD = 2
 _SLOTS_PER_LANE = 3
 
 
-def window(lanes: int, num_slots: int, transport: str = "tcp") -> int:
+def window(lanes: int, num_slots: int, *, exported: bool) -> int:
     """How many of the arena's slots the frames of a session may have at once: at most half of them.
 
     Three quarters of slots that the peer reads, in shared memory or on a GPU. It answers only when its engine
     looks: after 2 ms, in which a link between GPUs carries 700 MB, and on CPUs after a whole step."""
-    if transport != "tcp":
+    if exported:
         return max(1, num_slots * 3 // 4)
     return min(max(lanes, _LEAST_LANES) * _SLOTS_PER_LANE, max(1, num_slots // 2))
 
@@ -42,7 +42,7 @@ SLICES_AT_ONCE = 16  # that are injected together at most
 _CREDIT_PER_LANE = 4
 
 
-def credit(missing_frames: int, lanes: int, transport: str = "tcp") -> int:
+def credit(missing_frames: int, lanes: int, *, exported: bool) -> int:
     """The credit that a session can use. One frame more per lane: slices need not have their full size."""
     wanted = missing_frames + lanes
-    return wanted if transport != "tcp" else min(wanted, _CREDIT_PER_LANE * max(lanes, _LEAST_LANES))
+    return wanted if exported else min(wanted, _CREDIT_PER_LANE * max(lanes, _LEAST_LANES))

@@ -7,10 +7,8 @@ The owner may use a slot again without TAKEN when the session has ended. The rea
 generation. A deadline would prove nothing. Memory lives as long as it is mapped, also if its owner dies.
 
 The memory has `num_slots` slots of `slot_bytes`, then the marks, then a token. Two implementations: the arena
-(`shared_memory`), and raw device memory (`cuda_ipc`, in `cuda_memory`).
-
-Each rank of a worker exports its own memory, and fills its slots with the heads that it holds. A rank of a
-reader opens the memories with heads that it holds. On CPUs all ranks of a worker export the same arena.
+(`shared_memory`), and raw device memory (`cuda_ipc`, in `cuda_memory`). Each rank of a worker exports a
+memory of its own. On CPUs this is the arena for all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -35,7 +33,6 @@ _F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x0002
 _HANDLE = struct.Struct("<II")  # process, descriptor
 _MARK = struct.Struct("<QQ")
 assert _MARK.size == MARK
-_HANDLE_BYTES = {"shared_memory": _HANDLE.size, "cuda_ipc": 64}
 
 TCP_ONLY = "--kv-connector tcp"
 """Why memory is neither exported nor read."""
@@ -46,7 +43,8 @@ class Unreachable(Exception):
 
 
 class PeerMemory(Protocol):
-    """Memory of another process, or of all ranks of another worker, as a reader has it."""
+    """Memory of another process (`PeerArena`, `PeerDeviceMemory`), or of all ranks of another worker
+    (`PeerMemories`), as a reader has it."""
 
     def close(self) -> None:
         """No copy from it is under way."""
@@ -64,23 +62,23 @@ class PeerMemories(Generic[M]):
         self,
         export: Export,
         layout: KVLayout,
-        heads: Mapping[int | None, Range],
+        heads: Sequence[Range],
         open_one: Callable[[Export], M],
     ) -> None:
         """Opens those with any of `heads`, by part of the layout. Raises Unreachable."""
-        handles = _handles(export)
+        ranks = len(export.handles)
         needed: set[int] = set()
         try:
-            for state, held in heads.items():
-                needed |= {rank_of(layout, head, len(handles), state) for head in range(*held)}
+            for part, held in enumerate(heads):
+                needed |= {rank_of(layout, head, ranks, part) for head in range(*held)}
         except StopIteration:
-            raise Unreachable(f"{len(handles)} ranks do not share the heads of this model") from None
+            raise Unreachable(f"{ranks} ranks do not share the heads of this model") from None
         self.slot_bytes = export.slot_bytes
         self._num_slots = export.num_slots
         self._of_ranks: dict[int, M] = {}
         try:
             for rank in sorted(needed):
-                self._of_ranks[rank] = open_one(replace(export, handle=handles[rank]))
+                self._of_ranks[rank] = open_one(replace(export, handles=(export.handles[rank],)))
         except Unreachable:
             self.close()
             raise
@@ -97,22 +95,14 @@ class PeerMemories(Generic[M]):
             memory.close()
 
 
-def _handles(export: Export) -> Sequence[bytes]:
-    """Of each rank."""
-    size = _HANDLE_BYTES.get(export.kind)
-    if size is None:
-        return (export.handle,)
-    return [export.handle[at : at + size] for at in range(0, len(export.handle), size)]
-
-
 def count_slots(export: Export) -> int:
     """Of all ranks."""
-    return export.num_slots * len(_handles(export))
+    return export.num_slots * len(export.handles)
 
 
 def join(exports: Sequence[Export]) -> Export:
     """The memories of all ranks of a worker, as peers get them."""
-    return replace(exports[0], handle=b"".join(export.handle for export in exports))
+    return replace(exports[0], handles=tuple(handle for export in exports for handle in export.handles))
 
 
 @cache
@@ -138,7 +128,7 @@ def mark(arena: Arena, slot: int, generation: int, checksum: int) -> None:
 
 def export_arena(arena: Arena) -> Export:
     handle = _HANDLE.pack(os.getpid(), arena.fd)
-    return Export("shared_memory", host(), handle, arena.num_slots, arena.slot_bytes, arena.token)
+    return Export("shared_memory", host(), (handle,), arena.num_slots, arena.slot_bytes, arena.token)
 
 
 class PeerArena:
@@ -150,7 +140,7 @@ class PeerArena:
         slots = export.num_slots * export.slot_bytes
         size = exported_bytes(export.num_slots, export.slot_bytes)
         try:
-            pid, number = _HANDLE.unpack(export.handle)
+            pid, number = _HANDLE.unpack(export.handles[0])
             fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 if not fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK:

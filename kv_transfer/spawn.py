@@ -1,13 +1,16 @@
-"""Starts a transfer process: what it inherits, how it ends, and the messages between it and its parent."""
+"""Starts processes of a worker: what they inherit, and how they end. And the messages between a transfer
+process and its service."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import msgspec
 
@@ -73,6 +76,18 @@ decode_from_transfer = msgspec.msgpack.Decoder(FromTransfer).decode
 decode_to_transfer = msgspec.msgpack.Decoder(ToTransfer).decode
 
 
+class TransferStart(msgspec.Struct, frozen=True):
+    """The first line on stdin of `python -m baton.kv_transfer.process`, as JSON. All descriptors are
+    inherited."""
+
+    config: TransferConfig
+    sending_fds: Sequence[int]  # as `ArenaEnd.fds` of the process's ends
+    receiving_fds: Sequence[int]
+    heartbeat_fd: int
+    service_fd: int
+    parent_pid: int
+
+
 def spawn_transfer(
     config: TransferConfig,
     *,
@@ -82,31 +97,33 @@ def spawn_transfer(
     service: socket.socket,
     secret: bytes,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m baton.kv_transfer.process`. Call it from a thread that lives as long as this process.
+    """Starts a transfer process. It ends with this process, when `service` is closed here, or on SIGTERM.
 
     The channels and `service` are the transfer process's ends: close them here afterwards, so that the other
-    ends show when it dies. It ends when this process does, when `service` is closed here, or on SIGTERM.
+    ends show when it dies.
     """
-    fds = {
-        "--sending-fds": sending.fds,
-        "--receiving-fds": receiving.fds,
-        "--heartbeat-fd": (heartbeat.fd,),
-        "--service-fd": (service.fileno(),),
-    }
-    arguments = ["--parent-pid", str(os.getpid())]
-    for name, numbers in fds.items():
-        arguments += [name, *map(str, numbers)]
+    start = TransferStart(config, sending.fds, receiving.fds, heartbeat.fd, service.fileno(), os.getpid())
+    fds = *start.sending_fds, *start.receiving_fds, start.heartbeat_fd, start.service_fd
+    # What a process is started with stays readable in /proc/PID/environ: the secret goes through the pipe.
+    lines = msgspec.json.encode(start) + b"\n" + secret.hex().encode()
+    return spawn("baton.kv_transfer.process", lines, pass_fds=fds)
+
+
+def spawn(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Runs `module` with `-m` in a fresh interpreter, with `lines` on stdin. A fork would be unsafe, because
+    this process has threads.
+
+    The child's environment does not have the cluster secret. The child dies with the thread that spawned it
+    (`die_with_parent`): call it from one that lives as long as this process.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
     child = subprocess.Popen(
-        [sys.executable, "-m", "baton.kv_transfer.process", *arguments],
-        stdin=subprocess.PIPE,
-        pass_fds=[fd for numbers in fds.values() for fd in numbers],
-        # What a process is started with stays readable in /proc/PID/environ: the secret goes through the
-        # pipe.
-        env={name: value for name, value in os.environ.items() if name != SECRET_VARIABLE},
+        [sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=pass_fds, env=environment
     )
     assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(config) + b"\n" + secret.hex().encode())
-    child.stdin.close()
+    # If the child is already dead, its exit says so.
+    with contextlib.suppress(BrokenPipeError), child.stdin:
+        child.stdin.write(lines + b"\n")
     return child
 
 

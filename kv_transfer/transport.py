@@ -42,9 +42,9 @@ class PagedKV:
     Heads and their numbers are neighbours. The slots and rows need not be."""
 
     @property
-    def heads(self) -> dict[int | None, Range]:
+    def heads(self) -> Sequence[Range]:
         """The heads of this rank, of each part of the layout."""
-        return {state: part.heads_of(self.rank, self.ranks) for state, part in self.layout.parts.items()}
+        return [part.heads_of(self.rank, self.ranks) for part in self.layout.parts]
 
 
 @dataclass(frozen=True, slots=True)

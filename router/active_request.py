@@ -59,11 +59,11 @@ class TokenCounts:
 
 
 class ActiveRequests:
-    """The requests that generate, and a count of those that are being prepared."""
+    """The requests that generate, and a count that includes those that are being prepared."""
 
     def __init__(self) -> None:
         self._requests: set[ActiveRequest] = set()
-        self._preparing = 0
+        self._count = 0
         self._none = asyncio.Event()
         self._none.set()
 
@@ -71,28 +71,20 @@ class ActiveRequests:
         """Requests that generate."""
         return len(self._requests)
 
-    def add(self, request: "ActiveRequest") -> None:
-        self._requests.add(request)
-        self._none.clear()
-
-    def discard(self, request: "ActiveRequest") -> None:
-        self._requests.discard(request)
-        self._update_none()
-
     @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Counts one more request that is being prepared, while it is open."""
-        self._preparing += 1
+    def counting(self, request: "ActiveRequest | None" = None) -> Iterator[None]:
+        """Counts a request that generates, while it is open. None: the request is being prepared."""
+        generating = set() if request is None else {request}
+        self._requests |= generating
+        self._count += 1
         self._none.clear()
         try:
             yield
         finally:
-            self._preparing -= 1
-            self._update_none()
-
-    def _update_none(self) -> None:
-        if not self._requests and not self._preparing:
-            self._none.set()
+            self._requests -= generating
+            self._count -= 1
+            if not self._count:
+                self._none.set()
 
     def abort(self, error: ApiError) -> None:
         """Ends every request that generates with this error."""
@@ -133,18 +125,7 @@ class ActiveRequest:
         self.name = name
         self.sampling = jobs[0].sampling
         stops = StopStrings(body.stop)
-        self.choices = [
-            Choice(
-                services.tokenizer,
-                stops=stops,
-                stop_token_ids=frozenset(body.stop_token_ids or ()),
-                min_tokens=body.min_tokens,
-                skip_special_tokens=body.skip_special_tokens,
-                include_stop=body.include_stop_str_in_output,
-                generates=body.max_tokens_wanted != 0,
-            )
-            for _ in jobs
-        ]
+        self.choices = [Choice(services.tokenizer, body, stops) for _ in jobs]
         self._jobs = jobs
         self._entry = entry
         self._deadline = deadline
@@ -161,9 +142,8 @@ class ActiveRequest:
         """
         services, began = self.services, time.monotonic()
         sizes = [len(job.prompt_ids) for job in self._jobs]
-        with self._traced() as span:
+        with self._traced() as span, services.active.counting(self):
             turns = self._entry.turns(sizes, self.body.priority)
-            services.active.add(self)
             try:
                 self._generations = [
                     Generation(
@@ -185,7 +165,6 @@ class ActiveRequest:
                     generation.advance()
                 yield
             finally:
-                services.active.discard(self)
                 self._close(time.monotonic() - began)
                 self._entry.end()
 

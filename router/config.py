@@ -14,7 +14,11 @@ from baton.rpc.tls import TlsFiles
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """The configuration of one router. Raises ValueError naming the flag and the remedy."""
+    """The configuration of one router. Raises ValueError naming the flag and the remedy.
+
+    `baton router --help` describes the fields that are its options. Times are seconds. Port 0: the system
+    chooses, and the router reports it.
+    """
 
     model: str | None
     """A Hugging Face directory, a GGUF file, or a hub id. The router reads only its tokenizer. None: the
@@ -25,28 +29,21 @@ class RouterConfig:
     """The model ids for clients. Responses have the first one. Empty: `model`."""
     revision: str | None = None
     tokenizer: str | None = None
-    """Where the tokenizer is, in the forms of `model`. None: it is that of `model`."""
     chat_template: str | None = None
-    """Path of a Jinja file. None: the model's own chat template."""
     tool_call_parser: str | None = None
-    """The format of tool calls, one of `router.tools.formats.FORMATS`. None: found in the chat template."""
+    """One of `router.tools.formats.FORMATS`. None: found in the chat template."""
     reasoning_parser: str | None = None
-    """How the model writes its reasoning, one of `router.tools.reasoning.REASONING`, or "none". None: found
-    in the chat template."""
+    """One of `router.tools.reasoning.REASONING`, or "none". None: found in the chat template."""
     generation_config: str = "auto"
-    """The sampling defaults. "auto": those of the model; "vllm": none; or the path of a directory with a
-    generation_config.json."""
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: the system chooses, and the router reports it."""
     grpc_port: int | None = None
-    """Port of `baton.v1.Inference`. 0: the system chooses, and the router reports it. None: no gRPC."""
+    """Port of `baton.v1.Inference`. None: no gRPC."""
     tls: TlsFiles | None = None
     """For HTTP and gRPC clients. With `ca_certs` clients must show a certificate."""
     cluster_tls: TlsFiles | None = None
     """For connections to workers. None: certificates are made from the secret."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins, such as https://chat.example, whose pages may use the API in a browser. "*" is any."""
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """If there are any, clients must send one of them."""
     read_api_keys: Callable[[], tuple[ApiKey, ...]] | None = field(default=None, repr=False)
@@ -54,51 +51,37 @@ class RouterConfig:
     workers: tuple[str, ...] = ()
     """gRPC addresses of workers that are always there."""
     workers_file: str | None = None
-    """A file with one address a line, read again when it is replaced."""
     discovery: Discovery | None = None
     """Another source of worker addresses, in place of list and file."""
     cluster_file: str | None = None
-    """A JSON file with the supervisor's report on all roles, for `/status`. The supervisor replaces it
-    atomically."""
     request_timeout: float = 600.0
-    """Seconds from the arrival of a request to its end."""
     client_timeout: float = 30.0
-    """Seconds for a client to send a body, or to read a full send buffer."""
     keep_alive: float = 75.0
-    """Seconds that a connection may be idle, and seconds for a client to send the headers."""
     worker_wait: float = 60.0
-    """Seconds that a request waits when a pool has no worker."""
     drain_timeout: float = 60.0
-    """Seconds for running requests to finish after SIGTERM."""
     overflow: bool = True
     """A decode worker prefills when the second token is expected earlier that way."""
     prefix_fetches: bool = True
     """A worker fetches what another worker has cached of a prompt, where that is faster than computing it."""
     decode_only: bool = False
-    """The cluster has no prefill workers. The router is ready with a decode worker."""
     routing_policy: str = "sticky"
-    """The policy that chooses a prefill worker, one of `router.policy.prefill.PREFILL_POLICIES`."""
+    """One of `router.policy.prefill.PREFILL_POLICIES`."""
     max_body_bytes: int = 16 << 20
     max_waiting_tokens: int = 1_000_000
-    """Limit for the prompt tokens of all requests without a first token. Beyond it clients get 429."""
     log_format: logs.Format = "text"
     log_level: logs.Level = "info"
     otlp_endpoint: str | None = None
     """http://HOST:PORT of an OTLP/gRPC receiver of traces. None: no traces."""
     processes: int = 1
-    """Number of processes that listen on the same port."""
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
-    """Port of `/metrics` and `/status` for all processes. 0: the system chooses, and the router reports it.
-    None: one process serves them on `port`."""
+    """Port of `/metrics` and `/status` for all processes. None: one process serves them on `port`."""
     command: tuple[str, ...] = ()
     """Command that starts one more process of this router, with further flags. Needed with an admin port."""
     process_number: int | None = None
     """Number of this process among those of a supervisor. None: there is no supervisor."""
     control_fd: int | None = None
-    """This process' end of the socket pair to its supervisor."""
     index: int = 0
-    """Number of this router, for logs and status."""
     title: str = "baton"
     """First part of the titles of its processes."""
     ready_fd: int | None = None

@@ -49,23 +49,6 @@ def defect(message: pb.PromptLogprobs, vocab_size: int) -> str:
     return ""
 
 
-class Received:
-    """The messages about one prompt, as far as they came."""
-
-    def __init__(self) -> None:
-        self._messages: list[pb.PromptLogprobs] = []
-
-    def add(self, message: pb.PromptLogprobs) -> None:
-        if self._messages and self._messages[-1].attempt_id != message.attempt_id:
-            self._messages = []  # of an attempt that failed
-        self._messages.append(message)
-
-    def take(self) -> list[pb.PromptLogprobs]:
-        """Returns the messages, and keeps none."""
-        taken, self._messages = self._messages, []
-        return taken
-
-
 def _array(kind: str, packed: bytes) -> array:
     values = array(kind)
     values.frombytes(packed)

@@ -31,8 +31,7 @@ from baton.router.api.jobs import SamplingDefaults, sampling_defaults, shown
 from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.grpc_server import GrpcEndpoint
-from baton.router.endpoints.http_runner import HttpRunner
-from baton.router.endpoints.http_server import HttpEndpoints
+from baton.router.endpoints.http_server import HttpEndpoints, HttpRunner
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
 from baton.router.processes.sockets import BACKLOG, listen, report, serve_commands

@@ -1,4 +1,4 @@
-"""Simulates prefill and decode pools, with the router's own policies on a simulated clock.
+"""Simulates prefill pools and clusters, with the router's own policies on a simulated clock.
 
 Life of a simulation:
 
@@ -10,8 +10,8 @@ Life of a simulation:
    the routers once a second.
 4. An `Outcome` holds what was measured: cache hits, times to first token, how evenly the workers computed.
 
-`decode` does the same for decode pools, whose resource is blocks. Real are the policies, the estimate of a
-worker's queue, the index of chunks and the order of events. Simulated are the time and the workers.
+Real are the policies, the estimate of a worker's queue, the index of chunks and the order of events. The time
+and the workers are simulated.
 
 `placement` has both pools step by step: engines that decode and compute prompts (`step_worker`, `steps`), and
 routers that decide for each request which workers compute it. The load may change, and a policy may move

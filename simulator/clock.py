@@ -4,7 +4,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from baton.router.policy.reports import report_seconds
+from baton.router.policy.prefill_loads import report_seconds
 from baton.rpc import LONGEST_REPORT
 
 

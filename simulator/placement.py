@@ -15,22 +15,26 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from baton.engine.core.chunk_limit import LONG
 from baton.router.policy.decode import DecodeLoad, two_choices
-from baton.router.policy.placement import Placement, PrefillOffer, patience, place, place_without_room
-from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, sticky
-from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
-from baton.router.policy.reports import (
+from baton.router.policy.placement import (
+    Placement,
+    PrefillOffer,
     PrefillWindow,
-    apply_report,
     decode_offer,
     pace,
+    patience,
+    place,
+    place_without_room,
     prefill_offer,
     prefill_window,
 )
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, sticky
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, PlacementOutcome, Request, Worker
@@ -53,47 +57,46 @@ FlipPolicy = Callable[[float, Mapping[Pool, Sequence[pb.WorkerStatus]]], Mapping
 """Takes the time and the reports of each pool. Returns the sizes that the pools should have."""
 
 
+@dataclass(eq=False)
 class Router:
-    """Sees its own requests at once, and those of other routers in reports."""
+    """Sees its own requests at once, and those of other routers in reports.
 
-    def __init__(
-        self,
-        workers: list[Worker],
-        seats: int,
-        kind: Kind,
-        clock: Clock,
-        rng: random.Random,
-        outcome: PlacementOutcome,
-    ) -> None:
-        """All workers begin in the decode pool (`move`). `seats`: requests that a worker decodes at once."""
-        self._workers = workers
+    Attributes:
+        workers: they begin in the decode pool (`move`).
+        seats: requests that a worker decodes at once.
+    """
+
+    workers: list[Worker]
+    seats: int
+    kind: Kind
+    clock: Clock
+    rng: random.Random
+    outcome: PlacementOutcome
+
+    def __post_init__(self) -> None:
         self._prefills: set[int] = set()
-        self._decoders = list(range(len(workers)))
-        self._kind: Kind = kind
-        self._clock = clock
-        self._rng = rng
-        self._outcome = outcome
+        self._decoders = list(range(len(self.workers)))
         self._loads = PrefillLoads()
-        self._decodes = [DecodeLoad(w.name, BLOCK, BLOCKS, seats, BLOCKS) for w in workers]
-        self._status = [pb.WorkerStatus() for _ in workers]
+        self._decodes = [DecodeLoad(w.name, BLOCK, BLOCKS, self.seats, BLOCKS) for w in self.workers]
+        self._status = [pb.WorkerStatus() for _ in self.workers]
         self._queue: deque[Request] = deque()
         self._sent_tokens = 0  # prompt tokens without a first token that workers have
         self._window = PrefillWindow()
-        for row, worker in enumerate(workers):
-            self._loads.join(worker.name, block_size=BLOCK, now=clock.now)
+        for row, worker in enumerate(self.workers):
+            self._loads.join(worker.name, block_size=BLOCK, now=self.clock.now)
             self._loads.serve(row, False)
 
     def move(self, row: int, pool: Pool) -> None:
         """New work of the pool goes to this worker. What it has goes on to its end."""
         (self._prefills.add if pool == "prefill" else self._prefills.discard)(row)
-        self._decoders = [other for other in range(len(self._workers)) if other not in self._prefills]
+        self._decoders = [other for other in range(len(self.workers)) if other not in self._prefills]
         self._loads.serve(row, pool == "prefill")
         self._dispatch()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is left in its view of the workers."""
-        rows = range(len(self._workers))
+        rows = range(len(self.workers))
         left = [self._loads.tokens_waiting(row, math.inf) or self._decodes[row].own for row in rows]
         return not (self._queue or self._sent_tokens or any(left))
 
@@ -103,10 +106,10 @@ class Router:
 
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
         self._status[row] = status
-        apply_report(self._loads, row, status, row in self._prefills, self._clock.now)
+        self._loads.reported(row, status, self.clock.now, alone=row in self._prefills)
         running = status.requests_running + status.reservations
         self._decodes[row].reported(blocks_free=status.blocks_free, running=running)
-        if row == len(self._workers) - 1:
+        if row == len(self.workers) - 1:
             self._update_window()
         self._dispatch()
 
@@ -114,7 +117,7 @@ class Router:
         paces = [pace(self._status[row]) for row in self._decoders]
         speed = self._loads.tokens_per_s()
         budgets = len(self._prefills) * [BUDGET]
-        self._window = prefill_window(budgets, speed, paces if self._kind == "policy" else [])
+        self._window = prefill_window(budgets, speed, paces if self.kind == "policy" else [])
 
     def _dispatch(self) -> None:
         while self._queue:
@@ -122,23 +125,23 @@ class Router:
                 return
             tokens = self._queue[0].prompt + 1
             loads = [self._decodes[row] for row in self._decoders]
-            decode = two_choices(loads, tokens=tokens, rng=self._rng)
+            decode = two_choices(loads, tokens=tokens, rng=self.rng)
             if decode is not None:
                 self._send(self._queue.popleft(), int(decode))
-            elif self._kind != "policy" or not self._send_without_room():
+            elif self.kind != "policy" or not self._send_without_room():
                 return
 
     def _send_without_room(self) -> bool:
         """Sends the first request while no decode worker has room for it. False: it waits."""
         request = self._queue[0]
         asked, snapshot, chosen = self._sticky(request)
-        rows = snapshot.compared(chosen, lambda row: self._decodes[row].fits(request.prompt + 1), self._rng)
+        rows = snapshot.compared(chosen, lambda row: self._decodes[row].fits(request.prompt + 1), self.rng)
         found = place_without_room([self._prefill_offer(asked, snapshot, row) for row in rows])
         if found is None:
             return False
         prefill = rows[found.offer]
         request.due = request.arrived + patience(request.prompt / float(snapshot.speed[prefill]))
-        self._outcome.places["prefill"] += 1
+        self.outcome.places["prefill"] += 1
         self._submit(self._queue.popleft(), prefill, prefill)
         return True
 
@@ -146,22 +149,22 @@ class Router:
         """The request, the prefill workers, and the one that `sticky` chooses."""
         key, chunks = request.session * SPREAD % 2**64, request.prompt_chunks
         asked = PrefillRequest(key=key, tokens=request.prompt, chunks=chunks)
-        snapshot = self._loads.snapshot(asked, self._clock.now)
+        snapshot = self._loads.snapshot(asked, self.clock.now)
         assert snapshot is not None
         return asked, snapshot, sticky(snapshot, asked)
 
     def _send(self, request: Request, decode: int) -> None:
-        now = self._clock.now
+        now = self.clock.now
         asked, snapshot, prefill = self._sticky(request)
         found = Placement("handover")
-        if self._kind == "policy":
+        if self.kind == "policy":
             found = self._place(request, asked, snapshot, prefill, decode)
         request.cached = self._cached(decode if found.place == "decode" else prefill, asked)
         token_seconds = 1 / float(snapshot.speed[prefill])
         if found.place == "decode":
             token_seconds = pace(self._status[decode]).token_seconds
         request.due = request.arrived + patience(request.uncached * token_seconds)
-        self._outcome.places[found.place] += 1
+        self.outcome.places[found.place] += 1
         if found.place == "decode":
             self._submit(request, decode, decode)
         elif found.place == "prefill":
@@ -182,7 +185,7 @@ class Router:
         decode: int,
     ) -> Placement:
         first = self._prefill_offer(asked, snapshot, prefill)
-        waiting = self._loads.tokens_waiting(decode, self._clock.now)
+        waiting = self._loads.tokens_waiting(decode, self.clock.now)
         cached = self._cached(decode, asked)
         offer = decode_offer(self._status[decode], self._decodes[decode], waiting, cached)
         return place(request.prompt, request.answer, first, [offer])
@@ -194,7 +197,7 @@ class Router:
     def _submit(self, request: Request, computes: int, decodes: int, *, queued: bool = False) -> None:
         """`queued`: the decode worker gets the request when its prefill starts."""
         work = PrefillWork(request.uncached)
-        self._loads.sent(computes, work, self._clock.now)
+        self._loads.sent(computes, work, self.clock.now)
         self._sent_tokens += request.prompt
         request.first_token = partial(self._first_token, request, work, computes, decodes)
         request.ended = partial(self._ended, request, decodes)
@@ -206,24 +209,24 @@ class Router:
             request.started = partial(self._reserve, request, decodes)
         else:
             self._reserve(request, decodes)
-        self._workers[computes].prefill(request)
+        self.workers[computes].prefill(request)
 
     def _expect(self, request: Request, decode: int, computed: float) -> None:
-        self._workers[decode].arriving[request.number] = computed + HANDOVER_SECONDS[1]
+        self.workers[decode].arriving[request.number] = computed + HANDOVER_SECONDS[1]
 
     def _reserve(self, request: Request, decode: int) -> None:
         self._decodes[decode].sent(request.prompt + 1)
-        self._workers[decode].reserve(request)
+        self.workers[decode].reserve(request)
 
     def _first_token(self, request: Request, work: PrefillWork, computes: int, decodes: int) -> None:
-        self._loads.ended(computes, work, computed=True, now=self._clock.now)
+        self._loads.ended(computes, work, computed=True, now=self.clock.now)
         self._loads.index.add(computes, request.prompt_chunks)
         self._sent_tokens -= request.prompt
-        worker = self._workers[decodes]
+        worker = self.workers[decodes]
         if computes == decodes:
             worker.decode(request)
         else:
-            self._clock.after(self._rng.uniform(*HANDOVER_SECONDS), partial(worker.join, request))
+            self.clock.after(self.rng.uniform(*HANDOVER_SECONDS), partial(worker.join, request))
         self._dispatch()
 
     def _ended(self, request: Request, decodes: int) -> None:
@@ -233,102 +236,96 @@ class Router:
         self._dispatch()
 
 
+@dataclass
 class _Cluster:
     """All workers and routers, and the requests that arrive."""
 
-    def __init__(
-        self,
-        arrivals: Sequence[Arrival],
-        kind: Kind,
-        workers: list[Worker],
-        routers: list[Router],
-        clock: Clock,
-        rng: random.Random,
-        outcome: PlacementOutcome,
-    ) -> None:
-        self._outcome = outcome
-        self._kind: Kind = kind
-        self._clock = clock
-        self._rng = rng
-        self._arrivals = arrivals
+    arrivals: Sequence[Arrival]
+    kind: Kind
+    workers: list[Worker]
+    routers: list[Router]
+    clock: Clock
+    rng: random.Random
+    outcome: PlacementOutcome
+
+    def __post_init__(self) -> None:
         self._followers: dict[int, list[int]] = {}
-        for number, arrival in enumerate(arrivals):
+        for number, arrival in enumerate(self.arrivals):
             if arrival.before is not None:
                 self._followers.setdefault(arrival.before, []).append(number)
         self._arrived = 0
-        self._workers = workers
-        self._routers = routers
-        self._turns = [itertools.count(i * len(workers) // len(routers)) for i in range(len(routers))]
-        self._pools: dict[int, Pool] = dict.fromkeys(range(len(workers)), "decode")
+        count, routers = len(self.workers), len(self.routers)
+        self._turns = [itertools.count(router * count // routers) for router in range(routers)]
+        self._pools: dict[int, Pool] = dict.fromkeys(range(count), "decode")
 
     def run(self, prefills: int, flips: FlipPolicy | None) -> None:
         for row in range(prefills):
             self._move(row, "prefill")
-        for number, arrival in enumerate(self._arrivals):
+        for number, arrival in enumerate(self.arrivals):
             if arrival.before is None:
-                self._clock.after(arrival.at, partial(self._arrive, number))
-        for row in range(len(self._workers)):
-            self._clock.after(0.0, partial(self._report, row))
+                self.clock.after(arrival.at, partial(self._arrive, number))
+        for row in range(len(self.workers)):
+            self.clock.after(0.0, partial(self._report, row))
         if flips is not None:
-            self._clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
-        self._clock.run()
-        assert all(worker.idle for worker in self._workers), "requests left at workers"
-        assert all(router.idle for router in self._routers), "requests left in the view of a router"
+            self.clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
+        self.clock.run()
+        assert all(worker.idle for worker in self.workers), "requests left at workers"
+        assert all(router.idle for router in self.routers), "requests left in the view of a router"
 
     def _arrive(self, number: int) -> None:
-        now, outcome = self._clock.now, self._outcome
+        now, outcome = self.clock.now, self.outcome
         self._arrived += 1
-        outcome.measures = self._arrived > WARM_UP * len(self._arrivals)
-        arrival = self._arrivals[number]
+        outcome.measures = self._arrived > WARM_UP * len(self.arrivals)
+        arrival = self.arrivals[number]
         request = Request(
             number, arrival.prompt, arrival.answer, now, outcome.measures, arrival.session, arrival.chunks
         )
         if number in self._followers:
             request.over = partial(self._continue, number)
-        router = self._rng.randrange(len(self._routers))
-        if self._kind != "colocated":
-            self._routers[router].add(request)
+        router = self.rng.randrange(len(self.routers))
+        if self.kind != "colocated":
+            self.routers[router].add(request)
             return
-        worker = self._workers[next(self._turns[router]) % len(self._workers)]
+        worker = self.workers[next(self._turns[router]) % len(self.workers)]
         request.first_token = partial(worker.decode, request)
         worker.prefill(request)
 
     def _continue(self, number: int) -> None:
         """The answer of a request is over. The request that continues it comes at its time, or now."""
         for follower in self._followers[number]:
-            wait = max(0.0, self._arrivals[follower].at - self._clock.now)
-            self._clock.after(wait, partial(self._arrive, follower))
+            wait = max(0.0, self.arrivals[follower].at - self.clock.now)
+            self.clock.after(wait, partial(self._arrive, follower))
 
     def _report(self, row: int) -> None:
-        status = self._workers[row].status()
-        for router in self._routers:
+        status = self.workers[row].status()
+        for router in self.routers:
             router.reported(row, status)
-        if self._arrived < len(self._arrivals) or not all(worker.idle for worker in self._workers):
-            interval = report_interval(len(self._workers), len(self._routers))
-            self._clock.after(interval, partial(self._report, row))
+        if self._arrived < len(self.arrivals) or not all(worker.idle for worker in self.workers):
+            interval = report_interval(len(self.workers), len(self.routers))
+            self.clock.after(interval, partial(self._report, row))
 
     # ------------------------------------------------------------ pools
 
     def _move(self, row: int, pool: Pool) -> None:
         self._pools[row] = pool
-        for router in self._routers:
+        for router in self.routers:
             router.move(row, pool)
 
     def _balance(self, flips: FlipPolicy) -> None:
         """Moves the worker with the least work if one pool should shrink and the other grow."""
-        statuses = [worker.status() for worker in self._workers]
+        statuses = [worker.status() for worker in self.workers]
         rows: dict[Pool, list[int]] = {"prefill": [], "decode": []}
         for row, pool in self._pools.items():
             rows[pool].append(row)
-        wanted = flips(self._clock.now, {pool: [statuses[row] for row in rows[pool]] for pool in rows})
+        wanted = flips(self.clock.now, {pool: [statuses[row] for row in rows[pool]] for pool in rows})
         more = wanted["prefill"] - len(rows["prefill"])
         if more and wanted["decode"] - len(rows["decode"]) == -more:
             source, target = POOLS if more < 0 else POOLS[::-1]
             row = min(rows[source], key=lambda r: (statuses[r].tokens_waiting, statuses[r].requests_running))
             self._move(row, target)
-            self._outcome.flips += 1
-        if self._arrived < len(self._arrivals):
-            self._clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
+            self.outcome.flips += 1
+        if self._arrived < len(self.arrivals):
+            self.clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
 
 
 def simulate(

@@ -18,6 +18,7 @@ from baton.machine import Average
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import LONGEST_REPORT
+from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.trace import Session, Trace, Turn, hit_tokens
 
@@ -75,7 +76,7 @@ class SimWorker:
         self.name = name
         self.busy = 0.0
         self.queue: deque[Queued] = deque()
-        self._changes: dict[int, bool] = {}  # chunk -> whether the cache has it now
+        self._evicted: list[int] = []  # since the last prompt was done
         self._capacity = capacity
         self._speed = speed
         self._cache: OrderedDict[int, None] = OrderedDict()
@@ -109,28 +110,23 @@ class SimWorker:
         room = self._capacity - (len(chunks) - len(shared))
         while len(self._cache) > max(room, len(shared)):
             evicted, _ = self._cache.popitem(last=False)
-            self._changes[evicted] = False
+            self._evicted.append(evicted)
         seconds = self._speed(queued.turn.tokens - self._hit, self._hit)
         self.busy += seconds
         self.tokens_per_s.add(queued.turn.tokens - self._hit, seconds)
         return now + seconds
 
-    def finish(self) -> tuple[Queued, int]:
-        """Returns the prompt that is done, and the tokens of it that were cached."""
+    def finish(self) -> tuple[Queued, int, list[int], list[int]]:
+        """Returns the prompt that is done, its tokens that were cached, and the chunks evicted and added."""
         queued, self._running = self._running, None
         assert queued is not None
-        for chunk in reversed(queued.turn.chunks):
-            if chunk not in self._cache:
-                self._cache[chunk] = None
-                self._changes[chunk] = True
-            else:
-                self._cache.move_to_end(chunk)
-        return queued, self._hit
-
-    def take_changes(self) -> tuple[list[int], list[int]]:
-        """The chunks that the cache added and evicted since the last call."""
-        changes, self._changes = self._changes, {}
-        return [c for c, there in changes.items() if there], [c for c, there in changes.items() if not there]
+        chunks = list(reversed(queued.turn.chunks))
+        added = [chunk for chunk in chunks if chunk not in self._cache]
+        for chunk in chunks:
+            self._cache[chunk] = None
+            self._cache.move_to_end(chunk)
+        evicted, self._evicted = self._evicted, []
+        return queued, self._hit, evicted, added
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +258,9 @@ class Simulation:
         if not self._left or worker not in self._routers[0].rows:
             return
         waiting, speed = worker.tokens_waiting(), worker.tokens_per_s.value
+        status = pb.WorkerStatus(tokens_waiting=waiting, prefill_tokens_per_s=speed)
         for router in self._routers:
-            row = router.rows[worker]
-            router.loads.reported(row, tokens_waiting=waiting, tokens_per_s=speed, now=self._clock.now)
+            router.loads.reported(router.rows[worker], status, self._clock.now)
         interval = report_interval(len(self._workers), len(self._routers))
         self._clock.after(interval, lambda: self._report(worker))
 
@@ -307,8 +303,7 @@ class Simulation:
         self._clock.at(worker.begin(self._clock.now), lambda: self._finish(worker))
 
     def _finish(self, worker: SimWorker) -> None:
-        queued, hit = worker.finish()
-        added, evicted = worker.take_changes()
+        queued, hit, evicted, added = worker.finish()
         for router in self._routers:  # a worker reports its cache before it sends the token
             if worker in router.rows:
                 router.loads.index.discard(router.rows[worker], evicted)

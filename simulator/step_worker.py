@@ -78,20 +78,19 @@ class PlacementOutcome:
         return sum(first <= ttft and mean <= gap for first, mean in self.answers) / len(self.answers)
 
     def quantiles(self) -> Quantiles:
-        ttft, first = sorted(self.ttft), sorted(self.first_gaps)
-        return Quantiles(_at(ttft, 0.5), _at(ttft, 0.99), self._gap(0.99), _at(first, 0.99))
-
-    def _gap(self, share: float) -> float:
-        left = share * self.gaps.total()
-        for gap in sorted(self.gaps):
-            left -= self.gaps[gap]
-            if left <= 0:
-                return gap
-        raise ValueError("no request had two tokens")
+        ttft, first = Counter(self.ttft), Counter(self.first_gaps)
+        p99 = (quantile(counts, 0.99) for counts in (ttft, self.gaps, first))
+        return Quantiles(quantile(ttft, 0.5), *p99)
 
 
-def _at(values: list[float], share: float) -> float:
-    return values[min(len(values) - 1, int(share * len(values)))]
+def quantile(counts: Counter[float], share: float) -> float:
+    """The least value that this share of the samples does not exceed. `counts`: of each value."""
+    left = share * counts.total()
+    for value in sorted(counts):
+        left -= counts[value]
+        if left <= 0:
+            return value
+    raise ValueError("there are no samples")
 
 
 Event = Callable[[], None]

@@ -138,10 +138,10 @@ class WorkerConfig:
             raise ValueError(
                 f"--kv-slot-bytes: {self.kv_slot_bytes} must be a multiple of 4096 from 64 KiB to 64 MiB"
             )
-        if not 2 * self.kv_lanes <= self.kv_slots <= 1 << 16:
+        if not max(4, 2 * self.kv_lanes) <= self.kv_slots <= 1 << 16:
             raise ValueError(
                 f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
-                "lanes, at most 65536)"
+                "lanes and four in all, at most 65536)"
             )
         if self.kv_connector == "nixl":
             self._check_nixl()

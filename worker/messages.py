@@ -268,8 +268,7 @@ class CacheChanged(_Message):
     """Chunks that entered a tier of the prefix cache, or left all. One message per step, before the tokens of
     the step."""
 
-    cached: list[list[int]]  # by the number of the tier (`content.Tier`)
-    evicted: list[int]
+    tiers: dict[int, Tier | None]  # chunk → its fastest tier now; None: it is not cached
 
 
 class Offered(_Message):

@@ -1,17 +1,11 @@
-"""Child processes of the service process: their start, exit and signs of life, and the errors that end it.
-
-Each is a fresh interpreter, watched through a pidfd.
-"""
+"""Child processes of the service process: their exit and signs of life, and the errors that end it."""
 
 import asyncio
-import contextlib
-import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from baton.kv_transfer.spawn import SECRET_VARIABLE
+from baton.machine.system import process_end
 
 START_SILENCE = 600.0
 """Seconds allowed between two ticks during start-up, which may download, compile or capture graphs."""
@@ -32,33 +26,13 @@ class EngineError(TreeError):
     """The engine process died or hung. An attempt of its last step may be the cause."""
 
 
-def spawn(module: str, config: bytes, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Runs `module` with `-m` in a fresh interpreter, with `config` as one line on stdin.
-
-    A fork would be unsafe, because this process has threads. The child's environment does not have the
-    cluster secret. Must be called in the main thread: the child dies with the thread that spawned it
-    (`worker.engine_process.start`).
-    """
-    environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
-    popen = subprocess.Popen(
-        [sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=pass_fds, env=environment
-    )
-    assert popen.stdin is not None
-    # If the child is already dead, `ChildProcess.wait` reports its exit.
-    with contextlib.suppress(BrokenPipeError), popen.stdin:
-        popen.stdin.write(config + b"\n")
-    return popen
-
-
 class ChildProcess:
     """A child process that the running event loop watches."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
         self.name = name
         self._popen = popen
-        self._pidfd = os.pidfd_open(popen.pid)
-        self._ended = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
+        self._exit = asyncio.ensure_future(self._reap())
 
     @property
     def pid(self) -> int:
@@ -66,14 +40,11 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        return not self._ended.is_set()
+        return not self._exit.done()
 
     async def wait(self) -> int:
         """Returns the exit code, or minus the number of the signal that killed it. Many tasks may wait."""
-        await self._ended.wait()
-        code = self._popen.returncode
-        assert code is not None
-        return code
+        return await asyncio.shield(self._exit)
 
     def kill(self) -> None:
         """Sends SIGKILL, which also ends a stopped process. Does nothing if the process has ended."""
@@ -88,11 +59,9 @@ class ChildProcess:
             self.kill()
             return await self.wait()
 
-    def _on_end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self._popen.wait()
-        self._ended.set()
+    async def _reap(self) -> int:
+        await process_end(self.pid)
+        return self._popen.wait()
 
 
 class Watchdog:

@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from baton.bench.chaos import processes
 from baton.bench.chaos.cluster import LocalCluster, Worker
 
-Do = Callable[[LocalCluster, Worker], None]
-"""May block."""
-
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`lethal`: the worker ends, and the bench waits for its next process."""
+    """`happens` may block. `lethal`: the worker ends, and the bench waits for its next process."""
 
     name: str  # "kill.engine"
-    happens: Do
+    happens: Callable[[LocalCluster, Worker], None]
     lethal: bool = True
 
 

@@ -40,15 +40,11 @@ class Case:
     options: str = "{}"  # further fields of the request, as JSON
 
     def body(self, **more: Any) -> dict[str, Any]:
-        fixed = {"stream": True, "ignore_eos": True, "return_token_ids": True}
-        asked = {"prompt": self.prompt, "max_tokens": self.max_tokens}
-        return (
-            asked
-            | {"temperature": self.temperature, "seed": self.seed}
-            | fixed
-            | json.loads(self.options)
-            | more
-        )
+        fields = {
+            "prompt": self.prompt, "max_tokens": self.max_tokens, "temperature": self.temperature,
+            "seed": self.seed, "stream": True, "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        return fields | json.loads(self.options) | more
 
 
 def cases(count: int, max_tokens: int, *, repeat: int = 1) -> list[Case]:
@@ -124,7 +120,8 @@ async def read(
             stream.status = response.status
             if response.status != 200:
                 stream.error = await response.text()
-            async for line in response.content if response.status == 200 else _nothing():
+                return stream
+            async for line in response.content:
                 _take(stream, line, on_token)
     except aiohttp.ClientError as error:
         stream.error = stream.error or f"{type(error).__name__}: {error}"
@@ -155,11 +152,6 @@ def _take(stream: Stream, line: bytes, on_token: Callable[[Stream], None]) -> No
         stream.finish_reason = choice["finish_reason"]
         if new:
             on_token(stream)
-
-
-async def _nothing() -> Any:
-    return
-    yield b""
 
 
 async def expected(url: str, asked: Sequence[Case], at_once: int = 4) -> dict[Case, list[int]]:

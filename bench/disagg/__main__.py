@@ -1,171 +1,266 @@
-"""Is disaggregation better than colocated engines? TTFT, gaps, throughput and goodput under seven loads.
+"""Two deployments under the same load, in turns: TTFT and gaps of each, and their ratios with intervals.
 
-    python -m baton.bench.disagg [--layout 1p1d] [--against 'NAME=URL[,URL] FLAGS' …] [--loads L,L]
-        [--rates R,R] [--seconds S] [--only NAME,NAME] [--html PATH] [--json PATH] [--short]
+    python -m baton.bench.disagg [--side 'NAME COUNT COMMAND' --side 'NAME COUNT COMMAND'] [--seeds N]
+        [--loads L,L] [--rates R,R] [--requests N] [--seconds S] [--model-shape NAME] [--reports DIR]
+        [--json PATH] [--device cpu|cuda] [--short]
 
-The sides are each endpoint of --against, Baton colocated (decode workers only), and Baton with the layout.
---only can also name "split": the layout with --no-overflow, so that every request is handed over.
-All get the same prompts at the same times from `baton bench`. Several URLs of an endpoint take turns.
-Start endpoints without a prefix cache, or give another --seed each time. Baton's workers start here, with
---tensor-parallel-size GPUs each, default flags, and random weights of --model-shape. The rates of the loads
-suit the 8B shape on one GPU; choose --rates for another. On a CPU the embedded model gets smaller loads.
+Each turn starts one side, measures all loads with one seed, and ends the side. The side that begins changes
+with each seed. Both sides get the same prompts at the same times, and no prompt comes twice.
 
---with adds the sides of an earlier report without measuring them again, for engines that need the same GPUs.
+COMMAND runs COUNT times, with its own {port} and, if COUNT is above 1, its own GPU. Requests take turns among
+these processes. {model} is a directory with the shape and a tokenizer of --model-shape, for
+`--load-format dummy`. The requests of all seeds are pooled. Intervals (95 %) are bootstraps over requests.
+
+Without --side, Baton with a prefill and a decode worker is compared with Baton whose two workers do both. The
+rates of the loads suit the 8B shape on two GPUs. On a CPU the embedded model gets smaller loads.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
+import os
+import shlex
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import baton.bench.contract as contract
-from baton.bench.contract import Report
-from baton.bench.disagg.loads import LOADS, MIN_SECONDS, SHORT, Load, Pace, command, warm_up
-from baton.bench.disagg.results import Point, line, page, point, rows, run
-from baton.bench.disagg.sides import COLOCATED, LAYOUTS, SPLIT, Side, against, baton, pools
-from baton.bench.shapes import DENSE, SHAPES
+import numpy as np
 
-REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate; with --short
+from baton.bench import contract
+from baton.bench.chaos.cluster import free_port
+from baton.bench.contract import Report, Row
+from baton.bench.disagg.loads import LOADS, SHORT, Load, command, warm_up
+from baton.bench.shapes import DENSE, SHAPES, write_shape
+
+START_S, STOP_S, POLL_S = 900.0, 60.0, 0.5
+DRAWS = 1000
+FIGURES = {"ttft.p50": ("ttft", 50), "ttft.p99": ("ttft", 99), "gap.p99": ("gap", 99)}
+TOTALS = {"throughput.output_tokens": "tokens/s", "goodput.share": "share", "requests.failed": "requests"}
+"""Rows of `baton bench` → their units. The report has their means over the seeds."""
+REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate and seed; with --short
+SERVE = f"{sys.executable} -m baton.cluster.cli serve --port {{port}} "
+ON_DEVICE = {
+    "cpu": "--device cpu --dtype float32 --num-threads 1",
+    "cuda": "--model {model} --load-format dummy --max-model-len 33000",
+}
+Request = dict[str, np.ndarray]  # "ttft" and "gap", in ms
+
+
+class Side(NamedTuple):
+    """One deployment: its name, and the command line that runs `count` times."""
+
+    name: str
+    count: int
+    command: str
+
+    @classmethod
+    def parse(cls, text: str) -> Side:
+        name, count, command = text.split(maxsplit=2)
+        return cls(name, int(count), command)
+
+
+@dataclass
+class Measured:
+    """One side at one level of a load. `totals` has the rows `TOTALS` of each run."""
+
+    requests: list[Request] = field(default_factory=list)
+    totals: list[dict[str, float]] = field(default_factory=list)
+
+
+Found = dict[str, dict[str, Measured]]
+"""By load and level, then by side."""
+
+
+@contextlib.contextmanager
+def started(side: Side, model: Path) -> Iterator[str]:
+    """Starts the processes of a side. Yields their URLs when each has answered."""
+    urls: list[str] = []
+    running: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as processes:
+        for number in range(side.count):
+            port = str(free_port())
+            gpu = {"CUDA_VISIBLE_DEVICES": str(number)} if side.count > 1 else {}
+            words = shlex.split(side.command)
+            words = [word.replace("{port}", port).replace("{model}", str(model)) for word in words]
+            process = subprocess.Popen(words, env=os.environ | gpu, stdout=sys.stderr)
+            processes.callback(_end, process)
+            running.append(process)
+            urls.append(f"http://127.0.0.1:{port}")
+        deadline = time.monotonic() + START_S
+        while not all(map(_answers, urls)):
+            if any(process.poll() is not None for process in running):
+                raise RuntimeError(f"{side}: a process ended before it answered. Its output is above.")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{side}: no answer within {START_S:.0f} s")
+            time.sleep(POLL_S)
+        yield ",".join(urls)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    body = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=POLL_S * 20) as response:
+            response.read()
+            return True
+    except OSError:
+        return False
+
+
+def run(url: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
+    """Runs `baton bench ARGUMENTS` in a child process. Returns its report.
+
+    Prints what a reader needs to judge the results. A run whose client was too slow counts: with few cores
+    every client is too slow. Raises RuntimeError if there is no report.
+    """
+    out.unlink(missing_ok=True)
+    line = [
+        sys.executable, "-m", "baton.cluster.cli", "bench", *arguments,
+        "--url", url, "--quiet", "--json", str(out),
+    ]  # fmt: skip
+    code = subprocess.run(line, stdout=subprocess.DEVNULL, check=False).returncode
+    if not out.exists():
+        raise RuntimeError(f"{' '.join(line)}: exit code {code}")
+    report = json.loads(out.read_text())
+    detail = report["detail"]
+    slow = [f"the client could not keep up: {reason}" for reason in detail["invalid_reasons"]]
+    for said in (*slow, *detail["notes"]):
+        print(f"bench.disagg: {' '.join(arguments)}: {said}", file=sys.stderr)
+    return report
+
+
+def requests_of(lines: Path) -> list[Request]:
+    """The answered requests of a run, from the file of `baton bench --jsonl`."""
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    return [
+        {"ttft": np.array([r["ttft_ms"]]), "gap": np.diff(r["arrivals"]) * 1e3}
+        for r in records
+        if "ttft_ms" in r
+    ]
+
+
+def figure(requests: Sequence[Request], name: str) -> float:
+    kind, percentile = FIGURES[name]
+    return float(np.percentile(np.concatenate([request[kind] for request in requests]), percentile))
+
+
+def ratio(ours: Sequence[Request], theirs: Sequence[Request], name: str) -> tuple[float, float, float]:
+    """Ours divided by theirs, and its 95 % interval."""
+    rng = np.random.default_rng(0)
+
+    def drawn(requests: Sequence[Request]) -> float:
+        return figure([requests[i] for i in rng.integers(len(requests), size=len(requests))], name)
+
+    low, high = np.percentile([drawn(ours) / drawn(theirs) for _ in range(DRAWS)], (2.5, 97.5))
+    return figure(ours, name) / figure(theirs, name), float(low), float(high)
 
 
 def measure(
-    sides: Sequence[Side],
-    loads: Sequence[Load],
-    pace: Pace,
-    report: Report,
-    directory: Path,
-    html: Path | None,
-) -> None:
-    """Measures all sides. Writes the page after each run."""
-    measured: dict[str, dict[str, Any]] = report.detail["sides"]
-    layout = report.parameters["layout"]
-    for side in sides:
-        points: list[Point] = []
-        measured[side.name] = {"flags": dict(side.flags), "points": points}
-        base = next((name for name in measured if name not in (side.name, layout)), None)
-        with side.serve() as url:
-            for load in loads:
-                for arguments in () if report.parameters["short"] else warm_up(load, pace):
-                    run(url, arguments, directory / "run.json")
-                for level in load.levels:
-                    found = run(url, command(load, level, pace, directory), directory / "run.json")
-                    points.append(point(load, level, found))
-                    print(line(side.name, load, points[-1]), flush=True)
-                    other = _point_of(measured, base, points[-1])
-                    judged = side.name == layout and report.parameters["device"] == "cuda"
-                    for row in rows(side.name, load, points[-1], other, judged=judged):
-                        report.add(row)
-                    if html is not None:
-                        html.write_text(page(report.as_dict()))
+    sides: Sequence[Side], loads: Sequence[Load], args: Any, reports: Path, model: Path
+) -> Iterator[Found]:
+    """Yields what was found so far, after each seed."""
+    found: Found = {}
+    for seed in range(args.seeds):
+        for side in sides if seed % 2 == 0 else sides[::-1]:
+            with started(side, model) as url:
+                for load in loads:
+                    for arguments in () if args.short else warm_up(load, seed):
+                        run(url, arguments, reports / "warm-up")
+                    for level in load.levels:
+                        name = load.name_at(level)
+                        files = [reports / f"{name}.{side.name}.{seed}.{kind}" for kind in ("json", "jsonl")]
+                        count = min(args.requests, round(level * args.seconds) or 1)
+                        arguments = command(load, level, count, seed, reports)
+                        report = run(url, [*arguments, "--jsonl", str(files[1])], files[0])
+                        values = {row["name"]: row["value"] for row in report["results"]}
+                        measured = found.setdefault(name, {}).setdefault(side.name, Measured())
+                        measured.requests += requests_of(files[1])
+                        measured.totals.append({total: values[total] for total in TOTALS})
+        yield found
 
 
-def _point_of(
-    measured: dict[str, dict[str, Any]], side: str | None, like: Point
-) -> tuple[str, dict[str, Any]] | None:
-    """The results of another side at the same load and level."""
-    for found in measured[side]["points"] if side is not None else ():
-        if (found["load"], found["level"]) == (like["load"], like["level"]):
-            return str(side), found["results"]
-    return None
+def rows(found: Found) -> Iterator[Row]:
+    """The figures of each side, then the ratios of the first side to the second."""
+    for load, of_sides in found.items():
+        for side, measured in of_sides.items():
+            name = f"disagg.{load}.{side}"
+            yield Row(f"{name}.answered", len(measured.requests), "requests")
+            for which in FIGURES if measured.requests else ():
+                yield Row(f"{name}.{which}", figure(measured.requests, which), "ms")
+            for total, unit in TOTALS.items():
+                mean = float(np.mean([totals[total] for totals in measured.totals]))
+                yield Row(f"{name}.{total}", mean, unit)
+        (_, ours), (other, theirs) = of_sides.items()
+        for which in FIGURES if ours.requests and theirs.requests else ():
+            value, low, high = ratio(ours.requests, theirs.requests, which)
+            yield Row(f"disagg.{load}.{which}", value, "ratio", ratio_to=other, low=low, high=high)
 
 
-def chosen_loads(args: argparse.Namespace) -> list[Load]:
+def chosen_loads(args: Any) -> list[Load]:
     """Raises ValueError for a name that is no load."""
     named = {load.name: load for load in LOADS}
-    names = args.loads or (SHORT if args.short else named)
+    names = args.loads or (SHORT if args.short or args.device == "cpu" else named)
     if unknown := set(names) - named.keys():
         raise ValueError(f"--loads {','.join(sorted(unknown))}: there are {', '.join(named)}")
-    if args.device == "cpu":
-        found = [named[name].small() for name in names]
-    else:
-        workers = sum(pools(args.layout))
-        found = [named[name].at([level * workers / 2 for level in named[name].levels]) for name in names]
-    return [load.at(args.rates or load.levels[: 1 if args.short else None]) for load in found]
-
-
-def chosen_sides(args: argparse.Namespace, earlier: Sequence[str], directory: Path) -> list[Side]:
-    """The endpoints, then Baton. Raises ValueError."""
-    ours = baton(
-        args.layout, args.device, args.worker_flags, directory, shape=args.model_shape,
-        ranks=args.tensor_parallel_size,
-    )  # fmt: skip
-    sides = [*map(against, args.against), *ours]
-    if args.only:
-        names = [side.name for side in sides]
-        if unknown := set(args.only) - set(names):
-            raise ValueError(f"--only {','.join(sorted(unknown))}: there are {', '.join(names)}")
-    sides = [side for side in sides if (side.name in args.only if args.only else side.name != SPLIT)]
-    names = [*(side.name for side in sides), *earlier]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two sides have the same name: {', '.join(names)}")
-    needed, present = sum(pools(args.layout)) * args.tensor_parallel_size, len(contract.gpus())
-    if (
-        args.device == "cuda"
-        and {COLOCATED, SPLIT, args.layout} & set(names) - set(earlier)
-        and present < needed
-    ):
-        told = f"--layout {args.layout} --tensor-parallel-size {args.tensor_parallel_size}"
-        raise ValueError(f"{told} needs {needed} GPUs, and there are {present}")
-    return sides
+    loads = [named[name].small() if args.device == "cpu" else named[name] for name in names]
+    return [replace(load, levels=args.rates or load.levels[: 1 if args.short else None]) for load in loads]
 
 
 def _names(text: str) -> list[str]:
     return text.split(",")
 
 
-def _rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-def arguments() -> argparse.ArgumentParser:
-    p = contract.parser(__doc__ or "")
-    add = p.add_argument
-    add("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="of Baton (default: 1p1d)")
-    endpoint = "an OpenAI endpoint that runs, and how it was started; may be repeated"
-    add("--against", action="append", default=[], metavar="'NAME=URL[,URL] FLAGS'", help=endpoint)
-    add("--with", dest="earlier", type=Path, metavar="FILE", help="an earlier report (--json)")
-    add("--only", type=_names, default=[], metavar="NAME,…", help="measure these sides")
-    add("--loads", type=_names, metavar="LOAD,…", help=", ".join(load.name for load in LOADS))
-    levels = "requests/s, or users, instead of those of each load"
-    add("--rates", type=_rates, metavar="R,…", help=levels)
-    least = f"of each rate, at least (default: {REQUESTS['cuda'][0]} on GPUs)"
-    add("--requests", type=int, metavar="N", help=least)
-    add("--seconds", type=float, metavar="S", help="of each rate, at most (default: no limit)")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals")
-    flags = "for all workers of Baton, such as '--ttit-target 20'"
-    add("--worker-flags", default="", metavar="FLAGS", help=flags)
-    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of each worker of Baton")
-    add("--model-shape", choices=SHAPES, default=DENSE, metavar="NAME", help=f"on GPUs (default: {DENSE})")
-    add("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
-    add("--html", type=Path, metavar="PATH", help="draw the results as a page")
-    return p
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
 
 
 def main() -> int:
-    p = arguments()
+    p = contract.parser(__doc__ or "")
+    add = p.add_argument
+    add("--side", type=Side.parse, action="append", metavar="'NAME COUNT COMMAND'", help="twice, or never")
+    add("--seeds", type=int, metavar="N", help="turns of each side (default: 3; 1 with --short)")
+    add("--loads", type=_names, metavar="LOAD,…", help=", ".join(load.name for load in LOADS))
+    add("--rates", type=_rates, metavar="R,…", help="requests/s, or users (default: those of each load)")
+    add("--requests", type=int, metavar="N", help="of each rate and seed (default: 300 on GPUs)")
+    most = "of each rate and seed, about, for fewer requests at low rates (default: 600)"
+    add("--seconds", type=float, default=600.0, metavar="S", help=most)
+    add("--model-shape", choices=SHAPES, default=DENSE, metavar="NAME", help=f"{{model}} (default: {DENSE})")
+    add("--reports", type=Path, metavar="DIR", help="keep the reports of all runs, for `baton bench report`")
     args = p.parse_args()
-    requests = args.requests or REQUESTS[args.device][args.short]
-    least = 0.0 if args.short or args.device == "cpu" else MIN_SECONDS
-    pace = Pace(requests, least, args.seconds, args.seed)
-    earlier = json.loads(args.earlier.read_text())["detail"]["sides"] if args.earlier is not None else {}
+    args.seeds = args.seeds or (1 if args.short else 3)
+    args.requests = args.requests or REQUESTS[args.device][args.short]
+    serve = SERVE + ON_DEVICE[args.device]
+    sides = args.side or [Side("1p1d", 1, serve), Side("colocated", 1, f"{serve} --prefill 0 --decode 2")]
+    if len({side.name for side in sides}) != 2 or len(sides) != 2:
+        p.error("--side: give it twice, with two names")
+    try:
+        loads = chosen_loads(args)
+    except ValueError as error:
+        p.error(str(error))
+    report = Report.of("disagg", args)
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as temporary:
-        directory = args.logs or Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            if args.html is not None:
-                contract.require_plotly()
-            sides, loads = chosen_sides(args, list(earlier), directory), chosen_loads(args)
-        except ValueError as error:
-            p.error(str(error))
-        args.requests = requests
-        report = Report.of("disagg", args)
-        report.detail = {"sides": earlier}
-        measure(sides, loads, pace, report, directory, args.html)
+        reports = args.reports or Path(temporary)
+        reports.mkdir(parents=True, exist_ok=True)
+        model = write_shape(args.model_shape, Path(temporary), tokenizer=True)
+        for found in measure(sides, loads, args, reports, model):
+            report.rows = [*rows(found)]
+            report.write()
     return report.finish()
 
 

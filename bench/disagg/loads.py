@@ -13,7 +13,6 @@ from baton.bench.load.traffic.workload import Arrivals
 
 Lengths = tuple[int, int]  # tokens of a prompt and of its answer
 
-MIN_SECONDS = 15.0  # of an open loop on GPUs, however few seconds its requests would take
 MIN_PERIODS = 3  # of a swinging load
 REQUESTS_PER_USER = 4  # of a closed loop
 WARM_UP_USERS, WARM_UP_REQUESTS = 4, 8
@@ -44,20 +43,9 @@ class Load:
     slo: str
     period: float = 20.0
 
-    @property
-    def key(self) -> str:
-        """The load in names of rows."""
-        return self.name.replace("/", "_")
-
-    def level_key(self, level: float) -> str:
-        return f"{'c' if self.kind == 'closed' else 'r'}{level:g}"
-
-    def level_text(self, level: float) -> str:
-        return f"{level:g} users" if self.kind == "closed" else f"{level:g}/s"
-
-    def at(self, levels: Sequence[float]) -> Load:
-        """The same load at other levels."""
-        return replace(self, levels=tuple(levels))
+    def name_at(self, level: float) -> str:
+        """The load at a level, in names of rows."""
+        return f"{self.name.replace('/', '_')}.{'c' if self.kind == 'closed' else 'r'}{level:g}"
 
     def small(self) -> Load:
         """For the embedded model on a CPU."""
@@ -82,68 +70,43 @@ LOADS = (
 )
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How long to measure each level.
+def command(load: Load, level: float, requests: int, seed: int, directory: Path) -> list[str]:
+    """The arguments of `baton bench` that measure a load at a level, with at least so many requests.
 
-    Attributes:
-        requests: the least number of requests.
-        least: the least seconds of an open loop.
-        seconds: the most seconds. It may cut off requests.
-        seed: of prompts and arrivals.
+    Both sides get the same prompts. Those of other levels differ, since the KV of a repeated prompt may be
+    cached.
     """
-
-    requests: int
-    least: float
-    seconds: float | None
-    seed: int
-
-    def count(self, rate: float) -> int:
-        return max(self.requests, round(rate * self.least))
-
-    def seed_of(self, name: str) -> str:
-        """The seed of a run, for all sides. Runs differ, since the KV of a repeated prompt may be cached."""
-        return str((self.seed + zlib.crc32(name.encode())) % 2**31)
-
-    @property
-    def bound(self) -> tuple[str, ...]:
-        return () if self.seconds is None else ("--duration", f"{self.seconds:g}")
-
-
-def command(load: Load, level: float, pace: Pace, directory: Path) -> list[str]:
-    """The arguments of `baton bench` that measure a load at a level."""
-    name = f"{load.key}.{load.level_key(level)}"
+    name = load.name_at(level)
     # A detected warm-up would exclude other requests for each side.
-    common = ["--warmup", "0", "--seed", pace.seed_of(name), "--slo", load.slo, *pace.bound]
+    common = ["--warmup", "0", "--seed", _seed_of(name, seed), "--slo", load.slo]
     if load.kind == "swing":
-        trace = directory / f"{name}.jsonl"
-        write_swing(trace, load, level, pace)
+        trace = directory / f"{name}.trace.jsonl"
+        write_swing(trace, load, level, requests, seed)
         return ["replay", str(trace), *common]
     if load.kind == "closed":
         users = int(level)
-        count = max(pace.requests, REQUESTS_PER_USER * users)
-        pace_flags = ["--concurrency", str(users), "--requests", str(count)]
+        flags = ["--concurrency", str(users), "--requests", str(max(requests, REQUESTS_PER_USER * users))]
     else:
-        pace_flags = ["--rate", f"{level:g}", "--requests", str(pace.count(level))]
-    return ["run", *_lengths(*load.lengths[0]), *pace_flags, *common]
+        flags = ["--rate", f"{level:g}", "--requests", str(requests)]
+    return ["run", *_lengths(*load.lengths[0]), *flags, *common]
 
 
-def warm_up(load: Load, pace: Pace) -> Iterator[list[str]]:
+def warm_up(load: Load, seed: int) -> Iterator[list[str]]:
     """The arguments of `baton bench` that send the first prompts of each length."""
     for tokens, output in load.lengths:
         yield [
             "run", *_lengths(tokens, min(output, WARM_UP_TOKENS)), "--concurrency", str(WARM_UP_USERS),
             "--requests", str(WARM_UP_REQUESTS), "--warmup", "0",
-            "--seed", pace.seed_of(f"{load.key}.warm_up.{tokens}"),
+            "--seed", _seed_of(f"{load.name}.warm_up.{tokens}", seed),
         ]  # fmt: skip
 
 
-def write_swing(path: Path, load: Load, rate: float, pace: Pace) -> None:
+def write_swing(path: Path, load: Load, rate: float, requests: int, seed: int) -> None:
     """Writes a trace in Mooncake's format: Poisson arrivals whose lengths change twice a period."""
-    seconds = max(pace.requests / rate, MIN_PERIODS * load.period)
+    seconds = max(requests / rate, MIN_PERIODS * load.period)
     lines = []
-    for at in Arrivals("poisson", rate).times(pace.seed):
-        if at >= min(seconds, pace.seconds or seconds):
+    for at in Arrivals("poisson", rate).times(seed):
+        if at >= seconds:
             break
         tokens, output = load.lengths[int(2 * at / load.period) % 2]
         lines.append({"timestamp": at * 1e3, "input_length": tokens, "output_length": output})
@@ -152,3 +115,7 @@ def write_swing(path: Path, load: Load, rate: float, pace: Pace) -> None:
 
 def _lengths(tokens: int, output: int) -> Sequence[str]:
     return "--input-len", str(tokens), "--output-len", str(output)
+
+
+def _seed_of(name: str, seed: int) -> str:
+    return str((seed + zlib.crc32(name.encode())) % 2**31)

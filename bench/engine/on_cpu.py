@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,17 +44,12 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     ours = partial(_ours, engine, tokens=tokens)
     theirs = partial(_theirs, reference, tokens=tokens)
     one = prompts[:1]
-    kinds: list[tuple[str, Callable[[], float], Callable[[], float], float | None, str]] = [
-        ("b1", lambda: ours(one), lambda: theirs(one), 1.2, "generate"),
-        # transformers serves requests one by one, as they come.
-        ("b16", lambda: ours(prompts), lambda: theirs(one), 4.0, "generate, one by one"),
-    ]
-    if not args.short:
-        what = "generate, one padded batch"
-        kinds.append(("b16.static", lambda: ours(prompts), lambda: theirs(prompts), None, what))
-    for name, a, b, goal, what in kinds:
-        a(), b()  # warm up each shape
-        a_series, b_series = contract.interleaved(a, b, pairs)
+    # transformers serves requests one by one, as they come.
+    for name, batch, goal, what in (
+        ("b1", one, 1.2, "generate"), ("b16", prompts, 4.0, "generate, one by one")
+    ):  # fmt: skip
+        ours(batch), theirs(one)  # warm up each shape
+        a_series, b_series = contract.interleaved(partial(ours, batch), partial(theirs, one), pairs)
         report.add_ratio(
             f"engine.cpu.vs_transformers.{name}", a_series, "tokens/s", b_series, f"transformers {what}",
             goal=goal, better="higher",

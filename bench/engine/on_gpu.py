@@ -1,9 +1,9 @@
 """An engine with random weights on a GPU: a model's shape, in a format of its weights and its KV.
 
 A decode row is the time from step to step with about 1,064 tokens of context. A prefill row is the time from
-arrival to the last first token, in chunks of 16,384 tokens. The goal of a row is its *must*. `.bytes` is what
-a step reads and writes, as a share of the card's bandwidth. `.floor` is a lower bound of the same run: for
-the dense shape the plain products by cuBLAS and the KV (`floor`), for others the time of the bytes.
+arrival to the last first token, in chunks of 16,384 tokens. The goal of a row is its *must*. `.floor` is a
+lower bound of the same run: for the dense shape the plain products by cuBLAS and the KV (`floor`), for others
+the time of the bytes that a step reads and writes.
 
 Of a mixture of experts only those with tokens are read: `.experts` is their number, per layer and step,
 counted while the requests decode. A model with state layers is compared with the dense shape in the same run.
@@ -25,7 +25,7 @@ import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.engine.drive import decode_step_seconds, drain, fill, median_ms, prefill_seconds, prompt
 from baton.bench.engine.floor import Floor, Fp8Floor
-from baton.bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S
+from baton.bench.kernels.cases import BYTES_PER_S
 from baton.bench.shapes import DENSE, HYBRIDS, MOE, SHAPES, write_shape
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.loader.hf_config import model_config_from_hf
@@ -143,8 +143,6 @@ def _prefills(
     rounds: int,
 ) -> None:
     """`dense`: what the dense shape takes in ms, if it was measured."""
-    config = engine.model_config
-    active = config.parameters_read(1) - config.embedding_parameters
     for (requests, tokens), must in case.prefill.items():
         took, longest = _prefill_ms(engine, requests, tokens, rounds=rounds if tokens <= 8000 else 2)
         name = f"{case.name}.prefill.{requests}x{tokens}"
@@ -153,8 +151,6 @@ def _prefills(
             _add_floor(report, name, took, floor)
         if (other := dense.get((requests, tokens))) is not None:
             report.add(Row(f"{name}.dense", other, "ms", ratio=took / other, ratio_to=f"{DENSE}, same run"))
-        rate = 2 * active * requests * tokens / (took / 1e3)
-        _add_rate(report, f"{name}.gemm_flops", rate, FLOPS_PER_S, "TFLOP/s", 1e12)
 
 
 def _decodes(
@@ -164,13 +160,12 @@ def _decodes(
         times = decode_step_seconds(engine, batch, CONTEXT, steps)
         name, took = f"{case.name}.decode.b{batch}", median_ms(times)
         experts = experts_read(engine, batch, CONTEXT) if case in MOE_CASES.values() else None
-        moved = bytes_moved(engine, case, batch, CONTEXT, experts)
-        floor = floors.get((batch,), moved / BYTES_PER_S * 1e3)
+        bound = bytes_moved(engine, case, batch, CONTEXT, experts) / BYTES_PER_S * 1e3
+        floor = floors.get((batch,), bound)
         p99 = contract.percentile(times, 0.99) * 1e3
         goal = OVER_FLOOR * floor if case is HYBRID_CASE else must
         report.add(Row(name, took, "ms", p99=p99, goal=goal))
         _add_floor(report, name, took, floor)
-        _add_rate(report, f"{name}.bytes", moved / (took / 1e3), BYTES_PER_S, "GB/s", 1e9)
         if experts is not None:
             report.add(Row(f"{name}.experts", experts, "per layer and step"))
 
@@ -211,11 +206,6 @@ def _engine(shape: str, directory: Path, running: int, args: argparse.Namespace)
 
 def _add_floor(report: Report, name: str, took: float, floor: float) -> None:
     report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="the floor, same run"))
-
-
-def _add_rate(report: Report, name: str, rate: float, limit: float, unit: str, scale: float) -> None:
-    to = f"{limit / scale:g} {unit}"
-    report.add(Row(name, rate / scale, unit, ratio=rate / limit, ratio_to=to))
 
 
 def _prefill_ms(engine: Any, requests: int, tokens: int, *, rounds: int) -> tuple[float, float]:

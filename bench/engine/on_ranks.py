@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -36,9 +35,9 @@ from baton.bench.shapes import MOE, write_shape
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.execution.rank_files import RankFiles
+from baton.kv_transfer.spawn import spawn
 from baton.machine import logs
 from baton.worker.engine_process.start import RANK_MODULE, RankProcessConfig
-from baton.worker.processes import spawn
 
 SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}
 """What the 8B shape must reach over one rank, by ranks."""
@@ -67,7 +66,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         engine: dict[str, Any] = {"model": str(embedded_path()), "dtype": "float32", "ttit_target": 60.0}
         engine |= {"num_blocks": 512, "max_num_seqs": 16}
         work = Work(engine, [1, 16], [500], 128, 16, compared=True)
-        _compare(work, size, report)
+        _compare(work, size, report, {})
         return
     if len(contract.gpus()) < size:
         print(f"--tensor-parallel-size {size}: this machine has {len(contract.gpus())} GPUs", file=sys.stderr)
@@ -82,7 +81,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         tokens = Work(
             _shape("llama-3.1-8b-two-layers", directory, dtype="float32"), [], [], 0, 0, compared=True
         )
-        _compare(tokens, size, report)
+        _compare(tokens, size, report, {})
         work = Work(_shape("llama-3.1-8b", directory), [1, 64], [2000, 8000], 1064, steps)
         _compare(work, size, report, SPEED_UP.get(size, {}))
         large = Work(_shape("llama-3.1-70b", directory), [1, 64], [2000], 1064, steps)
@@ -105,9 +104,7 @@ def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int
     }
 
 
-def _compare(
-    work: Work, size: int, report: Report, goals: Mapping[str, float] = MappingProxyType({})
-) -> None:
+def _compare(work: Work, size: int, report: Report, goals: Mapping[str, float]) -> None:
     """Adds the times of `size` ranks, and their ratio to one rank in the same run."""
     one, several = _child(work, 1), _child(work, size)
     before = _times(one)

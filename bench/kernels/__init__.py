@@ -9,6 +9,5 @@
 bytes and operations that takes. Times are of replayed CUDA graphs. The input sets of a
 case together exceed the L2 cache. Bytes count each input and output once; operations exclude what causality
 makes unnecessary. A kernel that bandwidth limits has rows in GB/s, one that arithmetic limits in TFLOP/s.
-`of_limit` is its share of an H200's limit, `of_plain` that of `torch.neg` or a cuBLAS product in the same
-run.
+`of_limit` is its share of an H200's limit.
 """

@@ -7,7 +7,7 @@ import torch
 
 from baton.bench import kernels as about
 from baton.bench.contract import Report, parser
-from baton.bench.kernels.cases import Cases, DenseCases, Shape, graph_seconds, limits, measure
+from baton.bench.kernels.cases import Cases, DenseCases, Shape, graph_seconds, measure
 from baton.bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
 from baton.bench.kernels.moe import MoeCases, MoeShape
 from baton.bench.kernels.quantized import Fp8Cases, Int4Cases
@@ -37,9 +37,8 @@ def main() -> int:
         cases = kind(shape, kernels, device)
     report = Report.of("kernels", args, dtype="bfloat16")
     with torch.inference_mode():
-        plain = limits(device, graph_seconds)
         for make in cases:
-            report.rows += measure(make, graph_seconds, plain)
+            report.rows += measure(make, graph_seconds)
     return report.finish()
 
 

@@ -66,7 +66,6 @@ class Case:
     ours: Callable[[], object]
     torch: Callable[[], object] | None = None
     torch_is: str = ""
-    repeats: int = 1  # of the kernel in one call
 
     @property
     def arithmetic(self) -> bool:
@@ -254,14 +253,6 @@ PAIRS = 7
 WARM_SECONDS = 0.05  # a GPU that rested begins with lower clocks
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What plain work reaches on this device."""
-
-    bytes_per_s: float
-    flops_per_s: float
-
-
 Seconds = Callable[[Sequence[Callable[[], object]]], Callable[[], float]]
 """Prepares calls. Returns a function that runs all of them once and returns their seconds."""
 
@@ -292,22 +283,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
     return once
 
 
-def limits(device: torch.device, seconds: Seconds) -> Limits:
-    """Measures an elementwise kernel on 1 GiB, and a product of bfloat16 matrices by cuBLAS."""
-    one, other = torch.randn(2, 8192, 8192, device=device).bfloat16()
-    into = torch.empty(8, 8192, 8192, dtype=torch.bfloat16, device=device)
-    source = torch.randn(into.shape, device=device).bfloat16()
-
-    def rate(work: float, call: Callable[[], object]) -> float:
-        once = seconds([call])
-        return work / statistics.median(once() for _ in range(PAIRS))
-
-    return Limits(
-        rate(2 * nbytes(source), lambda: torch.neg(source, out=into)), rate(2 * 8192**3, lambda: one @ other)
-    )
-
-
-def measure(make: Make, seconds: Seconds, plain: Limits) -> list[Row]:
+def measure(make: Make, seconds: Seconds) -> list[Row]:
     case = make()
     sets = [case, *(make() for _ in range(min(MAX_SETS, BEYOND_CACHE // max(1, case.bytes))))]
     rounds = -(-LEAST_CALLS // len(sets))
@@ -316,16 +292,15 @@ def measure(make: Make, seconds: Seconds, plain: Limits) -> list[Row]:
         theirs = seconds([case.torch for case in sets if case.torch] * rounds)
     times, their_times = interleaved(ours, theirs or ours, PAIRS)
     each = statistics.median(times) / (len(sets) * rounds)
-    work, limit, reached, unit, scale = case.bytes, BYTES_PER_S, plain.bytes_per_s, "GB/s", 1e9
+    work, limit, unit, scale = case.bytes, BYTES_PER_S, "GB/s", 1e9
     if case.arithmetic:
-        work, limit, reached, unit, scale = case.flops, FLOPS_PER_S, plain.flops_per_s, "TFLOP/s", 1e12
+        work, limit, unit, scale = case.flops, FLOPS_PER_S, "TFLOP/s", 1e12
     row = Row(f"kernels.{case.name}", work / each / scale, unit)
     if theirs:
         ratio, spread = paired_ratio(their_times, times)
         row = replace(row, ratio=ratio, ratio_to=f"speed of {case.torch_is}", spread=spread)
     return [
         row,
-        Row(f"kernels.{case.name}.time", each / case.repeats * 1e6, "µs"),
+        Row(f"kernels.{case.name}.time", each * 1e6, "µs"),
         Row(f"kernels.{case.name}.of_limit", work / each / limit, f"of {limit / scale:g} {unit}"),
-        Row(f"kernels.{case.name}.of_plain", work / each / reached, f"of {reached / scale:.4g} {unit}"),
     ]

@@ -47,7 +47,6 @@ class Mamba2Cases(Cases[Mamba2Shape]):
     def __iter__(self) -> Iterator[Make]:
         for requests, tokens in self.shape.prompts:
             yield partial(self.scan, requests, tokens)
-            yield partial(self.prompts, requests, tokens)
         for batch in self.shape.batches:
             yield partial(self.decode, batch)
 
@@ -61,15 +60,6 @@ class Mamba2Cases(Cases[Mamba2Shape]):
         shape, device = self.shape, self.device
         ssm = torch.zeros(slots, shape.heads, shape.head_dim, shape.state_size, device=device)
         return LayerState(self.normal(slots, shape.width - 1, shape.channels), ssm)
-
-    def metadata(self, stop: int, decodes: int, prefills: list[tuple[int, int]]) -> AttentionMetadata:
-        requests = decodes + len(prefills)
-        contexts = torch.full((requests,), stop, dtype=torch.int32, device=self.device)
-        slots = torch.arange(requests, dtype=torch.int32, device=self.device)
-        rows = decodes + sum(stop - start for start, stop in prefills)
-        return AttentionMetadata(
-            1, slots, slots, contexts, decodes, prefills, state_slots=slots, state_copies=self.no_copies(rows)
-        )
 
     def no_copies(self, rows: int) -> Tensor:
         """As in a step of an engine that copies no states."""
@@ -95,24 +85,19 @@ class Mamba2Cases(Cases[Mamba2Shape]):
             lambda: ssd.scan(rows, dt, layer, state, plan, y),
         )
 
-    def prompts(self, requests: int, tokens: int) -> Case:
-        """Convolution and scan."""
-        return self._mamba2(f"mamba2.prefill.{requests}x{tokens}", tokens, 0, [(0, tokens)] * requests)
-
     def decode(self, batch: int) -> Case:
         """Convolution and step."""
-        return self._mamba2(f"mamba2.decode.b{batch}", 1000, batch, [])
-
-    def _mamba2(self, name: str, stop: int, decodes: int, prefills: list[tuple[int, int]]) -> Case:
-        shape, layer = self.shape, self.layer()
-        metadata = self.metadata(stop, decodes, prefills)
-        state = self.state(len(metadata.contexts))
-        tokens = decodes + sum(stop - start for start, stop in prefills)
-        projected = self.normal(tokens, shape.channels + shape.heads)
+        shape, layer, state = self.shape, self.layer(), self.state(batch)
+        contexts = torch.full((batch,), 1000, dtype=torch.int32, device=self.device)
+        slots = torch.arange(batch, dtype=torch.int32, device=self.device)
+        metadata = AttentionMetadata(
+            1, slots, slots, contexts, batch, [], state_slots=slots, state_copies=self.no_copies(batch)
+        )
+        projected = self.normal(batch, shape.channels + shape.heads)
         plan = self.kernels.plan_states(metadata, shape.dtype)
-        y = tokens * shape.heads * shape.head_dim * projected.itemsize
+        y = batch * shape.heads * shape.head_dim * projected.itemsize
         return Case(
-            name,
+            f"mamba2.decode.b{batch}",
             nbytes(projected) + y + 2 * sum(map(nbytes, state)),
             0,
             lambda: self.kernels.mix_states(projected, layer, state, plan),

@@ -1,4 +1,4 @@
-"""The cases of a mixture of experts: index shuffling, and the products of all experts, of random routes.
+"""The cases of a mixture of experts: the products of all experts, of random routes.
 
 Torch multiplies by `torch._grouped_mm`, of rows that are sorted already, without SwiGLU and without the sum
 over a token's experts.
@@ -19,9 +19,6 @@ from baton.engine.kernels.moe.grouped_linear import grouped_linear
 from baton.engine.kernels.moe.shuffle import shuffle
 from baton.engine.model_config import Scoring
 
-SCORING = Scoring.NORMALIZED_SOFTMAX
-LAYERS = 16  # that a measured call of index shuffling is for
-
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
@@ -37,38 +34,9 @@ class MoeShape:
 
 class MoeCases(Cases[MoeShape]):
     def __iter__(self) -> Iterator[Make]:
-        for make in (self.shuffle, self.gate_up, self.down):
+        for make in (self.gate_up, self.down):
             for tokens in self.shape.tokens:
                 yield partial(make, tokens)
-
-    def routes(self, layers: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Logits of some layers' routers, and zeros to count the tokens of each expert."""
-        experts = self.shape.experts
-        logits = self.normal(layers, tokens, experts)
-        return logits, torch.zeros(layers, experts, dtype=torch.int32, device=self.device)
-
-    def shuffle(self, tokens: int) -> Case:
-        """A step clears the counts of all its layers at once, so a call is for several layers."""
-        chosen = self.shape.chosen
-        logits, counts = self.routes(LAYERS, tokens)
-
-        def ours() -> object:
-            counts.zero_()
-            return [shuffle(*layer, chosen, SCORING) for layer in zip(logits, counts, strict=True)]
-
-        def of_layer(logits: Tensor) -> object:
-            _, found = logits.softmax(dim=-1, dtype=torch.float32).topk(chosen, dim=-1)
-            return found.flatten().sort()
-
-        return Case(
-            f"shuffle.t{tokens}.e{self.shape.experts}.top{chosen}",
-            nbytes(logits) + LAYERS * 8 * tokens * chosen + nbytes(counts),
-            0,
-            ours,
-            lambda: [of_layer(layer) for layer in logits],
-            "torch softmax, topk, sort",
-            repeats=LAYERS,
-        )
 
     def gate_up(self, tokens: int) -> Case:
         x = self.normal(tokens, self.shape.hidden)
@@ -81,10 +49,10 @@ class MoeCases(Cases[MoeShape]):
     def _product(self, name: str, tokens: int, x: Tensor, size: int, *, gated: bool) -> Case:
         """The products of x with the weights [size, in] of all experts. Those that are not `gated` are summed
         over the experts of a token."""
-        (logits,), (zeros,) = self.routes(1, tokens)
-        shuffled = shuffle(logits, zeros, self.shape.chosen, SCORING)
-        chosen, inner = self.shape.chosen, x.shape[1]
-        weight = self.normal(self.shape.experts, size, inner)
+        experts, chosen, inner = self.shape.experts, self.shape.chosen, x.shape[1]
+        zeros = torch.zeros(experts, dtype=torch.int32, device=self.device)
+        shuffled = shuffle(self.normal(tokens, experts), zeros, chosen, Scoring.NORMALIZED_SOFTMAX)
+        weight = self.normal(experts, size, inner)
         counts = shuffled.counts.tolist()
         lists = [pairs[:count] for pairs, count in zip(shuffled.pairs, counts, strict=True)]
         rows = torch.cat(lists).long() // (chosen if len(x) == tokens else 1)

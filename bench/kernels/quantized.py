@@ -14,12 +14,11 @@ from functools import partial
 import torch
 
 from baton.bench.kernels.cases import Case, Cases, Make, Shape
-from baton.engine.kernels import Kernels, Quantized
+from baton.engine.kernels import Kernels, LinearMethod, Quantized
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.quantized.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
 from baton.engine.kernels.quantized.int4_linear import Int4Linear
-from baton.engine.layers.grouped_linear import PackedOnGpu
-from baton.engine.layers.linear import LinearMethod, PlainLinear
+from baton.engine.layers.linear import PlainLinear
 
 EPS = 1e-5
 GROUP = 128
@@ -92,12 +91,12 @@ class Fp8Cases(LayerCases):
         weight = self.normal(hidden)
 
         def norm() -> Quantized:
-            return kernels.add_rms_norm_quantized(residual, delta, weight, EPS, grouped=False)
+            return kernels.add_rms_norm(residual, delta, weight, EPS, False)
 
         def ours() -> object:
             qkv(norm())
             out(kernels.quantize(attended, grouped=False))
-            return down(kernels.silu_mul_quantized(gate_up(norm()), grouped=False))
+            return down(kernels.silu_mul(gate_up(norm()), False))
 
         theirs, count = self.chain(rows, self.plain), self.parameters
         return Case(f"fp8_layer.t{rows}", count, rows * count, ours, theirs, "the layer in bfloat16")
@@ -124,7 +123,7 @@ class Int4Cases(LayerCases):
             f"int4_layer.t{rows}",
             self.parameters // 2 + 2 * self.parameters // GROUP,
             2 * rows * self.parameters,
-            self.chain(rows, lambda columns, out: PackedOnGpu(self.linear(columns, out))),
+            self.chain(rows, self.linear),
             self.chain(rows, self.plain),
             "the layer in bfloat16",
         )

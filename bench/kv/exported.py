@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,12 +13,11 @@ import numpy as np
 import torch
 
 import baton.kv_transfer as kv
-from baton.bench.kv.pair import Pair, Settings
+from baton.bench.kv.pair import Settings
 from baton.bench.kv.raw_sockets import MIB, cpu_seconds
 from baton.kv_transfer.arena import TOKEN
 from baton.kv_transfer.peer_memory import PeerArena, export_arena
 
-KINDS = {"cpu": "shared_memory", "cuda": "cuda_ipc"}
 SIZES = {"cpu": (64, 256), "cuda": (64, 256, 1024, 4096, 8192)}  # MiB
 DEFAULT_SLOTS = 64, 2 * MIB  # of workers
 _SLOTS = {"cpu": DEFAULT_SLOTS, "cuda": (64, 32 * MIB)}  # a GPU copies large pieces faster
@@ -30,22 +27,12 @@ _PIECES, _PIECE = 4, 64 * MIB  # of a plain copy
 def variants(device: str) -> dict[str, Settings]:
     """By the end of the row's name."""
     slots, slot_bytes = _SLOTS[device]
-    large = Settings(4, slots, slot_bytes, max(SIZES[device]) * MIB, device=device, exports=True)
+    kind = "shared_memory" if device == "cpu" else "cuda_ipc"
+    large = Settings(4, slots, slot_bytes, max(SIZES[device]) * MIB, device=device, transport=kind)
     found = {"": large}
     if _SLOTS[device] != DEFAULT_SLOTS:
         found[".default_slots"] = replace(large, slots=DEFAULT_SLOTS[0], slot_bytes=DEFAULT_SLOTS[1])
     return found
-
-
-@contextmanager
-def opened(settings: Settings, kind: str) -> Iterator[Pair]:
-    """A pair that uses this transport."""
-    with closing(Pair(settings)) as pair:
-        deadline = time.monotonic() + 20
-        while (transport := pair.transport()) != kind:
-            assert time.monotonic() < deadline, transport
-            pair.seconds(MIB)
-        yield pair
 
 
 class PlainCopy:

@@ -11,18 +11,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import psutil
 import torch
 
 import baton.kv_transfer as kv
 from baton.bench.kv.raw_sockets import MIB, cpu_seconds
+from baton.kv_transfer.spawn import Ready, StatsRequest, decode_from_transfer, encode
 from baton.kv_transfer.wait import end_waits_on_time, wait
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 BLOCK = 16
 NO_TRACE = kv.TraceWriter(None, "")
 _INCARNATIONS = {"prefill": 1, "decode": 2}
+CONNECT_S = 20.0  # until KV goes by another transport than TCP
 _SECRET = b"bench.kv: not a secret"
 
 
@@ -33,10 +36,9 @@ class Settings:
     slot_bytes: int
     most_bytes: int  # of a transfer
     device: str = "meta"  # of the pools; "meta": no pools, only slots are sent
-    exports: bool = False  # the receiver reads slots itself
     encrypt: bool = False
-    nixl: bool = False
-    nixl_on_gpus: bool = False  # from memory of one GPU to that of another, with `nixl`
+    transport: Literal["tcp", "nixl", "nixl_cuda", "shared_memory", "cuda_ipc"] = "tcp"
+    """As `TransferStats` names it. With the last three the receiver reads memory of the sender itself."""
 
     @property
     def most_tokens(self) -> int:
@@ -54,6 +56,7 @@ class Side:
 
     def __init__(self, role: str, settings: Settings) -> None:
         device = settings.device_of(role)
+        nixl_on_gpus = settings.transport == "nixl_cuda"
         end_waits_on_time()  # as in engine processes
         if settings.device == "cuda":
             torch.cuda.set_device(device)
@@ -67,7 +70,7 @@ class Side:
             name=f"{role} 0", incarnation=_INCARNATIONS[role],
             model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
             slot_bytes=settings.slot_bytes, lanes=settings.lanes, encrypt=settings.encrypt,
-            nixl=settings.nixl, nixl_device=device if settings.nixl_on_gpus else None,
+            nixl=settings.transport in ("nixl", "nixl_cuda"), nixl_device=device if nixl_on_gpus else None,
         )  # fmt: skip
         self.process = kv.spawn_transfer(
             config,
@@ -80,8 +83,8 @@ class Side:
         sending.channel.close()
         receiving.channel.close()
         service.close()
-        ready = kv.decode_from_transfer(self.service.recv(MIB))  # sent after all imports
-        assert isinstance(ready, kv.Ready)
+        ready = decode_from_transfer(self.service.recv(MIB))  # sent after all imports
+        assert isinstance(ready, Ready)
         self.port = ready.port
         blocks = -(-settings.most_tokens // BLOCK)
         self.blocks = random.Random(role).sample(range(blocks), blocks)
@@ -91,9 +94,8 @@ class Side:
         ]
 
         self.transport = kv.Transport(
-            self.sending, self.receiving, NO_TRACE, settings.exports or settings.nixl_on_gpus,
-            settings.nixl_on_gpus,
-        )  # fmt: skip
+            self.sending, self.receiving, NO_TRACE, settings.transport not in ("tcp", "nixl"), nixl_on_gpus
+        )
         self.paged_kv = kv.PagedKV(self.pool, BLOCK, LAYOUT, device)
 
     def digest(self) -> list[int]:
@@ -109,9 +111,9 @@ class Side:
 
     def transports(self) -> dict[str, str]:
         """As in `TransferStats`."""
-        self.service.send(kv.encode(kv.StatsRequest()))
+        self.service.send(encode(StatsRequest()))
         while True:
-            message = kv.decode_from_transfer(self.service.recv(MIB))
+            message = decode_from_transfer(self.service.recv(MIB))
             if isinstance(message, kv.TransferStats):
                 return message.transports
 
@@ -160,6 +162,10 @@ class Pair:
         transfers = (self._side.process.pid, pid)
         movers = [child.pid for each in transfers for child in psutil.Process(each).children()]
         self._pids = (os.getpid(), self._child.pid, *transfers, *movers)
+        deadline = time.monotonic() + CONNECT_S
+        while settings.transport not in ("tcp", transport := self._transport()):
+            assert time.monotonic() < deadline, transport
+            self.seconds(MIB)
 
     def seconds(self, size: int) -> float:
         """Seconds of one transfer of `size` bytes, from fetch() to Injected.
@@ -182,7 +188,7 @@ class Pair:
         assert isinstance(events[0], kv.Injected), events
         return time.perf_counter() - started
 
-    def transport(self) -> str:
+    def _transport(self) -> str:
         """How KV gets to decode: as in `TransferStats.transports`."""
         self._control.send(0)
         return self._control.recv().get("decode 0", "tcp")

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import signal
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,21 +131,16 @@ async def _one(options: Options, title: str, interrupt: _Interrupt) -> Run | int
         plan = await interrupt.guard(experiment.prepare(options))
         if plan is None:
             return INTERRUPTED
-        async with Progression(
-            title, plan.client.duration, plan.client.sessions, quiet=options.quiet
-        ) as progression:
-
-            def watch(fleet: Fleet) -> None:
-                progression.watch(fleet.harvest)
-                interrupt.then(fleet.stop)
-
-            report, harvest = await experiment.run(plan, progression.saw, watch)
+        fleet, started = Fleet(plan.clients()), datetime.now(UTC).isoformat(timespec="seconds")
+        interrupt.then(fleet.stop)
+        async with Progression(title, plan.client, fleet.harvest, quiet=options.quiet) as progression:
+            harvest = await fleet.run(progression.saw)
         if harvest.refused:
             text = (
                 f"Error: stopped, because the server refused {REFUSALS} requests in a row: {harvest.refused}"
             )
             typer.secho(text, fg="red", err=True)
-        return report, harvest
+        return experiment.report_of(plan, harvest, started), harvest
     except EndpointError as error:
         typer.secho(f"Error: {error}", fg="red", err=True)
         return NOTHING

@@ -1,13 +1,12 @@
-"""One run, from options to numbers: prepare it against the server, run the clients, reduce the records."""
+"""One run, from options to numbers: prepares it against the server, and reduces its records."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
@@ -18,12 +17,11 @@ from baton.bench.load.measurement import self_check
 from baton.bench.load.measurement.summary import Summary, summarize
 from baton.bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Options
 from baton.bench.load.target import endpoint
-from baton.bench.load.target.answer import Record
 from baton.bench.load.target.request import Dialect, Target, new_http_session
 from baton.bench.load.target.tokenization import Tokenization
 from baton.bench.load.traffic import datasets
 from baton.bench.load.traffic.client import ClientConfig
-from baton.bench.load.traffic.fleet import Fleet, Harvest
+from baton.bench.load.traffic.fleet import Harvest
 from baton.bench.load.traffic.workload import Listed, Synthetic, Workload
 
 _PROBE_TIMEOUT = 120.0
@@ -128,19 +126,8 @@ def client_of(
     )
 
 
-async def run(
-    plan: Plan, on_record: Callable[[Record], None], on_fleet: Callable[[Fleet], None]
-) -> tuple[Report, Harvest]:
-    """`on_fleet` gets the fleet before it starts, and may watch and stop it."""
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    fleet = Fleet(plan.clients())
-    on_fleet(fleet)
-    harvest = await fleet.run(on_record)
-    return report_of(plan, harvest, started), harvest
-
-
 def report_of(plan: Plan, harvest: Harvest, started: str) -> Report:
-    """The records of the clients as rows and detail."""
+    """The records of the clients as rows and detail. `started`: the time of day."""
     options = plan.options
     summary = summarize(
         harvest.records,

@@ -333,8 +333,8 @@ class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
         """When sessions of an open loop start."""
         if self.rate is None:
             return None
-        ramp_to, seconds = (self.ramp_to, self.duration) if self.ramp_to else (0.0, 0.0)
-        return Arrivals(self.arrivals, self.rate, self.burstiness, ramp_to or 0.0, seconds or 0.0)
+        ramp_to, seconds = self.ramp_to or 0.0, self.duration or 0.0
+        return Arrivals(self.arrivals, self.rate, self.burstiness, ramp_to, seconds)
 
     @property
     def process_count(self) -> int:

@@ -84,16 +84,10 @@ def background_tokens(tokens: int) -> int:
 def flags(args: argparse.Namespace, directory: Path) -> list[str]:
     """The flags of both roles."""
     common = [
-        "--dtype",
-        "float32" if args.device == "cpu" else "bfloat16",
-        "--kv-lanes",
-        str(args.lanes),
-        "--kv-connector",
-        args.kv_connector,
-        "--trace-dir",
-        str(directory),
-    ]
-    common += ["--no-enable-prefix-caching"]  # batches repeat prompts, which must be computed again
+        "--dtype", "float32" if args.device == "cpu" else "bfloat16", "--kv-lanes", str(args.lanes),
+        "--kv-connector", args.kv_connector, "--trace-dir", str(directory),
+        "--no-enable-prefix-caching",  # batches repeat prompts, which must be computed again
+    ]  # fmt: skip
     if args.device == "cpu":
         # One thread each: otherwise two engines would compete for the cores of a small machine.
         return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])]

@@ -6,10 +6,11 @@ import asyncio
 import itertools
 import json
 import statistics
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.bench.roles import Workers, prompt_of, request, time_now
+from baton.bench.roles import Workers, prompt_of, request
 from baton.rpc import worker_pb2 as pb
 
 OUTPUT_TOKENS = 12
@@ -30,7 +31,7 @@ class Streamed:
 
 async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOKENS) -> Streamed:
     work = request(prompt, length)
-    submitted = time_now()
+    submitted = time.perf_counter()
     prefill_id = await workers.prefill.prefill(work, handover=True)
     decode_id = await workers.submit_decode(work, prefill_id)
     [(first, token)] = await workers.prefill.tokens(prefill_id, 1)
@@ -55,7 +56,7 @@ async def alone(workers: Workers, prompt: list[int]) -> bytes:
 
 async def prefill_only(workers: Workers, prompt: list[int]) -> float:
     """A run C. Returns its time to first token."""
-    submitted = time_now()
+    submitted = time.perf_counter()
     prefill_id = await workers.prefill.prefill(request(prompt, 1))
     [(first, _)] = await workers.prefill.tokens(prefill_id, 1)
     return first - submitted
@@ -109,10 +110,10 @@ With two, a prefill begins before all KV of the last one has come.
 async def quiet_gaps(background: Background, context: int, seconds: float, seed: int) -> list[float]:
     """Gaps of the background streams while no KV comes. `AT_ONCE` more streams keep the batch size equal."""
     more = await Background.start(background.workers, AT_ONCE, context, background.length, seed)
-    began, gaps = time_now(), []
+    began, gaps = time.perf_counter(), []
     while not gaps:
         await asyncio.sleep(seconds)
-        gaps = background.gaps(began, time_now())
+        gaps = background.gaps(began, time.perf_counter())
     await more.stop()
     return gaps
 
@@ -120,12 +121,12 @@ async def quiet_gaps(background: Background, context: int, seconds: float, seed:
 async def injected_gaps(background: Background, tokens: int, seconds: float, seed: int) -> list[float]:
     """Gaps of the background streams while prompts are handed over all the time."""
     number = itertools.count(seed)
-    began = time_now()
+    began = time.perf_counter()
     while True:
         prompts = [prompt_of(tokens, next(number)) for _ in range(AT_ONCE)]
         await asyncio.gather(*(streamed(background.workers, prompt, length=3) for prompt in prompts))
         # Not earlier: collecting gaps takes some milliseconds and would delay timestamps of tokens.
-        if time_now() >= began + seconds and (gaps := background.gaps(began, time_now())):
+        if time.perf_counter() >= began + seconds and (gaps := background.gaps(began, time.perf_counter())):
             return gaps
 
 

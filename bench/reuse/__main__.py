@@ -26,6 +26,7 @@ import asyncio
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -33,8 +34,8 @@ from typing import NamedTuple
 import baton.bench.contract as contract
 from baton.bench.chaos.cluster import LocalCluster, metric
 from baton.bench.contract import Report, Row
-from baton.bench.roles import Driver, Workers, prompt_of, request, time_now, worker_flags
-from baton.bench.shapes import DENSE
+from baton.bench.roles import Driver, Workers, gpus_or_exit, prompt_of, request
+from baton.bench.shapes import DENSE, write_shape
 from baton.rpc import worker_pb2 as pb
 
 ROUNDS = 9
@@ -76,7 +77,7 @@ class Pair(Workers):
     ) -> tuple[float, list[int]]:
         """Prefill on one worker, decode on the other. Returns the time to first token, and the answer."""
         work = request(prompt, length)
-        began = time_now()
+        began = time.perf_counter()
         prefill_id = await self.prefill.prefill(work, handover=True, content=content)
         decode_id = await self.submit_decode(work, prefill_id)
         [(first, _)] = await self.prefill.tokens(prefill_id, 1)
@@ -85,7 +86,7 @@ class Pair(Workers):
 
     async def on_decode(self, prompt: list[int], length: int) -> tuple[float, list[int]]:
         """The decode worker does both. Returns the time to first token, and the answer."""
-        began = time_now()
+        began = time.perf_counter()
         decode_id = await self.submit_decode(request(prompt, length), None)
         tokens = await self.decode.tokens(decode_id, length)
         return tokens[0][0] - began, [event.token_id for _, event in tokens]
@@ -152,6 +153,18 @@ def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs) 
     report.add(Row(f"{name}.bytes_over_missing", worst, "ratio", goal=1.02))
 
 
+def worker_flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], list[str]]:
+    """The flags of both workers, and the device of each. Exits if GPUs are missing."""
+    common = ["--kv-connector", args.kv_connector]
+    if args.device == "cpu":
+        # One thread each: otherwise two engines would compete for the cores of a small machine.
+        model = ["--model", args.model] if args.model else []
+        return [*common, "--dtype", "float32", "--num-threads", "1", *model], ["cpu", "cpu"]
+    gpus_or_exit(2, "this bench")
+    common += ["--model", args.model or str(write_shape(DENSE, directory)), "--load-format", "dummy"]
+    return [*common, "--max-model-len", "16384", "--kv-lanes", "8", "--kv-slots", "256"], ["cuda:0", "cuda:1"]
+
+
 def main() -> int:
     p = contract.parser(__doc__ or "")
     p.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (default: %(default)s)")
@@ -172,8 +185,7 @@ def main() -> int:
         p.error(f"--rounds: at least {contract.MIN_PAIRS}")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        flags, devices = worker_flags(args, directory, gpus=2)
-        flags += ["--kv-connector", args.kv_connector]
+        flags, devices = worker_flags(args, directory)
         with LocalCluster(
             directory, prefill=1, decode=1, router=False, worker_flags=flags, devices=devices
         ) as cluster:

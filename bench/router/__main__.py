@@ -1,6 +1,6 @@
 """What a router adds to a request, what a token costs it, and how long it takes to choose workers.
 
-Three processes run: fake workers behind their real gRPC service (`bench.fakes.worker`), a router, started as
+Three processes run: fake workers behind their real gRPC service (`stand_in`), a router, started as
 a user starts it, and this client. Prompts are token ids, so the router tokenizes nothing. Two kinds of
 request alternate:
 
@@ -56,6 +56,7 @@ from baton.content import CHUNK_TOKENS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, two_choices
 from baton.router.policy.prefill import PrefillRequest, sticky
 from baton.router.policy.prefill_loads import PrefillLoads
+from baton.rpc import worker_pb2 as pb
 
 LOADED_STEP_S = 0.02
 SATURATED_STEP_S = 0.005
@@ -156,8 +157,8 @@ def prefill_loads(workers: int, rng: random.Random) -> PrefillLoads:
     loads = PrefillLoads()
     for i in range(workers):
         row = loads.join(f"10.0.{i // 256}.{i % 256}:7000", block_size=128, now=0)
-        waiting = rng.randrange(8_000)
-        loads.reported(row, tokens_waiting=waiting, tokens_per_s=rng.uniform(38_000, 42_000), now=0)
+        waiting, speed = rng.randrange(8_000), rng.uniform(38_000, 42_000)
+        loads.reported(row, pb.WorkerStatus(tokens_waiting=waiting, prefill_tokens_per_s=speed), 0)
     return loads
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import http.client
 import itertools
 import json
 import multiprocessing
@@ -19,15 +18,18 @@ import os
 import random
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
+from typing import Self
 from urllib.parse import urlsplit
 
 import psutil
 import uvloop
 
-from baton.bench.fakes.worker import FakeWorker, Lanes
+from baton.bench.router.stand_in import Lanes, StandIn
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
@@ -77,36 +79,45 @@ def _fake_workers(secret: bytes, step: Synchronized[float], pipe: Connection) ->
     async def serve() -> None:
         lanes, output_ids = Lanes(), list(range(1000, 1400))
         roles = (pb.POOL_PREFILL, pb.POOL_DECODE)
-        workers = [await FakeWorker(role, lanes, output_ids, secret=secret).start() for role in roles]
+        workers = [await StandIn(role, lanes, output_ids, secret=secret).start() for role in roles]
         pipe.send([worker.address for worker in workers])
         while True:
             workers[1].step_seconds = step.value
-            for worker in workers:  # these lists are for tests and would grow without bound
-                worker.submitted.clear()
-                worker.cancelled.clear()
             await asyncio.sleep(0.05)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
 
 
-class OpenStreams:
-    """Keeps `streams` completions open through the router, from a child process."""
+class Child:
+    """A context in which a child process runs `target(*args, value)`. It begins when `value` is not 0."""
 
-    def __init__(self, url: str, streams: int) -> None:
-        self.tokens = CONTEXT.Value("L", 0)
-        self._process = CONTEXT.Process(target=_load, args=(url, streams, self.tokens), daemon=True)
+    def __init__(self, kind: str, target: Callable[..., None], *args: object) -> None:
+        self._value = CONTEXT.Value(kind, 0)
+        self._process = CONTEXT.Process(target=target, args=(*args, self._value), daemon=True)
 
-    def __enter__(self) -> OpenStreams:
+    def __enter__(self) -> Self:
         self._process.start()
-        while not self.tokens.value:
-            time.sleep(0.05)
-        time.sleep(SPREAD_S)
+        while not self._value.value:
+            time.sleep(0.01)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.join()
+
+
+class OpenStreams(Child):
+    """Keeps `streams` completions open through the router."""
+
+    def __init__(self, url: str, streams: int) -> None:
+        super().__init__("L", _load, url, streams)
+        self.tokens = self._value
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        time.sleep(SPREAD_S)
+        return self
 
 
 def _load(url: str, streams: int, tokens: Synchronized[int]) -> None:
@@ -238,42 +249,29 @@ def longest_stalls(url: str, requests: dict[str, tuple[str, bytes]], repeats: in
     with Watch(url) as watch:
         for _ in range(repeats):
             for name, (path, body) in requests.items():
-                found[name].append(longest_stall(watch, url, path, body))
+                watch.longest.value = 0.0
+                _send(url + path, body)
+                found[name].append(1e3 * watch.longest.value)
     return found
 
 
-class Watch:
+class Watch(Child):
     """Asks for /health until it is closed. `longest` is in seconds and may be reset at any time."""
 
     def __init__(self, url: str) -> None:
-        self.longest = CONTEXT.Value("d", 0.0)
-        self._process = CONTEXT.Process(target=_watch, args=(url, self.longest), daemon=True)
-
-    def __enter__(self) -> Watch:
-        self._process.start()
-        while not self.longest.value:
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.join()
+        super().__init__("d", _watch, url)
+        self.longest = self._value
 
 
-def longest_stall(watch: Watch, url: str, path: str, body: bytes) -> float:
-    """The longest stall in milliseconds while one request is sent and answered."""
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
-    watch.longest.value = 0.0
+def _send(url: str, body: bytes) -> None:
+    """Sends a request and reads its answer, which may be that the request is wrong."""
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        answer.read()
-    finally:
-        connection.close()
-    if answer.status not in (200, 400):
-        raise RuntimeError(f"{path}: the router answered {answer.status}")
-    return 1e3 * watch.longest.value
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.read()
+    except urllib.error.HTTPError as error:
+        if error.code != 400:
+            raise
 
 
 def _watch(url: str, longest: Synchronized[float]) -> None:

@@ -5,8 +5,6 @@ Prefill: the traces of `bench.routing_sim.traces` on 4, 64 and 1,000 workers beh
 workers that join and leave. Think times depend on how many sessions a worker has between two turns, which
 keeps runs short.
 
-Decode: 16 workers behind 4 routers that hear of each other's reservations once a second.
-
 Placement: five kinds of load on 2, 4 and 64 workers, and one on 1,000. The policy is compared with colocated
 engines that take requests in turn and compute them in steps of 512 tokens, and with a fixed split. `--only
 placement` takes some minutes and prints a table of it.
@@ -27,12 +25,10 @@ from dataclasses import replace
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
-from baton.bench.load.traffic.datasets import SAMPLE_TRACE
-from baton.bench.routing_sim.baselines import POLICIES, Flips, emptiest
-from baton.bench.routing_sim.traces import mooncake, multi_turn, shared_prefix, size
+from baton.bench.routing_sim.baselines import POLICIES, Flips
+from baton.bench.routing_sim.traces import multi_turn, shared_prefix, size
 from baton.cluster.options.optimize import PROFILES
-from baton.router.policy.decode import two_choices
-from baton.simulator import decode, placement
+from baton.simulator import placement
 from baton.simulator.prefill import Outcome, Setting, Simulation
 from baton.simulator.step_worker import Quantiles
 from baton.simulator.trace import Trace
@@ -64,7 +60,7 @@ PLACED_REQUESTS, PLACED_REQUESTS_SHORT = 600, 200
 LARGEST_LOADS = ((2000, 150, 12),)
 """Loads of 1,000 workers."""
 KINDS: tuple[placement.Kind, ...] = ("policy", "split", "colocated")
-PARTS = ("prefill", "decode", "placement", "swing", "profiles")
+PARTS = ("prefill", "placement", "swing", "profiles")
 SWING, SWING_SECONDS = ((2000, 50, 28), (200, 500, 28)), 30.0
 """Loads of 4 workers that take turns, and for how long each of them comes."""
 SWING_TTFT, SWING_GAP = 0.25, 0.02
@@ -91,8 +87,6 @@ def cases(short: bool) -> Iterator[tuple[str, Trace, Setting, list[str]]]:
         if workers != max(SCALES):
             trace = shared_prefix(requests // 4, SEED)
             yield f"shared_prefix.w{workers}", trace, sized(trace, workers), names
-    trace = mooncake(SAMPLE_TRACE)
-    yield "mooncake.w4", trace, sized(trace, 4), list(POLICIES)
 
 
 def add_rows(report: Report, case: str, policy: str, outcome: Outcome) -> None:
@@ -118,15 +112,6 @@ def add_bounds(report: Report, sticky: Outcome, least_loaded: Outcome) -> None:
     ours, theirs = (1e3 * contract.percentile(o.ttft, 0.99) for o in (sticky, least_loaded))
     name = "routing_sim.ttft_p99.vs_least_loaded"
     report.add(Row(name, ours, "ms", ratio=ours / theirs, ratio_to="least loaded", goal=1.0))
-
-
-def add_decode(report: Report, short: bool) -> None:
-    for policy in (two_choices, emptiest):
-        requests = 4_000 if short else 40_000
-        found = decode.simulate(policy, workers=16, routers=4, requests=requests, fill=0.8)
-        name = f"routing_sim.decode.{policy.__name__}"
-        report.add(Row(f"{name}.above_mean", max(found.above_mean), "of a pool"))
-        report.add(Row(f"{name}.refused", found.refused, "reservations"))
 
 
 def placed_loads(workers: int, short: bool) -> Iterator[placement.Load]:
@@ -230,10 +215,9 @@ def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
     p.add_argument("--only", choices=PARTS, help="simulate this part")
     args = p.parse_args()
-    report = Report("routing_sim", {"short": args.short, "seed": SEED}, args.json)
+    report = Report.of("routing_sim", args, seed=SEED)
     adds = {
-        "prefill": add_prefill, "decode": add_decode, "placement": add_placement, "swing": add_swing,
-        "profiles": add_profiles,
+        "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "profiles": add_profiles,
     }  # fmt: skip
     parts = [args.only] if args.only else [part for part in PARTS if part != "swing" or not args.short]
     tables = [adds[part](report, args.short) for part in parts]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from baton.cluster.autoscaling.balancer import Balancer, Sample
+from baton.cluster.autoscaling.balancer import Balancer
+from baton.cluster.autoscaling.scaling import Sample
 from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.plan import Pool
-from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot, round_robin, sticky
 from baton.rpc import worker_pb2 as pb
 
@@ -39,12 +38,6 @@ POLICIES: dict[str, PrefillPolicy] = {
 }
 
 
-def emptiest(loads: list[DecodeLoad], *, tokens: int, rng: random.Random) -> str | None:
-    """The decode worker with the least pressure of all, by its last report."""
-    found = [load for load in loads if load.fits(tokens)]
-    return min(found, key=lambda load: load.pressure).worker if found else None
-
-
 class Flips:
     """The autoscaler's policy for the simulators. The pools have as many workers in all as at the start."""
 
@@ -52,7 +45,7 @@ class Flips:
         """`most`: workers of a pool. `ttft`, `gap`: the targets in seconds. `seats`: of each worker. A worker
         without a free one refuses requests."""
         size = PoolSize(1, most)
-        self._balancer = Balancer(PoolOptions(size, size, ttft_target=1e3 * ttft, ttit_target=1e3 * gap))
+        self._balancer = Balancer(PoolOptions(size, size, ttft_target=1e3 * ttft), 1e3 * gap)
         self._seats = seats
         self._computed = 0
 

@@ -1,4 +1,4 @@
-"""Three kinds of trace, and a cluster that suits each (`size`).
+"""Two kinds of trace, and a cluster that suits each (`size`).
 
 Chunk hashes are made up: two are equal where the prompts are equal up to there.
 
@@ -8,7 +8,6 @@ Chunk hashes are made up: two are equal where the prompts are equal up to there.
 - `shared_prefix`: single questions of 50 to 200 tokens over 200 documents of 1,000 to 6,000 tokens
   (popularity ∝ 1/rank). Clients send no session id: routers tell sessions apart by the beginning of the
   prompt.
-- `mooncake`: a file in Mooncake's format (FAST 2025).
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import xxhash
 
-from baton.bench.load.traffic.datasets import MOONCAKE_BLOCK, read_trace
 from baton.content import CHUNK_TOKENS
 from baton.simulator.prefill import Setting
 from baton.simulator.trace import Session, Trace, Turn
@@ -69,27 +66,6 @@ def shared_prefix(requests: int, seed: int) -> Trace:
         names += [_name("question", number, i) for i in range(shared, tokens // CHUNK_TOKENS)]
         sessions.append(Session(_key(names), (Turn(tokens, tuple(names), 0.0),), shared))
     return Trace("shared_prefix", sessions)
-
-
-def mooncake(path: Path) -> Trace:
-    """The prompts of the file in their order. Ignores their times, since `sizing` decides the rate.
-
-    Raises ValueError for a file of another format.
-    """
-    per_block = MOONCAKE_BLOCK // CHUNK_TOKENS
-    sessions = []
-    lines = read_trace(path)
-    seen: dict[int, int] = {}
-    for line in lines:
-        for block in line.hash_ids:
-            seen[block] = seen.get(block, 0) + 1
-    for line in lines:
-        names = [_name("block", block, i) for block in line.hash_ids for i in range(per_block)]
-        names = names[: line.input_length // CHUNK_TOKENS]
-        shared = sum(1 for _ in itertools.takewhile(lambda block: seen[block] > 1, line.hash_ids)) * per_block
-        turn = Turn(line.input_length, tuple(names), 0.0)
-        sessions.append(Session(_key(names), (turn,), min(shared, len(names))))
-    return Trace("mooncake", sessions)
 
 
 def h200(uncached: int, cached: int) -> float:

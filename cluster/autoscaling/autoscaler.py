@@ -15,9 +15,8 @@ from typing import Any
 from grpc import RpcError
 from grpc.aio import Channel
 
-from baton.cluster.autoscaling.balancer import Balancer, Sample
-from baton.cluster.autoscaling.scaling import Needed
-from baton.cluster.options.pools import PoolOptions
+from baton.cluster.autoscaling.balancer import Balancer
+from baton.cluster.autoscaling.scaling import Needed, Sample
 from baton.cluster.supervision.calls import named_pool, set_pool, status_of
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.supervisor import Supervisor
@@ -35,12 +34,12 @@ class Autoscaler:
     """Owns the connections to the workers and the last status of each."""
 
     def __init__(
-        self, supervisor: Supervisor, pools: PoolOptions, secret: bytes, tls: TlsFiles | None = None
+        self, supervisor: Supervisor, balancer: Balancer, secret: bytes, tls: TlsFiles | None = None
     ) -> None:
         self._supervisor = supervisor
         self._secret = secret
         self._tls = tls
-        self._balancer = Balancer(pools)
+        self._balancer = balancer
         self._channels: dict[str, Channel] = {}
         self._last: dict[str, pb.WorkerStatus] = {}
         self._held = 0  # prompt tokens in the routers, as far as known
@@ -95,7 +94,7 @@ class Autoscaler:
                 "why": need.why if need else "no worker has measured its speed yet",
             }
         self._supervisor.pools = {**self._supervisor.pools, **shown}
-        await self._supervisor.refresh()
+        await self._supervisor.tell_routers()
 
     async def _resize(
         self, sizes: Mapping[Pool, int], wanted: Mapping[Pool, int], samples: Mapping[str, Sample]

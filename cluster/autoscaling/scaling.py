@@ -1,4 +1,4 @@
-"""Computes the need and the size of one pool. Pure: takes loads and times, returns a number.
+"""Computes the need and the size of one pool. Pure: takes samples and times, returns a number.
 
 Two separate questions:
 
@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from baton.rpc import worker_pb2 as pb
 
 ARRIVAL_WINDOW = 15.0  # seconds over which arrivals are averaged: longer than a burst, shorter than a trend
 QUEUE_WINDOW = 5.0  # seconds over which the queue is averaged
@@ -34,37 +37,20 @@ GROW_AFTER = 3.0  # seconds for which the need must last before the pool grows, 
 SHRINK_EVERY = 10.0  # seconds between two removals
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillPoolLoad:
-    """A prefill pool at one moment.
+@dataclass(frozen=True)
+class Sample:
+    """The answer of one worker to a poll.
 
     Attributes:
-        done: prompt tokens computed since the start, also by workers that have left.
-        waiting: prompt tokens in workers and routers that are not computed yet.
-        queued: the part of `waiting` whose requests have not started.
-        speed: tokens per second of one worker while it computes; 0 if not measured yet.
+        done: prompt tokens that it prefilled since the last poll.
+        refused: reservations that it refused for want of room since the last poll.
+        silent: it did not answer; `status` is its last one.
     """
 
-    done: float
-    waiting: float
-    queued: float
-    speed: float
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePoolLoad:
-    """A decode pool at one moment.
-
-    Attributes:
-        kv_used: share of blocks in use, 0 to 1, for each worker.
-        steps: seconds of a step, for each worker that runs requests.
-        fastest: seconds of the fastest step that a worker measured, which more workers cannot shorten.
-            0: not known.
-    """
-
-    kv_used: tuple[float, ...]
-    steps: tuple[float, ...]
-    fastest: float
+    status: pb.WorkerStatus
+    done: int
+    refused: int
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +66,38 @@ class PrefillDemand:
 
     def __init__(self, ttft_target: float) -> None:
         self._clear_within = QUEUE_SHARE * ttft_target
-        self._seen: deque[tuple[float, PrefillPoolLoad]] = deque()
+        self._done = 0  # prompt tokens computed since the start, also by workers that have left
+        self._seen: deque[tuple[float, float, float]] = deque()  # (time, tokens that came, tokens queued)
 
-    def needed(self, now: float, load: PrefillPoolLoad) -> Needed | None:
-        """The number of workers needed; None if there is load and no measured speed."""
-        self._seen.append((now, load))
+    def needed(self, now: float, samples: Sequence[Sample], held: int = 0) -> Needed | None:
+        """The number of workers needed; None if there is load and no measured speed.
+
+        `held`: prompt tokens in the routers. They and those of requests that have not started are queued.
+        """
+        statuses = [sample.status for sample in samples]
+        waiting = held + sum(status.tokens_waiting for status in statuses)
+        queued = held + sum(
+            s.tokens_waiting * s.requests_waiting / (s.requests_waiting + s.requests_running)
+            for s in statuses
+            if s.requests_waiting
+        )
+        speeds = [status.prefill_tokens_per_s for status in statuses if status.prefill_tokens_per_s]
+        self._done += sum(sample.done for sample in samples)
+        self._seen.append((now, self._done + waiting, queued))
         while now - self._seen[0][0] > ARRIVAL_WINDOW:
             self._seen.popleft()
-        then, first = self._seen[0]
-        arrived = max(0.0, load.done + load.waiting - first.done - first.waiting)
+        then, came, _ = self._seen[0]
+        arrived = max(0.0, self._done + waiting - came)
         arriving = arrived / max(now - then, QUEUE_WINDOW)
-        lately = [each.queued for at, each in self._seen if now - at <= QUEUE_WINDOW]
-        queued = min(sum(lately) / len(lately), load.queued)  # a queue that is gone by now was only a burst
-        if not load.speed:
-            return None if arrived or load.waiting else Needed(0.0, "idle")
-        workers = arriving / (PREFILL_BUSY * load.speed) + queued / (self._clear_within * load.speed)
+        lately = [tokens for at, _, tokens in self._seen if now - at <= QUEUE_WINDOW]
+        queued = min(sum(lately) / len(lately), queued)  # a queue that is gone by now was only a burst
+        if not speeds:
+            return None if arrived or waiting else Needed(0.0, "idle")
+        speed = sum(speeds) / len(speeds)  # of one worker while it computes
+        workers = arriving / (PREFILL_BUSY * speed) + queued / (self._clear_within * speed)
         return Needed(
             workers,
-            f"{arriving:.0f} tokens/s arrive, {queued:.0f} are queued, a worker computes {load.speed:.0f}/s",
+            f"{arriving:.0f} tokens/s arrive, {queued:.0f} are queued, a worker computes {speed:.0f}/s",
         )
 
 
@@ -107,20 +107,27 @@ class DecodeDemand:
     def __init__(self, ttit_target: float) -> None:
         self._target = TTIT_SHARE * ttit_target
 
-    def needed(self, load: DecodePoolLoad) -> Needed:
-        kv = sum(load.kv_used) / KV_FULL
-        longest = max(load.steps, default=0.0)
-        share = sum(load.kv_used) / max(1, len(load.kv_used))
+    def needed(self, samples: Sequence[Sample]) -> Needed:
+        """A worker that refused a reservation counts as full, even with free blocks: they do not suffice."""
+        statuses = [sample.status for sample in samples]
+        used = sum(
+            1.0 if sample.refused else 1 - sample.status.blocks_free / sample.status.blocks_total
+            for sample in samples
+        )
+        steps = [s.step_seconds for s in statuses if s.requests_running and s.step_seconds]
+        fastest = min(filter(None, (status.fastest_step_seconds for status in statuses)), default=0.0)
+        kv, longest = used / KV_FULL, max(steps, default=0.0)
+        share = used / max(1, len(samples))
         why = f"{share:.0%} of the KV blocks in use, steps up to {1000 * longest:.1f} ms"
-        if not load.fastest:
+        if not fastest:
             return Needed(kv, why)
-        room = self._target - load.fastest  # seconds that load may add to a step
+        room = self._target - fastest  # seconds that load may add to a step, which more workers can shorten
         if room > 0:
-            return Needed(max(kv, sum(step - load.fastest for step in load.steps) / room), why)
+            return Needed(max(kv, sum(step - fastest for step in steps) / room), why)
         return Needed(
             kv,
             f"{why}; more workers cannot keep steps at {1000 * self._target:.1f} ms, {TTIT_SHARE:.0%} of "
-            f"--ttit-target: the fastest step so far took {1000 * load.fastest:.1f} ms",
+            f"--ttit-target: the fastest step so far took {1000 * fastest:.1f} ms",
         )
 
 

@@ -21,7 +21,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,54 +66,31 @@ class Port(msgspec.Struct):
 
 
 class EndpointSlice(msgspec.Struct, rename="camel"):
-    """The fields of a `discovery.k8s.io/v1` EndpointSlice that this module reads."""
+    """The fields of a `discovery.k8s.io/v1` EndpointSlice that are read. A bookmark has no address."""
 
     metadata: Metadata
-    address_type: str
+    address_type: str = ""
     endpoints: list[Endpoint] | None = None
     ports: list[Port] | None = None
 
 
-class EndpointSlices:
-    """The table of present slices, by name. Takes lists and watch events; does no I/O.
+def ready_addresses(slices: Iterable[EndpointSlice], port: str) -> frozenset[str]:
+    """The "HOST:PORT" of every ready endpoint, for the Service port of this name.
 
     The endpoints of a Service are spread over several slices. While Kubernetes moves an endpoint, two slices
-    contain it. A dual-stack Service has an endpoint for each address family.
+    contain it. A dual-stack Service has an endpoint for each address family: of these, "IPv4" sorts first.
     """
-
-    def __init__(self, port: str) -> None:
-        """`port`: the name of the Service port that the addresses are for."""
-        self._port = port
-        self._slices: dict[str, EndpointSlice] = {}
-
-    def replace(self, slices: Iterable[EndpointSlice]) -> None:
-        """Replaces the table by a list. A slice that is missing in the list was deleted."""
-        self._slices = {each.metadata.name: each for each in slices}
-
-    def put(self, changed: EndpointSlice) -> None:
-        self._slices[changed.metadata.name] = changed
-
-    def remove(self, name: str) -> None:
-        self._slices.pop(name, None)
-
-    def addresses(self) -> frozenset[str]:
-        """The "HOST:PORT" of every ready endpoint, once for a pod with several addresses."""
-        of_pod: dict[str, tuple[str, str]] = {}
-        for family, pod, address in self._ready():
-            pod = pod or address
-            of_pod[pod] = min((family, address), of_pod.get(pod, (family, address)))
-        return frozenset(address for _, address in of_pod.values())
-
-    def _ready(self) -> Iterator[tuple[str, str, str]]:
-        """Family, pod uid and address of ready endpoints. "IPv4" sorts first, so `addresses` prefers it."""
-        for each in self._slices.values():
-            port = next((p.port for p in each.ports or () if p.name == self._port), None)
-            for endpoint in each.endpoints or ():
-                if port is not None and endpoint.addresses and endpoint.conditions.ready is not False:
-                    host = endpoint.addresses[0]  # "the addresses of an endpoint are fungible"
-                    pod = endpoint.target_ref.uid if endpoint.target_ref else ""
-                    shown = f"[{host}]" if each.address_type == "IPv6" else host
-                    yield each.address_type, pod, f"{shown}:{port}"
+    of_pod: dict[str, tuple[str, str]] = {}  # pod or address → family and address
+    for each in slices:
+        number = next((p.port for p in each.ports or () if p.name == port), None)
+        for endpoint in each.endpoints or ():
+            if number is None or not endpoint.addresses or endpoint.conditions.ready is False:
+                continue
+            host = endpoint.addresses[0]  # "the addresses of an endpoint are fungible"
+            found = each.address_type, f"{f'[{host}]' if each.address_type == 'IPv6' else host}:{number}"
+            pod = (endpoint.target_ref or TargetRef()).uid or found[1]
+            of_pod[pod] = min(found, of_pod.get(pod, found))
+    return frozenset(address for _, address in of_pod.values())
 
 
 class _List(msgspec.Struct):
@@ -126,21 +103,18 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
-class _Versioned(msgspec.Struct):
-    metadata: Metadata
-
-
 class _Status(msgspec.Struct):
     code: int = 0
     message: str = ""
 
 
-class _Gone(Exception):
-    """The server no longer has the version from which the watch should start."""
-
-
 class _Refused(Exception):
     """The server answered with an error."""
+
+    def __init__(self, code: int, message: str) -> None:
+        right = " (the pod's ServiceAccount needs list and watch of endpointslices)" if code == 403 else ""
+        super().__init__(f"{code}: {message}{right}")
+        self.code = code
 
 
 _RETRIED = (
@@ -188,20 +162,25 @@ class KubernetesDiscovery:
                         if addresses != known:
                             known = addresses
                             yield addresses
-                await source.pause()
+                await asyncio.sleep(source.backoff * random.uniform(0.5, 1))
 
 
 class _Source:
-    """Follows the EndpointSlices of the API server. Owns their table and its version."""
+    """Follows the EndpointSlices of the API server. Owns their table and its version.
+
+    Attributes:
+        backoff: seconds until the next call of `changes`.
+    """
 
     def __init__(self, api: DiscoveryV1Api, namespace: str, selector: str, port: str) -> None:
         self._api = api
         self._namespace = namespace
         self._selector = selector
-        self._slices = EndpointSlices(port)
+        self._port = port
+        self._slices: dict[str, EndpointSlice] = {}  # by name
         self._version = ""
         self._resync_at = 0.0  # seconds of time.monotonic(); 0: list with the next call
-        self._backoff = 0.0
+        self.backoff = 0.0
         self._trouble = ""  # why the last request failed; "" if it succeeded
 
     async def changes(self) -> AsyncGenerator[frozenset[str], None]:
@@ -210,61 +189,54 @@ class _Source:
         try:
             if opened >= self._resync_at:
                 await self._list()
-                yield self._slices.addresses()
-            async with await self._watch() as response:
+                yield ready_addresses(self._slices.values(), self._port)
+            watch = self._ask(
+                watch=True,
+                resource_version=self._version,
+                allow_watch_bookmarks=True,  # bookmarks keep our version recent when no endpoint changes
+                timeout_seconds=WATCH_SECONDS,
+                _request_timeout=WATCH_SECONDS + TIMEOUT,
+            )
+            async with await watch as response:
                 self._succeeded()
                 async for line in response.content:
                     if self._take(line):
-                        yield self._slices.addresses()
-        except _Gone:
-            log.debug("the API server no longer has version %s: listing again", self._version)
-            self._resync_at = 0.0
+                        yield ready_addresses(self._slices.values(), self._port)
         except _RETRIED as error:
-            trouble = str(error) or type(error).__name__
-            if trouble != self._trouble:
+            if isinstance(error, _Refused) and error.code == 410:
+                log.debug("the API server no longer has version %s: listing again", self._version)
+                self._resync_at = 0.0
+            elif (trouble := str(error) or type(error).__name__) != self._trouble:
                 log.warning("cannot watch the endpoints: %s; keeping the last list", trouble)
-            self._trouble = trouble
+                self._trouble = trouble
         # A watch that ends within a second counts as a failure, so that no tight loop of requests can form.
         lasted = time.monotonic() - opened >= 1.0
-        self._backoff = 0.0 if lasted else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._backoff))
-
-    async def pause(self) -> None:
-        await asyncio.sleep(self._backoff * random.uniform(0.5, 1))
+        self.backoff = 0.0 if lasted else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self.backoff))
 
     async def _list(self) -> None:
         async with await self._ask(_request_timeout=TIMEOUT) as response:
             found = msgspec.json.decode(await response.read(), type=_List)
-        self._slices.replace(found.items or ())
+        self._slices = {each.metadata.name: each for each in found.items or ()}
         self._version = found.metadata.resource_version
         self._resync_at = time.monotonic() + RESYNC_SECONDS
         self._succeeded()
-
-    async def _watch(self) -> aiohttp.ClientResponse:
-        return await self._ask(
-            watch=True,
-            resource_version=self._version,
-            allow_watch_bookmarks=True,  # bookmarks keep our version recent when no endpoint changes
-            timeout_seconds=WATCH_SECONDS,
-            _request_timeout=WATCH_SECONDS + TIMEOUT,
-        )
 
     def _take(self, line: bytes) -> bool:
         """Applies one event. Returns whether it was about endpoints."""
         event = msgspec.json.decode(line, type=_Event)
         if event.type == "ERROR":
-            raise _error(msgspec.json.decode(event.object, type=_Status))
-        self._version = msgspec.json.decode(event.object, type=_Versioned).metadata.resource_version
-        if event.type == "BOOKMARK":
-            return False
+            status = msgspec.json.decode(event.object, type=_Status)
+            raise _Refused(status.code, status.message)
         changed = msgspec.json.decode(event.object, type=EndpointSlice)
+        self._version = changed.metadata.resource_version
         if event.type == "DELETED":
-            self._slices.remove(changed.metadata.name)
-        else:
-            self._slices.put(changed)
-        return True
+            self._slices.pop(changed.metadata.name, None)
+        elif event.type != "BOOKMARK":
+            self._slices[changed.metadata.name] = changed
+        return event.type != "BOOKMARK"
 
     async def _ask(self, **parameters: Any) -> aiohttp.ClientResponse:
-        """Sends a list or watch request. The caller closes the response. Raises _Gone or one of _RETRIED."""
+        """Sends a list or watch request. The caller closes the response. Raises one of _RETRIED."""
         response = await self._api.list_namespaced_endpoint_slice_without_preload_content(
             self._namespace, label_selector=self._selector, **parameters
         )
@@ -274,22 +246,13 @@ class _Source:
                     status = msgspec.json.decode(await response.read(), type=_Status)
                 except msgspec.MsgspecError:
                     status = _Status()
-            raise _error(_Status(response.status, status.message or str(response.reason)))
+            raise _Refused(response.status, status.message or str(response.reason))
         return response
 
     def _succeeded(self) -> None:
         if self._trouble:
             self._trouble = ""
             log.info("the API server answers again: watching the endpoints")
-
-
-def _error(status: _Status) -> Exception:
-    if status.code == 410:
-        return _Gone()
-    remedy = (
-        " (the pod's ServiceAccount needs list and watch of endpointslices)" if status.code == 403 else ""
-    )
-    return _Refused(f"{status.code}: {status.message}{remedy}")
 
 
 async def _load_configuration() -> tuple[Any, str]:

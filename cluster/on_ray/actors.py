@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from baton.cluster.autoscaling.autoscaler import Autoscaler
+from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.on_ray import placement
 from baton.cluster.options.pools import PoolOptions
 from baton.cluster.supervision.plan import RoleSpec
@@ -118,6 +119,7 @@ class Detached:
 
     roles: tuple[RoleSpec, ...]
     pools: PoolOptions
+    ttit_target: float | None
     logs: Path | None
     front_node: str
     drain_grace: float
@@ -149,7 +151,8 @@ class ClusterActor:
         self._supervisor = Supervisor(roles, self._place, self._note, cluster.drain_grace)
         self._following = asyncio.create_task(self._supervisor.run())
         self._following.add_done_callback(_end_if_failed)
-        autoscaler = Autoscaler(self._supervisor, cluster.pools, cluster.secret, cluster.roles[0].tls)
+        balancer = Balancer(cluster.pools, cluster.ttit_target)
+        autoscaler = Autoscaler(self._supervisor, balancer, cluster.secret, cluster.roles[0].tls)
         self._scaling = asyncio.create_task(autoscaler.run())
         self._scaling.add_done_callback(_end_if_failed)
 

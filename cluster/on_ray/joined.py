@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import re
 import signal
 import time
-from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -24,12 +26,23 @@ from baton.cluster.supervision.processes import StopSignals
 from baton.cluster.supervision.role_process import RoleState
 
 STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
+REACHED_WITHIN = 5.0  # seconds for the address of Ray to accept a connection
 ANSWERS_WITHIN = 30.0  # seconds for a supervisor to answer; Ray may be restarting it
 _POLL = 0.1
 
 
 def connect(address: str) -> None:
     """Joins the Ray cluster as a driver. Raises ValueError if that fails."""
+    if re.fullmatch(r"[^/]+:\d+", address) and os.environ.get("RAY_USE_TLS", "0") == "0":
+        # Ray itself would try for minutes.
+        with grpc.insecure_channel(address, (("grpc.enable_http_proxy", 0),)) as channel:
+            try:
+                grpc.channel_ready_future(channel).result(REACHED_WITHIN)
+            except grpc.FutureTimeoutError as error:
+                raise ValueError(
+                    f"--ray-address {address}: no Ray cluster answers there; start one with "
+                    "`ray start --head`, or correct the address"
+                ) from error
     try:
         ray.init(
             address=address,
@@ -59,6 +72,7 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
     cluster = Detached(
         tuple(roles),
         plan.pool,
+        plan.engine.ttit_target,
         plan.logs.log_dir.absolute() if plan.logs.log_dir else None,
         front_node=ray.get_runtime_context().get_node_id(),
         drain_grace=plan.drain.drain_timeout + STOP_GRACE,
@@ -175,7 +189,10 @@ class DetachedStart:
         }
         supervisor = ray.remote(ClusterActor).options(**options).remote(self._cluster)
         with self._display:
-            failure = await _unless(signals.stop, self._follow(supervisor))
+            following = asyncio.create_task(self._follow(supervisor))
+            await signals.unless_stopped(following)
+            failure = following.result() if following.done() else None
+            following.cancel()
         if failure is None and not signals.stop.is_set():
             logs = self._cluster.logs or "on each node, in its run directory"
             stop = f"baton stop --ray-address {self._plan.ray.ray_address}"
@@ -200,12 +217,3 @@ class DetachedStart:
                     return f"{role.name}: {state.error}"
             if all(state.phase == "ready" for _, state in states):
                 return None
-
-
-async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, str | None]) -> str | None:
-    """The result of `what`, or None if `stop` is set first."""
-    task, stopped = asyncio.create_task(what), asyncio.create_task(stop.wait())
-    done, pending = await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    for unfinished in pending:
-        unfinished.cancel()
-    return task.result() if task in done else None

@@ -20,17 +20,20 @@ def _given_once(context: typer.Context, value: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model to serve. Router and workers must have the same model."""
+    """Which model to serve. A router refuses workers with another tokenizer."""
 
     panel: ClassVar[str] = "Model"
     model: str | None = opt(
         None,
-        "A Hugging Face directory, a GGUF file, or a name on the Hugging Face hub.",
+        "A Hugging Face directory, a GGUF file, or a name on the Hugging Face hub. A router reads only its "
+        "tokenizer.",
         "PATH_OR_HUB_ID",
-        shown="the embedded SmolLM2-135M-Instruct",
+        shown="the embedded SmolLM2-135M-Instruct; of a router its workers' model",
         check=_given_once,
     )
-    revision: str | None = opt(None, "Branch, tag or commit of a model on the hub.", "NAME")
+    revision: str | None = opt(
+        None, "Branch, tag or commit of a model on the hub.", "NAME", shown="none; of a router its workers'"
+    )
     served_model_name: list[str] = opt(
         [],
         "The model's name for clients; repeat it for more names. Responses and metrics have the first one.",
@@ -45,21 +48,6 @@ class ModelOptions:
     )
     download_dir: Path | None = directory(
         "Keep models of the hub here.", shown="HF_HUB_CACHE, or the hub's default"
-    )
-
-
-@dataclass(frozen=True)
-class RouterModelOptions(ModelOptions):
-    """Which model's tokenizer a router uses. It refuses workers with another tokenizer."""
-
-    model: str | None = opt(
-        None,
-        "The workers' model. The router reads only its tokenizer.",
-        "PATH_OR_HUB_ID",
-        shown="the workers' --model",
-    )
-    revision: str | None = opt(
-        None, "Branch, tag or commit of a model on the hub.", "NAME", shown="the workers' --revision"
     )
 
 
@@ -102,6 +90,15 @@ class EngineOptions:
         "balanced",
         "latency (shorter gaps between tokens), balanced, or throughput (more tokens per second). It "
         "sets the defaults of --ttit-target and --max-num-seqs.",
+    )
+    ttit_target: float | None = opt(
+        None,
+        "Target time between tokens. It limits prompt tokens in a decode step, and the decode pool grows to "
+        "meet it.",
+        "MS",
+        shown="3.5 times the fastest step without a prompt, with --optimize latency 1.5, with throughput 6; "
+        "100 to grow the pool",
+        check=between(0.1),
     )
     max_model_len: int | None = opt(
         None, "Most tokens of prompt and output.", "TOKENS", shown="the model's context", check=between(1)
@@ -161,21 +158,3 @@ class EngineOptions:
     num_threads: int | None = opt(
         None, "CPU threads of one engine.", "N", shown="an equal share of the CPUs", check=between(1)
     )
-
-
-def ttit_target() -> Any:
-    return opt(
-        None,
-        "Target time between tokens. It limits prompt tokens in a decode step, and the decode pool grows to "
-        "meet it.",
-        "MS",
-        shown="3.5 times the fastest step without a prompt, with --optimize latency 1.5, with throughput 6; "
-        "100 to grow the pool",
-        check=between(0.1),
-    )
-
-
-@dataclass(frozen=True)
-class PaceOptions:
-    panel: ClassVar[str] = "Engine"
-    ttit_target: float | None = ttit_target()

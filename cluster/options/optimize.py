@@ -37,10 +37,10 @@ class Chosen(NamedTuple):
     """One line for the log: the choice, and what it follows from."""
 
 
-def choose(given: EngineOptions, ttit_target: float | None, device: str, gpu_gib: float | None) -> Chosen:
+def choose(given: EngineOptions, device: str, gpu_gib: float | None) -> Chosen:
     """Returns the settings of a worker on `device`.
 
-    `ttit_target`: in ms, as given. `gpu_gib`: memory of the smallest GPU; None if it is unknown.
+    `gpu_gib`: memory of the smallest GPU; None if it is unknown.
     """
     profile = PROFILES[given.optimize]
     on_gpu = device != "cpu"
@@ -52,8 +52,8 @@ def choose(given: EngineOptions, ttit_target: float | None, device: str, gpu_gib
         f"--max-num-seqs {seqs}{_note(given.max_num_seqs)}",
         f"--max-num-batched-tokens {tokens}{_note(given.max_num_batched_tokens)}",
         f"gap target {profile.target_steps:g} times the fastest step"
-        if ttit_target is None
-        else f"gap target {ttit_target:g} ms{_note(ttit_target)}",
+        if given.ttit_target is None
+        else f"gap target {given.ttit_target:g} ms{_note(given.ttit_target)}",
     )
     summary = f"optimize {given.optimize}, {hardware}: {', '.join(parts)}"
     return Chosen(seqs, tokens, profile.target_steps, summary)

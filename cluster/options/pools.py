@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import typer
 
-from baton.cluster.options.engine import ttit_target
 from baton.cluster.options.parameters import between, opt
 
 
@@ -77,7 +76,6 @@ class PoolOptions:
     ttft_target: float = opt(
         1000.0, "Target time to first token. The prefill pool grows to meet it.", "MS", check=between(1)
     )
-    ttit_target: float | None = ttit_target()
     shrink_after: float = opt(
         60.0, "A pool shrinks after this time with a worker too many.", "S", check=between(5)
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions, RouterModelOptions
+from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, between, directory, opt
 
 if TYPE_CHECKING:
@@ -78,14 +78,9 @@ class RouterProcessOptions:
 
 
 @dataclass(frozen=True)
-class RunDirOptions:
+class FileOptions:
     panel: ClassVar[str] = "Files"
     run_dir: Path | None = directory("Parent of a new directory for sockets and logs.", shown="$TMPDIR")
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    panel: ClassVar[str] = "Files"
     trace_dir: Path | None = directory("Write Chrome traces of KV transfers here.")
 
 
@@ -320,15 +315,13 @@ class WorkerRole:
 
     model: ModelOptions
     engine: EngineOptions
-    pace: PaceOptions
     network: WorkerOptions = WorkerOptions()
     transfer: TransferOptions = TransferOptions()
     deadlines: DeadlineOptions = DeadlineOptions()
     drain: DrainOptions = DrainOptions()
     secret: SecretOptions = SecretOptions()
     process: RoleOptions = RoleOptions()
-    run_dir: RunDirOptions = RunDirOptions()
-    traces: TraceOptions = TraceOptions()
+    files: FileOptions = FileOptions()
     observe: ObserveOptions = ObserveOptions()
 
 
@@ -336,7 +329,7 @@ class WorkerRole:
 class RouterRole:
     """The options of `baton router`."""
 
-    model: RouterModelOptions
+    model: ModelOptions
     front: FrontOptions
     membership: MembershipOptions
     drain: DrainOptions

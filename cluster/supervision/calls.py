@@ -7,7 +7,6 @@ import contextlib
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from grpc import RpcError
 from grpc.aio import Channel
@@ -83,20 +82,25 @@ async def tokens_held(ready: Mapping[str, Any]) -> int:
     A router gives prefill workers at most two steps of prompts. The rest waits in its admission queue, and
     the load that workers report does not contain it. Raises ConnectionError if the router does not answer.
     """
+    found = _HELD.search(await _get(ready, "metrics", PATIENCE))
+    if found is None:
+        raise ConnectionError(f"{_admin_url(ready)}: has no metric baton:tokens_waiting_for_turn")
+    return int(float(found[1]))
+
+
+async def _get(ready: Mapping[str, Any], page: str, timeout: float) -> str:
+    """A page of a router, whatever its status. Raises ConnectionError without an answer in `timeout` s."""
     import aiohttp
 
-    url = f"{_admin_url(ready)}/metrics"
+    url = f"{_admin_url(ready)}/{page}"
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE)) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout)) as session,
             session.get(url) as response,
         ):
-            found = _HELD.search(await response.text())
+            return await response.text()
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ConnectionError(f"{url}: {error}") from error
-    if found is None:
-        raise ConnectionError(f"{url}: has no metric baton:tokens_waiting_for_turn")
-    return int(float(found[1]))
 
 
 # ------------------------------------------------------------ health
@@ -128,7 +132,7 @@ async def until_silent(
                 if checking.done():
                     checking.result()
                     silent = 0.0
-            except (OSError, TimeoutError):
+            except OSError:
                 pass
             finally:
                 checking.cancel()
@@ -137,13 +141,13 @@ async def until_silent(
 
 async def _check_of(
     ready: Mapping[str, Any], secret: bytes, tls: TlsFiles | None, open_: contextlib.AsyncExitStack
-) -> Callable[[], Coroutine[Any, Any, None]]:
+) -> Callable[[], Coroutine[Any, Any, object]]:
     """The check for a worker (gRPC health) or a router (GET /health). It raises OSError without an answer.
 
     Any answer will do: a draining worker answers "not serving".
     """
     if "address" not in ready:
-        return lambda: _get_health(_admin_url(ready))
+        return lambda: _get(ready, "health", DEAD_AFTER)
     channel = await open_.enter_async_context(connect(ready["address"], secret, tls))
 
     async def check() -> None:
@@ -153,14 +157,3 @@ async def _check_of(
             raise OSError(str(error)) from error
 
     return check
-
-
-async def _get_health(router: str) -> None:
-    url = urlsplit(router)
-    reader, writer = await asyncio.open_connection(url.hostname, url.port)
-    try:
-        writer.write(b"GET /health HTTP/1.0\r\n\r\n")
-        if not await reader.readline():
-            raise ConnectionResetError("closed without an answer")
-    finally:
-        writer.close()

@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from baton.cluster import model
 from baton.cluster.gpus import default_device, visible_gpus
-from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions, RouterModelOptions
+from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.cluster.options.parameters import to_argv
 from baton.cluster.options.pools import PoolOptions, RayOptions, StartOptions
 from baton.cluster.options.roles import (
     DeadlineOptions,
     DrainOptions,
+    FileOptions,
     FrontOptions,
     LogOptions,
     MembershipOptions,
     ObserveOptions,
     RouterRole,
-    RunDirOptions,
     SecretOptions,
-    TraceOptions,
     TransferOptions,
     WorkerRole,
 )
@@ -81,9 +80,8 @@ class Plan:
     deadlines: DeadlineOptions
     drain: DrainOptions
     secret: SecretOptions
-    run_dir: RunDirOptions
+    files: FileOptions
     logs: LogOptions
-    traces: TraceOptions
     observe: ObserveOptions
 
     @property
@@ -110,73 +108,78 @@ class Plan:
 
     def roles(self) -> list[RoleSpec]:
         """The workers, then the router. Raises ValueError for options that cannot be used."""
-        found = model.resolve(self.model.model)
-        named = replace(
-            self.model,
-            model=found.location,
-            served_model_name=self.served_names(),
-            tokenizer=model.absolute(self.model.tokenizer),
-        )
-        device = self.engine.device or default_device()
         shared = {"BATON_CLUSTER_SECRET": self._cluster_secret()}
-        observe = replace(self.observe, otlp_endpoint=self.observe.endpoint)
-        tls = self.secret.tls()
-        shared_args = to_argv(
-            named, self.drain, observe, replace(self.secret, cluster_secret_file=None), title=self.title
-        )
-        engines = {pool: self._engine(pool, device) for pool in POOLS}
-        more = to_argv(self.transfer, self.deadlines, self.traces, ttit_target=self.pool.ttit_target)
-        worker_args = {pool: (*shared_args, *to_argv(engine), *more) for pool, engine in engines.items()}
-        pairs = self._pairs()
-        workers = [
-            RoleSpec(
-                role,
-                index,
-                worker_args[role],
+        tls, pairs = self.secret.tls(), self._pairs()
+        specs: list[RoleSpec] = []
+        for pool, size, nodes in (
+            ("prefill", self.pool.prefill, self.ray.prefill_nodes),
+            ("decode", self.pool.decode, self.ray.decode_nodes),
+        ):
+            worker = self.worker(pool)
+            on_gpus = str(worker.engine.device).startswith("cuda")
+            first = RoleSpec(
+                pool,
+                0,
+                self._args(worker),
                 shared,
-                gpus=engines[role].tensor_parallel_size if device.startswith("cuda") else 0,
-                cpus=engines[role].num_threads or 1,
-                placement="pair" if index < pairs else "pack" if self.ray.placement == "pack" else "spread",
-                labels=_labels(f"--{role}-nodes", nodes),
+                gpus=worker.engine.tensor_parallel_size if on_gpus else 0,
+                cpus=worker.engine.num_threads or 1,
+                placement="pack" if self.ray.placement == "pack" else "spread",
+                labels=_labels(f"--{pool}-nodes", nodes),
                 tls=tls,
             )
-            for role, size, nodes in (
-                ("prefill", self.pool.prefill, self.ray.prefill_nodes),
-                ("decode", self.pool.decode, self.ray.decode_nodes),
-            )
-            for index in range(size.least)
-        ]
+            workers = [replace(first, index=index) for index in range(size.least)]
+            specs += (replace(each, placement="pair") for each in workers[:pairs])
+            specs += workers[pairs:]
         self.front.tls()
         self.front.keys()
-        several = self.front.router_processes > 1 or self.front.ssl_certfile is not None
-        # Health checks have no client certificate, and must reach all processes: choose an admin port.
-        if several and self.front.admin_port is None:
-            front = replace(self.front, api_key=[], admin_port=0)
-        else:
-            front = replace(self.front, api_key=[])
         keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
-        router_args = (*shared_args, *to_argv(front, decode_only=None if self.pool.prefill.most else True))
-        router = RoleSpec("router", 0, router_args, shared | keys)
-        return [*workers, router]
+        return [*specs, RoleSpec("router", 0, self._args(self.router()), shared | keys)]
 
     def worker(self, pool: Pool) -> WorkerRole:
         """The options of the workers that start in a pool, less those that each has for itself."""
-        pace = PaceOptions(self.pool.ttit_target)
-        return WorkerRole(**self._shared(WorkerRole, engine=self.engine_of(pool), pace=pace))
+        own: dict[str, Any] = {
+            "engine": self.engine_of(pool),
+            "files": replace(self.files, run_dir=None),  # the runner of a worker names its own
+        }
+        return WorkerRole(**self._shared(WorkerRole) | own)
 
     def router(self) -> RouterRole:
-        """The options of the routers, less those that each has for itself."""
-        named = RouterModelOptions(**vars(self.model))
-        members = MembershipOptions(decode_only=not self.pool.prefill.most)
-        return RouterRole(**self._shared(RouterRole, model=named, membership=members))
+        """The options of the routers, less those that each has for itself, and without API keys."""
+        shared = self._shared(RouterRole)
+        front = replace(self.front, api_key=[])
+        # Health checks have no client certificate, and must reach all processes: choose an admin port.
+        if front.admin_port is None and (front.router_processes > 1 or front.ssl_certfile is not None):
+            front = replace(front, admin_port=0)
+        own: dict[str, Any] = {
+            "front": front,
+            "membership": MembershipOptions(decode_only=not self.pool.prefill.most),
+        }
+        return RouterRole(**shared | own)
 
-    def _shared(self, role: type, **own: Any) -> dict[str, Any]:
-        """The groups of options that a role has under the same names, and its own, which win."""
-        return {each.name: vars(self)[each.name] for each in fields(role) if each.name in vars(self)} | own
+    def _shared(self, role: type) -> dict[str, Any]:
+        """The groups of options that a role has under the same names."""
+        groups = vars(self) | {
+            "model": replace(
+                self.model,
+                model=model.resolve(self.model.model).location,
+                served_model_name=self.served_names(),
+                tokenizer=model.absolute(self.model.tokenizer),
+            ),
+            "observe": replace(self.observe, otlp_endpoint=self.observe.endpoint),
+            "secret": replace(self.secret, cluster_secret_file=None),
+        }
+        return {each.name: groups[each.name] for each in fields(role) if each.name in groups}
+
+    def _args(self, options: WorkerRole | RouterRole) -> tuple[str, ...]:
+        return tuple(to_argv(*vars(options).values(), title=self.title))
 
     def engine_of(self, pool: Pool) -> EngineOptions:
         """The options of the engines of a pool, which may have a group size and a KV dtype of its own. If
-        only the other pool has several ranks, expert parallelism is for that one."""
+        only the other pool has several ranks, expert parallelism is for that one.
+
+        Each engine has its share of the cores. Engines that all use every core would slow each other down.
+        """
         size = self.engine.tensor_parallel_size
         sizes = {
             "prefill": self.pool.prefill_tensor_parallel_size or size,
@@ -184,12 +187,17 @@ class Plan:
         }
         dtypes = {"prefill": self.pool.prefill_kv_cache_dtype, "decode": self.pool.decode_kv_cache_dtype}
         alone = sizes[pool] == 1 < max(sizes.values())
-        expert_parallel = self.engine.enable_expert_parallel and not alone
+        device = self.engine.device or default_device()
+        threads = max(1, usable_cpus() // (self.pool.prefill.most + self.pool.decode.most))
+        if device.startswith("cuda"):
+            threads = sizes[pool]  # one for each rank
         return replace(
             self.engine,
+            device=device,
+            num_threads=self.engine.num_threads or threads,
             tensor_parallel_size=sizes[pool],
             kv_cache_dtype=dtypes[pool] or self.engine.kv_cache_dtype,
-            enable_expert_parallel=expert_parallel,
+            enable_expert_parallel=self.engine.enable_expert_parallel and not alone,
         )
 
     def gpus(self, roles: Sequence[RoleSpec]) -> list[str]:
@@ -234,18 +242,6 @@ class Plan:
         if self.secret.cluster_secret_file is not None or SECRET_VARIABLE in os.environ:
             return load_secret(self.secret.cluster_secret_file).decode()
         return secrets.token_hex(32)  # this command starts every process that needs it
-
-    def _engine(self, pool: Pool, device: str) -> EngineOptions:
-        """With the device, and with its share of the cores.
-
-        Engines that all use every core would slow each other down.
-        """
-        engine = self.engine_of(pool)
-        if device.startswith("cuda"):
-            threads = engine.tensor_parallel_size  # one for each rank
-        else:
-            threads = max(1, usable_cpus() // (self.pool.prefill.most + self.pool.decode.most))
-        return replace(engine, device=device, num_threads=engine.num_threads or threads)
 
 
 def _labels(flag: str, given: list[str]) -> dict[str, str]:

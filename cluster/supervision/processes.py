@@ -16,8 +16,10 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 PACKAGES = str(Path(__file__).parents[3])
 
@@ -93,6 +95,14 @@ class StopSignals:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._received, signal.SIGTERM)
 
+    async def unless_stopped(self, *tasks: asyncio.Task[Any]) -> None:
+        """Waits until one of the tasks has ended, or `stop` is set. Raises what a task raised."""
+        stopped = asyncio.create_task(self.stop.wait())
+        done, _ = await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        for ended in done:
+            ended.result()
+
     def _received(self, signum: int) -> None:
         if self.stop.is_set():
             self.hurry.set()
@@ -105,43 +115,17 @@ class StopSignals:
 # ------------------------------------------------------------ the process tree
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    pid: int
-    parent: int
-    group: int  # process group
-    name: str
-    alive: bool  # False for a zombie
-
-
-def _all_processes() -> list[Process]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-        except OSError:
-            continue  # the process ended after the directory was read
-        # The name is in parentheses and may itself contain parentheses.
-        name, _, rest = stat.partition("(")[2].rpartition(")")
-        state, parent, group = rest.split()[:3]
-        found.append(Process(int(entry.name), int(parent), int(group), name, state != "Z"))
-    return found
-
-
-def descendants(pid: int) -> list[Process]:
+def descendants(pid: int) -> list[psutil.Process]:
     """All processes below `pid`, zombies included."""
-    children: dict[int, list[Process]] = {}
-    for process in _all_processes():
-        children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
-    todo = [pid]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += [process.pid for process in below]
-    return found
+    return psutil.Process(pid).children(recursive=True)
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it has not ended. A zombie has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def own_age() -> float:
@@ -160,10 +144,10 @@ def reap_orphans() -> None:
 
 
 def _reap_orphans() -> None:
-    for process in descendants(os.getpid()):
-        if process.parent == os.getpid() and not process.alive and process.group != process.pid:
+    for child in psutil.Process().children():
+        if not alive(child) and os.getpgid(child.pid) != child.pid:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(process.pid, os.WNOHANG)
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def end_descendants(patience: float, hurry: threading.Event) -> list[str]:
@@ -178,12 +162,12 @@ def end_descendants(patience: float, hurry: threading.Event) -> list[str]:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-        alive = [process for process in descendants(os.getpid()) if process.alive]
-        if not alive:
+        left = list(filter(alive, descendants(os.getpid())))
+        if not left:
             return sorted(killed.values())
         if hurry.is_set() or time.monotonic() >= deadline:
-            for process in alive:
-                killed[process.pid] = process.name
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    killed[process.pid] = process.name()
+                    process.kill()
         time.sleep(0.02)  # the kernel reports no event for the end of a process that is not our child

@@ -119,17 +119,14 @@ class RoleProcess:
         self._restarting = False
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, environment: Mapping[str, str] | None = None) -> None:
-        """Starts the child. `environment` adds variables for this child and its successors."""
-        assert self._task is None, "a RoleProcess starts once"
-        self._environment |= environment or {}
-        self._task = asyncio.create_task(self._supervise())
-        bounding = asyncio.create_task(keep_bounded(self._log))
-        self._task.add_done_callback(lambda _: bounding.cancel())
-
-    @property
-    def started(self) -> bool:
-        return self._task is not None
+    def launch(self, **environment: str) -> RoleState:
+        """Starts the child, unless it was started before. It and its successors get the `environment`."""
+        if self._task is None:
+            self._environment |= environment
+            self._task = asyncio.create_task(self._supervise())
+            bounding = asyncio.create_task(keep_bounded(self._log))
+            self._task.add_done_callback(lambda _: bounding.cancel())
+        return self._state
 
     @property
     def state(self) -> RoleState:

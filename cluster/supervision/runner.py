@@ -12,9 +12,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from baton.cluster.options.parameters import role_environment, to_argv
 from baton.cluster.supervision.calls import tokens_held, until_silent
@@ -48,8 +47,8 @@ def write_atomically(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-class RoleRunner:
-    """Owns the process and the log of one role. For a router it also writes the files of workers and report.
+class RoleRunner(RoleProcess):
+    """The process of one role in its directories. For a router it writes the files of workers and report.
 
     Args:
         directory: the run directory of the cluster; None makes one on this machine.
@@ -91,35 +90,21 @@ class RoleRunner:
             OMP_NUM_THREADS=str(spec.cpus),
             **spec.environment,
         )
-        self._process = RoleProcess(
+        secret = spec.environment["BATON_CLUSTER_SECRET"].encode()
+        super().__init__(
             [*program, spec.role, *spec.args, *to_argv(**own)],
             environment,
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),
-            self._until_silent,
+            lambda ready: until_silent(ready, secret, spec.tls),
             node or socket.gethostname(),
         )
         self._unwritten: dict[Path, str] = {}  # a router's files with news that they do not have yet
         self._retrying: asyncio.Task[None] | None = None
-        self._tls = spec.tls
-        self._secret = spec.environment["BATON_CLUSTER_SECRET"].encode()
-
-    async def _until_silent(self, ready: Mapping[str, Any]) -> str:
-        return await until_silent(ready, self._secret, self._tls)
 
     async def start(self) -> RoleState:
         """Starts the role unless it runs already, as after the loss of an earlier supervisor."""
         return self.launch()
-
-    def launch(self, **environment: str) -> RoleState:
-        """Does the same as `start`, with further environment variables for the role."""
-        if not self._process.started:
-            self._process.start(environment)
-        return self._process.state
-
-    async def changed(self, token: str) -> RoleState:
-        """Waits until the state has another token than `token`, and returns the state."""
-        return await self._process.changed(token)
 
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         """Routers only: sets the gRPC addresses of all ready workers, and the JSON report.
@@ -154,15 +139,11 @@ class RoleRunner:
 
         Raises ConnectionError if it does not answer.
         """
-        ready = self._process.state.ready
+        ready = self.state.ready
         return 0 if ready is None else await tokens_held(ready)
 
-    async def restart(self, signum: int, grace: float) -> None:
-        """Ends the process of the role and returns when its next process is ready."""
-        await self._process.restart(signum, grace)
-
     async def stop(self, signum: int, grace: float) -> None:
-        await self._process.stop(signum, grace)
+        await super().stop(signum, grace)
         if self._retrying is not None:
             self._retrying.cancel()
         if self._run_dir is not None:

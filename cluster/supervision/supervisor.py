@@ -231,12 +231,8 @@ class Supervisor:
             member.leaving = True
             self._tasks.create_task(self._leave(member))
 
-    async def refresh(self) -> None:
-        """Sends a changed report to the routers."""
-        await self._tell_routers()
-
     async def _leave(self, member: _Member) -> None:
-        await self._tell_routers()  # before the drain, so that routers send it no new request
+        await self.tell_routers()  # before the drain, so that routers send it no new request
         with contextlib.suppress(ConnectionError):  # its process died with its actor
             await self._end(member, signal.SIGTERM, self._drain_grace)
         if not self._stopping:
@@ -256,7 +252,7 @@ class Supervisor:
     async def _forget(self, member: _Member) -> None:
         member.handle.forget()
         self._members.remove(member)
-        await self._tell_routers()
+        await self.tell_routers()
 
     async def _follow(self, member: _Member) -> None:
         while member.state.phase != "stopped":
@@ -281,7 +277,7 @@ class Supervisor:
                 self._all_answered.set()
             member.last_exit = state.error or member.last_exit
             self._observer(member.spec, state)
-            await self._tell_routers()
+            await self.tell_routers()
             self._changed.set()
             if not state.token:
                 await asyncio.sleep(_LOST_ACTOR_DELAY)
@@ -299,9 +295,9 @@ class Supervisor:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_answered.wait(), _ALL_ANSWER_WITHIN)
         self._settled = True
-        await self._tell_routers()
+        await self.tell_routers()
 
-    async def _tell_routers(self) -> None:
+    async def tell_routers(self) -> None:
         """Sends workers and report to each running router that lacks them. A lost router gets them later."""
         if self._stopping or not self._settled:
             return

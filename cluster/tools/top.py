@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -25,12 +27,12 @@ from rich.text import Text
 
 from baton.cluster.options.clients import EndpointOptions, TopOptions
 from baton.cluster.tools import status
-from baton.cluster.tools.histograms import Histogram, difference, page_text, quantile
 from baton.cluster.tools.http import checked, session
 from baton.cluster.tools.status import console, merged, pool_of, table
 
 TIMEOUT = aiohttp.ClientTimeout(total=10)
 WORKER_TIMEOUT = aiohttp.ClientTimeout(total=2)
+PAGE_BYTES = 16 << 20  # of a metrics page, at most
 
 COLUMNS = (
     "worker", "pool", "device", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "cached",
@@ -47,19 +49,8 @@ LATENCIES = {
 # ------------------------------------------------------------ scrapes
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A metrics page, summed over all label sets.
-
-    Attributes:
-        values: counters and gauges by sample name, so counters end in `_total`.
-        tiers: those with a label `tier`, also by sample name and tier.
-        histograms: histograms by family name.
-    """
-
-    values: dict[str, float] = field(default_factory=dict)
-    tiers: dict[tuple[str, str], float] = field(default_factory=dict)
-    histograms: dict[str, Histogram] = field(default_factory=dict)
+Page = dict[tuple[str, str], float]
+"""Sums of the samples of a metrics page, by their name, and by "" or the value of a label `le` or `tier`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +75,22 @@ class Scrape:
 
 def parse(text: str) -> Page:
     """Parses a page in Prometheus' text format. Raises ValueError for another format."""
-    page = Page()
+    page: defaultdict[tuple[str, str], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if family.type != "histogram":
-                page.values[sample.name] = page.values.get(sample.name, 0.0) + sample.value
-                if tier := sample.labels.get("tier"):
-                    page.tiers[sample.name, tier] = sample.value
-                continue
-            page.histograms.setdefault(family.name, Histogram()).add(sample)
-    return page
+            for part in {"", sample.labels.get("le", ""), sample.labels.get("tier", "")}:
+                page[sample.name, part] += sample.value
+    return dict(page)
+
+
+async def page_text(response: aiohttp.ClientResponse) -> str:
+    """The whole text of a metrics page. Raises ValueError for an endless one."""
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        if len(data) > PAGE_BYTES:
+            raise ValueError(f"more than {PAGE_BYTES} bytes")
+    return data.decode(errors="replace")
 
 
 async def scrape(endpoint: EndpointOptions) -> Scrape:
@@ -134,41 +131,46 @@ class Change:
     after: Page
     seconds: float
 
-    def added(self, counter: str) -> float | None:
-        if self.before is None or counter not in self.after.values:
+    def added(self, counter: str, part: str = "") -> float | None:
+        key = counter, part
+        if self.before is None or key not in self.after:
             return None
-        more = self.after.values[counter] - self.before.values.get(counter, 0.0)
+        more = self.after[key] - self.before.get(key, 0.0)
         return more if more >= 0 else None
 
-    def rate(self, counter: str) -> float | None:
-        more = self.added(counter)
+    def rate(self, counter: str, part: str = "") -> float | None:
+        more = self.added(counter, part)
         return more / self.seconds if more is not None and self.seconds > 0 else None
-
-    def loaded_per_s(self, tier: str) -> float | None:
-        key = "baton:offload_loaded_tokens_total", tier
-        if self.before is None or self.seconds <= 0 or key not in self.after.tiers:
-            return None
-        return max(0.0, self.after.tiers[key] - self.before.tiers.get(key, 0.0)) / self.seconds
 
     def share(self, part: str, whole: str) -> float | None:
         found, looked_up = self.added(part), self.added(whole)
         return found / looked_up if found is not None and looked_up else None
 
     def quantiles(self, metric: str) -> tuple[float, float] | None:
-        found = self._histogram(metric)
-        return (quantile(found, 0.5), quantile(found, 0.99)) if found is not None else None
-
-    def mean(self, metric: str) -> float | None:
-        found = self._histogram(metric)
-        return found.total / found.count if found is not None else None
-
-    def _histogram(self, metric: str) -> Histogram | None:
-        """The samples added between the pages; None if there are none."""
-        if self.before is None or metric not in self.after.histograms:
+        """p50 and p99 of a histogram; None without samples."""
+        bucket = f"{metric}_bucket"
+        bounds = sorted({bound for name, bound in self.after if name == bucket and bound}, key=float)
+        added = [(float(bound), self.added(bucket, bound)) for bound in bounds]
+        counts = [(bound, count) for bound, count in added if count is not None]
+        if not counts or len(counts) < len(bounds) or not self.added(f"{metric}_count"):
             return None
-        empty = Histogram()
-        found = difference(self.before.histograms.get(metric, empty), self.after.histograms[metric])
-        return found if found is not None and found.count else None
+        return quantile(counts, 0.5), quantile(counts, 0.99)
+
+
+def quantile(buckets: Sequence[tuple[float, float]], q: float) -> float:
+    """Interpolates within the bucket, as `histogram_quantile` of Prometheus. At most the last finite bound.
+
+    `buckets`: upper bounds and cumulative counts, ascending.
+    """
+    below, lower = 0.0, 0.0
+    wanted = q * buckets[-1][1]
+    for bound, count in buckets:
+        if count >= wanted and count > below:
+            if math.isinf(bound):
+                return lower
+            return lower + (bound - lower) * (wanted - below) / (count - below)
+        below, lower = count, bound
+    return lower
 
 
 # ------------------------------------------------------------ frames
@@ -184,8 +186,9 @@ def frame(before: Scrape | None, after: Scrape) -> RenderableType:
 def headline(before: Scrape | None, after: Scrape) -> list[str]:
     """The cluster as a whole. All rates and latencies are of the time between the two scrapes."""
     change = Change(None if before is None else before.router, after.router, after.since(before))
-    now, told = after.router.values, after.status.get("router") or {}
-    running, waiting = (round(now.get(f"vllm:num_requests_{name}", 0)) for name in ("running", "waiting"))
+    told = after.status.get("router") or {}
+    names = (f"vllm:num_requests_{name}" for name in ("running", "waiting"))
+    running, waiting = (round(after.router.get((name, ""), 0)) for name in names)
     retries = change.added("baton:retries_total")
     latencies = (f"{name} {_pair(change.quantiles(metric))}" for name, metric in LATENCIES.items())
     return [
@@ -211,7 +214,7 @@ def row(worker: dict[str, Any], before: Scrape | None, after: Scrape) -> dict[st
     - KV GB/s: sent (prefill) or received and verified (decode)
     - hidden: mean share of the time of a transfer that overlapped the prefill; decode only
     """
-    page = after.workers.get(worker.get("address") or "", Page())
+    page = after.workers.get(worker.get("address") or "", {})
     change = Change(_same(worker, before), page, after.since(before))
     step = (worker.get("status") or {}).get("step_seconds") or None
     return status.row(worker) | {
@@ -219,10 +222,10 @@ def row(worker: dict[str, Any], before: Scrape | None, after: Scrape) -> dict[st
         "step ms": _number(step, 1e3),
         "cached": _share(change.share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")),
         "fetched/s": _number(change.rate("baton:prefix_fetched_tokens_total")),
-        "host/s": _number(change.loaded_per_s("host")),
-        "disk/s": _number(change.loaded_per_s("disk")),
+        "host/s": _number(change.rate("baton:offload_loaded_tokens_total", "host")),
+        "disk/s": _number(change.rate("baton:offload_loaded_tokens_total", "disk")),
         "KV GB/s": _number(change.rate("baton:kv_bytes_total"), 1e-9, digits=2),
-        "hidden": _share(change.mean("baton:kv_hidden_share")),
+        "hidden": _share(change.share("baton:kv_hidden_share_sum", "baton:kv_hidden_share_count")),
     }
 
 

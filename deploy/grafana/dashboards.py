@@ -1,4 +1,4 @@
-"""Generates the Grafana dashboards: `python deploy/grafana/dashboards.py` writes dashboards/*.json.
+"""Generates the Grafana dashboards, and the alerts for Kubernetes: `python deploy/grafana/dashboards.py`.
 
 docs/reference/metrics.md explains the series. Every dashboard has variables for the data source and model.
 The label `role` distinguishes routers and workers.
@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any
 
 DIRECTORY = Path(__file__).with_name("dashboards")
+ALERTS = DIRECTORY.parents[1] / "k8s" / "components" / "monitoring" / "alerts.yaml"
+ALERTS_HEAD = """\
+# Made by deploy/grafana/dashboards.py from deploy/grafana/rules.yaml.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: baton
+spec:
+"""
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 INTERVAL = "$__rate_interval"
 
@@ -291,6 +300,13 @@ def rendered() -> dict[str, str]:
     }
 
 
+def alerts() -> str:
+    """The rules for the Prometheus operator. kustomize would include their file only as a ConfigMap."""
+    lines = DIRECTORY.with_name("rules.yaml").read_text().splitlines()
+    return ALERTS_HEAD + "".join(f"  {line}".rstrip() + "\n" for line in lines[lines.index("groups:") :])
+
+
 if __name__ == "__main__":
     for name, content in rendered().items():
         (DIRECTORY / name).write_text(content)
+    ALERTS.write_text(alerts())

@@ -5,6 +5,9 @@
 `KUSTOMIZE` is the binary. It builds the overlay `gateway`, which has all components. Each object goes into
 the template of the file that it comes from, with expressions where values.yaml decides (`templated`). Objects
 of a component that can be left out have a condition (`CONDITIONS`).
+
+kustomize makes two ConfigMaps from other files, so no manifest has them: their templates, `settings.yaml` and
+`dashboards.yaml`, are written by hand.
 """
 
 from __future__ import annotations
@@ -31,30 +34,6 @@ CONDITIONS = {
     "overlays/gateway": ".Values.gateway.enabled",
 }
 """Folder of a manifest → when its objects are rendered."""
-
-# kustomize makes these two ConfigMaps from other files, so no manifest has them.
-SETTINGS = """\
-# Made by deploy/helm/generate.py.
-apiVersion: v1
-kind: ConfigMap
-metadata:
-  labels:
-    app.kubernetes.io/part-of: baton
-  name: baton-settings
-data: {{- toYaml .Values.settings | nindent 2 }}
-"""
-DASHBOARDS = """\
-# Made by deploy/helm/generate.py.
-{{- if .Values.monitoring.enabled }}
-apiVersion: v1
-kind: ConfigMap
-metadata:
-  labels:
-    grafana_dashboard: "1"
-  name: baton-dashboards
-data: {{- (.Files.Glob "files/dashboards/*.json").AsConfig | nindent 2 }}
-{{- end }}
-"""
 
 Object = dict[str, Any]
 
@@ -176,7 +155,7 @@ def _given(name: str, text: str) -> str:
 
 
 def templates(objects: list[Object]) -> dict[str, str]:
-    """File name → text, of all templates. `objects` are those of the overlay `gateway`."""
+    """File name → text, of all templates that are made. `objects` are those of the overlay `gateway`."""
     of_file = sources()
     texts: dict[Path, list[str]] = {}
     for each in copy.deepcopy(objects):
@@ -187,7 +166,7 @@ def templates(objects: list[Object]) -> dict[str, str]:
         path = of_file[each["kind"], each["metadata"]["name"]]
         text = marks.replaced("---\n" + yaml.safe_dump(templated(each, marks), sort_keys=False, width=1000))
         texts.setdefault(path, []).append(_when(condition, text))
-    written = {"settings.yaml": SETTINGS, "dashboards.yaml": DASHBOARDS}
+    written: dict[str, str] = {}
     for path, parts in texts.items():
         text = _when(CONDITIONS.get(str(path.parent)), "".join(parts))
         written[f"{path.parent.name}-{path.name}"] = HEAD.format(source=path) + text
@@ -201,7 +180,7 @@ def _when(condition: str | None, text: str) -> str:
 if __name__ == "__main__":
     command = [sys.argv[1], "build", str(K8S / "overlays" / "gateway")]
     build = subprocess.run(command, capture_output=True, text=True, check=True)
-    for old in TEMPLATES.glob("*"):
+    for old in TEMPLATES.glob("*-*.yaml"):
         old.unlink()
     for name, text in templates(list(yaml.safe_load_all(build.stdout))).items():
         (TEMPLATES / name).write_text(text)

@@ -37,26 +37,13 @@ class Kind(IntEnum):
     SAMPLE = 2
 
 
-class Followers:
-    """The ranks that compute what rank 0 computes. This class is a model with one rank, which has none."""
-
-    def run(self, step: Step) -> None:
-        """They run the step."""
-
-    def sample(self) -> None:
-        """They take part in sampling the step that was run last."""
-
-    def stop(self) -> None:
-        """They end."""
-
-
 HEAD = 1 + len(DIMENSIONS) + len(NUMBERS)
 """int64 of a command before its arrays: its kind, the sizes of the dimensions, and the numbers of the
 step."""
 
 
-class Commands(Followers):
-    """The stream. Rank 0 writes with `run`, `sample` and `stop`; each other rank reads with `received`.
+class Commands:
+    """The stream. Rank 0 writes with `run` and `send`; each other rank reads with `received`.
 
     All ranks make one, with equal sizes, before the first command."""
 
@@ -78,6 +65,7 @@ class Commands(Followers):
     # Rank 0
 
     def run(self, step: Step) -> None:
+        """The other ranks run the step."""
         arrays = arrays_of(step)
         sizes = _sizes_of(arrays)
         slot = self._next([Kind.RUN, *(sizes[name] for name in DIMENSIONS), *numbers_of(step)])
@@ -85,12 +73,9 @@ class Commands(Followers):
             part[...] = array
         self._publish()
 
-    def sample(self) -> None:
-        self._next([Kind.SAMPLE])
-        self._publish()
-
-    def stop(self) -> None:
-        self._next([Kind.STOP])
+    def send(self, kind: Kind) -> None:
+        """The other ranks take part in sampling the step that was run last, or they end."""
+        self._next([kind])
         self._publish()
 
     def _next(self, head: list[int]) -> np.ndarray:

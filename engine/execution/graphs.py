@@ -157,7 +157,8 @@ class StepGraphs:
         self._batch_sizes = batch_sizes(requests)
         with_chunks = chunk_sizes(min(LARGEST, max_num_batched_tokens))
         rows = max(requests, *with_chunks)
-        self._hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
+        self.hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
+        """Of the rows of the last step, valid until the next one."""
         self._logits = torch.empty((requests, widths.vocabulary), dtype=torch.float32, device=device)
         memory = partial(torch.zeros, dtype=torch.uint8)
         inputs = partial(Inputs, sizes=widths.sizes(rows, requests), work=WORK)
@@ -257,11 +258,6 @@ class StepGraphs:
             layer_done(i)
         last.replay()
 
-    @property
-    def hidden(self) -> Tensor:
-        """[rows, hidden_size] of the last step, valid until the next one."""
-        return self._hidden
-
     def logits(self, rows: int) -> Tensor:
         """Launches the logits of the `rows` sampled rows of the last step. Returns [rows, vocabulary]
         float32, valid until the next step."""
@@ -299,10 +295,10 @@ class StepGraphs:
         attention = attention_metadata(tensors, block_size=self._block_size, num_decodes=decodes, prefills=[])
         cut = layer_done if size.chunks else lambda _: None
         hidden = self._forward_of(tensors["token_ids"], tensors["positions"], attention, cut)
-        self._hidden[:rows].copy_(hidden)
+        self.hidden[:rows].copy_(hidden)
 
     def _run_logits(self, rows: int, _: LayerDone) -> None:
-        logits = self._logits_of(self._hidden[self._static.tensors["sampled_rows"][:rows]])
+        logits = self._logits_of(self.hidden[self._static.tensors["sampled_rows"][:rows]])
         if self._ranks.rank == 0:
             self._logits[:rows].copy_(logits)
 

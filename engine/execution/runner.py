@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.execution.commands import Followers
+from baton.engine.execution.commands import Commands, Kind
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
@@ -96,7 +96,7 @@ class ModelRunner:
         self.model = model
         self.block_size = block_size
         self.device = device
-        self.followers = Followers()
+        self.followers: Commands | None = None
         """Set on rank 0 when all ranks have started: the other ranks then follow its calls."""
         self.kv_cache: list[KV] = []
         self.states: list[LayerState] = []
@@ -113,6 +113,9 @@ class ModelRunner:
         self.expert_load = ExpertLoad(config.experts, device) if config.experts else None
         """None: a dense model."""
         self._graphs: StepGraphs | None = None
+        self.mixed_rows: Sequence[int] = ()
+        """Rows of the graphs for steps with decodes and chunks, in ascending order. A step with other rows is
+        padded to the next of them."""
         self._record: Callable[[], Event] = partial(record, device)
         self.ranks = ranks
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -138,7 +141,8 @@ class ModelRunner:
 
     def stop(self) -> None:
         """Runs nothing more: drops the graphs, and leaves the group of ranks."""
-        self.followers.stop()
+        if self.followers is not None:
+            self.followers.send(Kind.STOP)
         self._graphs = None
         self.ranks.close()
 
@@ -162,12 +166,7 @@ class ModelRunner:
             ranks=self.ranks,
             progress=progress,
         )
-
-    @property
-    def mixed_rows(self) -> list[int]:
-        """Rows of the graphs for steps with decodes and chunks, in ascending order. A step with other rows is
-        padded to the next of them."""
-        return [] if self._graphs is None else self._graphs.mixed_rows
+        self.mixed_rows = self._graphs.mixed_rows
 
     @property
     def graph_rows(self) -> float:
@@ -179,7 +178,8 @@ class ModelRunner:
         """Enqueues the forward pass. `layer_done(i)` is called when the KV of layer i is written (on CUDA:
         when its writing is enqueued). A graph of a step that only decodes does not call it. `sample` must be
         called before the next `run`."""
-        self.followers.run(step)
+        if self.followers is not None:
+            self.followers.run(step)
         began = self._record()
         self._copy_states(step.restores)
         launched = self._launch(step, layer_done, began)
@@ -222,7 +222,8 @@ class ModelRunner:
         """Enqueues the sampling of a step: rank 0 chooses the tokens, and the others get them.
         `adjustments` None: its rows ask for nothing beyond `Draws`. Returns the event that the step is
         over."""
-        self.followers.sample()
+        if self.followers is not None:
+            self.followers.send(Kind.SAMPLE)
         rows, graphs = launched.rows, self._graphs
         if rows:
             replayed = graphs if launched.size is not None else None

@@ -86,7 +86,9 @@ def start_rank(
         runner.open(pool.num_blocks, pool.num_slots + pool.num_copies)
         largest = (0, 0.0)
         if on_gpu:
-            rehearsal = _rehearsal(config, pool.max_model_len, runner, pool.num_slots, pool.num_blocks)
+            rehearsal = Rehearsal(
+                config, pool.max_model_len, limits.block_size, pool=pool.num_blocks, num_slots=pool.num_slots
+            )
             largest = warm_up(runner, rehearsal, progress)
         if on_gpu and config.cuda_graphs:
             runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
@@ -104,19 +106,6 @@ def start_rank(
     )
 
 
-def _rehearsal(
-    config: EngineConfig, max_model_len: int, runner: ModelRunner, num_slots: int, pool: int | None = None
-) -> Rehearsal:
-    return Rehearsal(
-        seats=config.max_num_seqs,
-        budget=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        block_size=runner.block_size,
-        pool=pool,
-        num_slots=num_slots,
-    )
-
-
 def _measure(
     config: EngineConfig,
     runner: ModelRunner,
@@ -126,17 +115,17 @@ def _measure(
     """The memory of the largest step beside the weights. All layers of a kind share one small cache
     meanwhile."""
     num_slots = config.max_num_seqs if limits.state_bytes else 0
-    rehearsal = _rehearsal(config, limits.max_model_len, runner, num_slots)
+    rehearsal = Rehearsal(config, limits.max_model_len, limits.block_size, num_slots=num_slots)
     device = runner.device
     weights = torch.cuda.memory_allocated(device)
     with memory_for("the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
         runner.open(rehearsal.num_blocks, num_slots, shared=True)
-        step = measure_steps(runner, rehearsal, progress)
+        most, decode = measure_steps(runner, rehearsal, progress)
     runner.close()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     graphs = 0
     if config.cuda_graphs:
         # All graphs share one memory pool, which must hold a step of decodes and a step of LARGEST rows.
-        graphs = step.decode + step.any * LARGEST // max(LARGEST, config.max_num_batched_tokens)
-    return MemoryUse(total, free, weights, step.any, graphs, config.other_bytes)
+        graphs = decode + most * LARGEST // max(LARGEST, config.max_num_batched_tokens)
+    return MemoryUse(total, free, weights, most, graphs, config.other_bytes)

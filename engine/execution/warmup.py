@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from baton.engine.api.config import EngineConfig
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.step import (
     NOT_FINITE,
@@ -37,15 +38,6 @@ PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN), (48, Variant.GREEDY), (192,
 """(prompt length, variant): matrix products choose other kernels for these numbers of rows, and sampling has
 other kernels for these variants. The last one also takes the memory in which attention converts FP8 blocks
 (`engine.kernels.attention.gather_kv`): the largest steps may have too many positions for that."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Bytes that a step allocates beside weights and KV, at its peak."""
-
-    any: int
-    decode: int
-    """Peak of a step that only decodes, with as many requests as fit. Captured graphs need as much."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,17 +61,17 @@ class Rehearsal:
 
     def __init__(
         self,
-        *,
-        seats: int,
-        budget: int,
+        config: EngineConfig,
         max_model_len: int,
         block_size: int,
+        *,
         pool: int | None = None,
         num_slots: int = 0,
     ) -> None:
-        """`seats`: requests in a step. `budget`: tokens in a step. `pool`: blocks of the cache; requests that
-        find no more blocks share some. None: the cache will have `num_blocks`. `num_slots`: requests with
-        states, which may be fewer than requests; 0: no layer has states."""
+        """`pool`: blocks of the cache; requests that find no more blocks share some. None: the cache will
+        have `num_blocks`. `num_slots`: requests with states, which may be fewer than requests; 0: no layer
+        has states."""
+        seats, budget = config.max_num_seqs, config.max_num_batched_tokens
         self._budget = budget
         self._max_model_len = max_model_len
         self._block_size = block_size
@@ -189,8 +181,10 @@ def _adjustments(rows: int) -> Adjustments:
 
 def measure_steps(
     runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, float], None]
-) -> StepMemory:
-    """Runs the steps and measures their memory. Raises `ValueError` if the model's logits are not finite."""
+) -> tuple[int, int]:
+    """Runs the steps. Returns the bytes that they allocate beside weights and KV, at the peak: any step, and
+    one that only decodes, with as many requests as fit. Captured graphs need as much as that one. Raises
+    `ValueError` if the model's logits are not finite."""
     device = runner.device
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -201,7 +195,7 @@ def measure_steps(
         most = max(most, peak, torch.cuda.max_memory_reserved(device) - reserved)
         decode = max(decode, peak) if only_decodes else decode
         torch.cuda.reset_peak_memory_stats(device)
-    return StepMemory(most, decode)
+    return most, decode
 
 
 def warm_up(

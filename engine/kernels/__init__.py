@@ -6,7 +6,7 @@
                    or, with experts: add_rms_norm → [router's product] → mix_experts
     with states    [input product] → mix_states → gated_rms_norm or norm_gate → [output product], in place of
                    attention
-    with FP8       add_rms_norm_quantized, silu_mul_quantized and quantize, before fp8_linear
+    with FP8       add_rms_norm, silu_mul or quantize, before fp8_linear
     at its end     greedy, or draw with or without thresholds: from logits to tokens
 
 `Kernels` is plain torch: it defines each operation, and runs on a CPU. `TritonKernels` runs on CUDA, replaces
@@ -63,6 +63,7 @@ __all__ = [
     "HeadNorm",
     "Kernels",
     "LayerState",
+    "LinearMethod",
     "Mamba2",
     "Quantized",
     "StateLayer",
@@ -85,37 +86,31 @@ class Kernels:
     draw = staticmethod(draw)
     thresholds = staticmethod(thresholds)
 
-    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, grouped: bool | None = None
+    ) -> Any:
         """Adds delta to residual [rows, size], in place. Returns the RMSNorm of the sum (Zhang & Sennrich
-        2019) times weight [size]. Without delta, residual is only read."""
+        2019) times weight [size]. Without delta, residual is only read. `grouped`: as in `quantize`, which
+        the result goes through. None: it is not quantized."""
         if delta is not None:
             residual.add_(delta)
-        if residual.dtype is not torch.bfloat16:
-            return F.rms_norm(residual, weight.shape, weight, eps)
+        y = self._rms_norm(residual, weight, eps)
+        return y if grouped is None else self.quantize(y, grouped=grouped)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype is not torch.bfloat16:
+            return F.rms_norm(x, weight.shape, weight, eps)
         # One kernel instead of seven: the mean of x and −x is 0, so their layer norm is the RMSNorm.
-        size = residual.shape[1]
-        both = torch.cat((residual, -residual), dim=1)
+        size = x.shape[1]
+        both = torch.cat((x, -x), dim=1)
         return F.layer_norm(both, (2 * size,), eps=eps)[:, :size] * weight
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[rows, 2 * size] → [rows, size]: silu(first half) times second half (SwiGLU, Shazeer 2020)."""
+    def silu_mul(self, gate_up: Tensor, grouped: bool | None = None, *, gelu: bool = False) -> Any:
+        """[rows, 2 * size] → [rows, size]: silu(first half) times second half (SwiGLU, Shazeer 2020). `gelu`:
+        with gelu, approximated by tanh, in place of silu (GeGLU). `grouped`: as in `add_rms_norm`."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """As `silu_mul`, with gelu, approximated by tanh (GeGLU)."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh").mul_(up)
-
-    def add_rms_norm_quantized(
-        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
-    ) -> Quantized:
-        """As `add_rms_norm`, but quantizes the result."""
-        return self.quantize(self.add_rms_norm(residual, delta, weight, eps), grouped=grouped)
-
-    def silu_mul_quantized(self, gate_up: Tensor, *, grouped: bool) -> Quantized:
-        """As `silu_mul`, but quantizes the result."""
-        return self.quantize(self.silu_mul(gate_up), grouped=grouped)
+        y = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
+        return y if grouped is None else self.quantize(y, grouped=grouped)
 
     def mix_experts(
         self,
@@ -204,6 +199,21 @@ class Kernels:
     def chunk_tokens(self, dtype: torch.dtype) -> int:
         """Tokens of a chunk in `AttentionMetadata.scans`. The states can be copied after each chunk."""
         return 1  # states can be copied after any token
+
+
+class LinearMethod:
+    """The base of products y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
+
+    grouped: bool | None = None
+    """Whether x is in FP8 with a scale for each group of columns, or for each row. None: x is in the model's
+    dtype."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """`Kernels.silu_mul` of the product. A format may have one kernel for both."""
+        return kernels.silu_mul(self(x))
 
 
 def _rotated(x: Tensor, rotary: Tensor) -> Tensor:

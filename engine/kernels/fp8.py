@@ -22,13 +22,16 @@ ELEMENTS_PER_WARP = 512
 MAX_WARPS = 16
 
 
-def empty_quantized(rows: int, size: int, device: torch.device, *, grouped: bool) -> Quantized:
+def empty_like(x: Tensor, size: int, *, grouped: bool | None) -> tuple[Tensor, Tensor | None]:
+    """Values [rows, size] and scales of a result for the rows of x. `grouped` None: it has no scales."""
+    if grouped is None:
+        return x.new_empty(len(x), size), None
     groups = triton.cdiv(size, FP8_GROUP) if grouped else 1
-    values = torch.empty(rows, size, dtype=FP8, device=device)
-    return Quantized(values, torch.empty(rows, groups, dtype=torch.float32, device=device))
+    values = torch.empty(len(x), size, dtype=FP8, device=x.device)
+    return values, torch.empty(len(x), groups, dtype=torch.float32, device=x.device)
 
 
-def group_columns(block: int, *, grouped: bool) -> int:
+def group_columns(block: int, *, grouped: bool | None) -> int:
     """Columns that share a scale, for programs that handle `block` columns."""
     return min(block, FP8_GROUP) if grouped else block
 
@@ -37,18 +40,20 @@ def quantize(x: Tensor, *, grouped: bool) -> Quantized:
     """x [rows, size], dense rows."""
     assert x.is_contiguous(), "the kernel assumes dense rows"
     rows, size = x.shape
-    out = empty_quantized(rows, size, x.device, grouped=grouped)
+    values, scales = empty_like(x, size, grouped=grouped)
+    assert scales is not None, "the result is quantized"
     block = triton.next_power_of_2(size)
     _quantize[(rows,)](
         x,
-        *out,
+        values,
+        scales,
         size,
         BLOCK=block,
         GROUP=group_columns(block, grouped=grouped),
         num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
         **launch_options(),
     )
-    return out
+    return Quantized(values, scales)
 
 
 @triton.jit

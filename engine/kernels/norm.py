@@ -8,49 +8,27 @@ registers. The mean is computed in float32 from the sum as rounded to the residu
 layer sees the rounded sum. The result can be quantized before it is stored.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels import Quantized
-from baton.engine.kernels.fp8 import empty_quantized, group_columns, store_quantized
+from baton.engine.kernels.fp8 import empty_like, group_columns, store_quantized
 from baton.engine.kernels.launch import inputs_ready, launch_options
 
 MAX_WARPS = 8
 ELEMENTS_PER_WARP = 512  # 16 per thread: two or four 16-byte loads
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty_like(residual)
-    _launch(residual, delta, weight, eps, out, None, grouped=False)
-    return out
-
-
-def add_rms_norm_quantized(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
-) -> Quantized:
-    rows, size = residual.shape
-    out = empty_quantized(rows, size, residual.device, grouped=grouped)
-    _launch(residual, delta, weight, eps, *out, grouped=grouped)
-    return out
-
-
-def _launch(
-    residual: Tensor,
-    delta: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
-    scales: Tensor | None,
-    *,
-    grouped: bool,
-) -> None:
+def add_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, grouped: bool | None = None
+) -> Tensor | Quantized:
     rows, size = residual.shape
     assert residual.is_contiguous(), "the kernel assumes dense rows"
     assert delta is None or (delta.shape == residual.shape and delta.is_contiguous()), (
         "the kernel adds element by element"
     )
+    out, scales = empty_like(residual, size, grouped=grouped)
     block = triton.next_power_of_2(size)
     warps = min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
     _add_rms_norm[(rows,)](
@@ -67,6 +45,7 @@ def _launch(
         num_warps=warps,
         **launch_options(),
     )
+    return out if scales is None else Quantized(out, scales)
 
 
 @triton.jit

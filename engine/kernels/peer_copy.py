@@ -14,6 +14,7 @@ gather needs a copy more to put the columns of each rank beside the others.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import triton
@@ -27,19 +28,27 @@ BLOCK = 4096  # elements of a tile of `gather`
 WORDS = 1024  # of a tile of `broadcast`, 8 bytes each
 
 
-class PeerCopy:
-    """The end of one rank: for calls of `gather`, or for calls of `broadcast`. Calls need the same shapes, in
-    the same order, on all ranks.
+class PeerMemory:
+    """Memory of each rank that the others write to: counts, then inboxes."""
 
-    `addresses` [ranks]: where this device sees the memory of each rank, which holds `nbytes` that are zero at
-    first. It belongs to this object from then on."""
+    counted: ClassVar[int]
+    """Places that have a count for each rank."""
 
     def __init__(self, rank: int, addresses: Sequence[int], nbytes: int, device: torch.device) -> None:
+        """`addresses` [ranks]: where this device sees the memory of each rank, which holds `nbytes` that are
+        zero at first. It belongs to this object from then on."""
         self._rank = rank
         self._ranks = len(addresses)
-        self._counts_bytes = counts_bytes(self._ranks)
+        self._counts_bytes = self.counted * self._ranks * 8
         self._inboxes_bytes = nbytes - self._counts_bytes
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
+class PeerCopy(PeerMemory):
+    """The end of one rank: for calls of `gather`, or for calls of `broadcast`. Calls need the same shapes, in
+    the same order, on all ranks."""
+
+    counted = MAX_TILES
 
     def can_gather(self, rows: int, share: int, itemsize: int) -> bool:
         """Whether the memory holds so many rows, of which each rank has `share` columns."""

@@ -15,13 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels import Quantized
-from baton.engine.kernels.fp8 import (
-    ELEMENTS_PER_WARP,
-    MAX_WARPS,
-    empty_quantized,
-    group_columns,
-    store_quantized,
-)
+from baton.engine.kernels.fp8 import ELEMENTS_PER_WARP, MAX_WARPS, empty_like, group_columns, store_quantized
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.model_config import ClampedSwiGLU
 
@@ -29,54 +23,33 @@ BLOCK = 1024  # columns of a program
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 · √(2/π)
 
 
-def silu_mul(gate_up: Tensor, clamped: ClampedSwiGLU | None = None) -> Tensor:
-    rows, both = gate_up.shape
-    out = gate_up.new_empty(rows, both // 2)
-    _launch(gate_up, out, None, BLOCK, BLOCK, clamped)
-    return out
-
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    rows, both = gate_up.shape
-    out = gate_up.new_empty(rows, both // 2)
-    _launch(gate_up, out, None, BLOCK, BLOCK, None, gelu=True)
-    return out
-
-
-def silu_mul_quantized(gate_up: Tensor, clamped: ClampedSwiGLU | None = None, *, grouped: bool) -> Quantized:
-    rows, both = gate_up.shape
-    out = empty_quantized(rows, both // 2, gate_up.device, grouped=grouped)
-    # A scale of the whole row needs the whole row in one program.
-    block = BLOCK if grouped else triton.next_power_of_2(both // 2)
-    _launch(gate_up, *out, block, group_columns(block, grouped=grouped), clamped)
-    return out
-
-
-def _launch(
+def silu_mul(
     gate_up: Tensor,
-    out: Tensor,
-    scales: Tensor | None,
-    block: int,
-    group: int,
-    clamped: ClampedSwiGLU | None,
+    grouped: bool | None = None,
+    clamped: ClampedSwiGLU | None = None,
     *,
     gelu: bool = False,
-) -> None:
+) -> Tensor | Quantized:
+    """As `Kernels.silu_mul`. `clamped`: this activation in place of silu."""
     assert gate_up.is_contiguous(), "the kernel assumes dense rows"
-    rows, size = out.shape
+    rows, size = len(gate_up), gate_up.shape[1] // 2
+    out, scales = empty_like(gate_up, size, grouped=grouped)
+    # A scale of the whole row needs the whole row in one program.
+    block = triton.next_power_of_2(size) if grouped is False else BLOCK
     _silu_mul[(rows, triton.cdiv(size, block))](
         gate_up,
         out,
         scales,
         size,
         BLOCK=block,
-        GROUP=group,
+        GROUP=group_columns(block, grouped=grouped),
         ALPHA=clamped.alpha if clamped else None,
         LIMIT=clamped.limit if clamped else None,
         GELU=gelu,
         num_warps=min(MAX_WARPS, max(4, block // ELEMENTS_PER_WARP)),
         **launch_options(),
     )
+    return out if scales is None else Quantized(out, scales)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """What the products y = x Wᵀ + b of few rows share.
 
-A program handles a tile of yᵀ = W xᵀ, and one of several parts of its inner dimension. So enough programs
-read W at once. Each program stores its part. The program that finishes last for a tile adds up all
-parts. It adds them in a fixed order, so timing never changes the sum.
+The rows of W are the large side of the tensor core product (yᵀ = W xᵀ), so few rows of x waste little of it.
+A program handles a tile of yᵀ, and one of several parts of its inner dimension. So enough programs read W at
+once. Each loads several tiles ahead and stores its part. The program that finishes last for a tile adds up
+all parts. It adds them in a fixed order, so timing never changes the sum.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from baton.engine.kernels.fp8 import group_scales, outer_scales
+from baton.engine.kernels.launch import inputs_ready, launch_options
 
 SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 MAX_SPLITS = 8
@@ -48,6 +53,99 @@ def splits(tiles: int, steps: int, multiprocessors: int) -> int:
     Programs on half of the multiprocessors already read memory at its full speed. Adding up more parts costs
     more than it saves (measured on an H200)."""
     return max(1, min(multiprocessors // (2 * tiles), steps, MAX_SPLITS))
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    shape: Tiling,
+    finished: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """x Wᵀ + b [rows, out] of `dtype`, for x [rows, in] and W [out, in]. `finished`: counters for the tiles.
+    `scales` of x and W, if both are in FP8: as `Quantized.scales`, and as in `Kernels.fp8_linear`."""
+    (rows, inner), size = x.shape, len(weight)
+    of_x, of_w = scales or (None, None)
+    grouped = of_w is not None and len(of_w) > 1
+    tiles = triton.cdiv(size, shape.block_n)
+    out = torch.empty(rows, size, dtype=dtype, device=x.device)
+    _linear[(triton.cdiv(rows, shape.block_m), tiles, shape.splits)](
+        TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]),
+        of_x,
+        TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]),
+        of_w,
+        bias,
+        parts_of(out, shape.splits, tiles, shape.block_n, shape.block_m),
+        finished,
+        out,
+        rows,
+        size,
+        inner,
+        GROUPED=grouped,
+        BLOCKS=grouped and of_w.shape[1] < size,
+        **shape.options(),
+        **launch_options(),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x_tiles,
+    x_scales,
+    weight_tiles,
+    weight_scales,
+    bias,
+    parts,
+    finished,
+    out,
+    rows,
+    size,
+    inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    inputs_ready()
+    # Programs of the same rows of W are neighbours, so that W is read once.
+    first_row = tl.program_id(0) * BLOCK_M
+    tile, split = tl.program_id(1), tl.program_id(2)
+    row, column = first_row + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < rows, column < size
+    steps = tl.cdiv(inner, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    begin, end = split * steps // SPLITS, (split + 1) * steps // SPLITS
+    of_group_w = size // BLOCK_K if BLOCKS else size  # scales
+    x_at_group, w_at_group, of_x, of_w = 0, 0, 0, 0
+    if GROUPED:
+        x_at_group = x_scales + row * steps + begin
+        first_w = tile * BLOCK_N // BLOCK_K if BLOCKS else column
+        w_at_group = weight_scales + begin * of_group_w + first_w
+        of_x, of_w = group_scales(x_at_group, w_at_group, True, is_row, is_column, BLOCKS)
+    for step in tl.range(begin, end):
+        w = weight_tiles.load([tile * BLOCK_N, step * BLOCK_K])  # past the end: zeros
+        x = x_tiles.load([first_row, step * BLOCK_K])
+        if GROUPED:
+            scales = outer_scales(of_x, of_w, True, BLOCKS)
+            x_at_group += 1
+            w_at_group += of_group_w
+            of_x, of_w = group_scales(x_at_group, w_at_group, step + 1 < end, is_row, is_column, BLOCKS)
+            acc += tl.dot(w, tl.trans(x)) * scales
+        else:
+            acc = tl.dot(w, tl.trans(x), acc)
+    is_last = True
+    if SPLITS > 1:
+        acc, is_last = add_parts(acc, parts, finished, tile, tl.num_programs(1), split, SPLITS)
+    if is_last:
+        if weight_scales is not None and not GROUPED:
+            a, b = group_scales(x_scales + row, weight_scales + column, True, is_row, is_column, False)
+            acc *= outer_scales(a, b, True, False)
+        store_transposed(acc, bias, out, first_row, tile * BLOCK_N, rows, size)
 
 
 @triton.jit

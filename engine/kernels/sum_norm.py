@@ -17,14 +17,13 @@ the call between, it has met all other ranks, and these have read the inbox befo
 before it is read.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.peer_copy import PeerMemory
 
 MAX_ROWS = 8192
 """Rows of one launch."""
@@ -32,18 +31,10 @@ MAX_WARPS = 8
 ELEMENTS_PER_WARP = 512  # 16 per thread: two or four 16-byte stores
 
 
-class SumNorm:
-    """The end of one rank. Its calls need the same shapes, in the same order, on all ranks.
+class SumNorm(PeerMemory):
+    """The end of one rank. Its calls need the same shapes, in the same order, on all ranks."""
 
-    `addresses` [ranks]: where this device sees the memory of each rank, which holds `nbytes` that are zero at
-    first. It belongs to this class from then on."""
-
-    def __init__(self, rank: int, addresses: Sequence[int], nbytes: int, device: torch.device) -> None:
-        self._rank = rank
-        self._ranks = len(addresses)
-        self._counts_bytes = MAX_ROWS * self._ranks * 8
-        self._inboxes_bytes = nbytes - self._counts_bytes
-        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+    counted = MAX_ROWS
 
     def __call__(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`residual` [rows, size] is equal on all ranks, and so is the result. `delta` is only read."""

@@ -64,10 +64,7 @@ class TritonPlan:
 
 class TritonKernels(Kernels):
     add_rms_norm = staticmethod(norm.add_rms_norm)
-    add_rms_norm_quantized = staticmethod(norm.add_rms_norm_quantized)
     silu_mul = staticmethod(silu.silu_mul)
-    silu_mul_quantized = staticmethod(silu.silu_mul_quantized)
-    gelu_mul = staticmethod(silu.gelu_mul)
     quantize = staticmethod(fp8.quantize)
     norm_gate = staticmethod(gated_norm.norm_gate)
     gated_squares = staticmethod(gated_norm.gated_squares)
@@ -117,10 +114,9 @@ class TritonKernels(Kernels):
             gated=gated,
             clamped=experts.activation,
         )
-        if isinstance(down, Fp8Experts):
-            inner = silu.silu_mul_quantized(inner, experts.activation, grouped=down.grouped)
-        elif not gated:
-            inner = silu.silu_mul(inner, experts.activation)
+        if not gated:
+            grouped = down.grouped if isinstance(down, Fp8Experts) else None
+            inner = silu.silu_mul(inner, grouped, experts.activation)
         y = grouped_linear(inner, down, shuffled, experts.down_bias, dtype=x.dtype, weighted=False)
         if on_input and experts.num_chosen == 1 and count == len(counts):
             return y if shared is None else y.add_(shared())

@@ -17,14 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized
-from baton.engine.layers.linear import LinearMethod, PlainLinear
+from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, LinearMethod, Quantized
+from baton.engine.kernels.quantized.reference import quantize, spread
+from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, whole
-from baton.engine.layers.weights import OUTPUT, PlainFormat, Weights
-
-LARGEST = torch.finfo(FP8).max
-LEAST = 2.0**-100
-"""Counts as the largest value of a row of zeros, so that its scale is not 0."""
+from baton.engine.layers.weights import OUTPUT, PlainFormat, Stack, Weights
 
 ALIGNED = 16
 """Both dimensions of W must be multiples of this."""
@@ -69,36 +66,28 @@ class Fp8Format(PlainFormat):
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         return 1 + 4 / FP8_GROUP if self.quantizes_activations and not output else dtype.itemsize
 
-    def linear(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> LinearMethod:
-        weight = self._stacked(weights, names, rows, columns)
+    def linear(self, weights: Weights, stack: Stack) -> LinearMethod:
+        weight = self._stacked(weights, stack)
         if weight is None:
-            return super().linear(weights, names, rows, columns, bias=bias)
-        added = weights.bias(names, rows, columns) if bias else None
+            return super().linear(weights, stack)
+        added = weights.bias(stack)
         if not self.quantizes_activations:
-            return PlainLinear(spread(weight).to(weights.dtype), added)
+            return PlainLinear(exact(weight).to(weights.dtype), added)
         return Fp8Linear(weight._replace(scales=by_block(weight.scales)), added, weights)
 
-    def experts(
-        self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
-    ) -> Tensor | Fp8Experts:
-        read = [
-            self._stacked(weights, expert, [part] * len(expert), columns)
-            for expert, part in zip(names, rows, strict=True)
-        ]
-        held = [weight for weight, part in zip(read, rows, strict=True) if weight and part.length]
+    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts:
+        read = [self._stacked(weights, stack) for stack in experts]
+        held = [weight for weight in read if weight and len(weight.values)]
         if not held:
-            return super().experts(weights, names, rows, columns)
+            return super().experts(weights, experts)
         if not self.quantizes_activations:
-            return torch.stack([spread(weight).to(weights.dtype) for weight in held])
+            return torch.stack([exact(weight).to(weights.dtype) for weight in held])
         values = torch.stack([weight.values.view(torch.uint8) for weight in held]).view(FP8)
         return Fp8Experts(values, by_block(torch.stack([weight.scales for weight in held])))
 
-    def _stacked(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
-    ) -> Scaled | None:
+    def _stacked(self, weights: Weights, stack: Stack) -> Scaled | None:
         """The rows of all projections. None: they are not quantized."""
+        names, rows, columns, _ = stack
         read = [self.read(weights, name, part, columns) for name, part in zip(names, rows, strict=True)]
         parts = [part for part in read if part is not None]
         if not parts:
@@ -122,11 +111,9 @@ class Fp8Format(PlainFormat):
             )
 
 
-def spread(weight: Scaled) -> Tensor:
+def exact(weight: Scaled) -> Tensor:
     """values · scales [rows, columns] float32."""
-    columns = weight.values.shape[1]
-    width = columns if len(weight.scales) == 1 else FP8_GROUP
-    return weight.values.float() * weight.scales.T.repeat_interleave(width, dim=1)[:, :columns]
+    return spread(weight.values, weight.scales.T)
 
 
 def by_block(scales: Tensor) -> Tensor:
@@ -164,9 +151,6 @@ def block_reader(suffix: str) -> Reader:
     """From a checkpoint with a scale for each block of 128 × 128, `suffix`: [out / 128, in / 128], rounded
     up."""
 
-    def blocks(part: Part) -> Part:
-        return Part(part.start // FP8_GROUP, -(-part.stop // FP8_GROUP), -(-part.size // FP8_GROUP))
-
     def read(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled | None:
         if not weights.has(f"{name}.{suffix}"):
             return None
@@ -176,9 +160,8 @@ def block_reader(suffix: str) -> Reader:
                 f"a rank's columns begin at {columns.start}, no multiple of {FP8_GROUP}"
             )
         values = weights.stored(f"{name}.weight", (rows, columns), FP8)
-        scales = weights.stored(
-            f"{name}.{suffix}", (blocks(rows), blocks(columns)), torch.float32, torch.bfloat16
-        )
+        blocks = rows.in_groups(FP8_GROUP), columns.in_groups(FP8_GROUP)
+        scales = weights.stored(f"{name}.{suffix}", blocks, torch.float32, torch.bfloat16)
         first = rows.start % FP8_GROUP
         by_row = scales.float().T.repeat_interleave(FP8_GROUP, dim=1)
         return Scaled(values, by_row[:, first : first + rows.length])
@@ -194,7 +177,6 @@ def quantize_on_load(weights: Weights, name: str, rows: Part, columns: Part) -> 
 
 def fp8_rows(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled:
     """A plain matrix in FP8. The scale of a row is that of the whole row, also if a rank has a part."""
-    exact = weights.stack([f"{name}.weight"], [(rows, whole(columns.size))], scratch=True).float()
-    scales = exact.abs().amax(dim=1).clamp_min(LEAST) / LARGEST
-    exact = exact[:, columns.indices] / scales[:, None]
-    return Scaled(exact.to(FP8), scales[None])
+    plain = weights.stack([f"{name}.weight"], [(rows, whole(columns.size))], scratch=True)
+    values, scales = quantize(plain, grouped=False)
+    return Scaled(values[:, columns.indices], scales.T)

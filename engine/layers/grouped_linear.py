@@ -9,22 +9,18 @@ other             dequantized at load
 
 import functools
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import Kernels, from_hopper_on
+from baton.engine.kernels import LinearMethod, from_hopper_on
 from baton.engine.layers.current_step import current_step
-from baton.engine.layers.linear import LinearMethod, PlainLinear
-from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import OUTPUT, Groups, PlainFormat, Weights
-
-if TYPE_CHECKING:  # it needs Triton
-    from baton.engine.kernels.quantized.int4_linear import Int4Linear
+from baton.engine.layers.linear import PlainLinear
+from baton.engine.layers.weights import OUTPUT, Groups, PlainFormat, Stack, Weights
 
 MOST_DECODES = 8
 """Rows that the kernel for 4 bits computes. Measured: oneDNN is faster for more, since it uses the matrix
@@ -45,19 +41,15 @@ class GroupsFormat(PlainFormat):
     extra_biases: ClassVar[bool] = False
     """Whether a checkpoint may have biases that the model lacks."""
 
-    def linear(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> LinearMethod:
-        groups = self.read_groups(weights, names, rows, columns)
+    def linear(self, weights: Weights, stack: Stack) -> LinearMethod:
+        groups = self.read_groups(weights, stack)
         if groups is None:
-            return super().linear(weights, names, rows, columns, bias=bias)
-        bias = bias or (self.extra_biases and weights.has(f"{names[0]}.bias"))
-        added = weights.bias(names, rows, columns) if bias else None
-        return grouped_linear(groups, added, weights, output=names == [OUTPUT])
+            return super().linear(weights, stack)
+        has_bias = stack.bias or (self.extra_biases and weights.has(f"{stack.names[0]}.bias"))
+        added = weights.bias(stack._replace(bias=has_bias))
+        return grouped_linear(groups, added, weights, output=stack.names == [OUTPUT])
 
-    def read_groups(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
-    ) -> Groups | None:
+    def read_groups(self, weights: Weights, stack: Stack) -> Groups | None:
         """The rows of all projections. None: they are plain. Raises `ValueError` as `linear` does."""
         raise NotImplementedError
 
@@ -117,21 +109,7 @@ def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMeth
     packed = packs(bits, weights.dtype, weights.device)
     if not packed or not Int4Linear.suits(codes, scales, weights.dtype):
         return PlainLinear(groups.values().to(weights.dtype), bias)
-    kernel = Int4Linear(codes, scales, zeros, bias, weights.dtype, multiprocessors(weights.device))
-    return PackedOnGpu(kernel)
-
-
-class PackedOnGpu(LinearMethod):
-    """`Int4Linear`, which also computes silu_mul of few rows."""
-
-    def __init__(self, kernel: "Int4Linear") -> None:
-        self.kernel = kernel
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.kernel(x)
-
-    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
-        return self.kernel.silu_mul(x)
+    return Int4Linear(codes, scales, zeros, bias, weights.dtype, multiprocessors(weights.device))
 
 
 class PackedLinear(LinearMethod):

@@ -6,22 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import Kernels
-
-
-class LinearMethod:
-    """The base of products y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
-
-    grouped: bool | None = None
-    """Whether x is in FP8 with a scale for each group of columns, or for each row. None: x is in the model's
-    dtype."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
-        """`Kernels.silu_mul` of the product. A format may have one kernel for both."""
-        return kernels.silu_mul(self(x))
+from baton.engine.kernels import LinearMethod
 
 
 class PlainLinear(LinearMethod):

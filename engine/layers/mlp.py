@@ -1,7 +1,7 @@
 """The feed-forward part of a layer: an MLP, or a mixture of experts (Shazeer 2017)."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import Experts
+from baton.engine.kernels import Experts, Fp8Experts
 from baton.engine.layers.current_step import current_step
-from baton.engine.layers.ranks import whole
-from baton.engine.layers.weights import Weights
+from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.weights import Stack, Weights
 from baton.engine.model_config import ExpertsConfig, ModelConfig
 
 MOST_BESIDE = 64
@@ -47,12 +47,9 @@ class GatedMLP:
     def _inner(self, x: Tensor) -> Any:
         """What the down product takes: a tensor, or `Quantized`."""
         grouped = self.down.grouped
-        if self.gelu:
-            y = self.kernels.gelu_mul(self.input(x))
-            return y if grouped is None else self.kernels.quantize(y, grouped=grouped)
-        if grouped is None:
+        if grouped is None and not self.gelu:
             return self.input.silu_mul(x, self.kernels)
-        return self.kernels.silu_mul_quantized(self.input(x), grouped=grouped)
+        return self.kernels.silu_mul(self.input(x), grouped, gelu=self.gelu)
 
 
 class MoE:
@@ -78,27 +75,24 @@ class MoE:
         self.router = weights.linear(
             [f"{name}.{router}"], [whole(experts.num_experts)], hidden, bias=experts.bias
         )
-        gate_up = weights.experts(  # [own experts, 2 * inner, hidden_size]
-            [(f"{name}.gate_proj", f"{name}.up_proj") for name in names],
-            [own.here(expert, inner) for expert in range(len(names))],
-            hidden,
-        )
-        down = weights.experts(  # [own experts, hidden_size, inner]
-            [(f"{name}.down_proj",) for name in names],
-            [own.here(expert, hidden) for expert in range(len(names))],
-            inner,
-        )
+
+        def load(
+            kinds: Sequence[str], rows: Part, columns: Part
+        ) -> tuple[Tensor | Fp8Experts, Tensor | None]:
+            """Matrices of these projections [own experts, out, in], and their biases [own experts, out]."""
+            stacks = [
+                Stack([f"{name}.{kind}_proj" for kind in kinds], [own.here(i, rows)] * len(kinds), columns)
+                for i, name in enumerate(names)
+            ]
+            parts = [part for stack in stacks for part in stack.rows]
+            every = Stack([name for stack in stacks for name in stack.names], parts, columns, experts.bias)
+            bias = weights.bias(every)
+            return weights.experts(stacks), None if bias is None else bias.unflatten(0, (own.length, -1))
+
+        gate_up, gate_up_bias = load(("gate", "up"), inner, hidden)
+        down, down_bias = load(("down",), hidden, inner)
         if isinstance(gate_up, Tensor) != isinstance(down, Tensor):
             raise ValueError(f"{weights.source}: of the experts of {name} only some matrices are in FP8")
-        gate_up_bias, down_bias = None, None
-        if experts.bias:
-            gate_up_bias = weights.stack(
-                [f"{name}.{half}_proj.bias" for name in names for half in ("gate", "up")],
-                [(own.here(expert, inner),) for expert in range(len(names)) for _ in range(2)],
-            ).unflatten(0, (own.length, -1))
-            rows = [own.here(expert, hidden) for expert in range(len(names))]
-            down_bias = weights.bias([f"{name}.down_proj" for name in names], rows, inner)
-            down_bias = None if down_bias is None else down_bias.unflatten(0, (own.length, -1))
         self.experts = Experts(
             gate_up,
             down,

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.engine.layers.linear import LinearMethod
+from baton.engine.kernels import LinearMethod
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights
 
@@ -25,6 +25,10 @@ class RMSNorm:
         the sum of all ranks' deltas is added."""
         return self.ranks.add_rms_norm(self.kernels, residual, delta, self.weight, self.eps)
 
+    def of_sum(self, term: Tensor) -> Tensor:
+        """The norm of the sum of all ranks' terms, on all ranks. May overwrite `term`."""
+        return self(self.ranks.all_reduce(term))
+
 
 class InputNorm:
     """An `RMSNorm` before a product. If the product takes FP8, the norm quantizes its result.
@@ -40,24 +44,11 @@ class InputNorm:
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Any:
         """As `RMSNorm`. Returns what the product takes: a tensor, or `Quantized`."""
         norm = self.norm
-        if norm is not None and norm.ranks.size == 1 and self.grouped is not None:
-            return self.kernels.add_rms_norm_quantized(
-                residual, delta, norm.weight, norm.eps, grouped=self.grouped
-            )
+        if norm is not None and norm.ranks.size == 1:
+            return self.kernels.add_rms_norm(residual, delta, norm.weight, norm.eps, self.grouped)
         x = residual
         if norm is not None:
             x = norm(residual, delta)
         elif delta is not None:
             residual.add_(delta)
         return x if self.grouped is None else self.kernels.quantize(x, grouped=self.grouped)
-
-
-class OutputNorm:
-    """An `RMSNorm` of what a layer adds to the residual stream. With several ranks that is a term, and the
-    result is the norm of the sum, on all ranks."""
-
-    def __init__(self, norm: RMSNorm) -> None:
-        self.norm = norm
-
-    def __call__(self, delta: Tensor) -> Tensor:
-        return self.norm(self.norm.ranks.all_reduce(delta))

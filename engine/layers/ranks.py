@@ -52,6 +52,10 @@ class Part(NamedTuple):
                 "share a scale; change --tensor-parallel-size"
             )
 
+    def in_groups(self, size: int) -> "Part":
+        """The groups of `size` indices that these are in."""
+        return Part(self.start // size, -(-self.stop // size), -(-self.size // size))
+
     def of(self, width: int) -> "Part":
         """The same part of a dimension that has `width` indices for each index here."""
         return Part(self.start * width, self.stop * width, self.size * width)

@@ -1,7 +1,7 @@
 """What takes the place of attention in a state layer: Mamba-2 (Dao & Gu 2024) or the gated delta rule (Yang
 2024)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,43 +16,52 @@ Mix = Callable[[int, Tensor, StateLayer], Tensor]
 tokens of the step, as `Kernels.mix_states`."""
 
 
-class Mamba2Mixer:
-    """The input product gives the gate of each column of y, the channels, and Δ of each head.
+class StateMixer:
+    """The input product gives the gate of each column of y, the channels, and what each head needs.
 
-    A rank has some heads, with their gates and their columns of x, and B and C of the groups of these heads.
-    With fewer groups than ranks, several ranks hold a group, and the norm of the group needs the columns of
-    all of them: they sum its squares first."""
+    A rank has some heads, with their gates and their columns of x, and B and C (keys and queries) of the
+    groups of these heads."""
 
-    def __init__(self, config: ModelConfig, state: StateConfig, weights: Weights, name: str) -> None:
+    def __init__(
+        self, config: ModelConfig, state: StateConfig, weights: Weights, name: str, inputs: Sequence[str]
+    ) -> None:
+        """`inputs`: the weights of the parts of the input product. Equal names are one weight."""
         hidden = whole(config.hidden_size)
-        heads = weights.ranks.part(state.num_heads)
-        inner = heads.of(state.head_dim)
+        self.heads = weights.ranks.part(state.num_heads)
+        self.inner = self.heads.of(state.head_dim)
+        self.gate_size = self.inner.length
         self.groups = weights.ranks.shared_part(state.groups)
         of_groups = self.groups.of(state.state_size)
-        channels = beside(inner, of_groups, of_groups)
-        rows = beside(inner, inner, of_groups, of_groups, heads)
-        self.gate_size = inner.length
-        self.input = weights.linear([f"{name}.in_proj"] * len(rows), rows, hidden, bias=state.proj_bias)
-        self.out = weights.linear([f"{name}.out_proj"], [hidden], inner, bias=state.proj_bias)
-
-        def take(tensor: str, parts: list[Part], *others: Part) -> Tensor:
-            return weights.stack([f"{name}.{tensor}"] * len(parts), [(part, *others) for part in parts])
-
-        kernel = take("conv1d.weight", channels, whole(1), whole(state.conv_width))
-        self.parameters = Mamba2(
+        rows = [self.inner, self.inner, of_groups, of_groups, *[self.heads] * (len(inputs) - 4)]
+        rows = beside(*rows) if len(set(inputs)) == 1 else rows
+        names = [f"{name}.{part}" for part in inputs]
+        self.input = weights.linear(names, rows, hidden, bias=state.proj_bias)
+        self.out = weights.linear([f"{name}.out_proj"], [hidden], self.inner, bias=state.proj_bias)
+        channels = beside(self.inner, of_groups, of_groups)
+        kernel = take(weights, f"{name}.conv1d.weight", channels, whole(1), whole(state.conv_width))
+        self.of_both = (
             kernel[:, 0].T.contiguous(),
-            take("conv1d.bias", channels) if state.conv_bias else None,
-            take("dt_bias", [heads]).float(),
-            -take("A_log", [heads]).float().exp(),
+            take(weights, f"{name}.conv1d.bias", channels) if state.conv_bias else None,
+            take(weights, f"{name}.dt_bias", [self.heads]).float(),
+            -take(weights, f"{name}.A_log", [self.heads]).float().exp(),
             self.groups.length,
-            take("D", [heads]).float(),
-            state.dt_limits,
         )
-        self.norm = take("norm.weight", [inner])
+        """The fields of `StateLayer`."""
         self.norm_eps = state.norm_eps
-        self.group_size = state.inner_size // state.groups
         self.kernels = weights.kernels
         self.ranks = weights.ranks
+
+
+class Mamba2Mixer(StateMixer):
+    """A head needs Δ. With fewer groups than ranks, several ranks hold a group, and the norm of the group
+    needs the columns of all of them: they sum its squares first."""
+
+    def __init__(self, config: ModelConfig, state: StateConfig, weights: Weights, name: str) -> None:
+        super().__init__(config, state, weights, name, ["in_proj"] * 5)
+        d = take(weights, f"{name}.D", [self.heads]).float()
+        self.parameters = Mamba2(*self.of_both, d, state.dt_limits)
+        self.norm = take(weights, f"{name}.norm.weight", [self.inner])
+        self.group_size = state.inner_size // state.groups
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, mix: Mix) -> Tensor:
         projected = self.input(x)
@@ -68,45 +77,23 @@ class Mamba2Mixer:
         return self.ranks.all_reduce(of_groups)[:, self.groups.start]
 
 
-class GatedDeltaMixer:
-    """The input product gives the gate of each column of y, the channels, and Δ and β of each head.
-
-    A rank has some heads, and the keys and queries of the groups of these heads."""
+class GatedDeltaMixer(StateMixer):
+    """A head needs Δ and β."""
 
     def __init__(self, config: ModelConfig, state: StateConfig, weights: Weights, name: str) -> None:
-        hidden = whole(config.hidden_size)
-        heads = weights.ranks.part(state.num_heads)
-        inner = heads.of(state.head_dim)
-        groups = weights.ranks.shared_part(state.groups)
-        of_groups = groups.of(state.state_size)
-        self.gate_size = inner.length
-        self.input = weights.linear(
-            [f"{name}.in_proj_{part}" for part in "zvkqab"],
-            [inner, inner, of_groups, of_groups, heads, heads],
-            hidden,
-        )
-        self.out = weights.linear([f"{name}.out_proj"], [hidden], inner)
-
-        def take(tensor: str, parts: list[Part], *others: Part) -> Tensor:
-            return weights.stack([f"{name}.{tensor}"] * len(parts), [(part, *others) for part in parts])
-
-        channels = beside(inner, of_groups, of_groups)
-        kernel = take("conv1d.weight", channels, whole(1), whole(state.conv_width))
-        self.parameters = GatedDelta(
-            kernel[:, 0].T.contiguous(),
-            None,
-            take("dt_bias", [heads]).float(),
-            -take("A_log", [heads]).float().exp(),
-            groups.length,
-        )
+        super().__init__(config, state, weights, name, [f"in_proj_{part}" for part in "zvkqab"])
+        self.parameters = GatedDelta(*self.of_both)
         self.norm = weights.take(f"{name}.norm.weight", (state.head_dim,))
-        self.norm_eps = state.norm_eps
-        self.kernels = weights.kernels
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, mix: Mix) -> Tensor:
         projected = self.input(x)
         y = mix(layer, projected[:, self.gate_size :], self.parameters)
         return self.out(self.kernels.norm_gate(y, projected[:, : self.gate_size], self.norm, self.norm_eps))
+
+
+def take(weights: Weights, name: str, parts: list[Part], *others: Part) -> Tensor:
+    """These parts of the first dimension of a tensor, beneath each other."""
+    return weights.stack([name] * len(parts), [(part, *others) for part in parts])
 
 
 def beside(*parts: Part) -> list[Part]:

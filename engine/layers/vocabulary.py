@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.layers.linear import LinearMethod
+from baton.engine.kernels import LinearMethod
 from baton.engine.layers.ranks import whole
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig

@@ -9,13 +9,14 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Fp8Experts, kernels_for
-from baton.engine.layers.linear import LinearMethod, PlainLinear, packs_plain
+from baton.engine.kernels import Fp8Experts, LinearMethod, kernels_for
+from baton.engine.layers.linear import PlainLinear, packs_plain
 from baton.engine.layers.ranks import Part, Ranks, whole
 from baton.engine.model_config import ModelConfig
 
@@ -62,6 +63,22 @@ def stacked(parts: Sequence[Groups]) -> Groups | None:
         return None
     codes, scales, zeros, bits = zip(*parts, strict=True)
     return Groups(torch.cat(codes), torch.cat(scales), torch.cat(zeros), bits[0])
+
+
+class Stack(NamedTuple):
+    """Projections of the same input that are computed as one: of matrix i, rows[i] × columns. All rows are
+    stacked. With a part of the columns, the result is a term of a sum over ranks; the first rank's term has
+    the bias."""
+
+    names: Sequence[str]
+    rows: Sequence[Part]
+    columns: Part
+    bias: bool = False
+
+    @property
+    def weights(self) -> tuple[list[str], list[tuple[Part, Part]]]:
+        """The names of the matrices, and the parts of each."""
+        return [f"{name}.weight" for name in self.names], [(part, self.columns) for part in self.rows]
 
 
 class Checkpoint:
@@ -111,37 +128,22 @@ class PlainFormat:
         output projection that is not tied to the embedding."""
         return dtype.itemsize
 
-    def linear(
-        self, weights: "Weights", names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> LinearMethod:
-        """Loads several projections of the same input as one: weight i has rows[i] × columns, and all rows
-        are stacked. With a part of the columns, the result is a term of a sum over ranks; the first rank's
-        term has the bias. Tensors come from `weights.stack` and `weights.stored`, and may be on the device
+    def linear(self, weights: "Weights", stack: Stack) -> LinearMethod:
+        """Loads a product. Tensors come from `weights.stack` and `weights.stored`, and may be on the device
         "meta". Raises `ValueError` naming file and tensor, also if the parts cut a group or block."""
-        weight = weights.stack(
-            [f"{name}.weight" for name in names],
-            [(part, columns) for part in rows],
-            scratch=packs_plain(weights.dtype, weights.device),
-        )
-        return PlainLinear(weight, weights.bias(names, rows, columns) if bias else None)
+        weight = weights.stack(*stack.weights, scratch=packs_plain(weights.dtype, weights.device))
+        return PlainLinear(weight, weights.bias(stack))
 
-    def experts(
-        self, weights: "Weights", names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
-    ) -> Tensor | Fp8Experts:
-        """Loads projections of the same input for several experts: names[i] are those of expert i, each with
-        rows[i] × columns. Experts without rows are not on this rank. Returns [experts, out, in]. Raises
-        `ValueError` as `linear` does, also if the format has no kernel for experts."""
-        stacked = weights.stack(
-            [f"{name}.weight" for expert in names for name in expert],
-            [(part, columns) for expert, part in zip(names, rows, strict=True) for _ in expert],
-        )
-        return stacked.unflatten(0, (sum(part.length > 0 for part in rows), -1))
+    def experts(self, weights: "Weights", experts: Sequence[Stack]) -> Tensor | Fp8Experts:
+        """Loads a product of each expert. Experts without rows are not on this rank. Returns [experts, out,
+        in]. Raises `ValueError` as `linear` does, also if the format has no kernel for experts."""
+        names, parts = zip(*(stack.weights for stack in experts), strict=True)
+        stacked = weights.stack([*chain(*names)], [*chain(*parts)])
+        return stacked.unflatten(0, (sum(stack.rows[0].length > 0 for stack in experts), -1))
 
-    def tied(
-        self, weights: "Weights", name: str, rows: Part, columns: Part, embedding: Tensor
-    ) -> LinearMethod:
-        """The output projection of a model that has no other one than its input embedding. `embedding` has
-        these rows and columns of `name`, in the model's dtype."""
+    def tied(self, weights: "Weights", stack: Stack, embedding: Tensor) -> LinearMethod:
+        """The output projection of a model that has no other one than its input embedding. `embedding` is the
+        stack, in the model's dtype."""
         return PlainLinear(embedding)
 
 
@@ -172,18 +174,16 @@ class Weights:
     def linear(
         self, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool = False
     ) -> LinearMethod:
-        """A product with the weights `names`; see `PlainFormat.linear`."""
-        return self._format.linear(self, names, rows, columns, bias=bias)
+        """A product with the weights `names`; see `Stack`."""
+        return self._format.linear(self, Stack(names, rows, columns, bias))
 
-    def experts(
-        self, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
-    ) -> Tensor | Fp8Experts:
+    def experts(self, experts: Sequence[Stack]) -> Tensor | Fp8Experts:
         """The weights of several experts; see `PlainFormat.experts`."""
-        return self._format.experts(self, names, rows, columns)
+        return self._format.experts(self, experts)
 
     def tied(self, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
         """See `PlainFormat.tied`."""
-        return self._format.tied(self, name, rows, columns, embedding)
+        return self._format.tied(self, Stack([name], [rows], columns), embedding)
 
     def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
         """See `Checkpoint.groups`; the result is on the device."""
@@ -196,11 +196,12 @@ class Weights:
         self._note(name, parts, None)  # as where the matrix is plain: on another device, or cut in ranks
         return groups
 
-    def bias(self, names: Sequence[str], rows: Sequence[Part], columns: Part) -> Tensor | None:
-        """The stacked biases of `names`, which the first rank alone adds if ranks have parts of the columns.
-        None: another rank adds them."""
-        added = self.stack([f"{name}.bias" for name in names], [(part,) for part in rows])
-        return None if columns.start else added
+    def bias(self, stack: Stack) -> Tensor | None:
+        """The stacked biases. None: there are none, or another rank adds them."""
+        if not stack.bias:
+            return None
+        added = self.stack([f"{name}.bias" for name in stack.names], [(part,) for part in stack.rows])
+        return None if stack.columns.start else added
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The whole tensor `name`, which must have this shape. Raises `ValueError` naming file and tensor."""

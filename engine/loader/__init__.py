@@ -13,19 +13,25 @@ import torch
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights
-from baton.engine.loader.by_rows import Glm4Checkpoint, Phi3Checkpoint, Qwen3NextCheckpoint
+from baton.engine.loader.families import (
+    Gemma3Checkpoint,
+    Glm4Checkpoint,
+    HybridCheckpoint,
+    Llama4Checkpoint,
+    Phi3Checkpoint,
+    Qwen3NextCheckpoint,
+)
 from baton.engine.loader.formats import choose_format
 from baton.engine.loader.gguf_file import GGUFCheckpoint
 from baton.engine.loader.gpt_oss import GptOssCheckpoint
 from baton.engine.loader.hf import OTHER_FORMATS, DummyCheckpoint, HFCheckpoint, read_config
-from baton.engine.loader.hybrid import HybridCheckpoint
 from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
-from baton.engine.loader.text_models import Gemma3Checkpoint, Llama4Checkpoint
+from baton.engine.loader.rearranged import Rearranged
 from baton.engine.model_config import LongRopeScaling
 from baton.engine.models import model_class
 from baton.engine.models.llama import Llama
 
-REARRANGED: dict[str, Callable[[Checkpoint], Checkpoint]] = {
+REARRANGED: dict[str, type[Rearranged]] = {
     "Phi3ForCausalLM": Phi3Checkpoint,
     "Glm4ForCausalLM": Glm4Checkpoint,
     "Gemma3ForCausalLM": Gemma3Checkpoint,
@@ -92,18 +98,10 @@ def load_model(
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
-    beside: tuple[object, ...] = ()  # what is not in the repr
-    if identity.experts:
-        beside = (identity.experts, identity.spans, identity.nope)
-    if identity.state:
-        beside += (identity.state, identity.rotary_dim, identity.multipliers)
-    elif identity.rotary_dim is not None:
-        beside += (identity.rotary_dim,)
-    if identity.local_rope:
-        beside += (identity.spans, identity.multipliers, identity.local_rope)
+    factors = None
     if isinstance(identity.rope_scaling, LongRopeScaling):
-        beside += (identity.rope_scaling.factors(max_model_len),)
-    digest = hashlib.sha256(" ".join(map(str, [identity, *beside])).encode()).hexdigest()[:32]
+        factors = identity.rope_scaling.factors(max_model_len)
+    digest = hashlib.sha256(f"{identity} {factors}".encode()).hexdigest()[:32]
     form = weight_format.identity or "plain"
     return model, f"model={digest}; weights={weights.finish()[:32]}; format={form}"
 

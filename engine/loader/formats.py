@@ -57,7 +57,9 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
     supported, with the list of those that are."""
     wanted, settings = engine.quantization, model.quantization
     if settings is not None and settings.get("quant_method") == "gguf":
-        if wanted == "none" or (wanted == "auto" and not _serves_packed(engine, settings, device)):
+        dtype = torch.bfloat16 if engine.dtype == "auto" else getattr(torch, engine.dtype)
+        by_default = gguf_groups.serves_packed(settings, dtype, device)
+        if wanted == "none" or (wanted == "auto" and not by_default):
             return PlainFormat()
         if wanted == "gguf" and engine.dtype == "float32":
             raise ValueError(
@@ -85,9 +87,3 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
     if engine.load_format == "dummy":
         raise ValueError(f"--load-format dummy: {engine.model} has weights in the format {method}; use auto")
     return STORED[method](settings, engine.model, device)
-
-
-def _serves_packed(engine: EngineConfig, settings: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether a GGUF file is served packed by default."""
-    dtype = torch.bfloat16 if engine.dtype == "auto" else getattr(torch, engine.dtype)
-    return gguf_groups.serves_packed(settings, dtype, device)

@@ -10,7 +10,7 @@ import mmap
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint, Groups
 from baton.engine.loader.gguf_groups import UNPACK
-from baton.engine.loader.rearranged import halves, read_heads
+from baton.engine.loader.rearranged import in_heads, read_rows, rotated_first
 from baton.engine.loader.settings import Settings
 from baton.engine.model_config import ModelConfig, RopeScaling
 
@@ -170,15 +170,12 @@ class GGUFFile:
         return None
 
     def _string(self) -> str:
+        (length,) = LENGTH.unpack_from(self._data, self._at)
         begin = self._at + LENGTH.size
-        self._skip_string()
+        self._at = begin + length
         if self._at > len(self._data):
             raise OverflowError("a string is longer than the file")
         return self._data[begin : self._at].decode("utf-8")
-
-    def _skip_string(self) -> None:
-        (length,) = LENGTH.unpack_from(self._data, self._at)
-        self._at += LENGTH.size + length
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + layout, self._data, self._at)
@@ -217,24 +214,21 @@ class GGUFCheckpoint(Checkpoint):
         def read(parts: Sequence[Part]) -> Tensor:
             return torch.from_numpy(stored[tuple(part.indices for part in parts)].copy())
 
-        blocks = [rows, Part(columns.start // values, columns.stop // values, columns.size // values)]
-        raw = (
-            read_heads(read, halves(self.config.head_dim), blocks)
-            if self._interleaves(name)
-            else read(blocks)
-        )
-        return UNPACK[info.kind.name](raw)
-
-    def _interleaves(self, name: str) -> bool:
-        return self.config.architecture == "LlamaForCausalLM" and INTERLEAVED.search(name) is not None
+        return UNPACK[info.kind.name](self._in_order(name, read, [rows, columns.in_groups(values)]))
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
         def read(parts: Sequence[Part]) -> Tensor:
             return torch.from_numpy(self._file.read(self._name_of[name], parts))
 
-        return (
-            read_heads(read, halves(self.config.head_dim), parts) if self._interleaves(name) else read(parts)
-        )
+        return self._in_order(name, read, parts)
+
+    def _in_order(self, name: str, read: Callable[[Sequence[Part]], Tensor], parts: Sequence[Part]) -> Tensor:
+        """These parts of a tensor, with its rows in our order. `read` reads parts of the stored one."""
+        if self.config.architecture != "LlamaForCausalLM" or not INTERLEAVED.search(name):
+            return read(parts)
+        size, head_dim = parts[0].size, self.config.head_dim
+        rows = in_heads(torch.arange(size), rotated_first(head_dim, head_dim, interleaved=True))
+        return read_rows(read, rows, size, parts)
 
     def _config(self) -> ModelConfig:
         metadata = self._file.metadata

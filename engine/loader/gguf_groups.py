@@ -3,7 +3,7 @@
 The types are described in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.engine.kernels import LinearMethod
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter, grouped_linear, packs
-from baton.engine.layers.linear import LinearMethod, PlainLinear
-from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import Groups, Weights, stacked
+from baton.engine.layers.linear import PlainLinear
+from baton.engine.layers.weights import Groups, Stack, Weights, stacked
 
 GROUP = 32
 """Columns of a group, in all these types."""
@@ -89,19 +89,14 @@ class GGUFFormat(GroupsFormat):
 
         return fmean(map(of, self.products), self.products.values())
 
-    def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        on_gpu = weights.device.type == "cuda"
-        groups = None if on_gpu else self.read_groups(weights, [name], [rows], columns)
+    def tied(self, weights: Weights, stack: Stack, embedding: Tensor) -> LinearMethod:
+        groups = None if weights.device.type == "cuda" else self.read_groups(weights, stack)
         if groups is None or not packs(groups.bits, weights.dtype, weights.device):
             return PlainLinear(embedding)
         return grouped_linear(groups, None, weights, output=True)
 
-    def read_groups(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
-    ) -> Groups | None:
-        parts = [
-            weights.groups(f"{name}.weight", (part, columns)) for name, part in zip(names, rows, strict=True)
-        ]
+    def read_groups(self, weights: Weights, stack: Stack) -> Groups | None:
+        parts = [weights.groups(name, part) for name, part in zip(*stack.weights, strict=True)]
         read = [part for part in parts if part is not None]
         return stacked(read) if len(read) == len(parts) else None
 

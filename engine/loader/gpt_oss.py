@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from baton.engine.layers.ranks import Part, whole
-from baton.engine.layers.weights import Checkpoint
-from baton.engine.loader.rearranged import Piece, Rearranged
+from baton.engine.loader.families import projections
+from baton.engine.loader.rearranged import Piece, Rearranged, span
 
-FUSED = re.compile(r"(.*\.experts)\.((gate_up|down)_proj)(_bias|_blocks|_scales|)$")
+FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales|)$")
 BLOCKS = "_blocks"
-PROJECTIONS = {"gate_up": ("gate", "up"), "down": ("down",)}
 GROUP = 32  # values with one scale
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 VALUES = torch.tensor(MAGNITUDES + [-value for value in MAGNITUDES], dtype=torch.bfloat16)
@@ -31,40 +30,29 @@ SCALES = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan]
 
 
 class GptOssCheckpoint(Rearranged):
-    """The `Checkpoint` of a gpt-oss model: reads `files`, and gives each expert its tensors."""
+    """The `Checkpoint` of a gpt-oss model."""
 
-    def __init__(self, files: Checkpoint) -> None:
-        super().__init__(files)
-        for name in files.names():
-            if fused := FUSED.match(name):
-                self._pieces.update(self._split(name, *fused.groups()))
-            else:
-                self._stored[name] = name
-
-    def _split(
-        self, name: str, experts: str, projection: str, kind: str, suffix: str
-    ) -> Iterator[tuple[str, Piece]]:
-        """The tensors of each expert in this one, by the names that they would have in other families."""
+    def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
+        fused = FUSED.match(name)
+        if fused is None:
+            yield from super()._split(name, stored)
+            return
+        experts, projection, suffix = fused.groups()
+        shape = self._files.shape(stored)
         if suffix == "_scales":  # read with the blocks
             return
-        shape = self._files.shape(name) or ()
-        if len(shape) != {"": 3, "_blocks": 4, "_bias": 2}[suffix]:
-            raise ValueError(f"{self._files.file_of(name)}: tensor {name} is {list(shape)}")
+        read = self._read_expert
         if suffix == BLOCKS:
-            self._check_scales(f"{experts}.{projection}", shape)
-            shape = (*shape[:2], shape[2] * GROUP)
+            if len(shape) != 4:
+                raise self._unfit(stored)
+            self._check_scales(f"{experts}.{projection}_proj", shape)
+            shape, read = (*shape[:2], shape[2] * GROUP), self._read_blocks
         elif suffix == "":
-            shape = (shape[0], shape[2], shape[1])
-        turns = len(PROJECTIONS[kind])
-        count, rows, *columns = shape
-        if 0 in shape or rows % turns:
-            raise ValueError(f"{self._files.file_of(name)}: tensor {name} is {list(shape)}")
-        for expert in range(count):
-            for turn, of in enumerate(PROJECTIONS[kind]):
-                to = f"{experts}.{expert}.{of}_proj.{'bias' if suffix == '_bias' else 'weight'}"
-                read = self._read_blocks if suffix == BLOCKS else self._read_plain
-                of_expert = partial(read, name, Part(expert, expert + 1, count), slice(turn, None, turns))
-                yield to, Piece(name, (rows // turns, *columns), of_expert)
+            shape = (*shape[:1], *reversed(shape[1:]))
+            read = partial(self._read_expert, transposed=True)
+        what = "bias" if suffix == "_bias" else "weight"
+        names = [f"{experts}.{{}}.{part}_proj.{what}" for part in projections(projection)]
+        yield from self._by_expert(stored, shape, names, read, in_turns=True)
 
     def _check_scales(self, stored: str, blocks: tuple[int, ...]) -> None:
         name = f"{stored}_scales"
@@ -72,23 +60,17 @@ class GptOssCheckpoint(Rearranged):
             raise ValueError(f"{self._files.file_of(f'{stored}_blocks')}: tensor {name} is missing")
         if self._files.shape(name) != blocks[:3] or blocks[3] != GROUP // 2:
             raise ValueError(
-                f"{self._files.file_of(name)}: tensor {name} is {list(self._files.shape(name) or ())}, which "
+                f"{self._files.file_of(name)}: tensor {name} is {list(self._files.shape(name))}, which "
                 f"does not fit blocks of {list(blocks)}"
             )
 
-    def _read_plain(self, stored: str, expert: Part, of_turn: slice, parts: Sequence[Part]) -> Tensor:
-        """One tensor of one expert: its rows are those `of_turn` among the stored ones."""
-        rows, *columns = parts
-        read = self._files.read(stored, [expert, *columns, rows.of(of_turn.step)])[0]
-        return (read.T if columns else read)[of_turn]
-
-    def _read_blocks(self, stored: str, expert: Part, of_turn: slice, parts: Sequence[Part]) -> Tensor:
-        rows, columns = parts
-        first = columns.start // GROUP
-        groups = Part(first, -(-columns.stop // GROUP), columns.size // GROUP)
+    def _read_blocks(self, stored: str, expert: Part, rows: range, parts: Sequence[Part]) -> Tensor:
+        """As `_read_expert`."""
+        columns = parts[1]
+        groups, own = columns.in_groups(GROUP), span(rows[parts[0].indices])
         names = stored, f"{stored.removesuffix(BLOCKS)}_scales"
         blocks, scales = (
-            self._files.read(name, [expert, rows.of(of_turn.step), groups, *inside])[0, of_turn]
+            self._files.read(name, [expert, own, groups, *inside])[0, :: rows.step]
             for name, inside in zip(names, ([whole(GROUP // 2)], []), strict=True)
         )
         for tensor, name in zip((blocks, scales), names, strict=True):
@@ -98,4 +80,5 @@ class GptOssCheckpoint(Rearranged):
                 )
         values = PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, GROUP)
         values *= SCALES[scales.int()][..., None]
-        return values.flatten(1)[:, columns.start - first * GROUP : columns.stop - first * GROUP]
+        before = groups.start * GROUP
+        return values.flatten(1)[:, columns.start - before : columns.stop - before]

@@ -69,7 +69,8 @@ def model_config_from_hf(
     `source` and the key that is wrong or not supported."""
     architecture, settings = _settings_of_text(config, source)
     rotation, local = ropes(settings)
-    _check_supported(settings, rotation, architecture)
+    for what in _not_supported(settings, rotation, architecture):
+        raise ValueError(f"{source}: {what} is not supported")
     rope = Settings(rotation, source)
 
     num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
@@ -265,13 +266,8 @@ def _nope(settings: Settings) -> NoPEConfig:
     )
 
 
-def _check_supported(settings: Settings, rope: Any, architecture: str) -> None:
-    """`rope`: the settings of rotation, if they are a mapping."""
-    for what in _not_supported(settings, rope, architecture):
-        raise ValueError(f"{settings.source}: {what} is not supported")
-
-
 def _not_supported(settings: Settings, rope: Any, architecture: str) -> Iterator[str]:
+    """`rope`: the settings of rotation, if they are a mapping."""
     if not isinstance(settings.get("quantization_config", {}), Mapping | None):
         yield f"quantization_config {settings.get('quantization_config')!r}"
     key, activation = "hidden_act", "silu"

@@ -20,7 +20,7 @@ from torch import Tensor
 from baton.engine.kernels import Fp8Experts
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
 from baton.engine.layers.ranks import Part, whole
-from baton.engine.layers.weights import Groups, Weights, stacked
+from baton.engine.layers.weights import Groups, Stack, Weights, stacked
 
 WORD = 8
 """Integers in a word."""
@@ -48,9 +48,8 @@ class Int4Format(GroupsFormat):
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         return dtype.itemsize if output else bytes_per_parameter(4, self.size, dtype, self.device)
 
-    def read_groups(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
-    ) -> Groups | None:
+    def read_groups(self, weights: Weights, stack: Stack) -> Groups | None:
+        names, rows, columns, _ = stack
         quantized = [name for name in names if weights.has(f"{name}.{self.marker}")]
         if not quantized:
             return None
@@ -62,12 +61,10 @@ class Int4Format(GroupsFormat):
         assert groups is not None, "all are read with one size"
         return groups
 
-    def experts(
-        self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
-    ) -> Tensor | Fp8Experts:
-        if any(weights.has(f"{name}.{self.marker}") for expert in names for name in expert):
+    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts:
+        if any(weights.has(f"{name}.{self.marker}") for stack in experts for name in stack.names):
             raise ValueError(f"{weights.source}: experts in the format {self.name} are not supported")
-        return super().experts(weights, names, rows, columns)
+        return super().experts(weights, experts)
 
 
 def gptq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
@@ -129,34 +126,34 @@ def _size(size: Any, source: str) -> int:
 
 
 def _gptq(size: int, less: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:
-    words = weights.stored(f"{name}.qweight", (_words(columns), rows), torch.int32)
+    words = weights.stored(f"{name}.qweight", (columns.in_groups(WORD), rows), torch.int32)
     codes = _unpacked(words.T.contiguous())
     if weights.has(f"{name}.g_idx"):
         index = weights.stored(f"{name}.g_idx", (columns,), torch.int32)
         ordered = torch.arange(columns.start, columns.stop, dtype=torch.int32) // size
         if not index.is_meta and not index.cpu().equal(ordered):
             raise ValueError(f"{weights.source}: {name}.g_idx: groups in another order are not supported")
-    scales = weights.stored(f"{name}.scales", (_groups(columns, size), rows), *SCALES).float()
-    packed = weights.stored(f"{name}.qzeros", (_groups(columns, size), _words(rows)), torch.int32)
+    scales = weights.stored(f"{name}.scales", (columns.in_groups(size), rows), *SCALES).float()
+    packed = weights.stored(f"{name}.qzeros", (columns.in_groups(size), rows.in_groups(WORD)), torch.int32)
     zeros = _within(_unpacked(packed), rows).float() + less
     return _around(codes, scales.T, zeros.T)
 
 
 def _awq(size: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:
     def unpacked(suffix: str, first: Part) -> Tensor:
-        words = weights.stored(f"{name}.{suffix}", (first, _words(rows)), torch.int32)
+        words = weights.stored(f"{name}.{suffix}", (first, rows.in_groups(WORD)), torch.int32)
         ordered = _unpacked(words).unflatten(1, (-1, WORD))[:, :, list(AWQ_ORDER)]
         return _within(ordered.flatten(1), rows).T
 
     codes = unpacked("qweight", columns).contiguous()
-    zeros = unpacked("qzeros", _groups(columns, size)).float()
-    scales = weights.stored(f"{name}.scales", (_groups(columns, size), rows), *SCALES).float()
+    zeros = unpacked("qzeros", columns.in_groups(size)).float()
+    scales = weights.stored(f"{name}.scales", (columns.in_groups(size), rows), *SCALES).float()
     return _around(codes, scales.T, zeros)
 
 
 def _compressed(size: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:
-    codes = _unpacked(weights.stored(f"{name}.weight_packed", (rows, _words(columns)), torch.int32))
-    scales = weights.stored(f"{name}.weight_scale", (rows, _groups(columns, size)), *SCALES).float()
+    codes = _unpacked(weights.stored(f"{name}.weight_packed", (rows, columns.in_groups(WORD)), torch.int32))
+    scales = weights.stored(f"{name}.weight_scale", (rows, columns.in_groups(size)), *SCALES).float()
     shape = weights.stored(f"{name}.weight_shape", (whole(2),), torch.int64, torch.int32)
     if not shape.is_meta and shape.tolist() != [rows.size, columns.size]:
         raise ValueError(
@@ -164,7 +161,7 @@ def _compressed(size: int, weights: Weights, name: str, rows: Part, columns: Par
         )
     if not weights.has(f"{name}.weight_zero_point"):
         return Groups(codes, scales, torch.zeros_like(scales), 4)
-    parts = (_words(rows), _groups(columns, size))
+    parts = (rows.in_groups(WORD), columns.in_groups(size))
     packed = weights.stored(f"{name}.weight_zero_point", parts, torch.int32)
     zeros = _within(_unpacked(packed.T.contiguous()), rows).float()
     return _around(codes, scales, zeros.T)
@@ -181,16 +178,7 @@ def _unpacked(words: Tensor) -> Tensor:
     return (words[:, :, None] >> shifts).bitwise_and_(15).to(torch.uint8).flatten(1)
 
 
-def _words(part: Part) -> Part:
-    """The words that hold these integers."""
-    return Part(part.start // WORD, -(-part.stop // WORD), part.size // WORD)
-
-
 def _within(unpacked: Tensor, part: Part) -> Tensor:
     """The columns of this part, from those of its words."""
     first = part.start % WORD
     return unpacked[:, first : first + part.length]
-
-
-def _groups(columns: Part, size: int) -> Part:
-    return Part(columns.start // size, columns.stop // size, columns.size // size)

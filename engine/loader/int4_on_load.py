@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton.engine.kernels import LinearMethod
 from baton.engine.layers.fp8_linear import ALIGNED, Fp8Format
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
-from baton.engine.layers.linear import LinearMethod
-from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import OUTPUT, Groups, Weights
+from baton.engine.layers.weights import OUTPUT, Groups, Stack, Weights
 from baton.engine.loader.fp8_formats import fp8_output
 
 SIZES = (128, 64, 32)
@@ -34,28 +33,20 @@ class Int4OnLoad(GroupsFormat):
             return self.output.bytes_per_parameter(dtype)
         return bytes_per_parameter(4, SIZES[0], dtype, self.device)
 
-    def linear(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> LinearMethod:
-        aligned = not any(part.length % ALIGNED for part in (*rows, columns))
-        if names == [OUTPUT] and aligned:
-            return self.output.linear(weights, names, rows, columns, bias=bias)
-        return super().linear(weights, names, rows, columns, bias=bias)
+    def linear(self, weights: Weights, stack: Stack) -> LinearMethod:
+        aligned = not any(part.length % ALIGNED for part in (*stack.rows, stack.columns))
+        method = self.output if stack.names == [OUTPUT] and aligned else super()
+        return method.linear(weights, stack)
 
-    def read_groups(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
-    ) -> Groups | None:
+    def read_groups(self, weights: Weights, stack: Stack) -> Groups | None:
+        columns = stack.columns
         size = next((size for size in SIZES if columns.size % size == 0), None)
-        if names == [OUTPUT] or size is None:
+        if stack.names == [OUTPUT] or size is None:
             return None
-        columns.check_groups(size, f"{names[0]} in {weights.source}")
-        parts = [(part, columns) for part in rows]
-        weight = weights.stack([f"{name}.weight" for name in names], parts, scratch=True)
-        return rounded(weight, size)
+        columns.check_groups(size, f"{stack.names[0]} in {weights.source}")
+        return rounded(weights.stack(*stack.weights, scratch=True), size)
 
-    def experts(
-        self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
-    ) -> Tensor:
+    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor:
         raise ValueError(f"--quantization int4: {weights.source} has experts, which can be in fp8")
 
 

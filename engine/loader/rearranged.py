@@ -1,7 +1,16 @@
-"""Checkpoints that store tensors in another form than most families: the bases of their classes."""
+"""Shows the tensors of a checkpoint in the form of most families, if it stores them in another.
+
+    one tensor for several     has their rows, one after the other or in turns
+    rows in another order      those of a head, where the checkpoint or the model rotates it in another way
+    one tensor for all experts [experts, rows, columns], or transposed [experts, columns, rows]
+    other names
+    other norms                they multiply by 1 + weight: here the weight has the 1 already
+
+A text model that sees images, too, has its tensors under a prefix. The rest of them is left out.
+"""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -10,88 +19,142 @@ from torch import Tensor
 
 from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint
+from baton.engine.loader.hf import HFCheckpoint
+
+TEXT = "language_model."
+NORM = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")
 
 
 class Piece(NamedTuple):
-    """A tensor that is a part of a stored one, or has its rows in another order."""
+    """A tensor in the form of most families."""
 
     stored: str
+    """The tensor of the files that it is a part of."""
     shape: tuple[int, ...]
     read: Callable[[Sequence[Part]], Tensor]
     """Reads these parts of its dimensions."""
 
 
 class Rearranged(Checkpoint):
-    """The base of a checkpoint with the tensors of `files` in the form of most families.
+    """The base of a checkpoint with the tensors of `files` in the form of most families. By itself it gives
+    the rows of query and key heads our order."""
 
-    A subclass fills `_stored` and `_pieces`."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Part of a name in the files → the same part in other families."""
+    left_out: ClassVar[str] = " "
+    """The prefix of tensors that are left out."""
+    interleaved: ClassVar[bool] = False
+    """Whether the halves of what is rotated in a head are stored in turns."""
+    adds_one: ClassVar[bool] = False
+    """Whether norms multiply by 1 + weight."""
 
-    def __init__(self, files: Checkpoint) -> None:
-        self.config = files.config
+    def __init__(self, files: HFCheckpoint) -> None:
+        self.config = config = files.config
         self.source = files.source
-        if self.config.quantization is not None:
-            family = self.config.architecture
+        if config.quantization is not None:
+            family = config.architecture
             raise ValueError(f"{self.source}: quantized checkpoints of {family} are not supported")
+        rotated = config.head_dim if config.rotary_dim is None else config.rotary_dim
+        self._order = rotated_first(config.head_dim, rotated, interleaved=self.interleaved)
         self._files = files
-        self._stored: dict[str, str] = {}  # names in `files` of tensors that are whole there
         self._pieces: dict[str, Piece] = {}
+        prefix = TEXT if any(name.startswith(TEXT) for name in files.names()) else ""
+        for stored in files.names():
+            name = stored.removeprefix(prefix)
+            for theirs, ours in self.renamed.items():
+                name = name.replace(theirs, ours)
+            if stored.startswith(prefix) and not name.startswith(self.left_out):
+                self._pieces.update(self._split(name, stored))
 
     def names(self) -> Collection[str]:
-        return self._stored.keys() | self._pieces.keys()
+        return self._pieces.keys()
 
     def file_of(self, name: str) -> str:
         piece = self._pieces.get(name)
-        return self._files.file_of(piece.stored if piece else self._stored.get(name, name))
+        return self._files.file_of(piece.stored if piece else name)
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        piece = self._pieces.get(name)
-        return piece.shape if piece else self._files.shape(self._stored[name])
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._pieces[name].shape
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        piece = self._pieces.get(name)
-        return piece.read(parts) if piece else self._files.read(self._stored[name], parts)
+        tensor = self._pieces[name].read(parts)
+        return tensor.float() + 1 if self.adds_one and NORM.fullmatch(name) else tensor
 
-    def _in_order(self, stored: str, order: Tensor) -> Piece:
-        """The projection of queries or keys, with the dimensions of each head in this order."""
+    def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
+        """The tensors in a stored one, by their names in other families. `name`: the one that the stored one
+        would have there."""
+        module, _, what = name.rpartition(".")
+        module, _, kind = module.rpartition(".")
+        if rows := self._rows(kind):
+            yield from self._by_rows(stored, {f"{module}.{part}.{what}": rows[part] for part in rows})
+        else:
+            shape = self._files.shape(stored)
+            yield name, Piece(stored, shape, lambda parts: self._files.read(stored, parts))
+
+    def _rows(self, kind: str) -> Mapping[str, Tensor]:
+        """The rows of each tensor in a stored one of this kind, by its kind. Empty: it is one, in order."""
+        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
+        if kind not in heads:
+            return {}
+        return {kind: in_heads(torch.arange(heads[kind] * self.config.head_dim), self._order)}
+
+    def _by_rows(self, stored: str, rows: Mapping[str, Tensor]) -> Iterator[tuple[str, Piece]]:
+        """Tensors with these rows of a stored one, which has no others."""
+        shape = self._files.shape(stored)
+        if shape[:1] != (sum(map(len, rows.values())),):
+            raise self._unfit(stored)
 
         def read(parts: Sequence[Part]) -> Tensor:
-            return read_heads(lambda whole: self._files.read(stored, whole), order, parts)
+            return self._files.read(stored, parts)
 
-        return Piece(stored, self._files.shape(stored) or (), read)
+        for name, own in rows.items():
+            yield name, Piece(stored, (len(own), *shape[1:]), partial(read_rows, read, own, shape[0]))
+
+    def _by_expert(
+        self,
+        stored: str,
+        shape: Sequence[int],
+        names: Sequence[str],
+        read: Callable[[str, Part, range, Sequence[Part]], Tensor],
+        *,
+        in_turns: bool = False,
+    ) -> Iterator[tuple[str, Piece]]:
+        """The tensors of each expert in a stored one. `names` have {} for the number of the expert, and equal
+        shares of the rows: one after the other, or in turns.
+
+        `shape` [experts, rows, columns], or [experts, rows] of biases: as other families would have it.
+        `read`: as `_read_expert`."""
+        dims = 2 if names[0].endswith("bias") else 3
+        if len(shape) != dims or 0 in shape or shape[1] % len(names):
+            raise self._unfit(stored)
+        count, rows, *columns = shape
+        size = rows // len(names)
+        for expert in range(count):
+            for i, name in enumerate(names):
+                own = range(i, rows, len(names)) if in_turns else range(i * size, (i + 1) * size)
+                of_expert = partial(read, stored, Part(expert, expert + 1, count), own)
+                yield name.format(expert), Piece(stored, (size, *columns), of_expert)
+
+    def _read_expert(
+        self, stored: str, expert: Part, rows: range, parts: Sequence[Part], *, transposed: bool = False
+    ) -> Tensor:
+        """Parts of the tensor of one expert that has these rows of a stored one."""
+        own, columns = span(rows[parts[0].indices]), parts[1:]
+        if transposed:
+            read = self._files.read(stored, [expert, *columns, own])[0].T
+        else:
+            read = self._files.read(stored, [expert, own, *columns])[0]
+        return read[:: rows.step]
+
+    def _unfit(self, stored: str) -> ValueError:
+        shape = list(self._files.shape(stored))
+        return ValueError(f"{self._files.file_of(stored)}: tensor {stored} is {shape}")
 
 
-class ByRows(Rearranged):
-    """The base of a checkpoint that reads some tensors of `files` by rows."""
-
-    tensor: ClassVar[re.Pattern[str]]
-    """The name of such a tensor: module, kind, and weight or bias."""
-    left_out: ClassVar[str] = " "
-    """The prefix of tensors that are left out."""
-
-    def __init__(self, files: Checkpoint) -> None:
-        super().__init__(files)
-        for stored in files.names():
-            if match := self.tensor.fullmatch(stored):
-                module, kind, what = match.groups()
-                parts, shape = dict(self._parts(kind)), files.shape(stored) or (0,)
-                if sum(map(len, parts.values())) != shape[0]:
-                    raise ValueError(f"{files.file_of(stored)}: tensor {stored} is {list(shape)}")
-                for name, rows in parts.items():
-                    read = partial(self._read_rows, stored, rows)
-                    piece = Piece(stored, (len(rows), *shape[1:]), read)
-                    self._pieces[f"{module}.{name}.{what}"] = piece
-            elif not stored.startswith(self.left_out):
-                self._stored[stored] = stored
-
-    def _parts(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the rows of a stored one belong to."""
-        raise NotImplementedError
-
-    def _read_rows(self, stored: str, rows: Tensor, parts: Sequence[Part]) -> Tensor:
-        rows = rows[parts[0].indices]
-        first, size = int(rows.min()), (self._files.shape(stored) or ())[0]
-        read = self._files.read(stored, [Part(first, int(rows.max()) + 1, size), *parts[1:]])
-        return read[rows - first]
+def span(rows: range) -> Part:
+    """From the first to the last of these rows."""
+    stop = rows[-1] + 1 if rows else rows.start
+    return Part(rows.start, stop, stop)
 
 
 def rotated_first(head_dim: int, rotary_dim: int, *, interleaved: bool = False) -> Tensor:
@@ -102,19 +165,18 @@ def rotated_first(head_dim: int, rotary_dim: int, *, interleaved: bool = False) 
     return torch.cat([half for pair in zip(halves, rest.chunk(2), strict=True) for half in pair])
 
 
-def halves(head_dim: int) -> Tensor:
-    """The stored dimensions of a head in our order, if the checkpoint interleaves its rotated halves a and
-    b: (a0, b0, a1, b1, …). The kernels rotate heads in the order (a0, a1, …, b0, b1, …)."""
-    return torch.arange(head_dim).view(-1, 2).T.flatten()
-
-
-def read_heads(read: Callable[[Sequence[Part]], Tensor], order: Tensor, parts: Sequence[Part]) -> Tensor:
-    """These parts of the query's or key's projection, with the dimensions of each head in this order. `read`
-    reads parts of the stored tensor.
+def in_heads(rows: Tensor, order: Tensor) -> Tensor:
+    """The rows of query or key heads, with the dimensions of each head in this order.
 
     Attention does not change: it only needs products of query and key heads, which both take the order."""
-    rows, *others = parts
-    head_dim = len(order)
-    begin, end = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
-    heads = read([Part(begin, end, rows.size), *others]).unflatten(0, (-1, head_dim))
-    return heads[:, order].flatten(0, 1)[rows.start - begin : rows.stop - begin]
+    return rows.view(-1, len(order))[:, order].flatten()
+
+
+def read_rows(
+    read: Callable[[Sequence[Part]], Tensor], rows: Tensor, size: int, parts: Sequence[Part]
+) -> Tensor:
+    """Parts of a tensor that has these rows of a stored one, which has `size` rows and `read` reads."""
+    rows = rows[parts[0].indices]
+    first, last = int(rows.min()), int(rows.max())
+    found = read([Part(first, last + 1, size), *parts[1:]])
+    return found if rows.equal(torch.arange(first, last + 1)) else found[rows - first]

@@ -6,10 +6,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import HeadNorm
-from baton.engine.layers.linear import LinearMethod
+from baton.engine.kernels import HeadNorm, LinearMethod
 from baton.engine.layers.mlp import GatedMLP, MoE
-from baton.engine.layers.norm import InputNorm, OutputNorm, RMSNorm
+from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import whole
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.vocabulary import Embedding, OutputProjection
@@ -82,21 +81,20 @@ class LlamaLayer:
     ) -> None:
         """`mixer`: attention, or what takes its place."""
 
-        def norm(of: str, *, summed: bool) -> RMSNorm:
+        def norm(of: str | None, *, summed: bool) -> RMSNorm | None:
+            if of is None:
+                return None
             return RMSNorm(weights, f"{name}.{of}", config.hidden_size, config.rms_norm_eps, summed=summed)
 
         def before(of: str | None, product: LinearMethod | None) -> InputNorm:
-            return InputNorm(weights, norm(of, summed=norms.summed) if of else None, product)
-
-        def after(of: str | None) -> OutputNorm | None:
-            return OutputNorm(norm(of, summed=False)) if of else None
+            return InputNorm(weights, norm(of, summed=norms.summed), product)
 
         self.mixer_norm = before(norms.before_mixer, mixer.input)
         self.mixer = mixer
-        self.after_mixer = after(norms.after_mixer)
+        self.after_mixer = norm(norms.after_mixer, summed=False)
         self.mlp_norm = before(norms.before_mlp, mlp.input)
         self.mlp = mlp
-        self.after_mlp = after(norms.after_mlp)
+        self.after_mlp = norm(norms.after_mlp, summed=False)
 
     def __call__(
         self, layer: int, residual: Tensor, delta: Tensor | None, rotary: Tensor, attend: Any
@@ -106,9 +104,9 @@ class LlamaLayer:
         With several ranks both are terms of sums over ranks, unless the layer normalizes what it adds."""
         mixed = self.mixer(layer, self.mixer_norm(residual, delta), rotary, attend)
         if self.after_mixer is not None:
-            mixed = self.after_mixer(mixed)
+            mixed = self.after_mixer.of_sum(mixed)
         out = self.mlp(self.mlp_norm(residual, mixed))
-        return out if self.after_mlp is None else self.after_mlp(out)
+        return out if self.after_mlp is None else self.after_mlp.of_sum(out)
 
 
 class Llama:

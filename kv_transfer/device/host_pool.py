@@ -60,10 +60,10 @@ class HostPool:
 
     def __init__(self, kv: PagedKV, arena: Arena) -> None:
         # As `planes`.
-        self._planes = {
-            state: [{layer: [_items(x) for x in rows] for layer, rows in plane.items()} for plane in of_part]
-            for state, of_part in planes(kv).items()
-        }
+        self._planes = [
+            [{layer: [_items(x) for x in rows] for layer, rows in plane.items()} for plane in of_part]
+            for of_part in planes(kv)
+        ]
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._parts = parts_sent(kv.layout)
@@ -115,7 +115,7 @@ class HostPool:
     def pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         rests: list[Rest] = []
         for item, (arena, number) in [(item, memory.place(item.slot)) for item in batch]:
-            part = self._parts[item.piece.state, item.dtype]
+            part = self._parts[item.piece.part, item.dtype]
             slot = arena.slot(number)[: part.bytes_of(item.piece.head_count, item.piece.token_count)]
             checksum = xxhash.xxh3_64_intdigest(slot)
             self._scatter(item, slot)
@@ -127,14 +127,14 @@ class HostPool:
         self._planes.clear()
 
     def _gather(self, item: Staged, slot: memoryview) -> None:
-        part = self._layout.parts[item.piece.state]
-        held = window(item.piece, part, self._heads[item.piece.state])
+        part = self._layout.parts[item.piece.part]
+        held = window(item.piece, part, self._heads[item.piece.part])
         for pool, staged in self._runs(item, held, dense_planes(slot, held, part)):
             staged[:] = pool
 
     def _scatter(self, item: Staged, slot: memoryview) -> None:
-        kept, part = self._layout.parts[item.piece.state], self._parts[item.piece.state, item.dtype]
-        held = window(item.piece, part, self._heads[item.piece.state])
+        kept, part = self._layout.parts[item.piece.part], self._parts[item.piece.part, item.dtype]
+        held = window(item.piece, part, self._heads[item.piece.part])
         dense = dense_planes(slot, held, part)
         if part.dtype != kept.dtype:
             dense = converted(dense, part.dtype, kept.dtype)
@@ -146,11 +146,11 @@ class HostPool:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Neighbouring positions of the pool with the heads that are held, and where they are in `dense`."""
         blocks, block_size = item.table, self._block_size
-        if not self._layout.parts[item.piece.state].per_token:
-            first, last = self._heads[item.piece.state]
+        if not self._layout.parts[item.piece.part].per_token:
+            first, last = self._heads[item.piece.part]
             blocks, block_size = blocks[-1:], last - first
         heads = slice(held.first_head, held.first_head + held.heads)
-        for plane, whole in zip(self._planes[item.piece.state], dense, strict=True):
+        for plane, whole in zip(self._planes[item.piece.part], dense, strict=True):
             rows = plane[item.piece.layer]
             items = whole.view(rows[0].dtype)
             staged = items[:, held.dense_start :, held.dense_head : held.dense_head + held.heads]
@@ -200,7 +200,7 @@ class NoPool(HostPool):
     gather_most = 8  # as on CUDA
 
     def __init__(self) -> None:
-        self._planes = {}
+        self._planes = []
 
     def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Sequence[int]:
         return block_ids

@@ -36,7 +36,8 @@ Outcome = Callable[[], list[Rest]]
 
 
 class Pool(Protocol):
-    """The KV cache of one rank. Of a slice it copies the heads that the rank holds."""
+    """The KV cache of one rank (`HostPool`, `CudaPool`), or of all ranks (`RankedPool`). Of a slice it copies
+    the heads that the ranks hold."""
 
     def enter_thread(self) -> None:
         """Call first in each thread that uses the pool."""
@@ -132,26 +133,26 @@ def window(piece: Slice, part: CachePart, held: Range) -> Window:
     return Window(here, count, 0, 1, there, 0, piece.head_count, 1)
 
 
-def planes(kv: PagedKV) -> dict[int | None, list[dict[int, Rows]]]:
+def planes(kv: PagedKV) -> list[list[dict[int, Rows]]]:
     """The tensors of each part of the layout, by layer: values, and scales in FP8.
 
     Each has rows, and each row is [blocks, positions of a block, heads, head_dim] and shares the memory of
     the cache, in any order of dimensions. Slots are blocks, and heads are their positions, as in `Window`. A
     scale is a head of one value."""
 
-    def by_layer(state: int | None, tensors: Sequence[Rows]) -> dict[int, Rows]:
-        return dict(zip(kv.layout.layers_of(state), tensors, strict=True))
+    def by_layer(part: int, tensors: Sequence[Rows]) -> dict[int, Rows]:
+        return dict(zip(kv.layout.layers_of(part), tensors, strict=True))
 
-    found: dict[int | None, list[dict[int, Rows]]] = {None: [by_layer(None, kv.rows or kv.layers)]}
+    found = [[by_layer(0, kv.rows or kv.layers)]]
     if kv.layout.dtype == FP8:
-        found[None].append(by_layer(None, [x.transpose(2, 3).unsqueeze(4) for x in kv.scales]))
-    for state, tensors in enumerate(kv.states):
-        found[state] = [by_layer(state, [x.transpose(0, 1).unsqueeze(3) for x in tensors])]
-    for state, part in kv.layout.parts.items():
-        heads = kv.heads[state][1] - kv.heads[state][0]
+        found[0].append(by_layer(0, [x.transpose(2, 3).unsqueeze(4) for x in kv.scales]))
+    for number, tensors in enumerate(kv.states, start=1):
+        found.append([by_layer(number, [x.transpose(0, 1).unsqueeze(3) for x in tensors])])
+    for part, (first, last), of_part in zip(kv.layout.parts, kv.heads, found, strict=True):
+        heads = last - first
         sizes = (kv.block_size, heads) if part.per_token else (heads, 1)
         dtypes = (part.head_dim, getattr(torch, part.dtype)), (1, torch.float32)
-        for plane, (head_dim, dtype) in zip(found[state], dtypes, strict=False):
+        for plane, (head_dim, dtype) in zip(of_part, dtypes, strict=False):
             for rows in plane.values():
                 assert len(rows) == part.rows, f"{part.name} has {len(rows)} rows, layout says {part.rows}"
                 for x in rows:
@@ -161,21 +162,19 @@ def planes(kv: PagedKV) -> dict[int | None, list[dict[int, Rows]]]:
     return found
 
 
-def tensor_planes(kv: PagedKV) -> dict[int | None, list[dict[int, torch.Tensor]]]:
+def tensor_planes(kv: PagedKV) -> list[list[dict[int, torch.Tensor]]]:
     """As `planes`. All rows of a part must be one tensor."""
     found = planes(kv)
-    for plane in chain.from_iterable(found.values()):
-        assert all(isinstance(rows, torch.Tensor) for rows in plane.values()), (
-            "rows with strides of their own"
-        )
-    return cast("dict[int | None, list[dict[int, torch.Tensor]]]", found)
+    for plane in chain.from_iterable(found):
+        assert all(isinstance(rows, torch.Tensor) for rows in plane.values()), "K and V are two tensors"
+    return cast("list[list[dict[int, torch.Tensor]]]", found)
 
 
-def parts_sent(layout: KVLayout) -> dict[tuple[int | None, str | None], CachePart]:
-    """Each part as it may come, by `Slice.state` and `Staged.dtype`. A receiver converts only what each token
+def parts_sent(layout: KVLayout) -> dict[tuple[int, str | None], CachePart]:
+    """Each part as it may come, by `Slice.part` and `Staged.dtype`. A receiver converts only what each token
     has."""
     return {
-        (state, dtype): replace(part, dtype=dtype) if dtype and part.per_token else part
-        for state, part in layout.parts.items()
+        (number, dtype): replace(part, dtype=dtype) if dtype and part.per_token else part
+        for number, part in enumerate(layout.parts)
         for dtype in (None, *ITEM_BYTES)
     }

@@ -38,13 +38,13 @@ class SliceKernels:
         self._tables = tables
         self._planes = tensor_planes(kv)
         # Of each plane: its addresses by layer.
-        self._pools = {
-            state: [
+        self._pools = [
+            [
                 ({layer: x.data_ptr() for layer, x in plane.items()}, Pages.of(next(iter(plane.values()))))
                 for plane in of_part
             ]
-            for state, of_part in self._planes.items()
-        }
+            for of_part in self._planes
+        ]
         self._layout = layout
         self._parts = parts_sent(layout)
         self._heads = kv.heads
@@ -53,8 +53,8 @@ class SliceKernels:
         # the same bytes.
         device = table.device
         pieces = [
-            Slice(layout.layers_of(state)[0], first, last - first if part.per_token else 1, 0, 1, state)
-            for (state, part), (first, last) in zip(layout.parts.items(), kv.heads.values(), strict=True)
+            Slice(layout.layers_of(number)[0], first, last - first if part.per_token else 1, 0, 1, number)
+            for number, (part, (first, last)) in enumerate(zip(layout.parts, kv.heads, strict=True))
         ]
         size = max(slice_bytes(layout, piece) for piece in pieces)
         dense = torch.empty((len(pieces), -(-size // 16) * 16), dtype=torch.uint8, device=device)
@@ -75,14 +75,14 @@ class SliceKernels:
     @property
     def fields(self) -> int:
         """Most words that a slice takes in the table of a kernel."""
-        return max(map(len, self._pools.values())) * copy_kernels.FIELDS
+        return max(map(len, self._pools)) * copy_kernels.FIELDS
 
     def close(self) -> None:
         self._planes.clear()
         self._pools.clear()
 
     def slice_bytes(self, item: Staged) -> int:
-        part = self._parts[item.piece.state, item.dtype]
+        part = self._parts[item.piece.part, item.dtype]
         return part.bytes_of(item.piece.head_count, item.piece.token_count)
 
     def is_converted(self, item: Staged) -> bool:
@@ -90,10 +90,10 @@ class SliceKernels:
 
         If so, this rank computes the checksum of all of it. Else the kernel that scatters the slice sums the
         heads that this rank holds."""
-        return self._parts[item.piece.state, item.dtype] != self._layout.parts[item.piece.state]
+        return self._parts[item.piece.part, item.dtype] != self._layout.parts[item.piece.part]
 
     def window(self, piece: Slice) -> Window:
-        return window(piece, self._layout.parts[piece.state], self._heads[piece.state])
+        return window(piece, self._layout.parts[piece.part], self._heads[piece.part])
 
     def into_pool(self, items: Sequence[tuple[Staged, int]], sums: Sequence[int] = ()) -> None:
         """As `copy`, into the pool, from memory in any dtype."""
@@ -122,9 +122,9 @@ class SliceKernels:
         `behind_sums`: begins with the checksums, and the lines of the kernels are sent with them."""
         summed = [(*item, checksum) for item, checksum in zip(items, sums or [0] * len(items), strict=True)]
         launches: list[_Launch] = []
-        for state in self._pools:
-            if of_part := [item for item in summed if item[0].piece.state == state]:
-                launches += self._launches(state, of_part)
+        for number in range(len(self._pools)):
+            if of_part := [item for item in summed if item[0].piece.part == number]:
+                launches += self._launches(number, of_part)
         fields = [field for _, lines in launches for line in lines for field in line]
         if behind_sums is None:
             table = self._tables.send(fields)
@@ -136,15 +136,15 @@ class SliceKernels:
             launch(part, into_pool=into_pool, sums=bool(sums))
             start += len(lines)
 
-    def _launches(self, state: int | None, items: Sequence[_Summed]) -> list[_Launch]:
-        """For slices of one part."""
-        part = self._layout.parts[state]
+    def _launches(self, number: int, items: Sequence[_Summed]) -> list[_Launch]:
+        """For slices of one part, by its number."""
+        part = self._layout.parts[number]
         windows = [self.window(x.piece) for x, _, _ in items]
         most = max([held.count for held in windows]), max([held.heads for held in windows])
         tables = [_blocks(x, per_token=part.per_token) for x, _, _ in items]
         before = 0  # bytes of a head that stand before these in a slice: scales follow values
         launches: list[_Launch] = []
-        for addresses, pages in self._pools[state]:
+        for addresses, pages in self._pools[number]:
             lines = [
                 pages.line(
                     addresses[x.piece.layer], blocks, address + before * held.dense_size, held, checksum,
@@ -158,7 +158,7 @@ class SliceKernels:
 
     def _convert(self, items: Sequence[tuple[Staged, int]], dtype: str) -> None:
         """As `into_pool`, from memory in another dtype."""
-        values, *scales = self._pools[None]
+        values, *scales = self._pools[0]
         windows = [self.window(x.piece) for x, _ in items]
         lines = [
             copy_kernels.line_to_convert(
@@ -168,7 +168,7 @@ class SliceKernels:
             for (x, address), held in zip(items, windows, strict=True)
         ]  # fmt: skip
         table = self._tables.send([field for line in lines for field in line]).view(len(lines), -1)
-        pools = [next(iter(plane.values())) for plane in self._planes[None]]
+        pools = [next(iter(plane.values())) for plane in self._planes[0]]
         most = max(1, *(held.dense_size for held in windows))
         copy_kernels.launch_converting(table, pools, getattr(torch, dtype), most)
 

@@ -53,39 +53,34 @@ class Slicing:
         """`ranks`: of the sender."""
         self._layout = layout
         self._ranks = ranks
-        # Ranks may hold the same head. By state type; None: KV.
-        self._heads = {
-            state: sorted({part.heads_of(rank, ranks) for rank in range(ranks)})
-            for state, part in layout.parts.items()
-        }
+        # Of each part of the layout. Ranks may hold the same head.
+        self._heads = [sorted({part.heads_of(rank, ranks) for rank in range(ranks)}) for part in layout.parts]
 
     def rank(self, piece: Slice) -> int:
         """The first rank that holds the heads of a slice."""
-        return rank_of(self._layout, piece.head_start, self._ranks, piece.state)
+        return rank_of(self._layout, piece.head_start, self._ranks, piece.part)
 
     def can_serve(self, transfer: OutgoingTransfer) -> bool:
         """Whether the prefill has what the transfer asks for, and a slot holds the least that a frame has."""
         layout, (first_head, head) = self._layout, transfer.heads
         last = transfer.ranges[-1][1] if transfer.ranges else 0
-        least = [
-            part.head_bytes * (head - first_head if part.per_token else 1) for part in layout.parts.values()
-        ]
+        least = [part.head_bytes * (head - first_head if part.per_token else 1) for part in layout.parts]
         there = last <= transfer.prefill.num_tokens and head <= layout.num_kv_heads
         return there and max(least) <= transfer.slot_bytes
 
     def add(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
         """These positions of a layer are ready once `event` has passed: adds their slices to the transfer."""
         layout, pieces = self._layout, []
-        for state, part in layout.parts.items():
-            if layer not in layout.layers_of(state):
+        for number, part in enumerate(layout.parts):
+            if layer not in layout.layers_of(number):
                 continue
             # A part of each request goes in full, whatever positions and heads the peer asks for.
-            ranges, heads = [(start, stop)], self._heads[state]
+            ranges, heads = [(start, stop)], self._heads[number]
             if part.per_token:
                 ranges = intersect(start, stop, transfer.ranges)
                 heads = list(intersect(*transfer.heads, heads))
             for tokens, held in itertools.product(ranges, heads):
-                pieces += cut(layout, layer, tokens, held, transfer.slot_bytes, state)
+                pieces += cut(layout, layer, tokens, held, transfer.slot_bytes, number)
         transfer.bytes += sum(slice_bytes(layout, piece) for piece in pieces)
         transfer.pending.extend((piece, event) for piece in pieces)
         transfer.frames += len(pieces)

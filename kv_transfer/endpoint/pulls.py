@@ -18,17 +18,13 @@ Ended = tuple[Sequence[Arrived], list[bool]]
 """Slices that were read, and whether the generation and the checksum of each were right."""
 
 
-def exported(pool: Pool) -> Exported:
+def exported(pool: Pool, adopted: Export | None = None) -> Exported:
+    """Makes the pool export slots of its own, or fill those that it adopts from the transfer process."""
     try:
-        return Exported(pool.export(), "")
-    except Unreachable as e:
-        return Exported(None, str(e))
-
-
-def adopted(pool: Pool, export: Export) -> Exported:
-    try:
-        pool.adopt(export)
-        return Exported(export, "")
+        if adopted is None:
+            return Exported(pool.export(), "")
+        pool.adopt(adopted)
+        return Exported(adopted, "")
     except Unreachable as e:
         return Exported(None, str(e))
 

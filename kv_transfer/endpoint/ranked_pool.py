@@ -6,21 +6,13 @@
             receiver          ── ExportIn, ExportGone ──────────▶ opens the memory of a peer, closes it
                               ◀─ Opened ────────────────────────
 
-All ranks of a worker map its two arenas. So the KV of each rank goes straight between its device and a slot.
-Transfers, credits and slots are the business of rank 0 alone: to peers, a worker has one KV cache with all
-heads, however many ranks share it. The sender cuts slices so that each has the heads of one rank. The
-receiver takes any slice, and each rank copies the heads that it holds.
+To peers, a worker has one KV cache with all heads, however many ranks share it. The README of the package
+has the rules (Ranks).
 
-A rank may be behind rank 0. It gathers a layer only when its own device has written that layer: ranks count
-the layers of all steps that hand over KV, and a Copy names the count at which its layer is ready. KV in a
-prefix cache is there on all ranks, because it comes from steps that have ended.
-
-With exported memory the first rank that holds the heads of a slice fills a slot of its own memory. Each rank
-of the receiver opens the memories with heads that it holds, and copies from there. If one of them cannot, the
-pair of workers uses TCP. A slice is right if the sums of all ranks that read it add up to its checksum.
-
-A scatter waits for nothing. No step under way touches its blocks: a step ends on rank 0 only after all ranks
-have added to the sums of its last layer. Rank 0 starts a step with the KV only after every rank has copied.
+A rank may be behind rank 0, so a Copy names the count of layers at which its layer is ready. KV in a prefix
+cache is there on all ranks, because it comes from steps that have ended. A scatter waits for nothing. No step
+under way touches its blocks: a step ends on rank 0 only after all ranks have added to the sums of its last
+layer. Rank 0 starts a step with the KV only after every rank has copied.
 """
 
 from __future__ import annotations
@@ -39,15 +31,8 @@ from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest
 from baton.kv_transfer.layout import Range, Slice, rank_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
-from baton.kv_transfer.protocol.local_messages import (
-    Copied,
-    Copy,
-    Exported,
-    ExportGone,
-    ExportIn,
-    Opened,
-    Staged,
-)
+from baton.kv_transfer.protocol import local_messages as local
+from baton.kv_transfer.protocol.local_messages import Staged
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
 from baton.kv_transfer.wait import wait
@@ -61,7 +46,9 @@ def open_ranks(kv: PagedKV, end: ArenaEnd, *, exported: bool = False) -> Pool:
     own = open_pool(kv, end.arena, exported=exported)
     if not end.ranks:
         return own
-    return RankedPool(own, kv, [Channel(rank, Copied | Exported | Opened) for rank in end.ranks])
+    return RankedPool(
+        own, kv, [Channel(rank, local.Copied | local.Exported | local.Opened) for rank in end.ranks]
+    )
 
 
 class _Ready(NamedTuple):
@@ -96,14 +83,14 @@ class _PeerMemory:
     own: PeerMemory
     number: int
     channels: Sequence[Channel]
-    opening: dict[int, list[Opened | None]]  # `RankedPool._opening`
+    opening: dict[int, list[local.Opened | None]]  # `RankedPool._opening`
 
     def close(self) -> None:
         self.own.close()
         self.opening.pop(self.number, None)
         with suppress(ChannelClosed):  # the other ranks then close it by themselves
             for channel in self.channels:
-                channel.send(ExportGone(self.number))
+                channel.send(local.ExportGone(self.number))
 
 
 class RankedPool:
@@ -118,20 +105,19 @@ class RankedPool:
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._layers_ready = kv.layers_ready
-        # Of each rank. By state type; None: KV.
-        self._heads = {
-            state: [part.heads_of(rank, kv.ranks) for rank in range(kv.ranks)]
-            for state, part in kv.layout.parts.items()
-        }
+        # Of each part of the layout, by rank.
+        self._heads = [
+            [part.heads_of(rank, kv.ranks) for rank in range(kv.ranks)] for part in kv.layout.parts
+        ]
         self._ordered = [0] * len(channels)
         self._copied = [0] * len(channels)
         self._heard = [0.0] * len(channels)  # when a rank last copied, or had nothing to do
         # Of each rank, by number: orders to read a slice that left a rest, until `outcome` adds it.
         self._rests: list[dict[int, Rest]] = [{} for _ in channels]
-        self._exports: list[Exported | None] = [None] * len(channels)
+        self._exports: list[local.Exported | None] = [None] * len(channels)
         self._memories = 0  # of peers, that were opened
         # By number, what each other rank answered, until all could open the memory or it is closed.
-        self._opening: dict[int, list[Opened | None]] = {}
+        self._opening: dict[int, list[local.Opened | None]] = {}
 
     def enter_thread(self) -> None:
         self._own.enter_thread()
@@ -157,7 +143,7 @@ class RankedPool:
     def gather(self, batch: Sequence[Staged], after: Sequence[_Ready | None] = ()) -> _Copies:
         by_rank = self._by_rank()
         for item, ready in zip(batch, after or [None] * len(batch), strict=True):
-            rank = rank_of(self._layout, item.piece.head_start, 1 + len(self._channels), item.piece.state)
+            rank = rank_of(self._layout, item.piece.head_start, 1 + len(self._channels), item.piece.part)
             by_rank[rank].append(_Order(item, ready or _Ready(None, 0)))
         self._order(by_rank)
         own, events = _of_own(by_rank[0]), [order.ready.own for order in by_rank[0]]
@@ -203,12 +189,12 @@ class RankedPool:
         self._receive()
         return self._all_opened(memory.number)
 
-    def _ask_to_open(self, number: int, export: Export, dtype: str = "") -> Sequence[Opened | None]:
+    def _ask_to_open(self, number: int, export: Export, dtype: str = "") -> Sequence[local.Opened | None]:
         """Returns the answers of the other ranks, which `_receive` fills in."""
-        answers: list[Opened | None] = [None] * len(self._channels)
+        answers: list[local.Opened | None] = [None] * len(self._channels)
         self._opening[number] = answers
         for channel in self._channels:
-            channel.send(ExportIn(number, export, dtype))
+            channel.send(local.ExportIn(number, export, dtype))
         return answers
 
     def _all_opened(self, number: int) -> bool:
@@ -236,7 +222,7 @@ class RankedPool:
         def outcome() -> list[Rest]:
             rests = [dict(enumerate(own_outcome(), 1)), *self._rests]
             return [
-                _whole({(self._heads[x.piece.state][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
+                _whole({(self._heads[x.piece.part][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
                 for x, read_by in zip(batch, readers, strict=True)
             ]
 
@@ -250,7 +236,7 @@ class RankedPool:
     def _holders(self, piece: Slice) -> list[int]:
         """The ranks that hold heads of the slice."""
         start, stop = piece.head_start, piece.head_start + piece.head_count
-        heads = self._heads[piece.state]
+        heads = self._heads[piece.part]
         return [rank for rank, (first, last) in enumerate(heads) if first < stop and start < last]
 
     def _by_rank(self) -> list[list[_Order]]:
@@ -264,13 +250,13 @@ class RankedPool:
                 self._heard[i] = time.monotonic()
                 for message in messages:
                     match message:
-                        case Copied(count, rests):
+                        case local.Copied(count, rests):
                             first = self._copied[i] + 1
                             self._rests[i].update({first + place: rest for place, rest in rests.items()})
                             self._copied[i] += count
-                        case Exported():
+                        case local.Exported():
                             self._exports[i] = message
-                        case Opened(number) if number in self._opening:
+                        case local.Opened(number) if number in self._opening:
                             self._opening[number][i] = message
 
     def _order(self, by_rank: Sequence[Sequence[_Order]], memory: int | None = None) -> None:
@@ -281,13 +267,13 @@ class RankedPool:
             self._ordered[i] += len(batch)
             self._channels[i].send(*(self._copy(*order, memory) for order in batch))
 
-    def _copy(self, item: Staged, ready: _Ready, memory: int | None) -> Copy:
+    def _copy(self, item: Staged, ready: _Ready, memory: int | None) -> local.Copy:
         piece, size = item.piece, self._block_size
         first, start = divmod(piece.token_start, size)
         blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
         table = blocks, item.table.state_slot
         item = replace(item, piece=replace(piece, token_start=start), table=table)
-        return Copy(item, ready.layers_ready, memory)
+        return local.Copy(item, ready.layers_ready, memory)
 
     def _copies(self, own: Event | None) -> _Copies:
         return _Copies(own, tuple(self._ordered))

@@ -284,7 +284,7 @@ class Receiver:
     def _staged(self, m: local.Arrived, slot: int, taken_at: float) -> local.Staged:
         fetch, piece = self._by_transfer[m.header.transfer_id], m.header.piece
         # The transfer process has refused what does not fit; a write outside the reservation must not happen.
-        if self._layout.parts[piece.state].per_token:
+        if self._layout.parts[piece.part].per_token:
             start, stop = fetch.request.ranges[0]
             assert start <= piece.token_start < piece.token_start + piece.token_count <= stop, piece
         else:

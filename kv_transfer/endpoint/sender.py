@@ -19,7 +19,7 @@ from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing, Turns
-from baton.kv_transfer.endpoint.pulls import adopted, exported
+from baton.kv_transfer.endpoint.pulls import exported
 from baton.kv_transfer.layout import slice_bytes
 from baton.kv_transfer.pacing import LOOK, LOOK_LAUNCHED
 from baton.kv_transfer.protocol import local_messages as local
@@ -362,7 +362,7 @@ class Sender:
             case local.Reached(number, reached):
                 self._slots.account(number).reached = reached
             case local.RingOut(export):
-                self._send_export(adopted(self._pool, export))
+                self._send_export(exported(self._pool, export))
             case local.StartOut():
                 self._start(message)
             case local.PinOut(pin_id, chunks, first_chunk):

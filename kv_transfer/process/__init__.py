@@ -2,11 +2,8 @@
 
 Its life:
 
-1. The service process starts it with two arenas, a channel to the engine for each, and a channel to itself.
-2. With eight cores or more it forks `movers`. It sends Ready with its port.
-3. `tcp` opens and accepts sessions of `lane`s. Each lane begins with a `handshake`. Movers get all lanes but
-   the first.
-4. `prefill_side` and `decode_side` give what arrives to the state machines of `kv_transfer.protocol`, one
-   side for each direction.
-5. Drain lets transfers finish. Then the process ends.
+1. The service process starts it. With eight cores or more it forks `movers`. It sends Ready with its port.
+2. `tcp` opens and accepts sessions of `lane`s. Each begins with a `handshake`. Movers get all but the first.
+3. `prefill_side` and `decode_side` give what arrives to the state machines of `kv_transfer.protocol`.
+4. Drain lets transfers finish. Then the process ends.
 """

@@ -1,18 +1,13 @@
 """The transfer process: sockets, checksums, credits and deadlines of one worker. No torch, no CUDA.
 
-    python -m baton.kv_transfer.process --sending-fds CHANNEL ARENA --receiving-fds CHANNEL ARENA
-        --heartbeat-fd N --service-fd N --parent-pid N
-
-On stdin come the TransferConfig as one line of JSON, and the cluster secret in hexadecimal.
+On stdin come `spawn.TransferStart` as one line of JSON, and the cluster secret in hexadecimal.
 
 It is one thread, whose loop serves the engine's two channels, the service socket, the listener, the clock
-and, where cores are few, all lanes. Where there are more, `movers` are forked: they serve all lanes but
-lane 0.
+and, where there are no movers, all lanes.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import logging.config
@@ -23,7 +18,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 import setproctitle
@@ -44,7 +41,6 @@ from baton.kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol.local_messages import FromReceiver, FromSender
 from baton.kv_transfer.protocol.messages import Side
-from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import spins
 
@@ -136,16 +132,10 @@ class TransferProcess:
     def _connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
         return self._connector.connect(address, incarnation, lanes)
 
-    def _from_sender(self, _: int) -> None:
-        self._to_sender.flush()
-        for message in self._to_sender.receive():
-            self._prefill.engine(message)
-        self._watch_channels()
-
-    def _from_receiver(self, _: int) -> None:
-        self._to_receiver.flush()
-        for message in self._to_receiver.receive():
-            self._decode.engine(message)
+    def _from_engine(self, channel: Channel, handle: Callable[[Any], None], _: int) -> None:
+        channel.flush()
+        for message in channel.receive():
+            handle(message)
         self._watch_channels()
 
     def _watch_mover(self, mover: movers.MoverHandle) -> None:
@@ -156,7 +146,7 @@ class TransferProcess:
         """Called before each wait of the loop, as `Loop` says."""
         for mover in self._movers:
             if mover.channel.pending:
-                mover.flush()
+                mover.channel.flush()
                 self._watch_mover(mover)
         look = self._decode.exports.take_reads()
         if look == 0.0:  # NIXL has no descriptor that tells when a read is over
@@ -169,11 +159,9 @@ class TransferProcess:
 
     def _watch_channels(self) -> None:
         """Watches both channels for messages, and for room if messages wait for it."""
-        for channel, call in (
-            (self._to_sender, self._from_sender),
-            (self._to_receiver, self._from_receiver),
-        ):
+        for channel, side in ((self._to_sender, self._prefill), (self._to_receiver, self._decode)):
             room = select.EPOLLOUT if channel.full else 0
+            call = partial(self._from_engine, channel, side.engine)
             self._loop.watch(channel.fileno(), select.EPOLLIN | room, call)
 
     def _watch_listener(self) -> None:
@@ -200,7 +188,7 @@ class TransferProcess:
             self._next_stats = now + 1.0
             self._tell(self._stats())
             self._trace.flush()
-        quiet = self._prefill.quiet and self._decode.quiet
+        quiet = self._prefill.quiet and not self._decode.transfers_open
         if self._drain_until is not None and (quiet or now >= self._drain_until):
             self._drain_until = None
             self._tell(spawn.Drained(self._transfers_open))
@@ -290,27 +278,21 @@ def _raise_descriptor_limit() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    for name in ("--sending-fds", "--receiving-fds"):
-        parser.add_argument(name, type=int, nargs=2, required=True)
-    for name in ("--heartbeat-fd", "--service-fd", "--parent-pid"):
-        parser.add_argument(name, type=int, required=True)
-    args = parser.parse_args()
-    die_with_parent(args.parent_pid)
+    start = msgspec.json.decode(sys.stdin.readline(), type=spawn.TransferStart)
+    secret, config = bytes.fromhex(sys.stdin.readline()), start.config
+    spawn.die_with_parent(start.parent_pid)
     _raise_descriptor_limit()
-    config = msgspec.json.decode(sys.stdin.readline(), type=TransferConfig)
-    secret = bytes.fromhex(sys.stdin.readline())
     setproctitle.setproctitle(f"{config.title}: {config.name} transfer")
     if config.logging is not None:
         logging.config.dictConfig(config.logging)
-    service = socket.socket(fileno=args.service_fd)
+    service = socket.socket(fileno=start.service_fd)
     service.setblocking(False)
     sending, receiving = (
-        ArenaEnd.inherited((channel, arena), config.num_slots, config.slot_bytes)
-        for channel, arena in (args.sending_fds, args.receiving_fds)
+        ArenaEnd.inherited(fds, config.num_slots, config.slot_bytes)
+        for fds in (start.sending_fds, start.receiving_fds)
     )
-    heartbeat = Heartbeat(args.heartbeat_fd)
-    return TransferProcess(config, secret, sending, receiving, heartbeat, service).run(args.parent_pid)
+    heartbeat = Heartbeat(start.heartbeat_fd)
+    return TransferProcess(config, secret, sending, receiving, heartbeat, service).run(start.parent_pid)
 
 
 if __name__ == "__main__":

@@ -127,9 +127,8 @@ class Arrivals:
         for number, peer in self._peers.by_session.items():
             if peer.up and peer.session is not None:
                 missing = self.fetches.missing_frames(peer.key)
-                lanes = peer.session.lane_count
-                transport = peer.session.transport
-                self.slots.want(number, 0 if missing is None else credit(missing, lanes, transport))
+                lanes, exported = peer.session.lane_count, peer.session.transport != "tcp"
+                self.slots.want(number, 0 if missing is None else credit(missing, lanes, exported=exported))
         grants = self.slots.settle()
         # Also without a grant: a frame beyond its credit took a slot that was laid out for another session.
         if slots := self.slots.lay_out():

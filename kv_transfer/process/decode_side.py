@@ -51,11 +51,6 @@ class DecodeSide:
         return len(self._fetches.open)
 
     @property
-    def quiet(self) -> bool:
-        """No transfer is open."""
-        return not self._fetches.open
-
-    @property
     def busy(self) -> bool:
         return bool(self._peers)
 
@@ -149,16 +144,13 @@ class DecodeSide:
 
 
 class ReceivingSession(Session["DecodeSide"]):
-    """KV frames come in. Implements LaneReceiver."""
+    """KV frames come in."""
 
     side: ClassVar[wire.Side] = "receiver"
 
-    @property
-    def slots(self) -> SlotPipe:
-        return self.handler.arrivals.pipe
-
     def _attach(self, lane: Lane | FarLane) -> None:
-        lane.receiver = self
+        if isinstance(lane, Lane):
+            lane.slots = self.handler.arrivals.pipe
 
     def kv_begins(self, lane: Lane | FarLane, header: Header, slot: int) -> None:
         self.handler.arrivals.kv_begins(self, header, slot)

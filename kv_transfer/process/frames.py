@@ -7,7 +7,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.protocol.frame import FrameError, Header
@@ -29,9 +29,7 @@ class OutgoingFrame:
 class SlotPipe:
     """The receiver's free slots that are laid out, where every process that serves lanes can take one.
 
-    A KV frame needs a slot the moment its header is read, in the process that reads it. So the slots of
-    granted credit lie in a pipe that all these processes read. The transfer process writes it before the
-    credit goes out. `ReceiverSlots` keeps the ledger."""
+    The transfer process writes the pipe before the credit goes out. `ReceiverSlots` keeps the ledger."""
 
     def __init__(self, arena: Arena) -> None:
         """Has room for all slots of the arena."""
@@ -57,42 +55,40 @@ class SlotPipe:
 L = TypeVar("L", contravariant=True)
 
 
-class LaneOwner(Protocol[L]):
-    """What a lane (of type L) reports to. No method blocks."""
+class LaneOwner(Generic[L]):
+    """What a lane (of type L) reports to. No method blocks.
 
-    def control(self, lane: L, header: Header, payload: memoryview) -> None: ...
+    `Handshake` owns lanes that carry no KV yet, a `Session` those of the transfer process, and a `Mover` its
+    own."""
+
+    def control(self, lane: L, header: Header, payload: memoryview) -> None:
+        raise NotImplementedError
 
     def lane_closed(self, lane: L, kind: str, why: str) -> None:
         """The last call of a lane. `kind`: that of a FrameError or of `close_soon`, or "socket", or "eof"."""
-        ...
+        raise NotImplementedError
 
-
-class LaneReceiver(Protocol[L]):
-    """Takes the KV frames that come on a lane. No method blocks."""
-
-    @property
-    def slots(self) -> SlotPipe: ...
+    # ------------------------------------------------------------ KV frames that come
 
     def kv_begins(self, lane: L, header: Header, slot: int) -> None:
         """A frame begins, in a slot that the lane took. `kv_ends` follows."""
-        ...
+        raise NotImplementedError
 
     def kv_ends(self, lane: L, header: Header, slot: int, whole: bool | None) -> None:
         """The frame is over. `whole`: whether its checksum matched; None: the lane closed before."""
-        ...
+        raise NotImplementedError
 
-
-class LaneSender(Protocol[L]):
-    """Follows the KV frames that leave by a lane. No method blocks."""
+    # ------------------------------------------------------------ KV frames that leave
 
     def frame_begins(self, lane: L, frame: OutgoingFrame) -> bool:
         """Called before the frame is written. Returns False if its transfer has ended: the lane skips it.
 
-        The sender has then given back its slot."""
-        ...
+        The owner has then given back its slot."""
+        raise NotImplementedError
 
-    def frame_sent(self, lane: L, frame: OutgoingFrame) -> None: ...
+    def frame_sent(self, lane: L, frame: OutgoingFrame) -> None:
+        raise NotImplementedError
 
     def frame_dropped(self, lane: L, frame: OutgoingFrame) -> None:
         """The lane closed before all of the frame was sent."""
-        ...
+        raise NotImplementedError

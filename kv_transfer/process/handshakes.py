@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.kv_transfer.process.frames import LaneOwner
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session, refused_by_peer
@@ -29,8 +30,7 @@ class _Place:
 class Handshakes:
     """Bounds the lanes that peers have opened and not proved.
 
-    When all places are taken, the address with the most lanes gives up its oldest. So connections that say
-    nothing never keep a peer out, and one address cannot take the places of others. Addresses from which a
+    When all places are taken, the address with the most lanes gives up its oldest. Addresses from which a
     peer has authenticated before share as many places of their own.
     """
 
@@ -40,9 +40,6 @@ class Handshakes:
         self._most = most
         self._places: dict[Lane, _Place] = {}  # oldest first
         self._known: dict[str, None] = {}  # in order of the last proof
-
-    def __iter__(self) -> Iterator[Lane]:
-        return iter(list(self._places))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -82,8 +79,8 @@ class Handshakes:
         return [lane for lane, place in self._places.items() if now >= place.deadline]
 
 
-class Handshake:
-    """Runs the HELLO of `hello.py` on a lane, then hands the lane to its session. Implements LaneOwner."""
+class Handshake(LaneOwner[Lane]):
+    """Runs the HELLO of `hello.py` on a lane, then hands the lane to its session."""
 
     def __init__(self, places: Handshakes, session: Session | None, party: Initiator | Listener) -> None:
         self.session = session  # None on the listening side, until the lane says which

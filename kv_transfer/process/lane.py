@@ -18,13 +18,11 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from baton.kv_transfer.process.frames import LaneOwner, LaneReceiver, LaneSender, OutgoingFrame
+from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.protocol.frame import (
     HEADER_BYTES,
     MAX_TRAILER_BYTES,
-    ChecksumReader,
-    ChecksumWriter,
     FrameError,
     FrameReader,
     FrameType,
@@ -62,9 +60,7 @@ class Lane:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
         self.sock = sock
         self.owner = owner
-        # The session sets what its direction has; a lane in its handshake has neither.
-        self.receiver: LaneReceiver[Lane] | None = None
-        self.sender: LaneSender[Lane] | None = None
+        self.slots: SlotPipe | None = None  # for KV frames that come; None: none may come
         self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
         self.heard = time.monotonic()
         # When bytes of a KV frame last came, or (see `look_at_sent`) were last taken by the peer.
@@ -77,7 +73,7 @@ class Lane:
         self._trace = trace
         self._keys: LaneKeys | None = None  # it is encrypted
         # Outgoing.
-        self._writer: FrameWriter = ChecksumWriter()
+        self._writer = FrameWriter()
         self._control: deque[tuple[bytes, bytes]] = deque()  # header, payload
         self._frames: deque[OutgoingFrame] = deque()
         self._frame: OutgoingFrame | None = None  # the first `_at` bytes of its payload are in _out
@@ -93,7 +89,7 @@ class Lane:
         if unwritten:
             self._lay(memoryview(unwritten))
         # Incoming.
-        self._reader: FrameReader = ChecksumReader()
+        self._reader = FrameReader()
         self._edge = memoryview(bytearray(_EDGE_BYTES))  # the trailer of one frame, the header of the next
         self._edge[: len(read)] = read
         self._edge_got = len(read)
@@ -203,9 +199,8 @@ class Lane:
         self.sock.close()
         if self._slot is not None:
             assert self._header is not None
-            assert self.receiver is not None
             slot, self._slot, self._payload = self._slot, None, memoryview(b"")
-            self.receiver.kv_ends(self, self._header, slot, None)
+            self.owner.kv_ends(self, self._header, slot, None)
         self._drop()
         self.owner.lane_closed(self, kind, why)
 
@@ -218,8 +213,7 @@ class Lane:
         while self._frames:
             unsent.append(self._frames.popleft())
         for frame in unsent:
-            assert self.sender is not None
-            self.sender.frame_dropped(self, frame)
+            self.owner.frame_dropped(self, frame)
 
     def _read(self) -> None:
         if self._edge_got == _EDGE_BYTES:  # read in another process
@@ -313,13 +307,13 @@ class Lane:
         self._edge_got = MAX_TRAILER_BYTES - self._reader.trailer_bytes
         if not kv:
             self._payload = memoryview(bytearray(header.length))
-        elif self.receiver is None:
+        elif self.slots is None:
             raise FrameError("direction", "a KV frame came to the sender")
         else:
             self._began = self.kv_moved = time.monotonic()
-            self._slot = self.receiver.slots.take()
-            self._payload = self.receiver.slots.arena.slot(self._slot)[: header.length]
-            self.receiver.kv_begins(self, header, self._slot)
+            self._slot = self.slots.take()
+            self._payload = self.slots.arena.slot(self._slot)[: header.length]
+            self.owner.kv_begins(self, header, self._slot)
 
     def _end(self, header: Header) -> None:
         start = MAX_TRAILER_BYTES - self._reader.trailer_bytes
@@ -333,8 +327,7 @@ class Lane:
                 raise FrameError("control", f"{header.type.name}: payload checksum does not match")
             self.owner.control(self, header, payload)
         else:
-            assert self.receiver is not None
-            self.receiver.kv_ends(self, header, slot, whole)
+            self.owner.kv_ends(self, header, slot, whole)
             if self._trace.enabled:
                 layer = header.piece.layer
                 self._trace.span("recv", self._began, time.monotonic(), layer=layer, seq=header.seq)
@@ -356,8 +349,7 @@ class Lane:
                 sent -= len(view)
                 self._out.popleft()
                 if frame is not None:
-                    assert self.sender is not None
-                    self.sender.frame_sent(self, frame)
+                    self.owner.frame_sent(self, frame)
                     if self._trace.enabled:
                         h, now = frame.header, time.monotonic()
                         self._trace.span("send", frame.started, now, layer=h.piece.layer, seq=h.seq)
@@ -401,8 +393,7 @@ class Lane:
 
     def _next(self, frame: OutgoingFrame) -> None:
         """Put the frame's header into `_out`, unless its transfer has ended."""
-        assert self.sender is not None
-        if self.sender.frame_begins(self, frame):
+        if self.owner.frame_begins(self, frame):
             frame.started = time.monotonic()
             header = pack(frame.header)
             self._lay(memoryview(header))

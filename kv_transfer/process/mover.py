@@ -1,10 +1,8 @@
 """A mover: a process forked from the transfer process. It serves lanes and decides nothing.
 
-The transfer process authenticates a lane and hands it over. From then on the mover reads, writes, computes
-checksums and reports. Sessions, credits, transfers and deadlines stay in the transfer process. The mover
-accepts each frame for which it finds a slot, since there are never more of these slots than credits. All
-other checks are made by the transfer process when it reads the report. The engine sees the slot only after
-that. Lane 0, which carries control messages, never goes to a mover.
+The mover accepts each frame for which it finds a slot, since there are never more of these slots than
+credits. All other checks are made by the transfer process when it reads the report. The engine sees the slot
+only after that. Lane 0, which carries control messages, never goes to a mover.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import time
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.process.frames import OutgoingFrame, SlotPipe
+from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header, LaneKeys
@@ -114,8 +112,8 @@ ToMover = Adopt | Say | Move | Close
 FromMover = Begins | Ends | Gone | Said | Heard | LaneClosed
 
 
-class Mover:
-    """Serves its lanes in the forked process. Implements LaneOwner, LaneReceiver and LaneSender."""
+class Mover(LaneOwner[Lane]):
+    """Serves its lanes in the forked process."""
 
     def __init__(
         self, channel: socket.socket, side: socket.socket, sending: Arena, slots: SlotPipe, trace: TraceWriter
@@ -124,7 +122,7 @@ class Mover:
         self._channel = Channel(channel, ToMover, self._watch)
         self._side = side
         self._sending = sending
-        self.slots = slots
+        self._slots = slots
         self._trace = trace
         self._loop = Loop(self._flush)
         self._lanes: dict[int, Lane] = {}
@@ -176,10 +174,7 @@ class Mover:
             keys=m.keys,
         )  # fmt: skip
         lane.max_payload = m.max_payload
-        if m.sends:
-            lane.sender = self
-        else:
-            lane.receiver = self
+        lane.slots = None if m.sends else self._slots
         self._lanes[m.lane] = lane
         self._ids[lane] = m.lane
         lane.serve(select.EPOLLIN)
@@ -193,15 +188,13 @@ class Mover:
                 lane.relax()
         self._trace.flush()
 
-    # ------------------------------------------------------------ LaneReceiver
+    # ------------------------------------------------------------ LaneOwner
 
     def kv_begins(self, lane: Lane, header: Header, slot: int) -> None:
         self._channel.post(Begins(self._ids[lane], header, slot))
 
     def kv_ends(self, lane: Lane, header: Header, slot: int, whole: bool | None) -> None:
         self._channel.post(Ends(self._ids[lane], whole))
-
-    # ------------------------------------------------------------ LaneSender
 
     def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
         return True
@@ -211,8 +204,6 @@ class Mover:
 
     def frame_dropped(self, lane: Lane, frame: OutgoingFrame) -> None:
         self._channel.post(Gone(self._ids[lane], frame.slot, False))
-
-    # ------------------------------------------------------------ LaneOwner
 
     def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
         if len(self._channel.pending) >= _MOST_PENDING:

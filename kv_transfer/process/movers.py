@@ -16,11 +16,11 @@ from pathlib import Path
 import setproctitle
 
 from baton.kv_transfer.arena import Arena, channel_pair
-from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.pacing import FRAMES_AHEAD
 from baton.kv_transfer.process import mover
-from baton.kv_transfer.process.frames import LaneOwner, LaneReceiver, LaneSender, OutgoingFrame, SlotPipe
+from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.spawn import die_with_parent
@@ -38,8 +38,6 @@ class FarLane:
     Reports of the mover come late, but in order."""
 
     def __init__(self, handle: MoverHandle, number: int, owner: LaneOwner[FarLane]) -> None:
-        self.receiver: LaneReceiver[FarLane] | None = None  # the session sets what its direction has
-        self.sender: LaneSender[FarLane] | None = None
         self.heard = time.monotonic()
         self.kv_moved = 0.0  # as its mover last reported it
         self.closed_by = math.inf  # time.monotonic(): if the lane is open then, its mover hangs
@@ -59,8 +57,7 @@ class FarLane:
         self._handle.channel.post(mover.Say(self._number, payload))
 
     def push_frame(self, frame: OutgoingFrame) -> None:
-        assert self.sender is not None
-        if self.sender.frame_begins(self, frame):
+        if self._owner.frame_begins(self, frame):
             self.unsent += len(frame.payload)
             self._frames[frame.slot] = frame
             self._handle.channel.post(mover.Move(self._number, frame.header, frame.slot))
@@ -77,19 +74,16 @@ class FarLane:
                 self.kv_moved = self.heard
         match message:
             case mover.Begins(_, header, slot):
-                assert self.receiver is not None
                 self._incoming = header, slot
-                self.receiver.kv_begins(self, header, slot)
+                self._owner.kv_begins(self, header, slot)
             case mover.Ends(_, whole):
                 assert self._incoming is not None
-                assert self.receiver is not None
                 (header, slot), self._incoming = self._incoming, None
-                self.receiver.kv_ends(self, header, slot, whole)
+                self._owner.kv_ends(self, header, slot, whole)
             case mover.Gone(_, slot, sent):
-                assert self.sender is not None
                 frame = self._frames.pop(slot)
                 self.unsent -= len(frame.payload)
-                (self.sender.frame_sent if sent else self.sender.frame_dropped)(self, frame)
+                (self._owner.frame_sent if sent else self._owner.frame_dropped)(self, frame)
             case mover.Said(_, header, payload):
                 self._owner.control(self, header, memoryview(payload))
             case mover.Heard(_, at, kv_moved):
@@ -97,8 +91,7 @@ class FarLane:
             case mover.LaneClosed(_, kind, why):
                 assert self._incoming is None
                 for frame in self._frames.values():  # the lane closed before the mover was told of them
-                    assert self.sender is not None
-                    self.sender.frame_dropped(self, frame)
+                    self._owner.frame_dropped(self, frame)
                 self._owner.lane_closed(self, kind, why)
 
 
@@ -110,7 +103,9 @@ class MoverHandle:
     """One mover, as the transfer process holds it."""
 
     def __init__(self, channel: socket.socket, side: socket.socket, pid: int) -> None:
-        self.channel = Channel(channel, mover.FromMover)
+        self.channel = Channel(
+            channel, mover.FromMover, gone=lambda why: MoverDied(f"mover {pid} is gone: {why}")
+        )
         self.lanes: dict[int, FarLane] = {}
         self._side = side
         self._pid = pid
@@ -130,33 +125,17 @@ class MoverHandle:
         """Handles all reports that came: after an old one alone, its lane would seem silent.
 
         Raises MoverDied when the mover has ended."""
-        while reports := self._received():
+        while reports := self.channel.receive():
             for report in reports:
                 far = self.lanes[report.lane]
                 if isinstance(report, mover.LaneClosed):
                     del self.lanes[report.lane]
                 far.report(report)
 
-    def _received(self) -> Sequence[mover.FromMover]:
-        try:
-            return self.channel.receive()
-        except ChannelClosed as e:
-            raise self._died(e) from None
-
     def check(self, now: float) -> None:
         """Raises MoverDied if a lane has not closed in time: the mover hangs, and keeps its slots."""
         if any(now >= lane.closed_by for lane in self.lanes.values()):
             raise MoverDied(f"mover {self._pid} hangs: it closes no lane")
-
-    def flush(self) -> None:
-        """Sends the messages that were posted, as far as there is room."""
-        try:
-            self.channel.flush()
-        except ChannelClosed as e:
-            raise self._died(e) from None
-
-    def _died(self, why: ChannelClosed) -> MoverDied:
-        return MoverDied(f"mover {self._pid} is gone: {why}")
 
     def stop(self) -> None:
         """Ends the mover. It handles the messages that it was sent, and closes its lanes.

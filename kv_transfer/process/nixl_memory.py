@@ -3,17 +3,13 @@
     sender:    EXPORT (NIXL's metadata); a slot is full: SLICES with its checksum; TAKEN: the slot is free
     receiver:  READ of the token; REACH; SLICES: READ into a slot of its own, checksum, TAKEN
 
-NIXL (https://github.com/ai-dynamo/nixl) moves bytes through UCX: RDMA where there is a NIC, else UCX's own
-shared memory or TCP. It has its own connections, which are neither authenticated nor encrypted; `listen_on`
-says where UCX listens for them. So the metadata, by which a peer connects and reads, is sealed with the
-cluster secret, and gives access to the slots that peers read alone.
+NIXL (https://github.com/ai-dynamo/nixl) moves bytes through UCX, with connections of its own, which are
+neither authenticated nor encrypted. So the metadata, by which a peer connects and reads, is sealed with the
+cluster secret. With slots on a GPU the engines compute checksums (`nixl_slots`).
 
-A slice that changed on the way, or that its owner overwrote too early, has another checksum than SLICES
-names. With slots on a GPU the engines compute checksums (`nixl_slots`).
-
-NIXL's thread serves peers and sleeps while there is nothing to do. Threads of this process start reads, each
-with a UCX worker of its own. Shared memory is copied by the thread that starts the read, and the bytes are in
-its cache when it computes their checksum. Only this file imports NIXL, when a worker uses it.
+NIXL's thread serves peers and sleeps while there is nothing to do. Threads of this process start reads.
+Shared memory is copied by the thread that starts the read, and the bytes are in its cache when it computes
+their checksum. Only this file imports NIXL, when a worker uses it.
 """
 
 from __future__ import annotations
@@ -159,7 +155,7 @@ class NixlMemory:
         metadata = self._agent.getLocalPartialMD(shown, True, self._backend)
         self._seal = Seal(secret, b"baton nixl metadata")
         handle = self._seal.seal(place + metadata, _name(incarnation))
-        self.export = Export(out.kind, "", handle, out.num_slots, out.slot_bytes, sending.token)
+        self.export = Export(out.kind, "", (handle,), out.num_slots, out.slot_bytes, sending.token)
         self.for_sender, self.for_receiver = out.export, here.export
         """Slots with marks, which the engine opens."""
         self._open: dict[int, _Peer] = {}  # by session
@@ -182,7 +178,7 @@ class NixlMemory:
     @property
     def why_not_exported(self) -> str:
         """Why no peer can be told of the memory; empty: peers can. UCX describes each network device."""
-        size = len(self.export.handle)
+        size = len(self.export.handles[0])
         if size <= MAX_HANDLE_BYTES:
             return ""
         return f"NIXL's metadata has {size} of at most {MAX_HANDLE_BYTES} bytes: name few UCX_NET_DEVICES"
@@ -193,7 +189,7 @@ class NixlMemory:
         """Starts to read the token of the memory. Returns why it cannot be read; empty: `opened` tells."""
         try:
             form = _PLACE if self._here.mark_bytes else _ADDRESS
-            handle = self._seal.open(export.handle, _name(incarnation))
+            handle = self._seal.open(export.handles[0], _name(incarnation))
             address, *device = form.unpack(handle[: form.size])
             token_at = address + export.num_slots * (export.slot_bytes + self._here.mark_bytes)
             if token_at + TOKEN > _END:

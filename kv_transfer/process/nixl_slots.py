@@ -6,9 +6,8 @@ to TCP. Or slots with marks, which the engines fill and verify as they do with m
     sender:    RING to its engine; the engine opens the slots, gathers slices into them and marks them; SLICE
     receiver:  SLICE: NIXL reads the slot and its mark into a slot here; the engine copies both, and verifies
 
-Slots with marks are on a GPU. The transfer process allocates them: memory that it had by CUDA IPC from its
-engine UCX could neither export to another process nor register with a NIC. On a CPU they are the arena, so
-that tests run all of this without a GPU.
+Slots with marks are on a GPU. The transfer process allocates them, since UCX cannot register memory that it
+has by CUDA IPC. On a CPU they are the arena, so that tests run all of this without a GPU.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ class PrefillSide:
         nixl: NixlMemory | None = None,
     ) -> None:  # fmt: skip
         self.table = HeldPrefills(config.deadlines, config.max_waiting)
-        self._draining = False
         self.slots_out = 0  # handed over by the engine and not given back yet
         self._config = config
         self._arena = arena
@@ -72,12 +71,10 @@ class PrefillSide:
 
     @property
     def busy(self) -> bool:
-        return bool(self.table.held or self.table.waiting or self._sessions)
+        return not self.quiet or bool(self._sessions)
 
     def drain(self) -> None:
-        """Refuses each FETCH that waits or comes from now on, unless its prefill is held."""
-        self._draining = True
-        self._apply(self.table.refuse_waiting("busy"))
+        self._apply(self.table.drain())
 
     # ------------------------------------------------------------ from the engine
 
@@ -192,17 +189,10 @@ class PrefillSide:
         if isinstance(message, wire.Fetch | wire.FetchContent):
             self._offer_memory(session)
         match message:
-            case wire.FetchContent() if self._draining:
-                self._counters.transfers["busy"] += 1
-                session.send(wire.Aborted("busy", 0), header.transfer_id)
             case wire.FetchContent():
                 self._apply(self.table.fetch_content(header.transfer_id, session.number, message, now))
             case wire.Fetch():
-                if self._draining and message.prefill_id not in self.table.held:
-                    self._counters.transfers["busy"] += 1
-                    session.send(wire.Aborted("busy", 0), header.transfer_id)
-                else:
-                    self._apply(self.table.fetch(header.transfer_id, session.number, message, now))
+                self._apply(self.table.fetch(header.transfer_id, session.number, message, now))
             case wire.Reach() | wire.Taken():
                 self._from_reader(session, message, now)
             case wire.Credit(total, recall):
@@ -299,7 +289,8 @@ class PrefillSide:
                 case StartTransfer(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
                     transport = self._transports.get(number, "tcp")
-                    slots = window(session.lane_count, self._config.num_slots, transport)
+                    exported = not transport.startswith("tcp")
+                    slots = window(session.lane_count, self._config.num_slots, exported=exported)
                     self._channel.post(
                         local.StartOut(
                             prefill_id, transfer_id, number, session.slot_bytes, slots,
@@ -321,7 +312,7 @@ class PrefillSide:
 
 
 class SendingSession(Session["PrefillSide"]):
-    """KV frames go out. Implements LaneSender."""
+    """KV frames go out."""
 
     side: ClassVar[wire.Side] = "sender"
 
@@ -331,7 +322,6 @@ class SendingSession(Session["PrefillSide"]):
         self._waiting: deque[OutgoingFrame] = deque()  # for room in a mover
 
     def _attach(self, lane: Lane | FarLane) -> None:
-        lane.sender = self
         if isinstance(lane, FarLane):
             self._far.append(lane)
 

@@ -175,11 +175,8 @@ class TcpConnector:
 
 
 def use_cubic(sock: socket.socket) -> None:
-    """Linux's own congestion control for the lanes that `sock` becomes or accepts; before it is connected.
-
-    Some machines have BBR, which lets a timer pace each burst: between two workers that costs more CPU than
-    all that happens in Python. A socket that was once paced stays so, hence before.
-    """
+    """Linux's own congestion control for the lanes that `sock` becomes or accepts, since BBR costs CPU time.
+    Call it before the socket is connected: one that was once paced stays so."""
     with contextlib.suppress(OSError):  # not in this kernel, or forbidden: then as the machine would have it
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 

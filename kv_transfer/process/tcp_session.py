@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.process.frames import LaneOwner
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.movers import FarLane, MoverHandle
 from baton.kv_transfer.process.stats import TransferCounters, printable
@@ -19,7 +19,7 @@ log = logging.getLogger("baton.kv")
 
 
 class SessionHandler(Protocol):
-    """Gets the events of the sessions of one side, each with its session."""
+    """Gets the events of the sessions of one side, each with its session: `PrefillSide`, `DecodeSide`."""
 
     def session_up(self, session: Any) -> None: ...
 
@@ -74,8 +74,8 @@ class Sessions:
         return mover.adopt(lane, session, sends=session.side == "sender")
 
 
-class Session(ABC, Generic[H]):
-    """A connection of two workers: what sessions of both directions have. Implements LaneOwner.
+class Session(LaneOwner[Lane | FarLane], Generic[H]):
+    """A connection of two workers: what sessions of both directions have.
 
     It ends once, and its credits and open transfers end with it."""
 
@@ -153,9 +153,9 @@ class Session(ABC, Generic[H]):
             self.up = True
             self._sessions.is_up(self)
 
-    @abstractmethod
     def _attach(self, lane: Lane | FarLane) -> None:
-        """Follow the lane's KV frames, in the direction of the session."""
+        """Prepares a lane for KV frames in the direction of the session."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------ LaneOwner
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from baton.kv_transfer.protocol.frame import DirectionKey, LaneKeys
+from baton.kv_transfer.protocol.frame import DirectionKey, FrameReader, FrameWriter, LaneKeys
 
 TAG_BYTES = 16
 _NONCE_BYTES = 12
@@ -62,9 +62,7 @@ class Seal:
             raise ValueError("it is not sealed with this cluster's secret, or is of another worker") from None
 
 
-class FrameEncryptor:
-    """Implements frame.FrameWriter."""
-
+class FrameEncryptor(FrameWriter):
     def __init__(self, key: DirectionKey, room: int) -> None:
         """`room`: bytes of results that are in use at most."""
         self._key = key
@@ -93,9 +91,7 @@ class FrameEncryptor:
         return self._cipher.tag
 
 
-class FrameDecryptor:
-    """Implements frame.FrameReader. Payloads are decrypted where they are."""
-
+class FrameDecryptor(FrameReader):
     trailer_bytes = TAG_BYTES
 
     def __init__(self, key: DirectionKey) -> None:

@@ -2,9 +2,7 @@
 
 `Incoming` says what a transfer still misses. `Fetches` owns all open transfers of a worker, their deadlines
 and the decision whether a failed transfer is worth a new FETCH. A transfer is open from `fetch` until the
-engine has injected or cancelled it, or until it failed. FETCH goes out over the session with its prefill
-worker, at once or when that session is up. If the session ends, the transfer fails unless it is COMPLETE. Ids
-of transfers that ended leave a tombstone.
+engine has injected or cancelled it, or until it failed. Ids of transfers that ended leave a tombstone.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import enum
 import hashlib
 import hmac
 import struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -83,10 +83,9 @@ class Header(NamedTuple):
 
 def pack(h: Header) -> bytes:
     piece = h.piece
-    kind = 0 if piece.state is None else piece.state + 1
     body = _BODY.pack(
-        MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, piece.layer, kind, piece.head_start, piece.head_count,
-        piece.token_start, piece.token_count, h.seq, h.length, _ZEROS,
+        MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, piece.layer, piece.part, piece.head_start,
+        piece.head_count, piece.token_start, piece.token_count, h.seq, h.length, _ZEROS,
     )  # fmt: skip
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body) & 0xFFFF_FFFF)
 
@@ -104,9 +103,8 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header:
     if number not in _TYPES or flags or zeros != _ZEROS:
         raise FrameError("type", f"unknown frame type {number}, flags {flags:#x} or reserved {zeros.hex()}")
     if number == FrameType.KV:
-        layer, kind, head_start, head_count, token_start, token_count, seq = of_kv
-        state = kind - 1 if kind else None
-        piece = Slice(layer, head_start, head_count, token_start, token_count, state)
+        layer, part, head_start, head_count, token_start, token_count, seq = of_kv
+        piece = Slice(layer, head_start, head_count, token_start, token_count, part)
         return Header(FrameType.KV, transfer_id, piece, seq, length)
     if any(of_kv) or (transfer_id != NO_TRANSFER and _TYPES[number] not in _OF_TRANSFER):
         name = _TYPES[number].name
@@ -139,61 +137,29 @@ class LaneKeys(msgspec.Struct, array_like=True):
     incoming: DirectionKey
 
 
-class FrameWriter(Protocol):
-    """Protects the frames that leave by a lane, in the order in which they leave."""
+class FrameWriter:
+    """Protects the frames that leave by a lane, in their order: by checksums, on a lane in plain text."""
 
     def message(self, header: bytes, payload: bytes) -> bytes:
         """What follows the header of a control message."""
-        ...
-
-    def begin(self, header: bytes) -> None:
-        """A KV frame is next."""
-        ...
-
-    def piece(self, piece: memoryview) -> memoryview:
-        """What to send for the next bytes of its payload: for as many of `piece` as the result has."""
-        ...
-
-    def end(self) -> bytes:
-        """The trailer of the frame."""
-        ...
-
-
-class FrameReader(Protocol):
-    """Verifies the frames that come on a lane, in order."""
-
-    trailer_bytes: int
-
-    def begin(self, header: memoryview) -> None: ...
-
-    def piece(self, piece: memoryview) -> None:
-        """The next bytes of the payload are there. They become plain text in place."""
-        ...
-
-    def whole(self, trailer: memoryview) -> bool:
-        """Whether the frame came as it was sent."""
-        ...
-
-
-class ChecksumWriter:
-    """Implements FrameWriter for a lane in plain text."""
-
-    def message(self, header: bytes, payload: bytes) -> bytes:
         return payload + _trailer(xxhash.xxh3_64(payload))
 
     def begin(self, header: bytes) -> None:
+        """A KV frame is next."""
         self._checksum = xxhash.xxh3_64()
 
     def piece(self, piece: memoryview) -> memoryview:
+        """What to send for the next bytes of its payload: for as many of `piece` as the result has."""
         self._checksum.update(piece)
         return piece
 
     def end(self) -> bytes:
+        """The trailer of the frame."""
         return _trailer(self._checksum)
 
 
-class ChecksumReader:
-    """Implements FrameReader for a lane in plain text."""
+class FrameReader:
+    """Verifies the frames that come on a lane, in order."""
 
     trailer_bytes = _TRAILER.size
 
@@ -201,9 +167,11 @@ class ChecksumReader:
         self._checksum = xxhash.xxh3_64()
 
     def piece(self, piece: memoryview) -> None:
+        """The next bytes of the payload are there. They become plain text in place."""
         self._checksum.update(piece)
 
     def whole(self, trailer: memoryview) -> bool:
+        """Whether the frame came as it was sent."""
         return trailer == _trailer(self._checksum)
 
 

@@ -1,9 +1,8 @@
 """Prefills as their sender sees them: READY → STREAMING → COMMITTED → RELEASED. Pure: events in, effects out.
 
 A prefill is *held* from `offer` until the ACK of its current transfer, a `close` by the engine, or a
-deadline. Only one transfer of it is open at a time. A new FETCH replaces it. An ABORT or a lost session makes
-the prefill READY again. FETCHes for ids that are not offered yet wait in a bounded table. Ended ids leave a
-tombstone.
+deadline. Only one transfer of it is open at a time. docs/protocol.md has the table of its states. FETCHes for
+ids that are not offered yet wait in a bounded table. Ended ids leave a tombstone.
 
 A FETCH_CONTENT is a FETCH for a *pin*. It waits until the engine has pinned the chunks, or has refused. The
 pin ends with the transfer, and at a deadline that no message extends. A pin waits for the peer's credits
@@ -88,6 +87,7 @@ class HeldPrefills:
         self._tombstones: Tombstones[Reason] = Tombstones(deadlines.tombstone)
         self._deadlines = deadlines
         self._max_waiting = max_waiting
+        self._draining = False
         self._whole: tuple[Held, float] | None = None  # the newest `whole`, and when
 
     # ------------------------------------------------------------ from the engine
@@ -126,11 +126,7 @@ class HeldPrefills:
 
     def close(self, prefill_id: bytes, reason: Reason, now: float) -> list[Effect]:
         """The engine ends the prefill. It does not read the blocks any more, and expects no ReleasedOut."""
-        effects: list[Effect] = []
-        waiting = self.waiting.pop(prefill_id, None)
-        if waiting is not None:
-            effects.append(Send(waiting.session, waiting.transfer_id, Aborted(reason, 0)))
-            effects.append(FetchWaits(prefill_id, gone=True))
+        effects = self._refuse_waiting(prefill_id, reason)
         held = self.held.get(prefill_id)
         if held is not None:
             effects += [e for e in self._release(held, reason, now) if isinstance(e, Send)]
@@ -177,7 +173,7 @@ class HeldPrefills:
         pin_id = _PIN + transfer_id
         if self._is_used(transfer_id) or pin_id in self._asked or self._tombstones.get(pin_id):
             reason = "integrity"
-        elif self._pins >= MOST_PINS:
+        elif self._draining or self._pins >= MOST_PINS:
             reason = "busy"
         else:
             fetch = Fetch(pin_id, 0, (), message.head_start, message.head_count)
@@ -206,8 +202,8 @@ class HeldPrefills:
             return "superseded"
         if held is not None or waiting is not None:
             return None
-        ended = self._tombstones.get(fetch.prefill_id)
-        return ended or ("busy" if len(self.waiting) >= self._max_waiting else None)
+        is_full = self._draining or len(self.waiting) >= self._max_waiting
+        return self._tombstones.get(fetch.prefill_id) or ("busy" if is_full else None)
 
     def ack(self, transfer_id: bytes, now: float) -> list[Effect]:
         """Releases the prefill of this transfer, if the transfer is current. A committed transfer stays
@@ -226,30 +222,21 @@ class HeldPrefills:
             return self._end_transfer(held, reason, now)
         for prefill_id, waiting in self.waiting.items():
             if waiting.transfer_id == transfer_id:
-                del self.waiting[prefill_id]
-                return [
-                    Send(waiting.session, transfer_id, Aborted(reason, 0)),
-                    FetchWaits(prefill_id, gone=True),
-                ]
+                return self._refuse_waiting(prefill_id, reason)
         return []  # crossed our own ABORTED
 
     def session_down(self, session: int, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for prefill_id in [p for p, w in self.waiting.items() if w.session == session]:
-            del self.waiting[prefill_id]
-            effects.append(FetchWaits(prefill_id, gone=True))
+            effects += self._refuse_waiting(prefill_id, "gone")
         for held in [h for h in self.open.values() if h.session == session]:
-            effects += [e for e in self._end_transfer(held, "gone", now) if not isinstance(e, Send)]
-        return effects
+            effects += self._end_transfer(held, "gone", now)
+        return [e for e in effects if not isinstance(e, Send)]
 
-    def refuse_waiting(self, reason: Reason) -> list[Effect]:
-        """No FETCH that waits will be served."""
-        effects: list[Effect] = []
-        for prefill_id, waiting in self.waiting.items():
-            effects.append(Send(waiting.session, waiting.transfer_id, Aborted(reason, 0)))
-            effects.append(FetchWaits(prefill_id, gone=True))
-        self.waiting.clear()
-        return effects
+    def drain(self) -> list[Effect]:
+        """Refuses each FETCH that waits or comes from now on, unless its prefill is held."""
+        self._draining = True
+        return [e for prefill_id in list(self.waiting) for e in self._refuse_waiting(prefill_id, "busy")]
 
     # ------------------------------------------------------------ frames and time
 
@@ -285,11 +272,9 @@ class HeldPrefills:
         Such a byte is progress of all transfers of the session: their frames may stand behind that frame."""
         limits = self._deadlines
         effects: list[Effect] = []
-        for prefill_id, w in [(p, w) for p, w in self.waiting.items() if now >= w.deadline]:
-            del self.waiting[prefill_id]
+        for prefill_id in [p for p, w in self.waiting.items() if now >= w.deadline]:
             effects.append(Expired("fetch_wait", f"prefill {prefill_id.hex()} was not offered"))
-            effects.append(Send(w.session, w.transfer_id, Aborted("deadline", 0)))
-            effects.append(FetchWaits(prefill_id, gone=True))
+            effects += self._refuse_waiting(prefill_id, "deadline")
         for held in list(self.held.values()):
             if not held.finished:
                 continue  # the router bounds how long a prefill computes
@@ -308,6 +293,14 @@ class HeldPrefills:
         return effects
 
     # ------------------------------------------------------------ transitions
+
+    def _refuse_waiting(self, prefill_id: bytes, reason: Reason) -> list[Effect]:
+        """Answers the FETCH that waits for this prefill, if one does."""
+        waiting = self.waiting.pop(prefill_id, None)
+        if waiting is None:
+            return []
+        answer = Send(waiting.session, waiting.transfer_id, Aborted(reason, 0))
+        return [answer, FetchWaits(prefill_id, gone=True)]
 
     def _start(self, held: Held, transfer_id: bytes, session: int, fetch: Fetch, now: float) -> list[Effect]:
         assert held.state is HoldState.READY

@@ -5,11 +5,7 @@
                                           <---  reply: nonce, identity, HMAC over both sides' words
     proof: HMAC over the same             --->  lane is up
 
-The two HMACs differ in their label, so that neither can be reflected. Fingerprints are compared after the
-peer has proved itself; both sides are named when they differ.
-
-If the worker encrypts its lanes, the nonces are the public keys of an X25519 exchange, which the HMACs
-authenticate. It refuses peers that do not encrypt, and they refuse it: there is nothing to negotiate.
+docs/protocol.md has the rules. Fingerprints are compared after the peer has proved itself.
 """
 
 from __future__ import annotations
@@ -21,17 +17,8 @@ from typing import TYPE_CHECKING
 
 from baton.kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
 from baton.kv_transfer.layout import ITEM_BYTES, convertible, scales_of
+from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import LaneKeys
-from baton.kv_transfer.protocol.messages import (
-    HelloOpen,
-    HelloOpenEncrypted,
-    HelloProof,
-    HelloReply,
-    Identity,
-    ProtocolError,
-    decode_identity,
-    encode,
-)
 
 if TYPE_CHECKING:
     from baton.kv_transfer.protocol.encryption import KeyExchange
@@ -52,8 +39,8 @@ class Initiator:
     """One lane, from the side that connected."""
 
     def __init__(
-        self, secret: bytes, identity: Identity, session_id: bytes, lane: int, lanes: int, incarnation: int,
-        *, encrypt: bool = False,
+        self, secret: bytes, identity: wire.Identity, session_id: bytes, lane: int, lanes: int,
+        incarnation: int, *, encrypt: bool = False,
     ) -> None:  # fmt: skip
         """`incarnation`: the one that must answer."""
         self._secret = secret
@@ -61,19 +48,19 @@ class Initiator:
         self._incarnation = incarnation
         self.lane = lane
         self._exchange, nonce = _key_exchange(encrypt)
-        kind = HelloOpenEncrypted if encrypt else HelloOpen
-        self.open = encode(kind(session_id, lane, lanes, nonce, encode(identity)))
+        kind = wire.HelloOpenEncrypted if encrypt else wire.HelloOpen
+        self.open = wire.encode(kind(session_id, lane, lanes, nonce, wire.encode(identity)))
         # To be sent as soon as it is there, even if what follows refuses.
-        self.proof: HelloProof | None = None
+        self.proof: wire.HelloProof | None = None
         self.keys: LaneKeys | None = None
         """After `reply`, of an encrypted lane."""
 
-    def reply(self, message: HelloReply) -> Identity:
+    def reply(self, message: wire.HelloReply) -> wire.Identity:
         """The identity of the listener. LaneRefused: it is not a peer, and is told so with the keys if there
         are any."""
         if not hmac.compare_digest(message.mac, _mac(self._secret, b"listener", self.open, message)):
             raise LaneRefused("secret", "the listener does not know this cluster's secret")
-        self.proof = HelloProof(_mac(self._secret, b"initiator", self.open, message))
+        self.proof = wire.HelloProof(_mac(self._secret, b"initiator", self.open, message))
         if self._exchange is not None:
             bound = _mac(self._secret, b"keys", self.open, message)
             self.keys = _keys(self._exchange, message.nonce, bound, initiates=True)
@@ -89,34 +76,34 @@ class Initiator:
 class Listener:
     """One lane, from the side that accepted."""
 
-    def __init__(self, secret: bytes, identity: Identity, *, encrypt: bool = False) -> None:
+    def __init__(self, secret: bytes, identity: wire.Identity, *, encrypt: bool = False) -> None:
         self._secret = secret
         self._identity = identity
         self._encrypt = encrypt
         self._exchange: KeyExchange | None = None
-        self._open: HelloOpen | None = None
+        self._open: wire.HelloOpen | None = None
         self._expected = self._bound = b""
         self.keys: LaneKeys | None = None
         """After `check`, of an encrypted lane."""
 
-    def answer(self, message: HelloOpen, payload: bytes) -> HelloReply:
+    def answer(self, message: wire.HelloOpen, payload: bytes) -> wire.HelloReply:
         """The reply to `message`, which came as `payload`."""
         if self._open is not None or not 0 <= message.lane < message.lanes <= MAX_LANES:
             raise LaneRefused("hello", f"lane {message.lane} of {message.lanes}, or opened twice")
-        encrypted = isinstance(message, HelloOpenEncrypted)
+        encrypted = isinstance(message, wire.HelloOpenEncrypted)
         if encrypted != self._encrypt:
             without = self._identity.name if encrypted else _identity(message.identity).name
             raise LaneRefused("encryption", f"{without} does not encrypt lanes (--kv-encrypt), its peer does")
         self._open = message
         self._exchange, nonce = _key_exchange(encrypted)
-        unsigned = HelloReply(nonce, encode(self._identity), bytes(32))
+        unsigned = wire.HelloReply(nonce, wire.encode(self._identity), bytes(32))
         self._expected = _mac(self._secret, b"initiator", payload, unsigned)
         self._bound = _mac(self._secret, b"keys", payload, unsigned)
-        return HelloReply(
+        return wire.HelloReply(
             unsigned.nonce, unsigned.identity, _mac(self._secret, b"listener", payload, unsigned)
         )
 
-    def check(self, message: HelloProof) -> tuple[HelloOpen, Identity]:
+    def check(self, message: wire.HelloProof) -> tuple[wire.HelloOpen, wire.Identity]:
         """What the initiator opened, and its identity. LaneRefused: it is not a peer."""
         if self._open is None:
             raise LaneRefused("hello", "proof before open")
@@ -129,7 +116,7 @@ class Listener:
         return self._open, theirs
 
 
-def _mac(secret: bytes, label: bytes, opened: bytes, reply: HelloReply) -> bytes:
+def _mac(secret: bytes, label: bytes, opened: bytes, reply: wire.HelloReply) -> bytes:
     """Over all that both said but the MAC; each part's length first, so that there is one reading."""
     parts = (b"baton kv lane", label, opened, reply.nonce, reply.identity)
     message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
@@ -153,14 +140,14 @@ def _keys(exchange: KeyExchange, peer: bytes, bound_to: bytes, *, initiates: boo
         raise LaneRefused("encryption", f"the peer's public key: {e}") from None
 
 
-def _identity(payload: bytes) -> Identity:
+def _identity(payload: bytes) -> wire.Identity:
     try:
-        return decode_identity(payload)
-    except ProtocolError as e:
+        return wire.decode_identity(payload)
+    except wire.ProtocolError as e:
         raise LaneRefused("hello", str(e)) from None
 
 
-def _check(mine: Identity, theirs: Identity) -> None:
+def _check(mine: wire.Identity, theirs: wire.Identity) -> None:
     if theirs.side == mine.side:
         raise LaneRefused("side", f"{theirs.name} and {mine.name} both say that they are the {mine.side}")
     if theirs.incarnation == mine.incarnation:

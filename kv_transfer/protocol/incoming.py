@@ -15,8 +15,8 @@ from baton.kv_transfer.layout import KVLayout, Range
 from baton.kv_transfer.protocol.frame import Header, Refusal
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
 
-Part = tuple[int | None, int]
-"""A state type, or None for KV, and a layer."""
+Part = tuple[int, int]
+"""`Slice.part`, and a layer."""
 
 
 class TransferState(enum.Enum):
@@ -61,10 +61,10 @@ class Incoming:
         heads = tokens * (self.heads[1] - self.heads[0])
         # The heads of each part of each layer, and the bytes of one of them.
         parts: dict[Part, Range] = {
-            (state, layer): (heads if part.per_token else part.heads, part.head_bytes)
-            for state, part in layout.parts.items()
+            (number, layer): (heads if part.per_token else part.heads, part.head_bytes)
+            for number, part in enumerate(layout.parts)
             if part.per_token or self._states_of is not None
-            for layer in layout.layers_of(state)
+            for layer in layout.layers_of(number)
         }
         self._most_frames = sum(count for count, _ in parts.values())
         self._missing = {part: count * size for part, (count, size) in parts.items()}
@@ -93,14 +93,13 @@ class Incoming:
     def begin(self, h: Header) -> None:
         """A KV frame's header came; Fault unless exactly this frame is still missing."""
         assert self.live
-        piece, state = h.piece, h.piece.state
-        part = state, piece.layer
+        piece, part = h.piece, (h.piece.part, h.piece.layer)
         if part not in self._missing:
-            kind = "frame_fields" if state is None else "state"
+            kind = "state" if piece.part else "frame_fields"
             raise Fault(kind, f"no such layer or state was asked for: {piece}")
         start, stop = piece.token_start, piece.token_start + piece.token_count
         first, last = piece.head_start, piece.head_start + piece.head_count
-        kept = self.layout.parts[state]
+        kept = self.layout.parts[piece.part]
         if kept.per_token:
             size, heads = piece.token_count * kept.head_bytes, self.heads
             was_asked = any(a <= start and stop <= b for a, b in self.ranges)
@@ -124,7 +123,7 @@ class Incoming:
         assert self.state is TransferState.RECEIVING
         self.frames += 1
         self.bytes += h.length
-        part, size = (h.piece.state, h.piece.layer), self._slot_bytes
+        part, size = (h.piece.part, h.piece.layer), self._slot_bytes
         before = self._missing[part]
         self._missing[part] = before - h.length
         self._missing_frames -= -(-before // size) - -(-(before - h.length) // size)
@@ -152,7 +151,7 @@ class Incoming:
         if any(parts[-1][1] > stop for heads in self._covered.values() for parts in heads.values()):
             raise Fault("frame_range", f"a frame came of positions beyond {stop}")
         self.ranges = ((start, stop),)
-        less = (asked - stop) * (self.heads[1] - self.heads[0]) * self.layout.parts[None].head_bytes
+        less = (asked - stop) * (self.heads[1] - self.heads[0]) * self.layout.parts[0].head_bytes
         self._missing = {part: missing - less for part, missing in self._missing.items()}
         self._expected_bytes -= less * len(self._missing)
         self._count_missing_frames()

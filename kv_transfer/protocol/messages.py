@@ -22,12 +22,14 @@ MAX_TOP = 1024
 MAX_CHUNKS = 2048
 MAX_SLICES = 1024
 MAX_HANDLE_BYTES = 4096
+MAX_HANDLES = 64
 
 U8 = Annotated[int, Meta(ge=0, lt=1 << 8)]
 Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 U64 = Annotated[int, Meta(ge=0)]  # msgpack has nothing larger
 Text = Annotated[str, Meta(max_length=512)]
+Handle = Annotated[bytes, Meta(max_length=MAX_HANDLE_BYTES)]
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
@@ -181,7 +183,7 @@ class Export(Message):
 
     kind: Text  # "shared_memory" or "cuda_ipc"
     host: Text
-    handle: Annotated[bytes, Meta(max_length=MAX_HANDLE_BYTES)]
+    handles: Annotated[tuple[Handle, ...], Meta(min_length=1, max_length=MAX_HANDLES)]  # of each rank
     num_slots: Annotated[int, Meta(gt=0, le=1 << 16)]
     slot_bytes: U32
     token: Id  # a reader that finds it has opened this memory and no other

@@ -50,9 +50,6 @@ class Tombstones(Generic[T]):
         entry = self._entries.get(key)
         return None if entry is None else entry[1]
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def expire(self, now: float) -> None:
         while self._entries and next(iter(self._entries.values()))[0] <= now:
             self._entries.popitem(last=False)

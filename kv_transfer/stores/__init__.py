@@ -27,17 +27,9 @@ class BlockStore:
         """How many blocks may be copied now."""
         raise NotImplementedError
 
-    def save(self, pairs: Sequence[Pair]) -> None:
-        """Starts to copy blocks to places. No step writes the blocks, or the caller does not use the
-        places."""
-        self.copy(pairs, is_load=False)
-
-    def load(self, pairs: Sequence[Pair]) -> None:
-        """Starts to copy places into blocks. No step uses the blocks."""
-        self.copy(pairs, is_load=True)
-
     def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
-        """As `load`, or as `save`."""
+        """Starts to copy blocks to places, or places into blocks. No step writes a block that is saved, or
+        the caller does not use its place. No step uses a block that is loaded."""
         raise NotImplementedError
 
     def ended(self) -> list[bool]:

@@ -31,9 +31,9 @@ class BlockLines:
     """Lines of the table of `copy_kernels.launch`, for whole blocks and all layers with KV."""
 
     def __init__(self, kv: PagedKV) -> None:
-        self._planes = tensor_planes(kv)[None]  # keeps the pools alive
+        self._planes = tensor_planes(kv)[0]  # keeps the pools alive
         self.block_size = kv.block_size
-        first, last = kv.heads[None]
+        first, last = kv.heads[0]
         self.heads = last - first
         block = Window(0, self.block_size, 0, self.heads, 0, 0, self.block_size, self.heads)
         self._pages: list[Pages] = []
@@ -119,8 +119,8 @@ class CudaStore(HostStore):
         self._spare = [_Batch(Table.of_size(words, self._device), torch.cuda.Event()) for _ in range(BATCHES)]
         self._under_way: deque[_Batch] = deque()
         # Compiles the kernels: block 0, there and back.
-        self.save([(0, 0)])
-        self.load([(0, 0)])
+        for is_load in (False, True):
+            self.copy([(0, 0)], is_load=is_load)
         self._stream.synchronize()
         self.ended()
 

@@ -4,10 +4,8 @@
     load:  place in the file ──▶ slot, with the checksum of its save ──▶ block, if the bytes have it
 
 Threads read and write the file, so the caller never waits for the disk. A write that fails, for example
-because the disk is full, ends its save. A read that fails ends its load as a wrong checksum does.
-
-The file has no name in its directory. So only this process can read it, and the system frees its space when
-the process ends, in any way. No content of an earlier process is ever read.
+because the disk is full, ends its save. A read that fails ends its load as a wrong checksum does. No content
+of an earlier process is ever read, since the file has no name.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def block_bytes(kv: PagedKV) -> int:
 
 def _pools(kv: PagedKV) -> Iterator[torch.Tensor]:
     """Layers and scales, as in `planes`."""
-    return chain.from_iterable(plane.values() for plane in tensor_planes(kv)[None])
+    return chain.from_iterable(plane.values() for plane in tensor_planes(kv)[0])
 
 
 def open_host_store(kv: PagedKV, num_places: int, tick: Callable[[], None]) -> HostStore:

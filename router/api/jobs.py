@@ -24,6 +24,12 @@ FILE = "generation_config.json"
 NONE = "vllm"
 """The value of --generation-config without any recommended defaults."""
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_AS_SENT = (
+    *_NAMES, "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
+    "allowed_token_ids", "logprob_token_ids",
+)  # fmt: skip
+"""Fields that workers get under the same name."""
+_NO_LIMITS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +169,6 @@ def _max_tokens(
 def _sampling(
     body: ChatOptions | CompletionOptions, vocab_size: int, defaults: SamplingDefaults
 ) -> dict[str, Any]:
-    def given(*values: Any) -> Any:
-        return next(value for value in values if value is not None)
-
     bias: dict[int, float] = {}
     for key, value in (body.logit_bias or {}).items():
         if not key.isdecimal() or int(key) >= vocab_size:
@@ -177,19 +180,11 @@ def _sampling(
             if token_id >= vocab_size:
                 text = f"{field}: {token_id} is not below the vocabulary's {vocab_size}"
                 raise InvalidRequest(text, param=field)
-    return {
-        "temperature": given(body.temperature, defaults.temperature, 1.0),
-        "top_k": max(0, given(body.top_k, defaults.top_k, 0)),
-        "top_p": given(body.top_p, defaults.top_p, 1.0),
-        "min_p": given(body.min_p, defaults.min_p, 0.0),
-        "repetition_penalty": given(body.repetition_penalty, defaults.repetition_penalty, 1.0),
-        "presence_penalty": given(body.presence_penalty, 0.0),
-        "frequency_penalty": given(body.frequency_penalty, 0.0),
-        "min_tokens": body.min_tokens,
-        "stop_token_ids": body.stop_token_ids or (),
-        "allowed_token_ids": body.allowed_token_ids or (),
-        "logprob_token_ids": body.logprob_token_ids or (),
-        "ignore_eos": body.ignore_eos,
+    chosen: dict[str, Any] = dict(_NO_LIMITS)
+    for source in (defaults, body):
+        chosen |= {name: value for name in _AS_SENT if (value := getattr(source, name)) is not None}
+    return chosen | {
+        "top_k": max(0, chosen["top_k"]),
         "logit_bias": bias,
         "logprobs": body.logprobs_wanted,
         "prompt_logprobs": body.prompt_logprobs_wanted,

@@ -1,5 +1,6 @@
 """The document `/openapi.json`, made from the models of requests and responses."""
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -37,91 +38,90 @@ class Operation:
     body: type[BaseModel] | None = None
     chunk: type[BaseModel] | None = None
     """One server-sent event of a stream."""
-    errors: tuple[int, ...] = ()
-    """HTTP statuses of its errors."""
+    also: tuple[int, ...] = ()
+    """HTTP statuses of errors that endpoints like this one do not have."""
     error: type[BaseModel] = responses.ErrorResponse
     """The body of its errors."""
     open: bool = False
     """Needs no API key."""
     admin: bool = False
     """Is on the admin port, if the router has one."""
-    parameters: tuple[str, ...] = ()
-    """Names in the path."""
+
+    @property
+    def errors(self) -> tuple[int, ...]:
+        """HTTP statuses of its errors."""
+        if self.body is not None:
+            return REQUEST_ERRORS
+        return tuple(sorted({*self.also, *(() if self.open else (401,))}))
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names in the path."""
+        return re.findall(r"{(\w+)}", self.path)
 
 
 OPERATIONS = (
     Operation(
         "post", "/v1/chat/completions", "Complete a chat.", responses.ChatResponse,
-        body=ChatBody, chunk=responses.ChatChunk, errors=REQUEST_ERRORS,
+        body=ChatBody, chunk=responses.ChatChunk,
     ),
     Operation(
         "post", "/v1/completions", "Complete a text.", responses.CompletionResponse,
-        body=CompletionBody, chunk=responses.CompletionChunk, errors=REQUEST_ERRORS,
+        body=CompletionBody, chunk=responses.CompletionChunk,
     ),
     Operation(
         "post", "/v1/responses", "Respond to an input, and keep the response.", ResponseObject,
-        body=ResponsesBody, chunk=ResponseEvent, errors=REQUEST_ERRORS,
+        body=ResponsesBody, chunk=ResponseEvent,
     ),
     Operation(
         "get", "/v1/responses/{id}", "A response that is kept, or runs in the background.", ResponseObject,
-        errors=(400, 401, 404), parameters=("id",),
+        also=(400, 404),
     ),
-    Operation(
-        "delete", "/v1/responses/{id}", "Forget a response.", DeletedResponse, errors=(401, 404),
-        parameters=("id",),
-    ),
+    Operation("delete", "/v1/responses/{id}", "Forget a response.", DeletedResponse, also=(404,)),
     Operation(
         "post", "/v1/responses/{id}/cancel", "End a response in the background.", ResponseObject,
-        errors=(400, 401, 404), parameters=("id",),
+        also=(400, 404),
     ),
     Operation(
         "post", "/v1/messages", "Complete a chat, in Anthropic's form.", AnthropicMessage,
-        body=MessagesBody, chunk=MessageEvent, errors=REQUEST_ERRORS, error=AnthropicErrorResponse,
+        body=MessagesBody, chunk=MessageEvent, error=AnthropicErrorResponse,
     ),
     Operation(
         "post", "/v1/messages/count_tokens", "How long a prompt is, in Anthropic's form.", TokenCount,
-        body=CountTokensBody, errors=REQUEST_ERRORS, error=AnthropicErrorResponse,
+        body=CountTokensBody, error=AnthropicErrorResponse,
     ),
     Operation(
         "post", "/invocations", "As /v1/chat/completions if the body has messages, else as /v1/completions.",
-        "application/json", errors=REQUEST_ERRORS,
+        "application/json", also=REQUEST_ERRORS,
     ),
-    Operation("get", "/v1/models", "The model that is served.", responses.ModelList, errors=(401,)),
-    Operation(
-        "get", "/v1/models/{id}", "The model with this id.", responses.ModelCard, errors=(401, 404),
-        parameters=("id",),
-    ),
+    Operation("get", "/v1/models", "The model that is served.", responses.ModelList),
+    Operation("get", "/v1/models/{id}", "The model with this id.", responses.ModelCard, also=(404,)),
     Operation(
         "post", "/tokenize", "Text or messages to token ids.", responses.TokenizeResponse,
-        body=TokenizeBody, errors=REQUEST_ERRORS,
+        body=TokenizeBody,
     ),
-    Operation(
-        "post", "/detokenize", "Token ids to text.", responses.DetokenizeResponse,
-        body=DetokenizeBody, errors=REQUEST_ERRORS,
-    ),
+    Operation("post", "/detokenize", "Token ids to text.", responses.DetokenizeResponse, body=DetokenizeBody),
     Operation("get", "/health", "The process serves.", open=True),
     Operation("get", "/ping", "As /health.", open=True),
     Operation("post", "/ping", "As /health.", open=True),
-    Operation("get", "/load", "How many requests it serves.", responses.LoadResponse, errors=(401,)),
-    Operation("get", "/server_info", "How the router serves.", responses.ServerInfoResponse, errors=(401,)),
+    Operation("get", "/load", "How many requests it serves.", responses.LoadResponse),
+    Operation("get", "/server_info", "How the router serves.", responses.ServerInfoResponse),
     Operation(
         "get", "/tokenizer_info", "The chat template and the special tokens.",
-        responses.TokenizerInfoResponse, errors=(401,),
+        responses.TokenizerInfoResponse,
     ),
-    Operation("get", "/ready", "Each pool of the cluster has a worker.", errors=(503,), open=True),
+    Operation("get", "/ready", "Each pool of the cluster has a worker.", also=(503,), open=True),
     Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True, admin=True),
     Operation(
         "get", "/metrics/targets", "Where Prometheus finds the workers' metrics (HTTP service discovery).",
-        "application/json", errors=(401,), admin=True,
+        "application/json", admin=True,
     ),
     Operation("get", "/version", "The version of Baton.", responses.VersionResponse, open=True),
     Operation("get", "/openapi.json", "This description.", "application/json", open=True),
     Operation("get", "/docs", "This description as a page.", "text/html", open=True),
     Operation("get", "/chat", "A page that chats with the model.", "text/html", open=True),
     Operation("get", "/", "A page with links to these two.", "text/html", open=True),
-    Operation(
-        "get", "/status", "The router and its workers.", responses.StatusResponse, errors=(401,), admin=True
-    ),
+    Operation("get", "/status", "The router and its workers.", responses.StatusResponse, admin=True),
 )  # fmt: skip
 
 

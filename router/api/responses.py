@@ -4,13 +4,21 @@ The router itself builds responses as plain dicts (`router.endpoints.builders`),
 each token would cost more than the rest of its response.
 """
 
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 
 class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def one_of(models: dict[str, dict[str, Any]]) -> Any:
+    """Makes a model of each of these names with these members. Returns their union."""
+    made = [create_model(name, __base__=ResponseModel, **members) for name, members in models.items()]
+    return reduce(or_, made)
 
 
 class ErrorDetail(ResponseModel):
@@ -111,11 +119,16 @@ class ChatChoice(ResponseModel):
     token_ids: list[int] | None = None
 
 
-class ChatResponse(ResponseModel):
+class Completion(ResponseModel):
+    """What chats and completions share, whole ones and the events of a stream."""
+
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
+
+
+class ChatResponse(Completion):
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
@@ -156,13 +169,10 @@ class ChatChunkChoice(ResponseModel):
     token_ids: list[int] | None = None
 
 
-class ChatChunk(ResponseModel):
+class ChatChunk(Completion):
     """One event of a stream. If usage was asked for, the last event has it, and no choice."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
@@ -183,22 +193,16 @@ class CompletionChoice(CompletionChunkChoice):
     finish_reason: FinishReason  # pyrefly: ignore[bad-override]  (fields are never assigned)
 
 
-class CompletionChunk(ResponseModel):
+class CompletionChunk(Completion):
     """One event of a stream. If usage was asked for, the last event has it, and no choice."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | None = None
 
 
-class CompletionResponse(ResponseModel):
-    id: str
+class CompletionResponse(Completion):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage
 

@@ -10,7 +10,7 @@ do not change the result are not listed, and are ignored:
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -131,10 +131,14 @@ def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = Fals
     return {name: value for name, value in data.items() if name not in fields}
 
 
-def refusing(fields: dict[str, tuple[Any, ...]], *, nested: bool = False) -> Any:
-    """Makes a validator that passes a body, or a part of it, through `refuse`."""
+def refusing(fields: dict[str, tuple[Any, ...]], *, nested: bool = False, tools: Sequence[Any] = ()) -> Any:
+    """Makes a validator that passes a body, or a part of it, through `refuse`. `tools`: of a tool, the values
+    that its `type` may have."""
 
     def check(cls: type, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if tools and kind not in tools:
+            raise unsupported(f"tools of type {kind!r} are not supported")
         return refuse(data, fields, nested=nested)
 
     return model_validator(mode="before")(classmethod(check))

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
@@ -19,9 +19,9 @@ from baton.router.api.jobs import make_jobs
 from baton.router.api.structured import Structure, calls_or_answer
 from baton.router.api.validation import named_as_in
 from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
+from baton.router.preparation.child import Preparer
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
-from baton.router.preparation.prepare import Converted, Generated, Peek, Prepared, Served
-from baton.router.preparation.preparer import Preparer
+from baton.router.preparation.prepare import Converted, Generated, Prepared, Served
 from baton.router.tools.reasoning import END, START
 from baton.rpc import worker_pb2 as pb
 
@@ -39,16 +39,11 @@ def request_name(sent: str | None) -> str:
 
 
 class Frontend:
-    """Turns the bytes of a client into an `ActiveRequest`. Owns the child processes that help with it.
-
-    Attributes:
-        draining: new requests are refused.
-        metrics: those of the router.
-    """
+    """Turns the bytes of a client into an `ActiveRequest`. Owns the child processes that help with it."""
 
     def __init__(self, services: Services) -> None:
         config = services.config
-        self.draining = False
+        self.draining = False  # new requests are refused
         self.metrics = services.metrics
         self._model_names = config.model_names
         self._services = services
@@ -110,32 +105,24 @@ class Frontend:
         if self.draining:
             raise ShuttingDown("the router is shutting down", retry_after=1)
 
-    async def peek(self, raw: bytes | bytearray, entry: Entry) -> Peek:
-        """Looks at a body of /v1/responses. Raises ApiError."""
-        async with _deadline(self._services.config.request_timeout, time.monotonic()):
-            return await self._preparer.peek(raw, self._served, entry.key)
-
     async def prepare(
         self,
         kind: Generated,
         raw: bytes | bytearray,
         entry: Entry,
+        headers: Mapping[str, str],
         *,
         history: bytes = b"",
         name: str,
-        session: str | None,
         timeout: float | None,
-        traceparent: str | None,
     ) -> ActiveRequest:
         """Parses, validates and tokenizes the body `raw` of an admitted request, which counts its bytes.
 
         Args:
+            headers: of HTTP, or the metadata of gRPC. They may name the client's conversation and its trace.
             history: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
             name: the request's id as its client knows it.
-            session: the client's name for its conversation.
-            timeout: seconds that the client waits, from a header or from gRPC; the body may hold a lower
-                limit.
-            traceparent: the W3C header of the client's trace.
+            timeout: seconds that the client waits; the body may hold a lower limit.
 
         Raises ApiError.
         """
@@ -143,7 +130,7 @@ class Frontend:
         self._refuse_while_draining()
         entry.receive(len(history))
         entry.expect(max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity)))
-        with self._services.active.preparing():
+        with self._services.active.counting():
             limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
             async with _deadline(limit, began):
                 prepared = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
@@ -158,7 +145,7 @@ class Frontend:
                     prepared.prompts,
                     context=self._served.context,
                     vocab_size=self._services.tokenizer.vocab_size,
-                    session=session,
+                    session=headers.get("x-session-id"),
                     content_root=self._services.pool.content_root,
                     cache_salt=_salt(entry.key.cache_salt, body.cache_salt),
                     tenant=entry.key.tenant,
@@ -175,11 +162,11 @@ class Frontend:
             entry,
             name=name,
             deadline=began + limit,
-            traceparent=valid_traceparent(traceparent),
+            traceparent=valid_traceparent(headers.get("traceparent")),
         )
 
     async def convert(self, kind: Converted, raw: bytes | bytearray, entry: Entry) -> bytes:
-        """Returns the JSON response to an endpoint that only counts or converts. Raises ApiError."""
+        """Returns the response to an endpoint that only counts or converts, or to a peek. Raises ApiError."""
         async with _deadline(self._services.config.request_timeout, time.monotonic()):
             response = await self._preparer.prepare(kind, raw, self._served, entry.key)
         assert isinstance(response, bytes)

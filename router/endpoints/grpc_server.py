@@ -119,13 +119,7 @@ class GrpcEndpoint:
             with self._frontend.admit(account) as entry:
                 raw = await self._message(requests, context, entry)
                 active = await self._frontend.prepare(
-                    "grpc",
-                    raw,
-                    entry,
-                    name=name,
-                    session=metadata.get("x-session-id"),
-                    timeout=context.time_remaining(),
-                    traceparent=metadata.get("traceparent"),
+                    "grpc", raw, entry, metadata, name=name, timeout=context.time_remaining()
                 )
                 del raw  # frees the body, which may be large, before the generation, which may be long
                 with active.generating():

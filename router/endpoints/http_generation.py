@@ -17,10 +17,10 @@ from baton.router.api.bodies import ChatOptions
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.config import RouterConfig
 from baton.router.endpoints.builders.anthropic import AnthropicBuilder
-from baton.router.endpoints.builders.base import ResponseBuilder, encode
-from baton.router.endpoints.builders.completions import ChatBuilder, CompletionBuilder
+from baton.router.endpoints.builders.base import encode
+from baton.router.endpoints.builders.completions import ChatBuilder, ChoicesBuilder, CompletionBuilder
+from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.http_runner import ENCODINGS, unsupported_encoding
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.preparation.prepare import Generated
@@ -37,11 +37,24 @@ _KEEPALIVE = b": waiting\n\n"
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no",
 }  # fmt: skip
+ResponseBuilder = ChatBuilder | CompletionBuilder | AnthropicBuilder | OpenAIResponsesBuilder
+"""Makes the response to one request. In a stream: `events` of each delta, then `end` or `failed`.
+Else: `add` each delta, then `whole`."""
 _BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[AnthropicBuilder]] = {
     "chat": ChatBuilder,
     "completion": CompletionBuilder,
     "messages": AnthropicBuilder,
 }
+
+
+ENCODINGS = ("identity", "gzip", "deflate")
+"""Accepted encodings of a body. aiohttp ignores unknown ones, and reads more if optional libraries are
+installed."""
+
+
+def unsupported_encoding() -> errors.UnsupportedMediaType:
+    text = "the Content-Encoding of a body must be gzip or deflate, if there is one"
+    return errors.UnsupportedMediaType(text)
 
 
 def authorization(request: web.Request) -> str:
@@ -126,16 +139,10 @@ class HttpGeneration:
     async def prepare(
         self, request: web.Request, kind: Generated, raw: bytearray, entry: Entry, history: bytes = b""
     ) -> ActiveRequest:
-        """As `Frontend.prepare`, with what the headers say."""
+        """As `Frontend.prepare`."""
+        name, timeout = REQUEST_ID.get(), timeout_of(request)
         return await self._frontend.prepare(
-            kind,
-            raw,
-            entry,
-            history=history,
-            name=REQUEST_ID.get(),
-            session=request.headers.get("x-session-id"),
-            timeout=timeout_of(request),
-            traceparent=request.headers.get("traceparent"),
+            kind, raw, entry, request.headers, history=history, name=name, timeout=timeout
         )
 
     async def respond(
@@ -205,6 +212,7 @@ async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple
     deltas = await active.take(KEEPALIVE_SECONDS)
     for index, delta in deltas:
         for part in delta.token.prompt:
+            assert isinstance(builder, ChoicesBuilder), "the other APIs show none"
             builder.add_prompt(index, part)
             await asyncio.sleep(0)  # other tasks run between the parts of a long prompt
     return deltas

@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from baton.machine.system import url_host
@@ -34,6 +35,7 @@ from baton.router.endpoints.http_generation import (
 )
 from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
+from baton.router.preparation.prepare import Peek
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +114,8 @@ class OpenAIResponses:
 
     async def _turn(self, raw: bytearray, entry: Entry) -> _Turn:
         """Raises NotFound and InvalidRequest when the turn before it is not stored, and BodyTooLarge."""
-        peek = await self._frontend.peek(raw, entry)
+        found = await self._frontend.convert("peek", raw, entry)
+        peek = msgspec.msgpack.decode(found, type=Peek)
         key, previous = entry.key.name, peek.previous_response_id
         earlier: tuple[bytes, ...] = ()
         if previous is not None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
+from aiohttp.web_protocol import RequestHandler
 
 from baton import version
 from baton.machine.system import url_host
@@ -25,8 +27,10 @@ from baton.router.endpoints.http_generation import (
     authorization,
     json_response,
     read_body,
+    unsupported_encoding,
 )
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
+from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Converted
 from baton.router.status import router_status, scrape_targets
 
@@ -250,3 +254,70 @@ class HttpEndpoints:
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Handles the signal `on_response_prepare`."""
     response.headers["x-request-id"] = REQUEST_ID.get()
+
+
+class HttpRunner(web.AppRunner):
+    """Takes the arguments of `web.AppRunner`, and the router's metrics."""
+
+    __slots__ = ("_metrics",)
+
+    def __init__(self, app: web.Application, metrics: Metrics, **arguments: Any) -> None:
+        super().__init__(app, **arguments)
+        self._metrics = metrics
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(made, self._metrics, **self._kwargs)
+
+
+class _Server(web.Server):
+    """Copies the server that aiohttp made, but with `_Connection` as its connections."""
+
+    def __init__(self, other: web.Server, metrics: Metrics, **arguments: Any) -> None:
+        factory = other.request_factory
+        super().__init__(other.request_handler, request_factory=factory, **arguments)
+        self.metrics = metrics
+
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Connection(RequestHandler):
+    """Responds to bytes that are not valid HTTP in OpenAI's shape. aiohttp itself responds to them with plain
+    text, before any middleware runs, and logs the bytes."""
+
+    __slots__ = ("_metrics",)
+
+    def __init__(self, server: _Server, **arguments: Any) -> None:
+        super().__init__(server, **arguments)
+        self._metrics = server.metrics
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Responds and closes the connection.
+
+        `status` is 400 for invalid HTTP, otherwise a handler raised `exc`.
+        """
+        if request.writer.output_size or isinstance(exc, ConnectionError):
+            raise ConnectionError("the response has begun, or the client disconnected")
+        error: errors.ApiError
+        if isinstance(exc, ContentEncodingError):
+            error = unsupported_encoding()
+        elif status == 400:
+            # The first line is the reason. The other lines quote the bytes, which may hold a key or a prompt.
+            reason = (message or "").partition("\n")[0].rstrip(":")
+            error = errors.InvalidRequest(f"the request is not valid HTTP: {reason}")
+            log.debug("a request from %s is not valid HTTP: %s", request.remote, type(exc).__name__)
+        else:
+            error = errors.ApiError("the request failed inside the router")
+            log.error("a request from %s failed", request.remote, exc_info=exc)
+        self._metrics.failed(error)
+        headers = {"x-request-id": request_name(None)}
+        response = web.json_response(error.body, status=error.status, headers=headers)
+        response.force_close()
+        return response

@@ -3,7 +3,7 @@
 1. A `Generation` gets a `Job`: the token ids of a prompt and the sampling parameters.
 2. It asks one prefill and one decode worker. `AttemptPair` finds them, sends the messages, and makes sure
    that each output token is emitted exactly once.
-3. `output` puts the token into the queue of the request, measures latency, and turns tokens into text.
+3. It puts the token into the queue of the request, and measures latency. `output` turns tokens into text.
 4. If a worker fails, it starts new attempts from prompt + output. `FailureCount` ends that after too many
    failures. `admission.parked.Waits` bounds the waits for a worker, for retry budget, and in all.
 

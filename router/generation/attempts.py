@@ -8,35 +8,27 @@
 """
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.policy.prefill import PrefillRequest
-from baton.router.policy.prefill_loads import PrefillWork
-from baton.router.workers.attempts import OnEvent
 from baton.router.workers.pool import Place, PrefillTarget, WorkerPool
-from baton.router.workers.worker import Worker
+from baton.router.workers.worker import Attempt, AttemptEvent, Worker
 from baton.rpc import worker_pb2 as pb
 
 
-def _new_id() -> bytes:
-    return os.urandom(16)
-
-
-@dataclass(slots=True)
-class PrefillAttempt:
-    worker: Worker
-    work: PrefillWork
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefillAttempt(Attempt):
     within: float
     """Seconds in which the prompt should be computed. 0: it is in no hurry."""
     base: int
     """Output tokens emitted before it, which is the output index of its own token."""
     handover: bool = True
     """A decode worker takes over the KV. False if the prefill's token is the last one."""
-    id: bytes = field(default_factory=_new_id)
     queued: bool = False
     """The first decode for it is submitted when it starts."""
     sent: bool = False
@@ -49,12 +41,10 @@ class PrefillAttempt:
     """A second decode worker fetches the KV, which the prefill worker may have released."""
 
 
-@dataclass(slots=True)
-class DecodeAttempt:
-    worker: Worker
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodeAttempt(Attempt):
     prefills: bool = False
     """The decode worker computes the prompt itself (overflow)."""
-    id: bytes = field(default_factory=_new_id)
     joined: bool = False
     """Its first token came."""
 
@@ -78,7 +68,13 @@ class AttemptPair:
     """
 
     def __init__(
-        self, on_event: OnEvent, span: Span, job: Job, name: str, pool: WorkerPool, waits: Waits
+        self,
+        on_event: Callable[[Attempt, AttemptEvent | None], None],
+        span: Span,
+        job: Job,
+        name: str,
+        pool: WorkerPool,
+        waits: Waits,
     ) -> None:
         """`on_event` is told what happens to the attempts. `span`: of the request. `name`: the request id
         that the client knows. `waits`: with the deadline."""
@@ -87,7 +83,7 @@ class AttemptPair:
         self.output_ids: list[int] = []
         self.failures = FailureCount()
         self.retried = False
-        self._id = _new_id()
+        self._id = os.urandom(16)
         self._name = name
         self._waits = waits
         self._on_event = on_event
@@ -113,7 +109,7 @@ class AttemptPair:
         """
         return (not self.output_ids and self._job.scores_prompt) or self.tokens_left == 1
 
-    def offer(self, attempt_id: bytes, output_index: int, token_id: int) -> Verdict:
+    def offer(self, attempt: Attempt, output_index: int, token_id: int) -> Verdict:
         """Decides about one token, and records it if it is emitted.
 
         Prefill and decode both send the first token, and messages of replaced attempts may come late. So a
@@ -121,16 +117,19 @@ class AttemptPair:
         send the next output index wins.
         """
         prefill, decode, emitted = self.prefill, self.decode, len(self.output_ids)
-        if decode is not None and attempt_id == decode.id:
+        if decode is not None and attempt is decode:
             if output_index > emitted:
                 return Verdict.BROKEN
             if output_index < emitted:
                 known = self.output_ids[output_index] == token_id
                 return Verdict.DROP if known else Verdict.BROKEN
-        else:
-            wanted = None if prefill is None or prefill.over else (prefill.id, prefill.base, prefill.base)
-            if (attempt_id, output_index, emitted) != wanted:
-                return Verdict.DROP
+        elif (
+            prefill is None
+            or attempt is not prefill
+            or prefill.over
+            or not output_index == emitted == prefill.base
+        ):
+            return Verdict.DROP
         self.output_ids.append(token_id)
         return Verdict.EMIT
 
@@ -162,7 +161,7 @@ class AttemptPair:
             self._span.set(place.why.attributes())
         return place
 
-    def _wanted(self, tokens: int, other: PrefillAttempt | DecodeAttempt | None) -> PrefillRequest:
+    def _wanted(self, tokens: int, other: Attempt | None) -> PrefillRequest:
         """A worker of the other attempt, or one that failed, is chosen only if there is no other."""
         avoid = self.failures.avoid if other is None else self.failures.avoid | {other.worker.address}
         return PrefillRequest(self._job.session_key, tokens, self._job.chunks, avoid)
@@ -171,14 +170,22 @@ class AttemptPair:
 
     def plan_prefill(self, target: PrefillTarget, *, handover: bool) -> PrefillAttempt:
         """Makes the prefill attempt, and sends nothing yet."""
-        base = len(self.output_ids)
-        self.prefill = PrefillAttempt(target.worker, target.work, target.within, base, handover)
+        self.prefill = PrefillAttempt(
+            worker=target.worker,
+            name=self._name,
+            on_event=self._on_event,
+            work=target.work,
+            within=target.within,
+            base=len(self.output_ids),
+            handover=handover,
+        )
         return self.prefill
 
     def send_prefill(self) -> None:
         prefill = self.prefill
         assert prefill is not None
         prefill.sent = True
+        self._waits.worker_found()
         submit = pb.SubmitPrefill(
             prefill_id=prefill.id,
             request=self._request(self.output_ids, prefill.within, last=not prefill.handover),
@@ -186,21 +193,29 @@ class AttemptPair:
             report_start=prefill.queued,
             content=self._pool.content_source(prefill.worker, self._job.chunks, self.length),
         )
-        prefill.worker.submit_prefill(submit, self._on_event, self._span, prefill.work)
+        prefill.worker.submit(prefill, "prefill", pb.RouterMessage(prefill=submit), self._span)
 
     def submit_decode(self, worker: Worker, output_ids: list[int], place: Place | None = None) -> None:
         """The worker fetches the KV of the current prefill, or computes the prompt itself, as `place` says.
 
         `output_ids` were emitted before."""
+        self._waits.worker_found()
         work, within = (None, 0.0) if place is None else (place.work, place.within)
-        decode = self.decode = DecodeAttempt(worker, prefills=work is not None)
         length = len(self._job.prompt_ids) + len(output_ids)
+        decode = self.decode = DecodeAttempt(
+            worker=worker,
+            name=self._name,
+            on_event=self._on_event,
+            tokens=length + 1,
+            work=work,
+            prefills=work is not None,
+        )
         submit = pb.SubmitDecode(decode_id=decode.id, request=self._request(output_ids, within))
         if work is None:
             submit.source.CopyFrom(self._next_source())
         elif content := self._pool.content_source(worker, self._job.chunks, length):
             submit.content.CopyFrom(content)
-        worker.submit_decode(submit, self._on_event, self._span, length + 1, work)
+        worker.submit(decode, "decode", pb.RouterMessage(decode=submit), self._span)
 
     def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
         """Builds the message to a worker. `output_ids` were emitted before.

@@ -4,6 +4,8 @@ The docstring of the package shows the states, and what waits for what.
 """
 
 import logging
+import time
+from collections.abc import Sequence
 
 from baton.machine.logs import of_request
 from baton.machine.tracing import Span
@@ -13,16 +15,16 @@ from baton.router.admission.queue import Turn, TurnResult
 from baton.router.api.jobs import Job
 from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict, is_failure
-from baton.router.generation.output import TokenQueue, TokenWriter
+from baton.router.generation.output import Token, TokenQueue
 from baton.router.metrics import Metrics
 from baton.router.policy.placement import Placement
 from baton.router.policy.prefill_loads import PrefillWork
-from baton.router.workers.attempts import AttemptEvent, Lost
 from baton.router.workers.pool import Place, PrefillTarget, WorkerPool
-from baton.router.workers.worker import Worker
+from baton.router.workers.worker import Attempt, AttemptEvent, Worker
 from baton.rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
+_FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
 class Generation:
@@ -55,8 +57,12 @@ class Generation:
         self._job = job
         self._turn = turn
         self._pool = pool
-        self._writer = TokenWriter(tokens, index, job.sampling.max_tokens, metrics, span)
+        self._tokens = tokens
+        self._index = index
+        self._span = span
         self._metrics = metrics
+        self._emitted_at = time.monotonic()
+        metrics.waiting.inc()
         self._waits = Waits(
             parked,
             name=name,
@@ -67,7 +73,6 @@ class Generation:
             worker_wait=worker_wait,
         )
         self._pair = AttemptPair(self._on_event, span, job, name, pool, self._waits)
-        self._scores = prompt_logprobs.Received()
 
     def __repr__(self) -> str:
         return f"request {self.name}"
@@ -141,14 +146,14 @@ class Generation:
             self._send_prefill()  # first: the client waits for its token
             if self._pair.prefill.queued:
                 return TurnResult.QUEUED
-        self._submit_decode(worker, self.output_ids)
+        self._pair.submit_decode(worker, self.output_ids)
         return TurnResult.SENT
 
     def _fetch(self, prefill: PrefillAttempt, worker: Worker, output_ids: list[int]) -> TurnResult:
         """Submits a decode for a prefill that was planned before."""
         if prefill.worker is not worker or prefill.answered:
             prefill.refetched = prefill.sent and not prefill.queued
-            self._submit_decode(worker, output_ids)
+            self._pair.submit_decode(worker, output_ids)
         elif self._waits.may_prefill():
             self._prefill_here(worker)
         else:
@@ -163,7 +168,6 @@ class Generation:
         self._prompt_sent(place.work)
         if place.why.reason is not None:
             self._metrics.overflow[place.why.reason].inc()
-        self._waits.worker_found()
         self._pair.submit_decode(place.worker, self.output_ids, place)
         return TurnResult.SENT
 
@@ -180,13 +184,13 @@ class Generation:
         if target is None:
             self._waits.wait_for_worker("prefill")
             return False
-        self._waits.worker_found()
         self._pair.plan_prefill(target, handover=handover)
         return True
 
     def _send_prefill(self) -> None:
         prefill = self._pair.prefill
         assert prefill is not None
+        assert prefill.work is not None
         self._prompt_sent(prefill.work)
         self._pair.send_prefill()
 
@@ -196,11 +200,6 @@ class Generation:
         self._waits.prefill_sent()
         if not self.output_ids:  # a prompt that is computed again after that costs its key nothing
             self._turn.computes(work.tokens)
-
-    def _submit_decode(self, worker: Worker, output_ids: list[int]) -> None:
-        """The worker fetches the KV of the current prefill."""
-        self._waits.worker_found()
-        self._pair.submit_decode(worker, output_ids)
 
     def _retarget(self, decode: DecodeAttempt) -> None:
         """Keeps the reservation. The decode worker fetches the KV of a new prefill of prompt + output."""
@@ -225,85 +224,94 @@ class Generation:
 
     # ------------------------------------------------------------ reports of the connections
 
-    def _on_event(self, event: AttemptEvent) -> None:
+    def _on_event(self, attempt: Attempt, event: AttemptEvent | None) -> None:
         match event:
             case pb.TokenEvent():
-                self._on_token(event)
+                self._on_token(attempt, event)
             case pb.PromptLogprobs():
-                self._scores.add(event)
+                attempt.scores.append(event)
             case pb.Reserved():
-                self._on_reserved(event.decode_id)
+                self._on_reserved(attempt)
             case pb.PrefillStarted():
                 if self._pair.prefill is not None and self._pair.prefill.queued:
                     self.advance()
             case pb.AttemptFailed():
-                self._on_failed(event)
-            case Lost():
-                self._on_lost(event.attempt_id)
+                self._on_failed(attempt, event)
+            case None:
+                self._on_lost(attempt)
 
-    def _on_token(self, event: pb.TokenEvent) -> None:
+    def _on_token(self, attempt: Attempt, event: pb.TokenEvent) -> None:
         prefill, decode = self._pair.prefill, self._pair.decode
-        from_prefill = prefill is not None and event.attempt_id == prefill.id
-        if from_prefill:
-            assert prefill is not None
+        if prefill is not None and attempt is prefill:
             prefill.answered = True
             if prefill.base == 0:
                 self._found_cached(event.cached_tokens)
-        elif decode is not None and not decode.joined and event.attempt_id == decode.id:
+        elif decode is not None and attempt is decode and not decode.joined:
             decode.joined = True
             decode.worker.attempt_succeeded()
             if decode.prefills and not self.output_ids:
                 self._found_cached(event.cached_tokens)
             self._pair.prefill_served()
-        verdict = self._pair.offer(event.attempt_id, event.output_index, event.token_id)
+        verdict = self._pair.offer(attempt, event.output_index, event.token_id)
         if verdict is Verdict.BROKEN:
-            about = of_request(self.name)
-            worker = decode and decode.worker
-            log.warning("%r: %s continues another text; the decode starts again", self, worker, extra=about)
+            text = "%r: %s continues another text; the decode starts again"
+            log.warning(text, self, attempt.worker, extra=of_request(self.name))
             self._decode_failed("mismatch", counts=True, cancel=True)
         elif verdict is Verdict.EMIT:
-            self._emitted(event, from_prefill=from_prefill)
-        if from_prefill and prefill is self._pair.prefill and prefill is not None and prefill.over:
+            self._emitted(attempt, event)
+        if prefill is not None and attempt is prefill is self._pair.prefill and prefill.over:
             prefill.worker.forget(prefill.id)
 
     def _found_cached(self, tokens: int) -> None:
         self.cached_tokens = tokens
         self._turn.computes(max(0, len(self._job.prompt_ids) - tokens))
 
-    def _emitted(self, event: pb.TokenEvent, *, from_prefill: bool) -> None:
+    def _emitted(self, attempt: Attempt, event: pb.TokenEvent) -> None:
         self._pair.failures.token()
         self._turn.generated()
-        prompt: list[pb.PromptLogprobs] = []
+        self._measure()
+        scores: Sequence[pb.PromptLogprobs] = ()
         if len(self.output_ids) == 1 and self._job.scores_prompt:
-            prompt = self._scores.take()
-            if sum(map(prompt_logprobs.tokens, prompt)) != len(self._job.prompt_ids) - 1:
+            scores, attempt.scores = attempt.scores, []
+            if sum(map(prompt_logprobs.tokens, scores)) != len(self._job.prompt_ids) - 1:
                 text = "the worker sent no log probabilities for a part of the prompt"
                 self.fail(Failed(f"{self}: {text}"))
                 return
-        if from_prefill and self._pair.tokens_left and event.finish_reason == pb.FINISH_REASON_LENGTH:
-            self._prompt_scored()
-            event.finish_reason = pb.FINISH_REASON_NONE
-        handed_over = self._pair.prefill is not None
-        finish_reason = self._writer.token(event, len(self.output_ids), prompt, handed_over=handed_over)
+        # No token follows a finish reason, not even an unknown one.
+        finish_reason = _FINISH.get(event.finish_reason, "length")
+        if event.finish_reason:
+            attempt.worker.forget(attempt.id)
+        if not self._pair.tokens_left:
+            finish_reason = finish_reason or "length"
+        elif attempt is self._pair.prefill and event.finish_reason == pb.FINISH_REASON_LENGTH:
+            # A prefill without a handover scored the prompt, and its token is not the last one.
+            self._pair.end_prefill()
+            self._waits.free_retry()
+            finish_reason = ""
+        logprobs = event.logprobs if event.HasField("logprobs") else None
+        self._tokens.put(self._index, Token(event.token_id, logprobs, finish_reason, scores))
         if finish_reason:
-            if event.finish_reason:
-                ended = self._pair.prefill if from_prefill else self._pair.decode
-                assert ended is not None
-                ended.worker.forget(ended.id)
             self.cancel()
         elif self._pair.decode is None:
             self.advance()
 
-    def _prompt_scored(self) -> None:
-        """Ends a prefill without a handover whose token is not the last one."""
-        assert self._pair.prefill is not None
-        self._pair.prefill.worker.forget(self._pair.prefill.id)
-        self._pair.end_prefill()
-        self._waits.free_retry()
+    def _measure(self) -> None:
+        """Counts the latency of a token. Until the first one the request waits, and then it runs."""
+        metrics, now, emitted = self._metrics, time.monotonic(), len(self.output_ids)
+        passed, self._emitted_at = now - self._emitted_at, now
+        if emitted == 1:
+            metrics.waiting.dec()
+            metrics.running.inc()
+            metrics.time_to_first_token.observe(passed)
+            self._span.set({"gen_ai.latency.time_to_first_token": passed})
+            return
+        metrics.inter_token.observe(passed)
+        if emitted == 2 and self._pair.prefill is not None:
+            metrics.handover_gap.observe(passed)
 
-    def _on_reserved(self, decode_id: bytes) -> None:
+    def _on_reserved(self, attempt: Attempt) -> None:
         prefill, decode = self._pair.prefill, self._pair.decode
-        if self.done or decode is None or decode.id != decode_id or prefill is None or prefill.sent:
+        if self.done or decode is None or attempt is not decode or prefill is None or prefill.sent:
             return
         if prefill.worker.ready_in(pb.POOL_PREFILL):
             self._send_prefill()
@@ -311,16 +319,16 @@ class Generation:
             self._pair.end_prefill()
             self.advance()
 
-    def _on_failed(self, failure: pb.AttemptFailed) -> None:
+    def _on_failed(self, attempt: Attempt, failure: pb.AttemptFailed) -> None:
         prefill, decode = self._pair.prefill, self._pair.decode
         code, cause = failure.code, pb.FailureCode.Name(failure.code).removeprefix("FAILURE_CODE_").lower()
         if self.done:
             return
         if code == pb.FAILURE_CODE_INVALID:
             self.fail(InvalidRequest(f"the workers rejected {self}: {failure.message}"))
-        elif prefill is not None and failure.attempt_id == prefill.id:
+        elif attempt is prefill:
             self._prefill_failed(cause, counts=is_failure(code), message=failure.message)
-        elif decode is not None and failure.attempt_id == decode.id:
+        elif attempt is decode:
             if code == pb.FAILURE_CODE_FINISHED:
                 # FINISHED came before the prefill's token, which may still come or be lost with its worker.
                 self._pair.end_decode(cancel=False)
@@ -330,11 +338,11 @@ class Generation:
                 # The prefill worker may have released KV that is fetched a second time: no failure.
                 self._prefill_failed(cause, counts=not prefill.refetched, message=failure.message)
 
-    def _on_lost(self, attempt_id: bytes) -> None:
-        if self._pair.prefill is not None and attempt_id == self._pair.prefill.id:
-            self._prefill_failed("lost", counts=False, message=f"{self._pair.prefill.worker} was lost")
-        elif self._pair.decode is not None and attempt_id == self._pair.decode.id:
-            self._decode_failed("lost", counts=False, message=f"{self._pair.decode.worker} was lost")
+    def _on_lost(self, attempt: Attempt) -> None:
+        if attempt is self._pair.prefill:
+            self._prefill_failed("lost", counts=False, message=f"{attempt.worker} was lost")
+        elif attempt is self._pair.decode:
+            self._decode_failed("lost", counts=False, message=f"{attempt.worker} was lost")
 
     # ------------------------------------------------------------ the end of attempts
 
@@ -381,7 +389,7 @@ class Generation:
         if not self.done:
             if error.status >= 500:
                 log.warning("%r: %s", self, error.message, extra=of_request(self.name))
-            self._writer.error(error)
+            self._tokens.put(self._index, error)
             self.cancel()
 
     def _waited_too_long(self, error: ApiError) -> None:
@@ -393,7 +401,7 @@ class Generation:
         if self.done:
             return
         self.done = True
-        self._writer.end()
+        (self._metrics.running if self.output_ids else self._metrics.waiting).dec()
         self._waits.end()
         self._pair.end()
         self._turn.end()

@@ -1,18 +1,16 @@
 """The output of one generation: from the tokens of its workers to the text of its client.
 
-1. `TokenWriter` puts them into the `TokenQueue` of the request, and measures their latency.
+1. The generation puts them into the `TokenQueue` of the request.
 2. The task that answers the client takes them. A `Choice` turns them into text, which ends at stop strings.
 """
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.machine.tracing import Span
+from baton.router.api.bodies import GenerationBody
 from baton.router.errors import ApiError
-from baton.router.metrics import Metrics
 from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
@@ -74,64 +72,6 @@ class TokenQueue:
             self._reader.set_result(None)
 
 
-_FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-
-
-class TokenWriter:
-    """Of the generation with number `index` in its request.
-
-    For the metrics a request waits until its first token, and then runs until its end.
-    """
-
-    __slots__ = ("_index", "_max_tokens", "_metrics", "_running", "_since", "_span", "_tokens")
-
-    def __init__(self, tokens: TokenQueue, index: int, max_tokens: int, metrics: Metrics, span: Span) -> None:
-        self._tokens = tokens
-        self._index = index
-        self._max_tokens = max_tokens
-        self._metrics = metrics
-        self._span = span
-        self._running = False
-        self._since = time.monotonic()
-        metrics.waiting.inc()
-
-    def token(
-        self, event: pb.TokenEvent, emitted: int, prompt: Sequence[pb.PromptLogprobs], *, handed_over: bool
-    ) -> str:
-        """Writes a token, the number `emitted` of its generation. Returns the finish reason or "".
-
-        `prompt` as in `Token`. `handed_over`: a prefill worker computed the prompt.
-        """
-        self._measure(emitted, handed_over)
-        # No token follows a finish reason, not even an unknown one.
-        finish_reason = _FINISH.get(event.finish_reason, "length")
-        if not finish_reason and emitted >= self._max_tokens:
-            finish_reason = "length"
-        logprobs = event.logprobs if event.HasField("logprobs") else None
-        self._tokens.put(self._index, Token(event.token_id, logprobs, finish_reason, prompt))
-        return finish_reason
-
-    def error(self, error: ApiError) -> None:
-        self._tokens.put(self._index, error)
-
-    def end(self) -> None:
-        (self._metrics.running if self._running else self._metrics.waiting).dec()
-
-    def _measure(self, emitted: int, handed_over: bool) -> None:
-        now = time.monotonic()
-        since, self._since = now - self._since, now
-        if not self._running:
-            self._running = True
-            self._metrics.waiting.dec()
-            self._metrics.running.inc()
-            self._metrics.time_to_first_token.observe(since)
-            self._span.set({"gen_ai.latency.time_to_first_token": since})
-            return
-        self._metrics.inter_token.observe(since)
-        if emitted == 2 and handed_over:
-            self._metrics.handover_gap.observe(since)
-
-
 @dataclass(frozen=True, slots=True)
 class Delta:
     """The part that one token adds to a choice."""
@@ -155,26 +95,16 @@ class Choice:
         finish_reason: None until the last delta.
     """
 
-    def __init__(
-        self,
-        tokenizer: ModelTokenizer,
-        *,
-        stops: StopStrings,
-        stop_token_ids: Set[int],
-        min_tokens: int,
-        skip_special_tokens: bool,
-        include_stop: bool,
-        generates: bool,
-    ) -> None:
-        """`generates`: False if the client wants no token. The only token then adds nothing."""
+    def __init__(self, tokenizer: ModelTokenizer, body: GenerationBody, stops: StopStrings) -> None:
+        """`stops`: those of the body."""
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stops = StopFinder(stops, include=include_stop)
-        self._include_stop = include_stop
-        self._stop_token_ids = stop_token_ids
-        self._min_tokens = min_tokens
-        self._generates = generates
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=body.skip_special_tokens)
+        self._include_stop = body.include_stop_str_in_output
+        self._stops = StopFinder(stops, include=self._include_stop)
+        self._stop_token_ids = frozenset(body.stop_token_ids or ())
+        self._min_tokens = body.min_tokens
+        self._generates = body.max_tokens_wanted != 0  # else the only token adds nothing
 
     def push(self, token: Token) -> Delta:
         """Returns the delta of a token. The last delta has a finish reason.

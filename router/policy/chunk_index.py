@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from baton.content import CHUNK_TOKENS, Tier
+from baton.rpc import worker_pb2 as pb
 
 T = TypeVar("T")
 
@@ -111,6 +112,15 @@ class ChunkIndex:
     def reported(self, row: int) -> int:
         """Number of chunks that the worker reported."""
         return sum(map(len, _tables(self._reported[row])))
+
+    def apply(self, row: int, events: pb.CacheEvents) -> None:
+        """Applies a report of the worker."""
+        if events.reset:
+            self.clear(row)
+        self.discard(row, events.evicted)
+        self.add(row, events.added)
+        for tier, chunks in zip(Tier, (events.device, events.host, events.disk), strict=True):
+            self.place(row, chunks, tier)
 
     def add(self, row: int, chunks: Collection[int]) -> None:
         """The worker reported these chunks. As many stale entries are removed, here and in `place`. So a

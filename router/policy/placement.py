@@ -25,6 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
+from baton.rpc import worker_pb2 as pb
+
 HANDOVER_STEPS = 2.0
 """Decode steps between the first token, from prefill, and the second."""
 PATIENCE = 1.3
@@ -105,6 +109,16 @@ def patience(alone: float) -> float:
     return PATIENCE * alone + PATIENCE_SECONDS
 
 
+def pace(status: pb.WorkerStatus) -> MixedPace:
+    return MixedPace(
+        status.decode_seconds or status.step_seconds,
+        status.chunk_tokens,
+        status.chunk_seconds,
+        status.long_chunk_tokens,
+        status.long_chunk_seconds,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeOffer:
     """A decode worker that may compute the prompt itself."""
@@ -132,6 +146,12 @@ class DecodeOffer:
         return seconds + QUEUED * (seconds - pace.seconds(own)) + pace.decode_seconds
 
 
+def decode_offer(status: pb.WorkerStatus, load: DecodeLoad, waiting: float, cached: int) -> DecodeOffer:
+    """The offer of a decode worker with `waiting` prompt tokens ahead, and `cached` tokens of the prompt."""
+    speed = status.prefill_tokens_per_s
+    return DecodeOffer(pace(status), waiting, cached, not load.running, 1 / speed if speed > 0 else 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillOffer:
     """The prefill worker that would compute the prompt."""
@@ -146,6 +166,23 @@ class PrefillOffer:
     """It has room to decode the request, too."""
     utilisation: float = 0.0
     """Share of its time in which it computes prompts."""
+
+
+def prefill_offer(
+    snapshot: PrefillSnapshot,
+    request: PrefillRequest,
+    row: int,
+    status: pb.WorkerStatus,
+    load: DecodeLoad,
+    utilisation: float,
+) -> PrefillOffer:
+    """The offer of a prefill worker. `load`: what it decodes."""
+    first_token, mixed = snapshot.seconds(request, row), pace(status)
+    tokens = request.tokens - snapshot.cached.of(row)
+    if (load.own or status.requests_decoding) and mixed.known:  # it computes the prompt beside decodes
+        first_token = max(first_token, mixed.seconds(snapshot.tokens_ahead(row) + tokens))
+    decodes = load.fits(request.tokens + 1)
+    return PrefillOffer(first_token, tokens, mixed.short_tokens, decodes, utilisation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,3 +257,33 @@ def _reason(tokens: int, offer: DecodeOffer) -> Reason:
     if offer.waiting + tokens - offer.cached <= step:
         return "cached"
     return "saturated"
+
+
+WINDOW_STEPS = 2
+"""Steps of prompts for each prefill worker: one that it computes, and one to schedule from."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWindow:
+    """Prompt tokens that keep all workers busy. More would only wait at the workers."""
+
+    tokens: float = 0.0
+    step: float = math.inf
+    """Prompt tokens of a step of one worker."""
+
+    def holding(self, prompt: int) -> float:
+        """The window if prompts have `prompt` tokens. A prompt that is longer than a step counts as a step:
+        otherwise one long prompt fills the window, and the other workers get none."""
+        return self.tokens * max(1.0, prompt / self.step)
+
+
+def prefill_window(budgets: list[int], speed: float, decodes: list[MixedPace]) -> PrefillWindow:
+    """`budgets`, `speed`: of the prefill workers, the tokens of a step of each, and the tokens/s of all
+    together. `decodes`: the decode workers that compute prompts too."""
+    chunks = [found.largest_chunk for found in decodes]
+    if not budgets:
+        tokens = sum(tokens for tokens, _ in chunks)
+        return PrefillWindow(WINDOW_STEPS * tokens, tokens / len(chunks) if tokens else math.inf)
+    spare = sum(tokens / seconds for tokens, seconds in chunks if seconds)
+    share = 1 + (spare / speed if speed else 0.0)
+    return PrefillWindow(WINDOW_STEPS * sum(budgets) * share, sum(budgets) / len(budgets))

@@ -19,6 +19,8 @@ from baton.content import CHUNK_TOKENS, Tier
 from baton.machine import Average
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, Ring
+from baton.rpc import bounded_report
+from baton.rpc import worker_pb2 as pb
 
 UNKNOWN_SPEED = 1_000.0
 """Tokens/s of a worker that has no measured speed, if no other worker has one."""
@@ -27,6 +29,16 @@ UTILISATION_SECONDS = 5.0
 _UTILISATION_DECAY = math.exp(-1 / UTILISATION_SECONDS)  # for each second
 FIRST_SHARE = 0.9
 """The most that counts as computed of a prompt without a first token."""
+
+
+REPORTS_PER_SECOND = 500
+"""From all workers together. A report takes a router up to 0.1 ms."""
+
+
+def report_seconds(workers: int) -> float:
+    """The least seconds between two reports of each of so many workers that a router can take. Workers with
+    several routers report as often as that."""
+    return bounded_report(workers / REPORTS_PER_SECOND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,42 +145,30 @@ class PrefillLoads:
 
     # ------------------------------------------------------------ changes
 
-    def reported(
-        self,
-        row: int,
-        *,
-        tokens_waiting: int,
-        tokens_per_s: float,
-        now: float,
-        computed: int = 0,
-        alone: bool = True,
-        load_speeds: Mapping[Tier, float] | None = None,
-    ) -> None:
-        """Applies a report of the worker.
+    def reported(self, row: int, status: pb.WorkerStatus, now: float, *, alone: bool = True) -> None:
+        """Applies a report of the worker. It counts the tokens of all routers, also of a running step.
 
-        `tokens_waiting`: prompt tokens of all routers, those of a step until it is over. `tokens_per_s` is 0
-        if unknown. `computed`: prompt tokens since the worker's start. Not `alone`: the speed is that beside
-        decodes, which says nothing about other workers. `load_speeds`: tokens/s of copies to the device from
-        each tier below, 0 if unknown.
+        `alone`: the worker is in the prefill pool. Others compute prompts beside decodes, which says nothing
+        about the speed of another worker.
         """
-        worker = self._worker(row)
-        worker.load_speeds = load_speeds or {}
+        worker, tokens_waiting = self._worker(row), status.tokens_waiting
+        worker.load_speeds = {Tier.HOST: status.host_tokens_per_s, Tier.DISK: status.disk_tokens_per_s}
         worker.others = max(0, tokens_waiting - worker.own)
-        if tokens_per_s > 0 and not alone:
-            self._speed[row] = tokens_per_s
-        elif tokens_per_s > 0:
+        if alone and status.prefill_tokens_per_s > 0:
             first = not self._measured[row]
-            self._speed[row], self._measured[row] = tokens_per_s, True
+            self._speed[row], self._measured[row] = status.prefill_tokens_per_s, True
             if first:
                 self._guess_speeds()
+        elif not alone and status.long_chunk_tokens and status.long_chunk_seconds > 0:
+            self._speed[row] = status.long_chunk_tokens / status.long_chunk_seconds
         self._changed(row)  # at the new speed, which the next line needs
         worker.tokens, worker.at = max(0.0, tokens_waiting - self._tokens_of_first(row, now)), now
         self._changed(row)
         passed = now - worker.reported_at
         if passed > 0:
-            busy = min(passed, max(0, computed - worker.computed) / self._speed[row])
+            busy = min(passed, max(0, status.prompt_tokens - worker.computed) / self._speed[row])
             worker.utilisation.add(busy, passed, steps=passed)
-            worker.computed, worker.reported_at = computed, now
+            worker.computed, worker.reported_at = status.prompt_tokens, now
 
     def _guess_speeds(self) -> None:
         """Workers without a measured speed get the mean of the others."""

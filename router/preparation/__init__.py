@@ -6,6 +6,6 @@ Life of a request here:
    because JSON, pydantic, Jinja and the tokenizer hold the GIL: in a thread they would block the event loop
    too.
 2. `prepare` parses and validates it, renders the chat template and tokenizes. The result is `Prepared`.
-3. `child` is the process, with the messages between it and the router.
+3. `child` has the `Preparer`, the process, and the messages between both. `pipe` is what all children do.
 4. `grammar_checker` compiles the grammar of a request with structured output, in a child process of its own.
 """

@@ -1,72 +1,80 @@
-"""The child process that prepares bodies, and the messages between it and the router.
+"""Prepares bodies, large ones in a child process, which this module is too.
 
-Its first frame is the tokenizer, and each later frame is a body to prepare: a line of JSON, then the history,
+The first frame is the tokenizer, and each later frame is a body to prepare: a line of JSON, then the history,
 then the client's bytes. The line is [kind, model names, context length, salt in hexadecimal, bytes of the
-history]. A reply is MessagePack.
+history]. A reply is an array in MessagePack, of which the first entry says what it is.
 """
 
-import ctypes
 import gc
 import json
 import logging
-import os
-import resource
-import signal
-import struct
 import sys
 from array import array
+from functools import partial
+from typing import Any
 
 import msgspec
-from setproctitle import setproctitle
 
 from baton.machine.logs import stack_without_text
+from baton.router.admission.keys import ApiKey
 from baton.router.api.bodies import ChatOptions, CompletionOptions
+from baton.router.child_pool import ChildDied, ChildPool
 from baton.router.errors import ApiError, InvalidRequest, all_errors
+from baton.router.preparation import pipe
 from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools.reasoning import Beginning
 
 log = logging.getLogger(__name__)
 
+SMALL_BYTES = 16 << 10
+"""A body up to this size takes 10 ms at most. The event loop prepares it, which saves the way to a child."""
+LONG_BYTES = 256 << 10
+"""A body above this size may take half a second or more."""
+CHILDREN = 2
+"""At most one of them works on a body above `LONG_BYTES`, so the other stays free for smaller bodies."""
 CPU_SECONDS = 20
 """Of one body. A signal then ends the process, and the router starts another."""
 MEMORY_BYTES = 4 << 30
-_NICE = 5
-"""A lower priority than the event loop, for machines with few cores."""
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LENGTH = struct.Struct("<I")
 MAX_OPTIONS_BYTES = 512 << 10
 """Limit for the fields beside the prompt, because the router parses them on the event loop."""
 _PROMPT = {"messages", "prompt", "chat_template_kwargs"}
 _ERRORS = {kind.__name__: kind for kind in all_errors()}
 assert array("I").itemsize == 4
+_encode = msgspec.msgpack.encode
 
 
-class _Prepared(msgspec.Struct, tag=True, array_like=True):
-    chat: bool
-    options: bytes
-    prompts: list[bytes]
-    echoes: list[str]
-    beginning: Beginning
-    repeated: bytes
+class Preparer:
+    """Prepares small bodies on the event loop, and larger ones in child processes, which it owns."""
 
+    def __init__(self, tokenizer: ModelTokenizer, name: str) -> None:
+        self._tokenizer = tokenizer
+        command = [sys.executable, "-m", __name__, name]
+        self._children = ChildPool(command, CHILDREN, tokenizer.state, long_bytes=LONG_BYTES)
 
-class _Response(msgspec.Struct, tag=True, array_like=True):
-    body: bytes
+    async def prepare(
+        self, kind: Kind, raw: bytes | bytearray, served: Served, key: ApiKey, history: bytes = b""
+    ) -> Prepared | bytes:
+        """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError."""
+        if len(raw) + len(history) <= SMALL_BYTES:
+            return prepare(kind, raw, self._tokenizer, served, history, key.cache_salt)
+        head = request_head(kind, served, history, key.cache_salt)
+        try:
+            return read_reply(await self._children.call(key.name, head, raw))
+        except ChildDied as died:
+            if not died.caused_by_request:
+                raise ApiError(f"the router has no process to prepare this request: {died}") from died
+            limits = f"{CPU_SECONDS} s or {MEMORY_BYTES >> 30} GiB"
+            raise InvalidRequest(f"the preparation of this request takes more than {limits}") from died
 
+    async def start(self) -> None:
+        """Starts the children, so that the first large body does not wait for it."""
+        try:
+            await self._children.start()
+        except ChildDied as died:
+            log.warning("a process that prepares large requests did not start: %s", died)
 
-class _Error(msgspec.Struct, tag=True, array_like=True):
-    error: str
-    message: str
-    param: str | None
-
-
-class _Crash(msgspec.Struct, tag=True, array_like=True):
-    stack: str
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Prepared | _Response | _Error | _Crash).decode
+    async def close(self) -> None:
+        await self._children.close()
 
 
 def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes = b"") -> bytes:
@@ -75,17 +83,52 @@ def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes =
     return json.dumps(head).encode() + b"\n" + history
 
 
-def read_request(request: bytes) -> tuple[Kind, Served, bytes, bytes, bytes]:
-    """Returns the kind, the model, the history, the salt and the client's bytes."""
+def read_reply(reply: bytes) -> Prepared | bytes:
+    """Raises the ApiError that the child raised, or one without details if the child had a defect."""
+    match msgspec.msgpack.decode(reply):
+        case ["prepared", is_chat, options, prompts, echoes, beginning, repeated]:
+            kind = ChatOptions if is_chat else CompletionOptions
+            token_ids = [array("I", prompt).tolist() for prompt in prompts]
+            return Prepared(kind.model_validate_json(options), token_ids, echoes, beginning, repeated)
+        case ["response", body]:
+            return body
+        case ["error", error, message, param]:
+            raise _ERRORS[error](message, param=param)
+        case ["crash", stack]:
+            log.error("preparing a request failed\n%s", stack)
+            raise ApiError("the request failed inside the router")
+        case other:
+            raise AssertionError(other)
+
+
+def main(name: str) -> None:
+    pipe.limit(name, MEMORY_BYTES)
+    state = pipe.read()
+    if state is None:
+        return
+    tokenizer = ModelTokenizer.restored(state)
+    gc.freeze()
+    pipe.serve(partial(reply_to, tokenizer), CPU_SECONDS)
+
+
+def reply_to(tokenizer: ModelTokenizer, request: bytes) -> bytes:
     head, _, rest = request.partition(b"\n")
     kind, model_names, context, salt, length = json.loads(head)
-    return kind, Served(tuple(model_names), context), rest[:length], bytes.fromhex(salt), rest[length:]
+    served, history, raw = Served(tuple(model_names), context), rest[:length], rest[length:]
+    try:
+        return _encode(_reply(prepare(kind, raw, tokenizer, served, history, bytes.fromhex(salt))))
+    except ApiError as error:
+        return _encode(["error", type(error).__name__, error.message, error.param])
+    except MemoryError:
+        sys.exit(1)  # the memory limit: the router refuses the body
+    except Exception as error:  # noqa: BLE001  (a defect: the router logs it)
+        return _encode(["crash", "\n".join(stack_without_text(error))])
 
 
-def encode_prepared(prepared: Prepared | bytes) -> bytes:
+def _reply(prepared: Prepared | bytes) -> list[Any]:
     """Raises InvalidRequest when the fields beside the prompt are too large."""
     if isinstance(prepared, bytes):
-        return _encode(_Response(prepared))
+        return ["response", prepared]
     chosen = prepared.options
     options = chosen.model_dump_json(
         by_alias=True,
@@ -97,74 +140,8 @@ def encode_prepared(prepared: Prepared | bytes) -> bytes:
         text = f"the fields beside the prompt take {len(options)} bytes, more than {MAX_OPTIONS_BYTES}"
         raise InvalidRequest(text)
     prompts = [array("I", prompt).tobytes() for prompt in prepared.prompts]
-    chat = isinstance(chosen, ChatOptions)
-    return _encode(_Prepared(chat, options, prompts, prepared.echoes, prepared.beginning, prepared.repeated))
-
-
-def read_reply(reply: bytes) -> Prepared | bytes:
-    """Raises the ApiError that the child raised, or one without details if the child had a defect."""
-    match _decode(reply):
-        case _Prepared(chat, options, prompts, echoes, beginning, repeated):
-            kind = ChatOptions if chat else CompletionOptions
-            token_ids = [array("I", prompt).tolist() for prompt in prompts]
-            return Prepared(kind.model_validate_json(options), token_ids, echoes, beginning, repeated)
-        case _Response(body):
-            return body
-        case _Error(error, message, param):
-            raise _ERRORS[error](message, param=param)
-        case _Crash(stack):
-            log.error("preparing a request failed\n%s", stack)
-            raise ApiError("the request failed inside the router")
-
-
-def main(name: str) -> None:
-    setproctitle(name)
-    # Without this, a busy child would notice the end of the router only after its body.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the router; this process ends with its stdin
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICE)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    state = _read()
-    if state is None:
-        return
-    tokenizer = ModelTokenizer.restored(state)
-    gc.freeze()
-    _write(b"")
-    while (request := _read()) is not None:
-        # The timer's signal ends the process even inside a library.
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        reply = reply_to(request, tokenizer)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(reply)
-
-
-def reply_to(request: bytes, tokenizer: ModelTokenizer) -> bytes:
-    kind, served, history, salt, raw = read_request(request)
-    try:
-        return encode_prepared(prepare(kind, raw, tokenizer, served, history, salt))
-    except ApiError as error:
-        return _encode(_Error(type(error).__name__, error.message, error.param))
-    except MemoryError:
-        sys.exit(1)  # the memory limit: the router refuses the body
-    except Exception as error:  # noqa: BLE001  (a defect: the router logs it)
-        return _encode(_Crash("\n".join(stack_without_text(error))))
-
-
-def _read() -> bytes | None:
-    """Returns the next frame. None: the router has closed the pipe, or ended within a frame."""
-    head = sys.stdin.buffer.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    [size] = _LENGTH.unpack(head)
-    frame = sys.stdin.buffer.read(size)
-    return frame if len(frame) == size else None
-
-
-def _write(reply: bytes) -> None:
-    sys.stdout.buffer.write(_LENGTH.pack(len(reply)) + reply)
-    sys.stdout.buffer.flush()
+    is_chat = isinstance(chosen, ChatOptions)
+    return ["prepared", is_chat, options, prompts, prepared.echoes, prepared.beginning, prepared.repeated]
 
 
 if __name__ == "__main__":

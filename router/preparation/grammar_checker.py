@@ -7,7 +7,6 @@ A grammar from a client may hang or crash it. Therefore it runs in a child proce
 import json
 import sys
 from collections import OrderedDict
-from pathlib import Path
 
 from baton.router.api.structured import Structure
 from baton.router.child_pool import ChildDied, ChildPool
@@ -18,15 +17,14 @@ MAX_LENGTH = 1 << 17
 _CACHED = 64
 """Valid structures that are remembered, the newest ones."""
 
-_CHILD = str(Path(__file__).with_name("grammar_child.py"))
-
 
 class GrammarChecker:
     """Owns the child process, and remembers which structures were valid."""
 
     def __init__(self, name: str) -> None:
         self._valid: OrderedDict[Structure, Structure] = OrderedDict()
-        self._children = ChildPool([sys.executable, "-I", _CHILD, name], 1)
+        # Not imported: the compiler takes memory that only the child needs.
+        self._children = ChildPool([sys.executable, "-I", "-m", f"{__package__}.grammar_child", name], 1)
 
     async def check(self, given: Structure, key: str) -> Structure:
         """Returns the structure with its text as workers read it. `key` names the client's API key.

@@ -2,21 +2,19 @@
 
 A grammar may take minutes to compile, or overflow the compiler's stack. Then this process dies, and
 `router.child_pool` starts another. A request is JSON, [kind, text]. The reply is JSON too: [error or null,
-text for workers]. The script imports no other module of the router, so it starts in a tenth of a second.
+text for workers]. The process imports little of the router, so it starts fast.
 """
 
 import json
 import re
-import resource
-import signal
-import struct
 import sys
 import threading
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from setproctitle import setproctitle
+
+from baton.router.preparation import pipe
 
 CPU_SECONDS = 0.5
 MEMORY_BYTES = 2 << 30
@@ -43,27 +41,18 @@ _OF_DRAFT_3 = {"divisibleBy", "extends", "disallow"}
 
 
 def main(name: str) -> None:
-    setproctitle(name)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pipe.limit(name, MEMORY_BYTES)
     alphabet = LLTokenizer("byte")
     threading.stack_size(STACK_BYTES)
-    length = struct.Struct("<I")
-    reply = b""  # the first frame tells the parent that this process is ready
-    while True:
-        sys.stdout.buffer.write(length.pack(len(reply)) + reply)
-        sys.stdout.buffer.flush()
-        if not (head := sys.stdin.buffer.read(length.size)):
-            return
-        kind, text = json.loads(sys.stdin.buffer.read(*length.unpack(head)))
+
+    def reply(request: bytes) -> bytes:
         replies: list[tuple[str | None, str]] = []
-        thread = threading.Thread(target=compile_, args=(alphabet, kind, text, replies))
-        # The timer's signal ends the process even while the compiler runs.
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        thread = threading.Thread(target=compile_, args=(alphabet, *json.loads(request), replies))
         thread.start()
         thread.join()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        reply = json.dumps(replies[0]).encode()
+        return json.dumps(replies[0]).encode()
+
+    pipe.serve(reply, CPU_SECONDS)
 
 
 def compile_(alphabet: LLTokenizer, kind: str, text: str, replies: list[tuple[str | None, str]]) -> None:

@@ -29,8 +29,8 @@ from baton.router.tools.reasoning import Beginning, beginning_after, continues_r
 
 Raw = bytes | bytearray
 Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
-Converted = Literal["tokenize", "detokenize", "count_tokens"]
-Kind = Generated | Converted | Literal["peek"]
+Converted = Literal["tokenize", "detokenize", "count_tokens", "peek"]
+Kind = Generated | Converted
 """What the bytes are: the JSON body of an HTTP endpoint, or the message of a gRPC call.
 
 An invocation is a chat or a completion. A peek is the first look at a body of /v1/responses.

@@ -5,8 +5,6 @@ SO_REUSEPORT (the kernel spreads the connections), and restarts one that dies or
 serves `/metrics`, `/status`, `/health` and `/ready` for all of them. If the first start of a process fails,
 the router ends, because another try would fail too. If a later start fails, the supervisor retries after a
 pause, and the other processes go on.
-
-Life: reserve the ports → start → all listen: ready → SIGTERM: all drain, SIGINT: all stop → all have ended.
 """
 
 import asyncio

@@ -160,13 +160,8 @@ def load_tokenizer(
 ) -> ModelTokenizer:
     """Loads the tokenizer of a Hugging Face directory, a GGUF file or a hub id.
 
-    Args:
-        tokenizer: another directory, file or hub id, which has tokenizer and chat template.
-        chat_template: path of a Jinja file that replaces the model's own template.
-        tool_call_parser: name of a tool format. None: found in the chat template.
-        reasoning_parser: name of a reasoning parser, or "none". None: found in the chat template.
-
-    Raises ValueError when a file is missing, unreadable or not supported.
+    The arguments are those of `RouterConfig`. Raises ValueError when a file is missing, unreadable or not
+    supported.
     """
     of_model = locate(model, revision)
     path = of_model if tokenizer is None else locate(tokenizer, None, "--tokenizer")

@@ -1,6 +1,5 @@
 """Reasoning in the text of a model: what it writes between <think> and </think>, before its answer."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from baton.router.tools.parser import SPACE, Marker
@@ -40,14 +39,6 @@ def reasoning_of(template: str) -> str | None:
     return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A piece of an output. Later text cannot change it."""
-
-    reasoning: str = ""
-    content: str = ""
-
-
 class ReasoningParser:
     """Divides one text into reasoning and content. The result does not depend on the pieces in which the text
     arrives."""
@@ -59,24 +50,24 @@ class ReasoningParser:
         self._mark = ""  # the text that may become <think>
         self._end = Marker(END)
 
-    def push(self, text: str) -> Text:
-        """Takes the next text. Returns what is certain now."""
+    def push(self, text: str) -> tuple[str, str]:
+        """Takes the next text. Returns the reasoning and the content that are certain now."""
         if self._state == "begin":
             text = self._begin(text)
         if self._state != "reasoning":
-            return Text(content=text)
+            return "", text
         reasoning, content = self._end.split(text)
         if content is None:
-            return Text(reasoning)
+            return reasoning, ""
         self._state = "answer"
-        return Text(reasoning, content)
+        return reasoning, content
 
-    def finish(self) -> Text:
-        """Returns the text that was held back, at the end of the output."""
+    def finish(self) -> tuple[str, str]:
+        """Returns the reasoning and the content that were held back, at the end of the output."""
         if self._state == "begin":
             held = "".join(self._space) + self._mark
-            return Text(held) if self._beginning == "reasoning" else Text(content=held)
-        return Text(self._end.held)
+            return (held, "") if self._beginning == "reasoning" else ("", held)
+        return self._end.held, ""
 
     def _begin(self, text: str) -> str:
         """Holds back what may become <think>. Returns the text that belongs to the next state."""

@@ -8,9 +8,8 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import grpc
 
@@ -149,16 +148,8 @@ def explain(error: grpc.aio.AioRpcError, *, files: bool) -> tuple[str, str]:
     return f"{error.code().name.lower()}: {details}", remedy
 
 
-_RATES = (
-    "prefill_tokens_per_s",
-    "step_seconds",
-    "decode_seconds",
-    "fastest_step_seconds",
-    "chunk_seconds",
-    "long_chunk_seconds",
-    "host_tokens_per_s",
-    "disk_tokens_per_s",
-)
+_STATUS = pb.WorkerStatus.DESCRIPTOR.fields
+_RATES = [field.name for field in _STATUS if field.type == field.TYPE_DOUBLE]
 
 
 def token_defect(event: pb.TokenEvent, vocab_size: int) -> str:
@@ -193,28 +184,24 @@ def _is_valid(link: pb.PrefixLink) -> bool:
     return 0 <= link.wait < math.inf and 0 < link.tokens_per_s < math.inf
 
 
-class CacheAction(Enum):
-    """What to do with a report."""
-
-    APPLY = auto()
-    IGNORE = auto()  # a report is missing; the snapshot has not come yet
-    RESYNC = auto()  # a report is missing: ask for a snapshot and ignore this report
-
-
 class CacheSequence:
     """Detects missing reports in the numbered prefix cache reports of one stream.
 
     A worker with a prefix cache sends a snapshot first."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gap: Callable[[], None]) -> None:
+        """`on_gap`: a report is missing, so the router needs a snapshot."""
         self._last: int | None = None  # None: only a snapshot can continue
+        self._on_gap = on_gap
 
-    def follow(self, events: pb.CacheEvents) -> CacheAction:
+    def continues(self, events: pb.CacheEvents) -> bool:
+        """Whether the report may be applied. It is ignored if one before it is missing."""
         if not events.reset:
             if self._last is None:
-                return CacheAction.IGNORE
+                return False
             if events.sequence not in (self._last, self._last + 1):  # parts of a snapshot share a number
                 self._last = None
-                return CacheAction.RESYNC
+                self._on_gap()
+                return False
         self._last = events.sequence
-        return CacheAction.APPLY
+        return True

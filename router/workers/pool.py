@@ -14,13 +14,17 @@ from baton.router.policy.placement import (
     DecodeOffer,
     Placement,
     PrefillOffer,
+    PrefillWindow,
+    decode_offer,
+    pace,
     patience,
     place,
     place_without_room,
+    prefill_offer,
+    prefill_window,
 )
 from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillWork
-from baton.router.policy.reports import PrefillWindow, decode_offer, pace, prefill_offer, prefill_window
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.roster import Roster
 from baton.router.workers.stream import WorkerStream

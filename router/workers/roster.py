@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
-from baton.router.policy.prefill_loads import PrefillLoads
-from baton.router.policy.reports import apply_cache_events, apply_report, report_seconds
+from baton.router.policy.prefill_loads import PrefillLoads, report_seconds
 from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit
 from baton.router.workers.worker import POOL_NAMES, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
@@ -78,13 +77,13 @@ class Roster:
 
     def reported(self, worker: Worker) -> None:
         alone = worker.pool == pb.POOL_PREFILL
-        apply_report(self.loads, worker.row, worker.status, alone, time.monotonic())
+        self.loads.reported(worker.row, worker.status, time.monotonic(), alone=alone)
 
     def cache_changed(self, worker: Worker, events: pb.CacheEvents) -> None:
         """Gets events without gaps. Raises RefusedWorker if more chunks are cached than its blocks hold, on
         its host included."""
         described, index = worker.description, self.loads.index
-        apply_cache_events(index, worker.row, events)
+        index.apply(worker.row, events)
         self._drop_stale()
         blocks = described.num_blocks + described.offload_blocks
         if index.reported(worker.row) > blocks * -(-described.block_size // CHUNK_TOKENS):

@@ -12,18 +12,23 @@ import grpc.aio
 from baton.router import prompt_logprobs
 from baton.router.config import RouterConfig
 from baton.router.policy.decode import DecodeLoad
-from baton.router.workers.attempts import Lost
 from baton.router.workers.checks import (
     DRAINED,
     SEE_WORKER_LOG,
-    CacheAction,
     CacheSequence,
     RefusedWorker,
     explain,
     token_defect,
 )
 from baton.router.workers.roster import Roster
-from baton.router.workers.worker import CALL_TIMEOUT, SendQueue, Worker, WorkerState, cancelled_from_outside
+from baton.router.workers.worker import (
+    CALL_TIMEOUT,
+    AttemptEvent,
+    SendQueue,
+    Worker,
+    WorkerState,
+    cancelled_from_outside,
+)
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
@@ -52,7 +57,7 @@ class WorkerStream:
         self._on_offer = on_offer
         self._config = config
         self._may_offer = False  # the worker is retired, and its stream stays open for offers
-        self._cache = CacheSequence()
+        self._cache = CacheSequence(self._ask_for_snapshot)
         self._task = asyncio.create_task(self._run(), name=f"worker {worker.address}")
 
     def retire(self, on_closed: Callable[["WorkerStream"], None]) -> None:
@@ -131,7 +136,7 @@ class WorkerStream:
             worker.accepted = True
             worker.decode_load = _decode_load(worker)
             worker.report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
-            messages, self._cache = SendQueue(self._unread), CacheSequence()
+            messages, self._cache = SendQueue(self._unread), CacheSequence(self._ask_for_snapshot)
             hello = pb.RouterHello(router_id=self._config.id, report_seconds=self._roster.report_seconds)
             messages.put(pb.RouterMessage(hello=hello))
             self._call = stub.Attach(messages.messages())
@@ -165,9 +170,9 @@ class WorkerStream:
             self._roster.availability_changed(worker)
         if failed:  # not earlier: an open breaker makes the router choose again, and this worker has gone
             worker.attempt_failed()
-        for attempt_id, attempt in lost.items():
+        for attempt in lost:
             try:
-                attempt.on_event(Lost(attempt_id))
+                attempt.on_event(attempt, None)
             except Exception:  # the other requests must still learn that their attempts are lost
                 log.exception("request %s: a defect in the router", attempt.name)
 
@@ -181,13 +186,9 @@ class WorkerStream:
             case "prompt_logprobs":
                 self._receive_prompt_logprobs(message.prompt_logprobs)
             case "reserved":
-                attempt = self.worker.attempts.get(message.reserved.decode_id)
-                if attempt is not None:
-                    attempt.on_event(message.reserved)
+                self._tell(message.reserved.decode_id, message.reserved)
             case "prefill_started":
-                attempt = self.worker.attempts.get(message.prefill_started.prefill_id)
-                if attempt is not None:
-                    attempt.on_event(message.prefill_started)
+                self._tell(message.prefill_started.prefill_id, message.prefill_started)
             case "failed":
                 self._receive_failure(message.failed)
             case "cache":
@@ -214,16 +215,18 @@ class WorkerStream:
             return
         if attempt.work is not None:
             self.worker.prefilled(attempt, computed=True)
-        attempt.on_event(event)
+        attempt.on_event(attempt, event)
 
     def _receive_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
-        attempt = self.worker.attempts.get(message.attempt_id)
-        if attempt is None:
-            return
         if defect := prompt_logprobs.defect(message, self.worker.description.vocab_size):
             self._reject(message.attempt_id, defect)
         else:
-            attempt.on_event(message)
+            self._tell(message.attempt_id, message)
+
+    def _tell(self, attempt_id: bytes, event: AttemptEvent) -> None:
+        attempt = self.worker.attempts.get(attempt_id)
+        if attempt is not None:
+            attempt.on_event(attempt, event)
 
     def _reject(self, attempt_id: bytes, defect: str) -> None:
         """Ends an attempt whose result cannot go to a client."""
@@ -237,15 +240,15 @@ class WorkerStream:
         if failure.code == pb.FAILURE_CODE_DRAINING and worker.state is WorkerState.READY:
             worker.state = WorkerState.DRAINING
             self._roster.availability_changed(worker)
-        attempt.on_event(failure)
+        attempt.on_event(attempt, failure)
 
     def _receive_cache(self, events: pb.CacheEvents) -> None:
-        action = self._cache.follow(events)
-        if action is CacheAction.APPLY:
+        if self._cache.continues(events):
             self._roster.cache_changed(self.worker, events)
-        elif action is CacheAction.RESYNC:
-            log.info("%s: cache reports are missing; the router asks for a snapshot", self.worker)
-            self.worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
+
+    def _ask_for_snapshot(self) -> None:
+        log.info("%s: cache reports are missing; the router asks for a snapshot", self.worker)
+        self.worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
 
 
 def _decode_load(worker: Worker) -> DecodeLoad:

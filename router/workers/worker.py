@@ -13,10 +13,12 @@ The attempts that it has go on to their end: pools only decide which worker is c
 
 import asyncio
 import logging
+import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 import grpc.aio
 
@@ -24,7 +26,7 @@ from baton.machine.logs import of_request
 from baton.machine.tracing import Span
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
-from baton.router.workers.attempts import Attempt, CircuitBreaker, OnEvent
+from baton.router.workers.breaker import CircuitBreaker
 from baton.router.workers.checks import clear_invalid_rates
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.worker_pb2_grpc import WorkerStub
@@ -50,33 +52,51 @@ class SendQueue:
     """
 
     def __init__(self, on_full: Callable[[], None]) -> None:
-        self._queue: deque[pb.RouterMessage] = deque()
+        self._queue: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._bytes = 0
-        self._closed = False
-        self._filled = asyncio.Event()
         self._on_full = on_full
 
     def put(self, message: pb.RouterMessage) -> None:
-        self._queue.append(message)
+        self._queue.put_nowait(message)
         self._bytes += message.ByteSize()
-        self._filled.set()
         if self._bytes > MAX_UNSENT_BYTES:
             self._on_full()
 
     def close(self) -> None:
         """Ends `messages`. gRPC waits for that before it ends the stream."""
-        self._closed = True
-        self._queue.clear()
-        self._filled.set()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(None)
 
     async def messages(self) -> AsyncIterator[pb.RouterMessage]:
-        while not self._closed:
-            await self._filled.wait()
-            self._filled.clear()
-            while self._queue:
-                message = self._queue.popleft()
-                self._bytes -= message.ByteSize()
-                yield message
+        while (message := await self._queue.get()) is not None:
+            self._bytes -= message.ByteSize()
+            yield message
+
+
+AttemptEvent = pb.TokenEvent | pb.PromptLogprobs | pb.Reserved | pb.PrefillStarted | pb.AttemptFailed
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """submitted ─▶ first token (prefill work is over) ─▶ ended
+    └─ failed, cancelled, or lost with the stream ─▶ ended
+    """
+
+    worker: "Worker"
+    name: str
+    """The request id that the client knows."""
+    on_event: Callable[["Attempt", AttemptEvent | None], None]
+    """Tells the generation what happened. None: the stream ended. Called on the event loop; must not wait."""
+    id: bytes = field(default_factory=lambda: os.urandom(16))
+    span: Span = field(init=False)
+    """Begins when the attempt is submitted."""
+    tokens: int = 0
+    """KV positions that a decode reserves. 0 for a prefill."""
+    work: PrefillWork | None = None
+    """The prompt that the worker still computes. None after the first token, and if it fetches the KV."""
+    scores: list[pb.PromptLogprobs] = field(default_factory=list)
+    """The log probabilities of the prompt that came."""
 
 
 class Worker:
@@ -193,27 +213,30 @@ class Worker:
 
     # ------------------------------------------------------------ messages
 
-    def submit_prefill(
-        self, submit: pb.SubmitPrefill, on_event: OnEvent, request_span: Span, work: PrefillWork
+    def submit(
+        self, attempt: Attempt, kind: Literal["prefill", "decode"], message: pb.RouterMessage, request: Span
     ) -> None:
-        """`on_event` is told what happens to the attempt. `request_span`: the span of the request."""
-        span = self._begin_span("prefill attempt", request_span, submit.request)
-        attempt = Attempt(submit.request.name, on_event, span, work=work)
-        self._submit(submit.prefill_id, attempt, pb.RouterMessage(prefill=submit))
-
-    def submit_decode(
-        self,
-        submit: pb.SubmitDecode,
-        on_event: OnEvent,
-        request_span: Span,
-        tokens: int,
-        work: PrefillWork | None,
-    ) -> None:
-        """The worker reserves `tokens` KV positions, and computes the prompt itself if there is `work`."""
-        span = self._begin_span("decode attempt", request_span, submit.request)
-        attempt = Attempt(submit.request.name, on_event, span, tokens, work)
-        self._submit(submit.decode_id, attempt, pb.RouterMessage(decode=submit))
-        self.on_load()
+        """Sends a SubmitPrefill or a SubmitDecode. `request`: the span of the request."""
+        assert self.ready, "work goes to ready workers only"
+        asked = message.prefill.request if kind == "prefill" else message.decode.request
+        described = {"baton.worker": str(self), "baton.output_tokens": len(asked.output_ids)}
+        attempt.span = request.child(f"{kind} attempt", described, "client")
+        asked.traceparent = attempt.span.traceparent
+        self.attempts[attempt.id] = attempt
+        if attempt.tokens:
+            self.load.sent(attempt.tokens)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "request %s, attempt %s: %s at %s",
+                attempt.name, attempt.id.hex(), kind, self, extra=of_request(attempt.name, attempt.id),
+            )  # fmt: skip
+        if self.breaker.attempt_sent(time.monotonic()):
+            self._on_breaker()
+        self.send(message)
+        if attempt.work is not None:
+            self._loads.sent(self.row, attempt.work, time.monotonic())
+        if attempt.tokens:
+            self.on_load()
 
     def cancel(self, attempt_id: bytes, failure: str = "") -> None:
         """Ends an attempt here and at the worker. Does nothing if it has ended."""
@@ -260,10 +283,10 @@ class Worker:
             self.forget(failure.attempt_id, text, full=failure.code == pb.FAILURE_CODE_NO_ROOM)
         return attempt
 
-    def lose_all(self) -> dict[bytes, Attempt]:
+    def lose_all(self) -> list[Attempt]:
         """Forgets all attempts when the stream ends. Returns what was open."""
-        lost, self.attempts, self.decode_load = self.attempts, {}, None
-        for attempt in lost.values():
+        lost, self.attempts, self.decode_load = list(self.attempts.values()), {}, None
+        for attempt in lost:
             attempt.span.end("the worker was lost")
         return lost
 
@@ -290,29 +313,6 @@ class Worker:
         if self.breaker.attempt_failed(time.monotonic()):
             log.warning("%s failed repeatedly and gets no requests for a while", self)
             self._on_breaker()
-
-    def _begin_span(self, name: str, request_span: Span, request: pb.Request) -> Span:
-        worker = {"baton.worker": str(self), "baton.output_tokens": len(request.output_ids)}
-        span = request_span.child(name, worker, "client")
-        request.traceparent = span.traceparent
-        return span
-
-    def _submit(self, attempt_id: bytes, attempt: Attempt, message: pb.RouterMessage) -> None:
-        assert self.ready, "work goes to ready workers only"
-        self.attempts[attempt_id] = attempt
-        if attempt.tokens:
-            self.load.sent(attempt.tokens)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug(
-                "request %s, attempt %s: %s at %s",
-                attempt.name, attempt_id.hex(), message.WhichOneof("kind"), self,
-                extra=of_request(attempt.name, attempt_id),
-            )  # fmt: skip
-        if self.breaker.attempt_sent(time.monotonic()):
-            self._on_breaker()
-        self.send(message)
-        if attempt.work is not None:
-            self._loads.sent(self.row, attempt.work, time.monotonic())
 
 
 def cancelled_from_outside() -> bool:

@@ -74,7 +74,6 @@ class MockServer:
     async def __aenter__(self) -> MockServer:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -108,9 +107,6 @@ class MockServer:
         if self.behavior.max_model_len is not None:
             model["max_model_len"] = self.behavior.max_model_len
         return web.json_response({"object": "list", "data": [model]})
-
-    async def _health(self, _: web.Request) -> web.Response:
-        return web.Response()
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         if not self.behavior.tokenize:
@@ -163,19 +159,14 @@ class MockServer:
         return None
 
     async def _stream(
-        self,
-        response: web.StreamResponse,
-        request: web.Request,
-        body: dict[str, Any],
-        number: int,
+        self, response: web.StreamResponse, request: web.Request, body: dict[str, Any], number: int,
         fault: Fault,
-    ) -> None:
+    ) -> None:  # fmt: skip
         served = self.served[number]
         chat = "messages" in body
         if chat:
-            await response.write(
-                _event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-            )
+            role = {"role": "assistant", "content": ""}
+            await response.write(_event({"choices": [{"index": 0, "delta": role}]}))
         count, per_chunk = served.max_tokens, self.behavior.tokens_per_chunk
         due = served.arrived + self.behavior.ttft
         gaps = itertools.cycle(self.behavior.gaps)
@@ -262,11 +253,8 @@ def _usage(served: Served, completion: int) -> dict[str, Any]:
 def _event(chunk: dict[str, Any]) -> bytes:
     choices = chunk.get("choices") or [{}]
     kind = "chat.completion.chunk" if "delta" in choices[0] else "text_completion"
-    return (
-        b"data: "
-        + json.dumps({"id": "x", "object": kind, "created": 0, "model": "mock"} | chunk).encode()
-        + b"\n\n"
-    )
+    event = {"id": "x", "object": kind, "created": 0, "model": "mock"} | chunk
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
@@ -278,14 +266,10 @@ async def main() -> None:
     parser.add_argument("--port", type=int, default=8199)
     parser.add_argument("--ttft-ms", type=float, default=200.0)
     parser.add_argument("--gaps-ms", default="30")
-    parser.add_argument("--tokens-per-chunk", type=int, default=1)
     parser.add_argument("--truth", type=Path)
     args = parser.parse_args()
-    behavior = Behavior(
-        ttft=args.ttft_ms / 1e3,
-        gaps=[float(g) / 1e3 for g in args.gaps_ms.split(",")],
-        tokens_per_chunk=args.tokens_per_chunk,
-    )
+    gaps = [float(gap) / 1e3 for gap in args.gaps_ms.split(",")]
+    behavior = Behavior(ttft=args.ttft_ms / 1e3, gaps=gaps)
     gc.disable()  # a pause would be an unknown delay
     async with MockServer(behavior, args.port) as server:
         told = asyncio.Event()

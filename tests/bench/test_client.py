@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from baton.bench.load.target.answer import Answer, Record
-from baton.bench.load.target.request import Dialect, Target
-from baton.bench.load.traffic.workload import Distribution, Listed, Session, Synthetic, Turn
+from baton.bench.load.target.request import Api, Dialect, Target
+from baton.bench.load.traffic.workload import Distribution, Listed, Session, Synthetic, Turn, Workload
 from tests.bench.mock_server import Behavior, Fault, MockServer
 from tests.bench.support import client_config, one_turn, open_loop, run_client
 
 SAME = Listed((one_turn(),))
+
+
+async def _answered(behavior: Behavior, workload: Workload = SAME, **more: Any) -> list[Record]:
+    """The records of a client. `more`: fields of its configuration."""
+    async with MockServer(behavior) as server:
+        return await run_client(client_config(server.url, workload, **more))
 
 
 async def test_records_match_what_the_server_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,16 +56,14 @@ async def test_records_match_what_the_server_sent(monkeypatch: pytest.MonkeyPatc
 
 async def test_prompts_have_the_lengths_that_the_options_ask_for() -> None:
     workload = Synthetic(1, Distribution("uniform", (20, 400)), Distribution("uniform", (1, 6)))
-    async with MockServer(Behavior(ttft=0)) as server:
-        records = await run_client(client_config(server.url, workload, sessions=30, concurrency=8))
+    records = await _answered(Behavior(ttft=0), workload, sessions=30, concurrency=8)
     assert len(records) == 30
     assert all(r.prompt_tokens == r.asked_input and r.generated == r.asked_output for r in records)
     assert len({r.asked_input for r in records}) > 15
 
 
 async def test_a_closed_loop_keeps_its_users_busy() -> None:
-    async with MockServer(Behavior(ttft=0.02)) as server:
-        records = await run_client(client_config(server.url, SAME, sessions=20, concurrency=5))
+    records = await _answered(Behavior(ttft=0.02), sessions=20, concurrency=5)
     events = sorted([(r.sent, 1) for r in records] + [(r.ended, -1) for r in records])
     in_flight = list(itertools.accumulate(change for _, change in events))
     assert len(records) == 20
@@ -85,25 +89,21 @@ async def test_several_servers_take_sessions_in_turn() -> None:
 
 
 async def test_an_open_loop_keeps_its_times_beside_a_slow_server() -> None:
-    async with MockServer(Behavior(ttft=0.5)) as server:
-        records = await run_client(client_config(server.url, SAME, duration=0.4, **open_loop(50.0)))
+    records = await _answered(Behavior(ttft=0.5), duration=0.4, **open_loop(50.0))
     assert sorted(r.intended for r in records) == pytest.approx([i / 50 for i in range(20)])
     assert all(r.ok for r in records)
 
 
 async def test_a_trace_is_replayed_at_its_times_scaled_by_its_speed() -> None:
     sessions = tuple(Session(one_turn().turns, at=at) for at in (0.0, 1.0, 1.5, 4.0))
-    async with MockServer(Behavior(ttft=0)) as server:
-        config = client_config(server.url, Listed(sessions, timed=True), concurrency=0, time_scale=10.0)
-        records = await run_client(config)
+    records = await _answered(Behavior(ttft=0), Listed(sessions, timed=True), concurrency=0, time_scale=10.0)
     assert [r.intended for r in records] == pytest.approx([0.0, 0.1, 0.15, 0.4])
     assert all(r.sent >= r.intended for r in records)
 
 
 async def test_waiting_for_a_free_place_counts_as_latency() -> None:
-    async with MockServer(Behavior(ttft=0.1, gaps=(0,))) as server:
-        config = client_config(server.url, SAME, duration=0.19, **open_loop(20.0) | {"concurrency": 1})
-        records = await run_client(config)
+    one_place = open_loop(20.0) | {"concurrency": 1}
+    records = await _answered(Behavior(ttft=0.1, gaps=(0,)), duration=0.19, **one_place)
     *_, before, held = records
     assert held.intended == pytest.approx(0.15)
     assert held.intended + held.lag < before.ended <= held.sent, "the client itself was in time"
@@ -140,15 +140,9 @@ async def test_an_open_loop_shows_a_stall_that_a_closed_loop_hides() -> None:
 
 async def test_sessions_keep_their_id_history_and_think_time() -> None:
     turns = tuple(Turn(2, text=f"question {i}", think_seconds=0.1 if i else 0.0) for i in range(3))
-    target = Target(("",), "chat", "mock", Dialect())
     async with MockServer(Behavior(ttft=0.01)) as server:
-        config = client_config(
-            server.url,
-            Listed((Session(turns),)),
-            sessions=2,
-            concurrency=2,
-            target=Target((server.url,), target.api, target.model, target.dialect),
-        )
+        target = Target((server.url,), "chat", "mock", Dialect())
+        config = client_config("", Listed((Session(turns),)), sessions=2, concurrency=2, target=target)
         records = await run_client(config)
         served = server.served
     assert len(records) == 6
@@ -171,8 +165,8 @@ async def test_the_history_of_completions_is_one_text() -> None:
 
 async def test_a_failed_turn_ends_its_session() -> None:
     turns = tuple(Turn(4, text="x") for _ in range(4))
-    async with MockServer(Behavior(ttft=0, faults=("none", "half"))) as server:
-        records = await run_client(client_config(server.url, Listed((Session(turns),)), sessions=1))
+    behavior = Behavior(ttft=0, faults=("none", "half"))
+    records = await _answered(behavior, Listed((Session(turns),)), sessions=1)
     assert [r.error_class for r in records] == ["", "half_streamed"]
     assert records[-1].skipped_turns == 2
 
@@ -195,15 +189,10 @@ FAULTS: dict[Fault, str] = {
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
-async def test_every_failure_is_named_and_counted(api: str) -> None:
+async def test_every_failure_is_named_and_counted(api: Api) -> None:
     async with MockServer(Behavior(ttft=0, faults=tuple(FAULTS))) as server:
-        config = client_config(
-            server.url,
-            SAME,
-            sessions=2 * len(FAULTS),
-            concurrency=4,
-            target=Target((server.url,), api, "mock", Dialect()),  # type: ignore[arg-type]
-        )
+        target = Target((server.url,), api, "mock", Dialect())
+        config = client_config("", SAME, sessions=2 * len(FAULTS), concurrency=4, target=target)
         records = await run_client(config)
         server.behavior.faults = ("hang",)
         late = await run_client(msgspec.structs.replace(config, sessions=1, timeout=0.2))
@@ -232,18 +221,9 @@ async def test_users_back_off_from_a_server_that_does_not_answer(monkeypatch: py
     records = await run_client(client_config("http://127.0.0.1:1", SAME, sessions=6))
     assert [r.error_class for r in records] == ["refused"] * 6
     assert pauses() == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
-    async with MockServer(Behavior(ttft=0, faults=["500", "500", "none"])) as server:
-        records = await run_client(client_config(server.url, SAME, sessions=6))
+    records = await _answered(Behavior(ttft=0, faults=["500", "500", "none"]), sessions=6)
     assert len(records) == 6
     assert pauses() == [0.1, 0.2, 0.1, 0.2], "an answer ends the pause"
-
-
-async def test_a_port_without_a_listener_is_refused() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    records = await run_client(client_config(f"http://127.0.0.1:{port}", SAME, sessions=3, concurrency=1))
-    assert [r.error_class for r in records] == ["refused"] * 3
 
 
 async def test_an_unknown_host_is_unreachable() -> None:
@@ -276,17 +256,17 @@ async def test_a_server_that_ends_in_the_middle_of_a_stream() -> None:
     assert set(classes) <= {"", "refused", "half_streamed", "disconnected", "interrupted"}
 
 
-async def test_an_answer_after_the_drain_time_has_failed() -> None:
-    async with MockServer(Behavior(ttft=30.0)) as server:
-        config = client_config(server.url, SAME, duration=0.2, drain=0.2, **open_loop(20.0))
-        records = await run_client(config)
-    assert [r.error_class for r in records] == ["unfinished"] * 4
-
-
-async def test_hanging_users_of_a_closed_loop_end_with_the_drain_time() -> None:
-    async with MockServer(Behavior(ttft=30.0)) as server:
-        records = await run_client(client_config(server.url, SAME, duration=0.2, drain=0.2, concurrency=3))
-    assert [r.error_class for r in records] == ["unfinished"] * 3
+@pytest.mark.parametrize(
+    ("load", "count"),
+    [
+        (open_loop(20.0), 4),
+        ({"concurrency": 3}, 3),  # users of a closed loop
+        (open_loop(50.0) | {"concurrency": 1}, 10),  # all but one wait for a free place
+    ],
+)
+async def test_an_answer_after_the_drain_time_has_failed(load: dict[str, Any], count: int) -> None:
+    records = await _answered(Behavior(ttft=30.0), duration=0.2, drain=0.2, **load)
+    assert [r.error_class for r in records] == ["unfinished"] * count
 
 
 @pytest.mark.parametrize("shape", [{"concurrency": 3}, open_loop(20.0)])
@@ -301,14 +281,3 @@ async def test_a_stop_keeps_what_was_measured(shape: dict) -> None:
     assert set(classes) == {"", "interrupted"}
     indices = [r.index for r in records]
     assert len(set(indices)) == len(indices)
-
-
-async def test_a_stop_records_requests_that_wait_for_a_place() -> None:
-    """Those that still waited for a free place are recorded too."""
-    async with MockServer(Behavior(ttft=30.0)) as server:
-        config = client_config(
-            server.url, SAME, duration=0.2, drain=0.1, **open_loop(50.0) | {"concurrency": 1}
-        )
-        records: list[Record] = await run_client(config)
-    assert len(records) == 10
-    assert {r.error_class for r in records} == {"unfinished"}

@@ -14,8 +14,6 @@ TINY = Shape(
     batches=(1, 2), context=3, prompts=(17, 70),
 )  # fmt: skip
 
-PLAIN = bench.Limits(1e6, 1e6)
-
 
 def one_second_each(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
     for call in calls:
@@ -34,38 +32,30 @@ def cases(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Cases:
 
 
 def test_every_case_runs_and_makes_rows(cases: Cases) -> None:
-    rows = {row.name: row for make in cases for row in bench.measure(make, one_second_each, PLAIN)}
-    assert len(rows) % 4 == 0
+    rows = {row.name: row for make in cases for row in bench.measure(make, one_second_each)}
     for name in (
-        "add_rms_norm.t1",
-        "silu_mul.t17",
-        "rope_and_write.t17",
-        "decode_attention.b2",
-        "decode_attention.b2.ragged",
-        "prefill_attention.70",
-        "prefill_attention.17.after51",
+        "add_rms_norm.t1", "silu_mul.t17", "rope_and_write.t17", "decode_attention.b2",
+        "decode_attention.b2.ragged", "prefill_attention.70", "prefill_attention.17.after51",
         "linear.gate_up.t2",
-    ):
+    ):  # fmt: skip
         assert rows[f"kernels.{name}.time"].value == 1e6, "a second, in µs"
     # 4 rows of 64 elements of 2 bytes: residual in and out, delta, result
     assert rows["kernels.add_rms_norm.t1"].value == pytest.approx(4 * 64 * 2 / 1e9)
-    assert rows["kernels.add_rms_norm.t1.of_plain"].value == pytest.approx(4 * 64 * 2 / 1e6)
+    assert rows["kernels.add_rms_norm.t1.of_limit"].value == pytest.approx(4 * 64 * 2 / 4.8e12)
     assert rows["kernels.linear.gate_up.t2"].ratio == 1.0
 
 
-def test_every_case_of_a_mixture_runs(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_of_a_mixture_runs(cases: Cases) -> None:
     from baton.bench.kernels import moe
 
-    monkeypatch.setattr(moe, "LAYERS", 2)
     shape = moe.MoeShape(experts=6, chosen=2, hidden=32, inner=16, tokens=(1, 9), dtype=torch.float16)
     moe_cases = moe.MoeCases(shape, cases.kernels, cases.device)
-    rows = {row.name: row for make in moe_cases for row in bench.measure(make, one_second_each, PLAIN)}
+    rows = {row.name: row for make in moe_cases for row in bench.measure(make, one_second_each)}
     assert {name for name in rows if name.endswith(".time")} == {
         f"kernels.{name}.time"
         for tokens in (1, 9)
-        for name in (f"shuffle.t{tokens}.e6.top2", f"moe_gate_up.t{tokens}", f"moe_down.t{tokens}")
+        for name in (f"moe_gate_up.t{tokens}", f"moe_down.t{tokens}")
     }
-    assert rows["kernels.shuffle.t1.e6.top2.time"].value == 0.5e6, "of one of two layers"
     one_token = 2 * (32 + 2 * 32 * 32 + 2 * 16)  # in, the weights of two experts, out
     assert rows["kernels.moe_gate_up.t1"].value == pytest.approx(one_token / 1e9)
 
@@ -77,7 +67,7 @@ def test_every_case_of_state_layers_runs(cases: Cases) -> None:
         heads=4, head_dim=16, state_size=16, groups=2, dtype=torch.float16, batches=(2,), prompts=((2, 140),)
     )
     mamba2_cases = Mamba2Cases(shape, cases.kernels, cases.device)
-    rows = {row.name: row for make in mamba2_cases for row in bench.measure(make, one_second_each, PLAIN)}
+    rows = {row.name: row for make in mamba2_cases for row in bench.measure(make, one_second_each)}
     assert rows["kernels.ssd.2x140.time"].value == 1e6
     # projected and y of two rows, and the inputs and states of two requests, both ways
     moved = 2 * 2 * (128 + 4 + 64) + 2 * 2 * (2 * 3 * 128 + 4 * 4 * 16 * 16)
@@ -90,7 +80,7 @@ def test_every_case_of_fp8_runs(cases: Cases) -> None:
     fp8_cases = Fp8Cases(replace(TINY, prompts=(17,)), cases.kernels, cases.device)
     with pytest.MonkeyPatch.context() as patch:  # torch has no such product on a CPU
         patch.setattr("baton.engine.kernels.quantized.fp8_linear.Fp8Linear.cublas", lambda self, x: None)
-        rows = {row.name: row for make in fp8_cases for row in bench.measure(make, one_second_each, PLAIN)}
+        rows = {row.name: row for make in fp8_cases for row in bench.measure(make, one_second_each)}
     parts = [f"fp8_{name}" for name in ("layer", "linear.down")]
     assert {f"kernels.{part}.t{count}.time" for part in parts for count in (1, 2, 17)} <= {*rows}
     assert rows["kernels.fp8_layer.t17"].ratio == 1.0
@@ -103,6 +93,6 @@ def test_every_case_of_int4_runs(cases: Cases, monkeypatch: pytest.MonkeyPatch) 
     # Of groups of 128 columns.
     shape = replace(TINY, heads=8, inner=128, batches=(1,), prompts=(17,))
     int4_cases = Int4Cases(shape, cases.kernels, cases.device)
-    rows = {row.name: row for make in int4_cases for row in bench.measure(make, one_second_each, PLAIN)}
+    rows = {row.name: row for make in int4_cases for row in bench.measure(make, one_second_each)}
     names = [f"{part}.t{count}" for part in ("layer", "linear.down") for count in (1, 17)]
     assert {f"kernels.int4_{name}.time" for name in names} <= {*rows}

@@ -28,7 +28,7 @@ from grpc.aio import Channel
 
 from baton.bench import contract, flip
 from baton.bench.chaos.cluster import LocalCluster
-from baton.bench.disagg import results, sides
+from baton.bench.disagg import __main__ as disagg
 from baton.bench.kv import __main__ as kv
 from baton.bench.kv import exported
 from baton.bench.kv.pair import Pair
@@ -51,7 +51,6 @@ ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
 }
-RESULTS = {name: float(i) for i, name in enumerate(results.RESULTS, 1)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,8 +101,11 @@ def test_a_bench_refuses_a_gpu_that_is_not_there(
     assert wrong in capsys.readouterr().err
 
 
+Run = Callable[..., dict[str, Any]]
+
+
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs a bench as `python -m baton.bench.NAME FLAGS` does. Returns value by row of its JSON report."""
 
     def run(name: str, *flags: str) -> dict[str, Any]:
@@ -145,33 +147,10 @@ def check_flags(command: str, *flags: str) -> None:
     commands_of(app)[command].make_context(command, [*flags])
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The arguments of each `baton bench run` that a bench starts. A stand-in writes its report."""
-    from baton.bench.load.cli import app
-
-    sent: list[list[str]] = []
-    commands = commands_of(app)
-
-    def stand_in(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert line[:4] == [sys.executable, "-m", "baton.cluster.cli", "bench"], line
-        context = commands[line[4]].make_context(line[4], line[5:])
-        rows = [{"name": name, "value": value} for name, value in RESULTS.items()]
-        detail = {"valid": True, "invalid_reasons": [], "notes": [], "errors": {}}
-        Path(context.params["json"]).write_text(json.dumps({"results": rows, "detail": detail}))
-        sent.append(line[4:])
-        return subprocess.CompletedProcess(line, 0)
-
-    monkeypatch.setattr(results, "subprocess", SimpleNamespace(run=stand_in, DEVNULL=subprocess.DEVNULL))
-    return sent
-
-
 # ---------------------------------------------------------------- one process
 
 
-def test_runs_engine(
-    run: Callable[..., dict[str, Any]], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_engine(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
     from baton.bench.engine import on_cpu
@@ -210,21 +189,18 @@ def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
     )
 
 
-def test_runs_kv(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_kv(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr(kv, "SIZES", (1,))
     monkeypatch.setattr(exported, "SIZES", {"cpu": (1,)})
-    settings = kv.Settings(1, 4, MIB, MIB, device="cpu", exports=True)
+    settings = kv.Settings(1, 4, MIB, MIB, device="cpu", transport="shared_memory")
     monkeypatch.setattr(exported, "variants", lambda device: {"": settings})
     threads = torch.get_num_threads()
     flags = ("--short", "--lanes", "1", "--slots", "4", "--slot-bytes", str(MIB))
     # One pair for all variants, since each pair starts four processes.
     with contextlib.closing(Pair(settings)) as pair:
-        shared = SimpleNamespace(
-            seconds=pair.seconds, cpu_seconds=pair.cpu_seconds, transport=pair.transport, close=lambda: None
-        )
-        for module in (kv, exported):
-            monkeypatch.setattr(module, "Pair", lambda settings: shared)
+        shared = SimpleNamespace(seconds=pair.seconds, cpu_seconds=pair.cpu_seconds, close=lambda: None)
+        monkeypatch.setattr(kv, "Pair", lambda settings: shared)
         rows = run("kv", *flags)
     torch.set_num_threads(threads)
     assert rows["kv.tcp.lanes1.1MiB"] > 0
@@ -236,7 +212,7 @@ def test_runs_kv(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyP
     } <= {*rows}
 
 
-def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from baton.bench.routing_sim import __main__ as sim
 
     monkeypatch.setattr(sim, "MAIN", 8)
@@ -245,7 +221,7 @@ def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytes
     monkeypatch.setattr(sim, "PLACED_SHORT", (2,))
     monkeypatch.setattr(sim, "PLACED_REQUESTS_SHORT", 20)
     rows = run("routing_sim", "--short")
-    assert {"routing_sim.multi_turn.w8.changes.sticky.hits", "routing_sim.mooncake.w4.bound"} <= {*rows}
+    assert {"routing_sim.multi_turn.w8.changes.sticky.hits", "routing_sim.shared_prefix.w4.bound"} <= {*rows}
     assert rows["routing_sim.placement.500_500.6.w2.ttft_p99"] > 0
 
 
@@ -264,16 +240,12 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClus
         yield cluster, workers
 
 
-@pytest.fixture
-def shared(
-    routed: tuple[LocalCluster, ends.FakeWorkers], monkeypatch: pytest.MonkeyPatch
-) -> ends.FakeWorkers:
-    """`bench.router` gets the router and the workers of `routed`."""
+def test_runs_router(
+    run: Run, routed: tuple[LocalCluster, ends.FakeWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster, workers = routed
 
-    def started(
-        directory: Path, *, prefill: int, decode: int, secret: str, router_flags: list[str]
-    ) -> contextlib.nullcontext[Any]:
+    def started(directory: Path, *, prefill: int, decode: int, secret: str, router_flags: list[str]) -> Any:
         check_flags("router", *router_flags)
         assert prefill == decode == 0
         stand_in = SimpleNamespace(
@@ -281,51 +253,41 @@ def shared(
         )
         return contextlib.nullcontext(stand_in)
 
-    monkeypatch.setattr(router, "LocalCluster", started)
-    monkeypatch.setattr(router, "FakeWorkers", lambda secret: contextlib.nullcontext(workers))
+    large = {"message": ("/v1/chat/completions", b'{"messages": [], "a": "%b"}' % bytes(100_000))}
+    few = partial(router.decisions, 100, 2)
+    for name, smaller in {
+        "LocalCluster": started,
+        "FakeWorkers": lambda secret: contextlib.nullcontext(workers),
+        "WARM_UP": 1,
+        "PERIODS": 1,
+        # In such a short time the kernel may count no CPU time.
+        "cpu_seconds": lambda pid: ends.cpu_seconds(pid) + time.monotonic(),
+        "large_requests": lambda: large,
+        "decisions": lambda workers, count, busy: few(busy=busy),
+    }.items():
+        monkeypatch.setattr(router, name, smaller)
     monkeypatch.setattr(router.secrets, "token_hex", lambda count: cluster.secret)
-    monkeypatch.setattr(router, "WARM_UP", 1)
-    monkeypatch.setattr(router, "PERIODS", 1)
-    # In such a short time the kernel may count no CPU time.
-    monkeypatch.setattr(router, "cpu_seconds", lambda pid: ends.cpu_seconds(pid) + time.monotonic())
     monkeypatch.setattr(contextlib, "closing", lambda given: given)
     monkeypatch.setattr("gc.disable", lambda: None)
     monkeypatch.setattr(ends, "SPREAD_S", 0.0)
-    return workers
-
-
-def test_runs_router(
-    run: Callable[..., dict[str, Any]],
-    routed: tuple[LocalCluster, ends.FakeWorkers],
-    shared: ends.FakeWorkers,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    large = {"message": ("/v1/chat/completions", b'{"messages": [], "a": "%b"}' % bytes(100_000))}
-    monkeypatch.setattr(router, "large_requests", lambda: large)
-    few = partial(router.decisions, 100, 2)
-    monkeypatch.setattr(router, "decisions", lambda workers, count, busy: few(busy=busy))
-    with ends.OpenStreams(routed[0].url, 1) as load:  # one load for all, since each is a process
+    with ends.OpenStreams(cluster.url, 1) as load:  # one load for all, since each is a process
         monkeypatch.setattr(router, "OpenStreams", lambda url, streams: contextlib.nullcontext(load))
         rows = run("router", "--pairs", "100", "--streams", "1", "--seconds", "0.1")
     assert {"router.decision.w1000", "router.added.p99", "router.processes2.tokens_per_s"} <= {*rows}
     assert rows["router.stall.large_request"] > 0
-    shared.step.value = 0.0
+    workers.step.value = 0.0
 
 
 # ---------------------------------------------------------------- clusters
 
 
-def test_runs_overlap(
-    run: Callable[..., dict[str, Any]], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_overlap(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overlap = import_module("baton.bench.overlap.__main__")
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr("gc.disable", lambda: None)
-    monkeypatch.setattr(overlap, "REST_S", 0.0)
-    monkeypatch.setattr(overlap, "PERIODS", 1)
-    monkeypatch.setattr(overlap, "PERIOD_S", 0.1)
-    monkeypatch.setattr(overlap, "CONTEXT", 100)
-    monkeypatch.setattr(overlap, "LONG_OUTPUT", 5)
+    smallest = {"REST_S": 0.0, "PERIODS": 1, "PERIOD_S": 0.1, "CONTEXT": 100, "LONG_OUTPUT": 5}
+    for name, value in smallest.items():
+        monkeypatch.setattr(overlap, name, value)
     rows = run(
         "overlap", "--short", "--tokens", "100", "--batch", "3", "--long", "16",
         "--lanes", "1", "--model", str(checkpoint), "--prefill-ranks", "2", "--decode-kv-cache-dtype", "fp8",
@@ -335,9 +297,7 @@ def test_runs_overlap(
     assert rows[f"{of}.long.n16.whole"] > rows[f"{of}.long.n16.ttft"]
 
 
-def test_runs_reuse(
-    run: Callable[..., dict[str, Any]], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_reuse(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "gpus", list)
     rows = run("reuse", "--short", "--history", "150", "--answer", "20", "--model", str(checkpoint))
     turns = {"second_turn", "from_decode", "on_decode", "computed"}
@@ -349,25 +309,19 @@ def test_overlap_gives_each_rank_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overlap = import_module("baton.bench.overlap.__main__")
-    present = ["0", "1", "2", "3"]
-    monkeypatch.setattr("baton.bench.roles.visible_gpus", lambda: present)
 
-    def devices(prefill: int, decode: int) -> list[str]:
+    def devices(prefill: int, decode: int, present: int) -> list[str]:
+        monkeypatch.setattr("baton.bench.roles.visible_gpus", lambda: range(present))
         args = SimpleNamespace(
             device="cuda", prefill_ranks=prefill, decode_ranks=decode, prefill_kv_cache_dtype="auto",
             decode_kv_cache_dtype="fp8",
         )  # fmt: skip
-        return [flags[-1] for flags in overlap.groups(args)]
+        return [flags[-1].removeprefix("cuda:") for flags in overlap.groups(args)]
 
-    assert devices(2, 1) == ["cuda:0", "cuda:3"]
-    assert devices(2, 2) == ["cuda:0", "cuda:2"]
-    del present[2:]
-    assert devices(2, 1) == ["cuda:0", "cuda:1"]
-    assert devices(2, 2) == ["cuda:0", "cuda:0"]
-    del present[1:]
-    assert devices(1, 1) == ["cuda:0", "cuda:0"]
+    assert (devices(2, 1, 4), devices(2, 2, 4)) == (["0", "3"], ["0", "2"])
+    assert (devices(2, 1, 2), devices(2, 2, 2), devices(1, 1, 1)) == (["0", "1"], ["0", "0"], ["0", "0"])
     with pytest.raises(SystemExit):
-        devices(1, 2)
+        devices(1, 2, 1)
     assert "--prefill-ranks 1 --decode-ranks 2: needs 2 GPUs, and there are 1" in capsys.readouterr().err
 
 
@@ -386,34 +340,46 @@ def test_the_script_for_gpus_has_each_step_that_it_names() -> None:
     assert steps == set(re.findall(r"^([a-z0-9_]+)\(\) \{", script, re.M))
 
 
-def test_runs_disagg(
-    run: Callable[..., dict[str, Any]],
-    loads: list[list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def started(
-        directory: Path, *, worker_flags: list[str], router_flags: list[str], devices: list[str], **_: int
-    ) -> contextlib.nullcontext[SimpleNamespace]:
-        for device in devices:
-            check_flags("decode", *worker_flags, "--device", device)
-        check_flags("router", *router_flags)
-        return contextlib.nullcontext(SimpleNamespace(url="http://127.0.0.1:1"))
+def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in writes the report of each `baton bench`, and another one starts no side."""
+    from baton.bench.load.cli import app
 
+    turns: list[str] = []
+    loads: list[list[str]] = []
+
+    def started(side: disagg.Side, model: Path) -> contextlib.nullcontext[str]:
+        command = side.command.format(model=model, port=8000).split()
+        assert command[:4] == [sys.executable, "-m", "baton.cluster.cli", "serve"]
+        check_flags(*command[3:])
+        turns.append(side.name)
+        return contextlib.nullcontext("http://127.0.0.1:1")
+
+    def measured(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert line[:4] == [sys.executable, "-m", "baton.cluster.cli", "bench"], line
+        asked = commands_of(app)[line[4]].make_context(line[4], line[5:]).params
+        rows = [{"name": name, "value": 1.0} for name in disagg.TOTALS]
+        detail = {"valid": True, "invalid_reasons": [], "notes": []}
+        asked["json"].write_text(json.dumps({"results": rows, "detail": detail}))
+        if asked["jsonl"] is not None:
+            asked["jsonl"].write_text('{"ttft_ms": 50, "arrivals": [0.1, 0.2]}\n{"failure": "refused"}\n')
+        loads.append(line[4:])
+        return subprocess.CompletedProcess(line, 0)
+
+    bench = SimpleNamespace(run=measured, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(disagg, "subprocess", bench)
     monkeypatch.setattr(contract, "gpus", lambda: ["a GPU"] * 2)
-    monkeypatch.setattr(sides, "LocalCluster", started)
-    before, vllm = tmp_path / "before.json", "vllm=http://a:1,http://b:2 --max-num-seqs 256"
-    run("disagg", "--against", vllm, "--only", "vllm")
-    (tmp_path / "report.json").rename(before)
-    assert len(loads) == 18 + 8  # levels and warm-ups
-    rows = run("disagg", "--with", str(before), "--html", str(tmp_path / "page.html"), "--seconds", "5")
-    assert {"disagg.1p1d.30000_100.r0.5.ttft.p50", "disagg.colocated.saturated.c256.requests.ok"} <= {*rows}
-    assert "--max-num-seqs 256" in (tmp_path / "page.html").read_text()
-    assert len(loads) == 3 * (18 + 8)
+    monkeypatch.setattr(disagg, "started", started)
+    monkeypatch.setattr(disagg, "DRAWS", 10)
+    rows = run("disagg", "--seeds", "2", "--model-shape", TINY, "--reports", str(tmp_path / "reports"))
+    assert turns == ["1p1d", "colocated", "colocated", "1p1d"]
+    assert len(loads) == 4 * (18 + 8)  # levels and warm-ups
+    assert rows["disagg.30000_100.r0.5.1p1d.answered"] == 2
+    assert rows["disagg.saturated.c256.gap.p99"] == rows["disagg.swing.r20.ttft.p50"] == 1
+    assert (tmp_path / "reports" / "500_500.r24.colocated.1.json").exists()
 
 
 def test_runs_flip(
-    run: Callable[..., dict[str, Any]],
+    run: Run,
     routed: tuple[LocalCluster, ends.FakeWorkers],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -425,13 +391,7 @@ def test_runs_flip(
     writers: list[TraceWriter] = []
     monkeypatch.setattr(contract, "gpus", list)
 
-    def started(
-        directory: Path,
-        *,
-        worker_flags: list[str],
-        router_flags: list[str],
-        **_: Any,
-    ) -> contextlib.nullcontext[SimpleNamespace]:
+    def started(directory: Path, *, worker_flags: list[str], router_flags: list[str], **_: Any) -> Any:
         check_flags("prefill", *worker_flags)
         check_flags("router", *router_flags)
         (directory / flip.TRACES).mkdir()
@@ -454,7 +414,11 @@ def test_runs_flip(
         traced(writers[-1], f"{number}")
         return pb.WorkerStatus(prompt_tokens=1 + number)
 
+    async def set_pool(channel: Channel, pool: str, within: float) -> pb.WorkerStatus:
+        return pb.WorkerStatus()
+
     monkeypatch.setattr(flip, "_status", status)
+    monkeypatch.setattr(flip, "set_pool", set_pool)
     rows = run("flip", "--flips", "5", "--clients", "1")
     for writer in writers:
         writer.close()

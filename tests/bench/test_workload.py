@@ -16,6 +16,8 @@ from baton.bench.load.traffic.workload import Arrivals, Distribution, Listed, Se
 from tests.bench.mock_server import count_tokens
 from tests.bench.support import EXACT
 
+PLAIN = Tokenization("text", EXACT.words, 1.0, 0, "")
+
 
 def _fixed(number: int) -> Distribution:
     return Distribution("fixed", (number,))
@@ -48,18 +50,13 @@ def test_a_prompt_of_token_ids_has_exactly_its_length() -> None:
 
 
 def test_a_shorter_segment_is_the_start_of_the_longer_one() -> None:
-    composer = Composer(Tokenization("text", EXACT.words, 1.0, 0, ""))
-    whole, again, cut, other = (
-        composer.compose([Segment((1, 2), 50)]),
-        Composer(Tokenization("text", EXACT.words, 1.0, 0, "")).compose([Segment((1, 2), 50)]),
-        composer.compose([Segment((1, 2), 20)]),
-        composer.compose([Segment((1, 3), 50)]),
-    )
-    assert whole == again
-    assert isinstance(whole, str)
-    assert isinstance(cut, str)
-    assert whole.startswith(cut + " ")
-    assert whole != other
+    def text(seed: tuple[int, ...], length: int) -> str:
+        return str(Composer(PLAIN).compose([Segment(seed, length)]))
+
+    whole = text((1, 2), 50)
+    assert text((1, 2), 50) == whole
+    assert whole.startswith(text((1, 2), 20) + " ")
+    assert text((1, 3), 50) != whole
 
 
 def test_prompts_differ_from_their_first_token() -> None:
@@ -80,10 +77,10 @@ def test_lengths_follow_their_distribution() -> None:
 
 
 def test_sessions_depend_only_on_seed_and_index() -> None:
+    lengths, turns = Distribution("lognormal", (100, 0.5)), Distribution("uniform", (1, 6))
+
     def sessions(seed: int) -> list[Session]:
-        workload = Synthetic(
-            seed, Distribution("lognormal", (100, 0.5)), _fixed(4), turns=Distribution("uniform", (1, 6))
-        )
+        workload = Synthetic(seed, lengths, _fixed(4), turns=turns)
         return [workload.session(i) for i in range(50)]
 
     assert sessions(3) == sessions(3)
@@ -125,10 +122,10 @@ def test_a_trace_keeps_times_lengths_and_shared_blocks() -> None:
 
 def test_tokens_without_a_hash_id_are_unique() -> None:
     """Some tools write ids of whole blocks only."""
-    first, second = _sessions(_trace((0, 1300, 20, [1, 2]), (1, 1300, 20, [1, 2])))
-    assert first.turns[0].input_tokens == 1300
-    assert first.turns[0].segments[:2] == second.turns[0].segments[:2]
-    assert first.turns[0].segments[2] != second.turns[0].segments[2]
+    (one,), (other,) = (s.turns for s in _sessions(_trace((0, 1300, 20, [1, 2]), (1, 1300, 20, [1, 2]))))
+    assert one.input_tokens == 1300
+    assert one.segments[:2] == other.segments[:2]
+    assert one.segments[2] != other.segments[2]
 
 
 def test_length_scale_keeps_the_shared_share() -> None:
@@ -152,9 +149,6 @@ def test_the_error_of_a_broken_trace_names_the_line(tmp_path: Path, text: str, m
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         datasets.read_trace(path)
-
-
-def test_a_missing_trace_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"nowhere.*No such file"):
         datasets.read_trace(Path("nowhere"))
 
@@ -167,15 +161,9 @@ def test_conversations_alternate_question_and_answer(tmp_path: Path) -> None:
         "unanswered": ["human:q6"],
         "out of turn": ["human:q7", "human:q8", "gpt:a8"],
     }
+    talks = [[dict(zip(("from", "value"), s.split(":"), strict=True)) for s in t] for t in said.values()]
     path = tmp_path / "talk.json"
-    path.write_text(
-        json.dumps(
-            [
-                {"conversations": [dict(zip(("from", "value"), s.split(":"), strict=True)) for s in turns]}
-                for turns in said.values()
-            ]
-        )
-    )
+    path.write_text(json.dumps([{"conversations": talk} for talk in talks]))
     found = datasets.read_conversations(path, 10, 5, seed=1)
     assert sorted(found) == [
         [Exchange("q1", "a1"), Exchange("q2", "a2")],
@@ -219,10 +207,6 @@ def _times(arrivals: Arrivals, count: int, seed: int = 7) -> np.ndarray:
     return np.array(list(itertools.islice(arrivals.times(seed), count)))
 
 
-def test_constant_arrivals_are_exact() -> None:
-    assert _times(Arrivals("constant", 8.0), 5).tolist() == [0.0, 0.125, 0.25, 0.375, 0.5]
-
-
 @pytest.mark.parametrize(
     ("arrivals", "variation"),
     [
@@ -248,7 +232,8 @@ def test_a_ramp_reaches_its_rate_and_stays_there(first: float, last: float) -> N
         assert counted == pytest.approx(rate, rel=0.1), begin
 
 
-def test_the_same_seed_gives_the_same_times() -> None:
+def test_times_depend_only_on_arrivals_and_seed() -> None:
+    assert _times(Arrivals("constant", 8.0), 5).tolist() == [0.0, 0.125, 0.25, 0.375, 0.5]
     arrivals = Arrivals("poisson", 3.0)
     assert (_times(arrivals, 2000, 1) == _times(arrivals, 2000, 1)).all()
     assert (_times(arrivals, 2000, 1) != _times(arrivals, 2000, 2)).any()

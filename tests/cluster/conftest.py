@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,6 @@ import typer.testing
 
 from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
-from baton.cluster.supervision.runner import RoleRunner
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 
@@ -28,7 +27,7 @@ def commands_are_made_once() -> Iterator[None]:
         yield
 
 
-async def until(changing: RoleProcess | RoleRunner, condition: Callable[[RoleState], bool]) -> RoleState:
+async def until(changing: RoleProcess, condition: Callable[[RoleState], bool]) -> RoleState:
     """The next state, from now on, that meets the condition."""
 
     async def wait() -> RoleState:
@@ -38,6 +37,29 @@ async def until(changing: RoleProcess | RoleRunner, condition: Callable[[RoleSta
         return state
 
     return await asyncio.wait_for(wait(), 20)
+
+
+class AnyRole:
+    """A `RoleHandle` whose role starts and says nothing. Tests override what they need."""
+
+    async def start(self) -> RoleState:
+        return await self.changed("")
+
+    async def changed(self, token: str) -> RoleState:
+        raise AssertionError("not asked")
+
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+        raise AssertionError("only routers are told")
+
+    async def tokens_held(self) -> int:
+        raise AssertionError("only routers hold something")
+
+    async def restart(self, signum: int, grace: float) -> None:
+        raise AssertionError("not asked")
+
+    async def stop(self, signum: int, grace: float) -> None: ...
+
+    def forget(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +77,7 @@ def up(state: RoleState) -> Up:
     return Up(state.pid, state.ready, state)
 
 
-async def until_ready(changing: RoleProcess | RoleRunner) -> Up:
+async def until_ready(changing: RoleProcess) -> Up:
     return up(await until(changing, lambda state: state.phase == "ready"))
 
 
@@ -84,9 +106,9 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture
-async def stopping() -> AsyncIterator[Callable[[RoleProcess | RoleRunner], None]]:
+async def stopping() -> AsyncIterator[Callable[[RoleProcess], None]]:
     """Gives a function that registers what to stop after the test."""
-    started: list[RoleProcess | RoleRunner] = []
+    started: list[RoleProcess] = []
     yield started.append
     for each in started:
         await each.stop(9, 0)

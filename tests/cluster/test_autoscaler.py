@@ -14,70 +14,59 @@ from aiohttp.test_utils import TestServer
 import baton.cluster.autoscaling.autoscaler
 import baton.cluster.autoscaling.balancer
 import baton.cluster.autoscaling.scaling
-from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.cluster.autoscaling.autoscaler import Autoscaler
-from baton.cluster.autoscaling.balancer import Sample, decode_load, prefill_load
+from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.calls import tokens_held
 from baton.cluster.supervision.plan import Pool, RoleSpec
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 
-from .conftest import eventually
+from .conftest import AnyRole, eventually
 
 ROLES = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 
 
 @dataclass
-class Handle:
-    """A `RoleHandle` whose role is a worker in this process."""
+class Handle(AnyRole):
+    """Its role is ready until it is stopped."""
 
-    worker: FakeWorker
-    token: int = 0
+    ready: dict[str, Any]
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def changed(self, token: str) -> RoleState:
+        if token == "1":
+            await self.stopped.wait()
+            return RoleState(token="2", phase="stopped")
+        return RoleState(token="1", phase="ready", ready=self.ready)
+
+    async def stop(self, signum: int, grace: float) -> None:
+        self.stopped.set()
+
+
+class WorkerHandle(Handle):
+    """Its role is a worker in this process."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        super().__init__({})
+        self.worker = worker
 
     async def start(self) -> RoleState:
         await self.worker.start()
+        self.ready["address"] = self.worker.address
         return await self.changed("")
-
-    async def changed(self, token: str) -> RoleState:
-        if token == "1":
-            await self.stopped.wait()
-            return RoleState(token="2", phase="stopped")
-        return RoleState(token="1", phase="ready", ready={"address": self.worker.address})
-
-    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
-        raise AssertionError("there is no router here")
-
-    async def tokens_held(self) -> int:
-        raise AssertionError("there is no router here")
-
-    async def restart(self, signum: int, grace: float) -> None:
-        raise AssertionError("the autoscaler does not ask for that")
 
     async def stop(self, signum: int, grace: float) -> None:
         await self.worker.kill()
-        self.stopped.set()
-
-    def forget(self) -> None: ...
+        await super().stop(signum, grace)
 
 
-@dataclass
-class RouterHandle:
+class RouterHandle(Handle):
     """A router that says what it holds back; None: it does not answer."""
 
     held: int | None = 0
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def start(self) -> RoleState:
-        return await self.changed("")
-
-    async def changed(self, token: str) -> RoleState:
-        if token == "1":
-            await self.stopped.wait()
-            return RoleState(token="2", phase="stopped")
-        return RoleState(token="1", phase="ready", ready={"url": "http://127.0.0.1:1"})
 
     async def set_workers(self, addresses: Sequence[str], report: str) -> None: ...
 
@@ -86,31 +75,23 @@ class RouterHandle:
             raise ConnectionError("it hangs")
         return self.held
 
-    async def restart(self, signum: int, grace: float) -> None:
-        raise AssertionError("the autoscaler does not ask for that")
-
-    async def stop(self, signum: int, grace: float) -> None:
-        self.stopped.set()
-
-    def forget(self) -> None: ...
-
 
 class Pools:
     def __init__(self) -> None:
-        self.handles: dict[str, Handle] = {}
-        self.router = RouterHandle()
+        self.handles: dict[str, WorkerHandle] = {}
+        self.router = RouterHandle({"url": "http://127.0.0.1:1"})
         roles = [RoleSpec("prefill", 0, (), {}), RoleSpec("decode", 0, (), {}), RoleSpec("router", 0, (), {})]
         self.supervisor = Supervisor(roles, self.place)
         pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), ttft_target=1000, shrink_after=1.0)
-        self.autoscaler = Autoscaler(self.supervisor, pools, SECRET)
+        self.autoscaler = Autoscaler(self.supervisor, Balancer(pools, None), SECRET)
         self.tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.autoscaler.run())]
 
-    def place(self, spec: RoleSpec) -> Handle | RouterHandle:
+    def place(self, spec: RoleSpec) -> Handle:
         if spec.role == "router":
             return self.router
         worker = FakeWorker(ROLES[spec.role], Lanes(), [1], index=spec.index)
         worker.status.prefill_tokens_per_s = 1000
-        self.handles[spec.name] = handle = Handle(worker)
+        self.handles[spec.name] = handle = WorkerHandle(worker)
         return handle
 
     def names(self) -> list[str]:
@@ -177,13 +158,14 @@ async def test_the_last_ready_worker_of_a_pool_does_not_move(
     monkeypatch.setattr(baton.cluster.autoscaling.balancer, "FLIP_EVERY", 0.1)
     starts = asyncio.Event()
 
-    async def start(self: Handle) -> RoleState:
+    start = WorkerHandle.start
+
+    async def late(self: WorkerHandle) -> RoleState:
         await starts.wait()
-        await self.worker.start()
-        return await self.changed("")
+        return await start(self)
 
     await eventually(lambda: bool(pools.supervisor.pools))
-    monkeypatch.setattr(Handle, "start", start)
+    monkeypatch.setattr(WorkerHandle, "start", late)
     asked = pools.autoscaler._balancer.decide
     flips: list[int] = []
 
@@ -205,7 +187,7 @@ async def test_what_a_worker_did_before_its_first_answer_is_no_load(pools: Pools
     worker = pools.handles["prefill 0"].worker
     address = worker.address
     worker.status.prompt_tokens, worker.status.no_room = 10_000_000, 1000
-    later = Autoscaler(pools.supervisor, PoolOptions(), SECRET)
+    later = Autoscaler(pools.supervisor, Balancer(PoolOptions(), None), SECRET)
     sample = await later._ask(address)
     assert sample is not None
     assert (sample.done, sample.refused) == (0, 0)
@@ -270,20 +252,3 @@ async def test_a_router_that_does_not_answer_holds_what_it_held(pools: Pools) ->
     pools.router.held = None
     pools.load("prefill", tokens_waiting=9000, requests_waiting=9, requests_running=1)
     await eventually(lambda: "prefill 1" in pools.names())
-
-
-def test_loads_are_sums_over_workers() -> None:
-    busy = pb.WorkerStatus(
-        tokens_waiting=3000, requests_waiting=2, requests_running=1, prefill_tokens_per_s=900,
-        blocks_free=25, blocks_total=100, step_seconds=0.03, fastest_step_seconds=0.02,
-    )  # fmt: skip
-    new = pb.WorkerStatus(blocks_free=100, blocks_total=100)
-    prefill = prefill_load([busy, new], done=5, held=0)
-    assert (prefill.done, prefill.waiting, prefill.queued, prefill.speed) == (5, 3000, 2000, 900)
-    prefill = prefill_load([busy, new], done=5, held=700)
-    assert (prefill.waiting, prefill.queued) == (3700, 2700)
-    decode = decode_load([Sample(busy, 0, 0), Sample(new, 0, 0)])
-    assert decode.kv_used == (0.75, 0.0)
-    assert decode_load([Sample(busy, 0, 1), Sample(new, 0, 0)]).kv_used == (1.0, 0.0), "no room for the next"
-    assert decode.steps == (0.03,), "who runs nothing has no step"
-    assert decode.fastest == 0.02, "the new worker has not measured one"

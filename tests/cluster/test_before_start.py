@@ -46,18 +46,56 @@ def test_an_address_of_another_machine_is_refused() -> None:
         check_ports(FrontOptions(host="192.0.2.1", port=0))
 
 
-def test_keys_and_certificates_are_checked_before_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("listens", [False, True])
+@pytest.mark.parametrize("command", ["stop", "restart"])
+def test_an_address_without_ray_is_told_within_seconds(
+    command: str, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would try for minutes. Another program may listen there."""
+    monkeypatch.setattr("baton.cluster.on_ray.joined.REACHED_WITHIN", 0.5)
+    monkeypatch.setattr("ray.init", None)  # it is not asked
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if listens:
+            other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        result = CliRunner().invoke(app, [command, "--ray-address", address])
+    assert result.exit_code == 2
+    assert f"--ray-address {address}: no Ray cluster answers there; start one with" in result.stderr
+
+
+EXPERTS = ("--prefill", "0", "--enable-expert-parallel", "--tensor-parallel-size")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--ssl-keyfile", "BROKEN"), "--ssl-certfile and --ssl-keyfile: some are missing"),
+        (("--cluster-ca-certs", "BROKEN"), "--cluster-certfile and --cluster-keyfile"),
+        (("--api-key-file", "BROKEN"), "[a] key must be a string"),
+        (("--max-num-batched-tokens", "10"), "raise it to at least --max-num-seqs (64)"),
+        (("--disk-cache-size", "1GiB"), "--disk-cache-size: needs --disk-cache-dir"),
+        (("--allowed-origins", "chat.example"), "--allowed-origins must be * or an origin such as"),
+        (("--prefill", "0", "--no-overflow"), "--no-overflow: without prefill workers"),
+        (("--generation-config", "gone"), "gone/generation_config.json cannot be read: No such file or"),
+        (("--device", "3"), "--device '3': choose cpu, cuda or cuda:N"),
+        (("--kv-slots", "7"), "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
+        (("--quantization", "bitnet"), "'bitnet' is not one of 'auto', 'fp8', 'int4', 'none', 'gguf'"),
+        ((*EXPERTS, "3"), "--enable-expert-parallel: the model has no experts"),
+        ((*EXPERTS, "1"), "--enable-expert-parallel: needs --tensor-parallel-size above 1"),
+    ],
+)
+def test_what_a_role_would_refuse_is_refused_before_the_start(
+    flags: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
+    monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
     broken = tmp_path / "broken"
     broken.write_text("[a]\nkey = 7")
-    runner = CliRunner()
-    for flags, said in (
-        (["--ssl-keyfile", str(broken)], "--ssl-certfile and --ssl-keyfile: some are missing"),
-        (["--cluster-ca-certs", str(broken)], "--cluster-certfile and --cluster-keyfile"),
-        (["--api-key-file", str(broken)], "[a] key must be a string"),
-    ):
-        result = runner.invoke(app, ["serve", "--port", "0", *flags])
-        assert result.exit_code == 2
-        assert said in result.output
+    given = [str(broken) if flag == "BROKEN" else flag for flag in flags]
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--device", "cpu", *given])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_log_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -101,16 +139,6 @@ def test_a_group_that_does_not_fit_the_model_is_refused_before_the_start(
     assert (found.check, found.level) == ("model", "good")
 
 
-def test_expert_parallel_without_experts_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
-    monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
-    for size, said in (("3", "the model has no experts"), ("1", "needs --tensor-parallel-size above 1")):
-        flags = ["--device", "cpu", "--enable-expert-parallel", "--tensor-parallel-size", size]
-        result = CliRunner().invoke(app, ["serve", "--port", "0", "--prefill", "0", *flags])
-        assert result.exit_code == 2
-        assert f"--enable-expert-parallel: {said}" in " ".join(result.output.replace("│", " ").split())
-
-
 @pytest.mark.parametrize("command", [["serve", "--port", "0"], ["prefill"], ["decode"]])
 def test_more_tokens_than_the_context_are_refused_before_the_start(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,32 +156,6 @@ def test_more_tokens_than_the_context_are_refused_before_the_start(
             f"Error: --max-model-len {context + 1}: the model's context is {context} tokens; give at most "
             f"{context}, or leave the flag out"
         )
-
-
-def test_what_a_role_would_refuse_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
-    for flags, said in (
-        (["--max-num-batched-tokens", "10"], "raise it to at least --max-num-seqs (64)"),
-        (["--disk-cache-size", "1GiB"], "--disk-cache-size: needs --disk-cache-dir"),
-        (["--allowed-origins", "chat.example"], "--allowed-origins must be * or an origin such as"),
-        (["--prefill", "0", "--no-overflow"], "--no-overflow: without prefill workers"),
-        (["--generation-config", "gone"], "gone/generation_config.json cannot be read: No such file or"),
-        (["--kv-slots", "7"], "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
-    ):
-        result = CliRunner().invoke(app, ["serve", "--port", "0", "--device", "cpu", *flags])
-        assert result.exit_code == 2
-        assert said in result.stderr
-
-
-def test_an_unknown_format_of_weights_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
-    monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
-    flags = ["--device", "cpu", "--quantization", "bitnet"]
-    result = CliRunner().invoke(app, ["serve", "--port", "0", *flags])
-    assert result.exit_code == 2
-    assert "'bitnet' is not one of 'auto', 'fp8', 'int4', 'none', 'gguf'" in " ".join(
-        result.output.replace("│", " ").split()
-    )
 
 
 def test_pools_with_different_kv_dtypes_need_one_check_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

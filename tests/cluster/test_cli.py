@@ -364,7 +364,7 @@ def test_roles_accept_the_arguments_that_serve_passes(
     assert result.exit_code == 0, result.output
     [(name, given)] = workers
     assert (name, given.process.index) == ("decode", 1)
-    for group in ("engine", "transfer", "deadlines", "drain", "traces", "observe"):
+    for group in ("engine", "transfer", "deadlines", "drain", "files", "observe"):
         assert getattr(given, group) == getattr(plan, group)
     assert given.model.served_model_name == ["SmolLM2-135M-Instruct"]
     assert Path(given.model.model).is_file()
@@ -407,56 +407,56 @@ def test_pools_and_their_places(served: list[Plan], tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_pools_that_need_too_many_gpus_are_refused(
-    served: list[Plan], monkeypatch: pytest.MonkeyPatch
+ONE = ("prefill 0", 1, 1)
+MIXED = "--prefill-tensor-parallel-size 2"
+TWO = "--prefill 0 --tensor-parallel-size 2 --decode"
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers"),
+    [
+        ("--prefill 2 --decode 1:2", [ONE, ("prefill 1", 1, 1), ("decode 0", 1, 1)]),
+        (f"{TWO} 2", [("decode 0", 2, 2), ("decode 1", 2, 2)]),
+        (f"{MIXED} --decode 2", [("prefill 0", 2, 2), ("decode 0", 1, 1), ("decode 1", 1, 1)]),
+        ("--prefill 2 --decode 1:3", "--prefill 2 --decode 1:3.* 5 GPUs, but this machine has 4"),
+        (
+            f"{TWO} 3",
+            "--prefill 0 --decode 3 --tensor-parallel-size 2: .* 6 GPUs, .* has 4; .*lower --tensor-parallel",
+        ),
+        (
+            f"{MIXED} --decode 3",
+            f"--prefill 1 --decode 3 {MIXED}: .* 5 GPUs.*, lower --prefill-tensor-par",
+        ),
+        # A flip may bring a second worker of two GPUs.
+        (f"{MIXED} --prefill 1:2 --decode 1:2", "need 8 GPUs"),
+    ],
+)
+def test_the_gpus_and_cores_of_workers(
+    flags: str, workers: list[tuple[str, int, int]] | str, served: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     present = ["0", "1", "2", "3"]
     monkeypatch.setattr("baton.cluster.supervision.plan.visible_gpus", lambda: present)
-    run_baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:2")
-    run_baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:3")
+    run_baton("serve", "--device", "cuda", *flags.split())
+    roles = served[0].roles()
+    if isinstance(workers, str):
+        with pytest.raises(ValueError, match=workers):
+            served[0].gpus(roles)
+    else:
+        assert [(role.name, role.gpus, role.cpus) for role in roles[:-1]] == workers
+        assert served[0].gpus(roles) == present
+
+
+def test_workers_on_cpus_need_no_gpus(served: list[Plan]) -> None:
     run_baton("serve", "--device", "cpu", "--prefill", "9")
-    groups = ("serve", "--device", "cuda", "--prefill", "0", "--tensor-parallel-size", "2", "--decode")
-    run_baton(*groups, "2")
-    run_baton(*groups, "3")
-    fits, too_many, on_cpu, two_groups, three_groups = served
-    assert fits.gpus(fits.roles()) == present
-    with pytest.raises(ValueError, match=r"--prefill 2 --decode 1:3.* 5 GPUs, but this machine has 4"):
-        too_many.gpus(too_many.roles())
-    assert on_cpu.gpus(on_cpu.roles()) == present
-    assert two_groups.gpus(two_groups.roles()) == present
-    said = "--prefill 0 --decode 3 --tensor-parallel-size 2: .* 6 GPUs, .* has 4; .*lower --tensor-parallel"
-    with pytest.raises(ValueError, match=said):
-        three_groups.gpus(three_groups.roles())
+    assert served[0].gpus(served[0].roles()) == visible_gpus()
 
 
-def test_a_worker_of_several_ranks_reserves_gpus_and_cores(served: list[Plan]) -> None:
-    run_baton("serve", "--device", "cuda", "--prefill", "0", "--decode", "2", "--tensor-parallel-size", "2")
+def test_a_pool_may_have_ranks_and_experts_of_its_own(served: list[Plan]) -> None:
+    run_baton("serve", "--device", "cuda", *MIXED.split(), "--enable-expert-parallel")
     workers = served[0].roles()[:-1]
-    assert [(role.name, role.gpus, role.cpus) for role in workers] == [("decode 0", 2, 2), ("decode 1", 2, 2)]
-
-
-def test_pools_may_have_workers_of_different_sizes(
-    served: list[Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("baton.cluster.supervision.plan.visible_gpus", lambda: ["0", "1", "2", "3"])
-    mixed = ("serve", "--device", "cuda", "--prefill-tensor-parallel-size", "2")
-    run_baton(*mixed, "--decode", "2", "--enable-expert-parallel")
-    run_baton(*mixed, "--decode", "3")
-    run_baton(*mixed, "--prefill", "1:2", "--decode", "1:2")
-    fits, too_many, flips = served
-    workers = fits.roles()[:-1]
-    assert [(role.name, role.gpus, role.cpus) for role in workers] == [
-        ("prefill 0", 2, 2), ("decode 0", 1, 1), ("decode 1", 1, 1),
-    ]  # fmt: skip
     flag = "--tensor-parallel-size"
     assert [role.args[role.args.index(flag) + 1] for role in workers if flag in role.args] == ["2"]
-    assert ["--enable-expert-parallel" in role.args for role in workers] == [True, False, False]
-    assert len(fits.gpus(fits.roles())) == 4
-    said = r"--prefill 1 --decode 3 --prefill-tensor-parallel-size 2: .* 5 GPUs.*, lower --prefill-tensor-par"
-    with pytest.raises(ValueError, match=said):
-        too_many.gpus(too_many.roles())
-    with pytest.raises(ValueError, match="need 8 GPUs"):  # a flip may bring a second worker of two GPUs
-        flips.gpus(flips.roles())
+    assert ["--enable-expert-parallel" in role.args for role in workers] == [True, False]
 
 
 def test_pools_may_have_different_kv_dtypes(served: list[Plan]) -> None:

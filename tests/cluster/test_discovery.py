@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -19,26 +18,13 @@ from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.runner import RoleRunner, write_atomically
 from baton.cluster.supervision.supervisor import RoleHandle, Supervisor
 from baton.router import discovery
-from baton.router.discovery import Discovery, FileDiscovery, StaticDiscovery
+from baton.router.discovery import FileDiscovery, StaticDiscovery
 from tests.fake_kubernetes import FakeKubernetes, endpoint
 
-from .conftest import FAKE, eventually
+from .conftest import FAKE, AnyRole, eventually
 from .followed import Follower
 
 A, B, C = "10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.3:7001"
-
-
-class Source(Protocol):
-    """Where a discovery learns of workers. Nothing is there at first."""
-
-    @property
-    def discovery(self) -> Discovery: ...
-    async def join(self, address: str) -> None: ...
-    async def leave(self, address: str) -> None: ...
-    async def lose(self) -> None:
-        """From now on the discovery cannot reach it; workers come and go all the same."""
-
-    async def recover(self) -> None: ...
 
 
 class File:
@@ -71,8 +57,8 @@ class File:
             write_atomically(self._path, "\n".join(self._workers))
 
 
-class Worker:
-    """A `RoleHandle` whose role is ready when the test says so.
+class Worker(AnyRole):
+    """Its role is ready when the test says so.
 
     Attributes:
         silent: it cannot be asked for its state.
@@ -114,17 +100,6 @@ class Worker:
     async def until_asked(self, times: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self.asked >= times)
-
-    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
-        raise AssertionError("only routers are told")
-
-    async def tokens_held(self) -> int:
-        raise AssertionError("only routers hold something")
-
-    async def restart(self, signum: int, grace: float) -> None: ...
-    async def stop(self, signum: int, grace: float) -> None: ...
-
-    def forget(self) -> None: ...
 
 
 class Router(RoleRunner):
@@ -193,6 +168,11 @@ class Kubernetes:
 
     async def recover(self) -> None:
         await self._server.start()
+
+
+Source = File | Registry | Kubernetes
+"""Where a discovery learns of workers. Nothing is there at first. After `lose` the discovery cannot reach it;
+workers come and go all the same."""
 
 
 @pytest.fixture(autouse=True)

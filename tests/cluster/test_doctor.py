@@ -127,7 +127,7 @@ def listening(secret: bytes, lanes: int = 2) -> tuple[threading.Thread, list[Fin
         port = probe.getsockname()[1]
     found: list[Finding] = []
     options = DoctorOptions(listen=port, kv_lanes=lanes)
-    thread = threading.Thread(target=lambda: found.extend(network.listen(options, secret)))
+    thread = threading.Thread(target=lambda: found.extend(network.measure(options, secret)))
     thread.start()
     return thread, found, port
 
@@ -135,7 +135,7 @@ def listening(secret: bytes, lanes: int = 2) -> tuple[threading.Thread, list[Fin
 def sent(port: int, secret: bytes, lanes: int = 2) -> list[Finding]:
     """Sends as soon as a process listens there."""
     while True:
-        found = list(network.send(DoctorOptions(peer=f"127.0.0.1:{port}", kv_lanes=lanes), secret))
+        found = list(network.measure(DoctorOptions(peer=f"127.0.0.1:{port}", kv_lanes=lanes), secret))
         if "refused" not in found[0].found:
             return found
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.cluster.discovery.kubernetes_discovery import EndpointSlice, EndpointSlices
+from baton.cluster.discovery.kubernetes_discovery import EndpointSlice, ready_addresses
 
 
 def slice_of(name: str, *endpoints: dict[str, Any], family: str = "IPv4", **more: Any) -> EndpointSlice:
@@ -26,9 +26,7 @@ def at(*addresses: str, pod: str = "") -> dict[str, Any]:
 
 
 def addresses(*slices: EndpointSlice) -> set[str]:
-    table = EndpointSlices("grpc")
-    table.replace(slices)
-    return set(table.addresses())
+    return set(ready_addresses(slices, "grpc"))
 
 
 @pytest.mark.parametrize(
@@ -50,25 +48,6 @@ def test_only_ready_endpoints_count(conditions: dict[str, bool | None], there: b
 def test_slices_add_up_and_an_endpoint_in_two_of_them_counts_once() -> None:
     one, two = slice_of("a", at("10.0.0.1"), at("10.0.0.2")), slice_of("b", at("10.0.0.2"), at("10.0.0.3"))
     assert addresses(one, two) == {"10.0.0.1:7001", "10.0.0.2:7001", "10.0.0.3:7001"}
-
-
-def test_an_endpoint_that_moves_is_never_away() -> None:
-    table = EndpointSlices("grpc")
-    table.replace([slice_of("a", at("10.0.0.1"))])
-    table.put(slice_of("b", at("10.0.0.1")))
-    assert table.addresses() == {"10.0.0.1:7001"}
-    table.remove("a")
-    assert table.addresses() == {"10.0.0.1:7001"}
-    table.remove("b")
-    table.remove("b")
-    assert not table.addresses()
-
-
-def test_a_list_replaces_what_was_there() -> None:
-    table = EndpointSlices("grpc")
-    table.replace([slice_of("a", at("10.0.0.1")), slice_of("b", at("10.0.0.2"))])
-    table.replace([slice_of("b", at("10.0.0.2"))])
-    assert table.addresses() == {"10.0.0.2:7001"}
 
 
 def test_a_pod_of_a_dual_stack_service_counts_once_by_its_ipv4_address() -> None:

@@ -11,9 +11,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner, Result
 
-from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.cluster.cli import app
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 NAMES = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 

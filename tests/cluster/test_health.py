@@ -98,7 +98,7 @@ async def test_a_hung_role_is_killed_and_started_again(
 
     process = RoleProcess([*FAKE, "decode"], environment, tmp_path / "log", RestartPolicy(0.01), watch)
     stopping(process)
-    process.start()
+    process.launch()
     first = await until_ready(process)
     os.kill(first.pid, signal.SIGSTOP)  # which no other signal than SIGKILL ends
     hung.set()
@@ -125,7 +125,7 @@ async def test_a_role_that_drains_is_not_killed_for_its_silence(
     environment = environment | {"MISBEHAVIOUR": "drains"}
     process = RoleProcess([*FAKE, "router"], environment, tmp_path / "log", RestartPolicy(0.01), watch)
     stopping(process)
-    process.start()
+    process.launch()
     role = await until_ready(process)
     drained = asyncio.create_task(process.stop(signal.SIGTERM, 600))
     await asyncio.sleep(0)  # the signal is sent

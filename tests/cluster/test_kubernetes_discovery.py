@@ -18,13 +18,13 @@ import aiohttp
 import pytest
 import trustme
 
-from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.bench.roles import spawn
 from baton.cluster.discovery import kubernetes_discovery
 from baton.cluster.discovery.kubernetes_discovery import KubernetesDiscovery
 from baton.cluster.model import EMBEDDED_NAME
 from baton.rpc import worker_pb2 as pb
 from tests.fake_kubernetes import NAMESPACE, FakeKubernetes, endpoint
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 from .followed import Follower
 
@@ -73,7 +73,13 @@ async def test_one_watch_follows_both_services_and_ignores_others(
     server.put("x", "somebody-else", [endpoint("10.9.9.9")])
     server.put("b", "baton-decode", [endpoint("10.0.0.2")])
     await router.until(A, B)
+    server.put("moved", "baton-decode", [endpoint("10.0.0.2")])
     server.delete("b")
+    server.put("c", "baton-decode", [endpoint("10.0.0.3")])
+    await router.until(A, B, C)
+    assert all(B in heard for heard in router.heard[1:]), "an endpoint that moves is never away"
+    server.delete("moved")
+    server.delete("c")
     await router.until(A)
     assert (server.lists(), len(server.watches())) == (1, 1)
     assert server.asked[0]["labelSelector"] == "kubernetes.io/service-name in (baton-decode,baton-prefill)"

@@ -37,29 +37,29 @@ from baton.worker import WorkerConfig
 def test_defaults_follow_the_profile_and_the_memory(
     optimize: Optimize, device: str, gib: float | None, expected: tuple[int, int, float]
 ) -> None:
-    assert choose(EngineOptions(optimize=optimize), None, device, gib)[:3] == expected
+    assert choose(EngineOptions(optimize=optimize), device, gib)[:3] == expected
 
 
 def test_an_engine_alone_is_balanced() -> None:
-    chosen = choose(EngineOptions(), None, "cpu", None)
+    chosen = choose(EngineOptions(), "cpu", None)
     config = EngineConfig("model")
     assert chosen[:3] == (config.max_num_seqs, config.max_num_batched_tokens, config.ttit_target_steps)
 
 
 @pytest.mark.parametrize(
-    ("given", "target", "device", "gib", "summary"),
+    ("given", "device", "gib", "summary"),
     [
         (
             EngineOptions(),
-            None,
             "cuda",
             140.4,
             "optimize balanced, GPU of 140 GiB: --max-num-seqs 256, --max-num-batched-tokens 8192, "
             "gap target 3.5 times the fastest step",
         ),
         (
-            EngineOptions(optimize="throughput", max_num_seqs=100, max_num_batched_tokens=512),
-            20.0,
+            EngineOptions(
+                optimize="throughput", max_num_seqs=100, max_num_batched_tokens=512, ttit_target=20.0
+            ),
             "cuda",
             None,
             "optimize throughput, GPU of unknown memory: --max-num-seqs 100 (given), "
@@ -67,7 +67,6 @@ def test_an_engine_alone_is_balanced() -> None:
         ),
         (
             EngineOptions(optimize="latency", max_num_batched_tokens=512),
-            None,
             "cpu",
             None,
             "optimize latency, CPU: --max-num-seqs 32, --max-num-batched-tokens 512 (given), "
@@ -76,9 +75,9 @@ def test_an_engine_alone_is_balanced() -> None:
     ],
 )
 def test_the_summary_says_what_was_chosen_and_what_was_given(
-    given: EngineOptions, target: float | None, device: str, gib: float | None, summary: str
+    given: EngineOptions, device: str, gib: float | None, summary: str
 ) -> None:
-    chosen = choose(given, target, device, gib)
+    chosen = choose(given, device, gib)
     assert chosen.summary == summary
     assert chosen.max_num_seqs == given.max_num_seqs or given.max_num_seqs is None
     assert chosen.max_num_batched_tokens == given.max_num_batched_tokens or not given.max_num_batched_tokens

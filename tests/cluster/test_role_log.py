@@ -41,7 +41,7 @@ async def test_a_role_without_a_log_runs(
 ) -> None:
     process = RoleProcess([*FAKE, "decode"], environment, tmp_path / "missing" / "log", RestartPolicy())
     stopping(process)
-    process.start()
+    process.launch()
     await until_ready(process)
 
 

@@ -30,7 +30,7 @@ def start(tmp_path: Path, environment: dict[str, str], stopping: Callable[[RoleP
         policy = RestartPolicy(first_delay=0.01)
         process = RoleProcess([*FAKE, "prefill"], environment | more, tmp_path / "log", policy)
         stopping(process)
-        process.start()
+        process.launch()
         return process
 
     return begin
@@ -144,7 +144,7 @@ from baton.cluster.supervision.role_process import RoleProcess
 
 async def main():
     process = RoleProcess(sys.argv[2:], os.environ, pathlib.Path(sys.argv[1]), RestartPolicy())
-    process.start()
+    process.launch()
     state = process.state
     while state.phase != "ready":
         state = await process.changed(state.token)
@@ -206,7 +206,7 @@ async def test_a_role_that_cannot_be_started_is_tried_again(
     policy = RestartPolicy(first_delay=0.01, max_delay=0.01)
     process = RoleProcess([str(program), *FAKE[1:], "prefill"], environment, tmp_path / "log", policy)
     stopping(process)
-    process.start()
+    process.launch()
     await until(process, lambda s: s.restarts == 2)
     descriptors = len(os.listdir("/proc/self/fd"))
     state = await until(process, lambda s: s.crash_loop)

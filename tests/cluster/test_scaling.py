@@ -13,13 +13,14 @@ import pytest
 
 from baton.cluster.autoscaling.scaling import (
     GROW_BEYOND,
+    KV_FULL,
     SHRINK_BELOW,
     DecodeDemand,
-    DecodePoolLoad,
     PrefillDemand,
-    PrefillPoolLoad,
+    Sample,
     Scaler,
 )
+from baton.rpc import worker_pb2 as pb
 
 SPEED = 10_000.0  # tokens/s of one prefill worker
 PROMPT = 2000
@@ -27,6 +28,24 @@ TTFT = 1.0
 START = 20.0  # seconds until a new worker is ready
 LEAST, MOST = 1, 8
 Trace = Callable[[float], float]  # time → requests/s
+
+
+def prefilling(done: float, waiting: float, queued: float, speed: float) -> Sample:
+    """`done`: tokens since the last sample. `queued`: those of `waiting` whose requests have not started."""
+    status = pb.WorkerStatus(
+        tokens_waiting=round(waiting), requests_waiting=round(queued),
+        requests_running=round(waiting - queued), prefill_tokens_per_s=speed,
+    )  # fmt: skip
+    return Sample(status, round(done), 0)
+
+
+def decoding(used: float, step: float, fastest: float, refused: int = 0) -> Sample:
+    """`used`: share of the blocks. `step`: 0 if it runs no requests."""
+    status = pb.WorkerStatus(
+        blocks_free=round(10**6 * (1 - used)), blocks_total=10**6, requests_running=int(step > 0),
+        step_seconds=step, fastest_step_seconds=fastest,
+    )  # fmt: skip
+    return Sample(status, 0, refused)
 
 
 @dataclass
@@ -58,7 +77,7 @@ def prefill_pool(trace: Trace, seconds: int, *, seed: int = 1) -> Run:
     workers: list[deque[tuple[float, float]]] = [deque()]  # of each: (arrival, tokens left)
     leaving: list[deque[tuple[float, float]]] = []
     coming: list[float] = []
-    done, tick = 0.0, 0.05
+    done, told, tick = 0.0, 0.0, 0.05
     for step in range(int(seconds / tick)):
         now = step * tick
         while coming and coming[0] <= now:
@@ -80,7 +99,8 @@ def prefill_pool(trace: Trace, seconds: int, *, seed: int = 1) -> Run:
         if step % int(1 / tick) == 0:
             waiting = sum(left for queue in workers for _, left in queue)
             queued = waiting - sum(queue[0][1] for queue in workers if queue)
-            needed = demand.needed(now, PrefillPoolLoad(done, waiting, queued, SPEED if done else 0.0))
+            needed = demand.needed(now, [prefilling(done - told, waiting, queued, SPEED if done else 0.0)])
+            told = done
             size = len(workers) + len(coming)
             wanted = None if needed is None else needed.workers
             new = scaler.decide(now, wanted, size, starting=bool(coming))
@@ -175,8 +195,8 @@ def test_a_worker_that_finds_no_place_is_given_up_when_it_is_not_needed() -> Non
 
 def test_without_a_measured_speed_nothing_is_known() -> None:
     demand = PrefillDemand(TTFT)
-    assert demand.needed(0, PrefillPoolLoad(0, 5000, 3000, 0.0)) is None
-    idle = PrefillDemand(TTFT).needed(0, PrefillPoolLoad(0, 0, 0, 0.0))
+    assert demand.needed(0, [prefilling(0, 5000, 3000, 0.0)]) is None
+    idle = PrefillDemand(TTFT).needed(0, [prefilling(0, 0, 0, 0.0)])
     assert idle is not None
     assert idle.workers == 0
 
@@ -184,20 +204,17 @@ def test_without_a_measured_speed_nothing_is_known() -> None:
 def test_a_queue_that_has_drained_needs_no_worker() -> None:
     """One worker, and now and then two prompts at once: for two seconds one of them waits."""
     demand, scaler = PrefillDemand(0.3), Scaler(1, 3)
-    done = 0.0
     for second in range(600):
         waits = second % 20 < 2
-        done += 0 if waits else 1.0
-        needed = demand.needed(
-            second, PrefillPoolLoad(done, 250.0 if waits else 0.0, 125.0 if waits else 0.0, 120.0)
-        )
+        sample = prefilling(0, 250, 125, 120.0) if waits else prefilling(1, 0, 0, 120.0)
+        needed = demand.needed(second, [sample])
         assert scaler.decide(second, needed.workers if needed else None, 1, starting=False) == 1
 
 
 def test_a_dead_worker_does_not_make_arrivals_negative() -> None:
     demand = PrefillDemand(TTFT)
-    demand.needed(0, PrefillPoolLoad(0, 50_000, 40_000, SPEED))
-    after = demand.needed(5, PrefillPoolLoad(10_000, 0, 0, SPEED))
+    demand.needed(0, [prefilling(0, 50_000, 40_000, SPEED)])
+    after = demand.needed(5, [prefilling(10_000, 0, 0, SPEED)])
     assert after is not None
     assert after.workers >= 0
 
@@ -216,8 +233,8 @@ def decode_pool(running: Callable[[float], float], seconds: int, ttit: float = T
             coming.pop(0)
             ready += 1
         each = min(running(now) / ready, room)
-        steps = (BASE + PER_REQUEST * each,) * ready if each >= 1 else ()
-        needed = demand.needed(DecodePoolLoad((each / room,) * ready, steps, BASE)).workers
+        step = BASE + PER_REQUEST * each if each >= 1 else 0.0
+        needed = demand.needed([decoding(each / room, step, BASE)] * ready).workers
         new = scaler.decide(now, needed, ready + len(coming), starting=bool(coming))
         if new < ready + len(coming):
             ready -= 1
@@ -248,7 +265,7 @@ def test_a_decode_pool_that_is_loaded_from_the_first_second_grows() -> None:
 def test_a_target_below_a_lone_step_asks_for_no_workers() -> None:
     run = decode_pool(lambda now: 20, 300, ttit=BASE / 2, room=10_000)
     assert set(run.sizes) == {1}, "more workers make no step shorter than the fastest"
-    needed = DecodeDemand(0.010).needed(DecodePoolLoad((0.4,), (0.050,), 0.020))
+    needed = DecodeDemand(0.010).needed([decoding(0.4, 0.050, 0.020)])
     assert needed.workers == pytest.approx(0.5), "that of the KV"
     assert needed.why == (
         "40% of the KV blocks in use, steps up to 50.0 ms; more workers cannot keep steps at 9.0 ms, 90% of "
@@ -257,10 +274,27 @@ def test_a_target_below_a_lone_step_asks_for_no_workers() -> None:
 
 
 def test_before_a_worker_has_measured_a_step_only_the_kv_counts() -> None:
-    assert DecodeDemand(0.1).needed(DecodePoolLoad((0.4,), (9.0,), 0.0)).workers == pytest.approx(0.5)
+    assert DecodeDemand(0.1).needed([decoding(0.4, 9.0, 0.0)]).workers == pytest.approx(0.5)
 
 
 def test_a_full_pool_grows_though_its_use_cannot_pass_one() -> None:
     run = decode_pool(lambda now: 10_000, 600, ttit=10.0)
     assert run.sizes[-1] == MOST
     assert all(step > 0 for step in run.steps)
+
+
+# ---------------------------------------------------------------- several workers
+
+
+def test_the_loads_of_workers_add_up() -> None:
+    """A new worker has measured nothing. 700 tokens are in the routers."""
+    busy, new = prefilling(5, 3000, 2000, 900.0), prefilling(0, 0, 0, 0.0)
+    needed = PrefillDemand(TTFT).needed(0, [busy, new], held=700)
+    assert needed is not None
+    assert needed.why == "0 tokens/s arrive, 2700 are queued, a worker computes 900/s"
+    steps = [decoding(0.75, 0.03, 0.02), decoding(0.0, 0.0, 0.0)]
+    needed = DecodeDemand(1.0).needed(steps)
+    assert needed.workers == pytest.approx(0.75 / KV_FULL)
+    assert needed.why == "38% of the KV blocks in use, steps up to 30.0 ms"
+    full = decoding(0.75, 0.03, 0.02, refused=1)
+    assert DecodeDemand(1.0).needed([full]).workers == pytest.approx(1 / KV_FULL), "no room for the next"

@@ -20,7 +20,7 @@ from baton.cluster.supervision.role_process import RestartPolicy, RoleState
 from baton.cluster.supervision.runner import RoleRunner
 from baton.cluster.supervision.supervisor import Supervisor
 
-from .conftest import FAKE, Up, eventually, gone, until_ready, up
+from .conftest import FAKE, AnyRole, Up, eventually, gone, until_ready, up
 
 
 def spec(role: RoleName, index: int = 0, **environment: str) -> RoleSpec:
@@ -158,7 +158,7 @@ async def test_a_leaving_worker_is_off_the_list_before_it_is_stopped(tmp_path: P
     router, worker = spec("router"), spec("decode")
     supervisor = Supervisor(
         [router, worker, spec("decode", 1)],
-        lambda s: Watched(runner(tmp_path, s), s.name, asked),
+        lambda s: Watched(tmp_path, s, s.name, asked),
         drain_grace=10,
     )
     running = asyncio.create_task(supervisor.run())
@@ -175,63 +175,43 @@ async def test_a_leaving_worker_is_off_the_list_before_it_is_stopped(tmp_path: P
     await running
 
 
-class Watched:
+class Watched(RoleRunner):
     """The real handle of a role, with a note of what it was asked, and a way to lose it."""
 
-    def __init__(self, inner: RoleRunner, name: str, asked: list[str]) -> None:
-        self._inner, self._name, self._asked = inner, name, asked
+    def __init__(self, tmp_path: Path, spec: RoleSpec, name: str, asked: list[str]) -> None:
+        super().__init__(spec, tmp_path, policy=RestartPolicy(first_delay=0.01), program=FAKE)
+        self._name, self._asked = name, asked
         self.lost = False
-
-    async def start(self) -> RoleState:
-        return await self._inner.start()
 
     async def changed(self, token: str) -> RoleState:
         if self.lost:
             raise ConnectionError("lost its actor")
-        return await self._inner.changed(token)
+        return await super().changed(token)
 
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         self._asked.append(f"{self._name} told")
-        await self._inner.set_workers(addresses, report)
-
-    async def tokens_held(self) -> int:
-        return await self._inner.tokens_held()
-
-    async def restart(self, signum: int, grace: float) -> None:
-        await self._inner.restart(signum, grace)
+        await super().set_workers(addresses, report)
 
     async def stop(self, signum: int, grace: float) -> None:
-        await self._inner.stop(signum, grace)
+        await super().stop(signum, grace)
         self._asked.append(f"{self._name} stopped")
 
     def forget(self) -> None:
         self._asked.append(f"{self._name} forgotten")
 
 
-class Unplaced:
+class Unplaced(AnyRole):
     """A handle to an actor that Ray has no room for: it answers nothing, until it is ended."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
 
-    async def start(self) -> RoleState:
+    async def changed(self, token: str) -> RoleState:
         await self.ended.wait()
         raise ConnectionError("lost its actor")
 
-    async def changed(self, token: str) -> RoleState:
-        return await self.start()
-
-    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
-        await self.start()
-
-    async def tokens_held(self) -> int:
-        raise AssertionError("it is no router")
-
-    async def restart(self, signum: int, grace: float) -> None:
-        await self.start()
-
     async def stop(self, signum: int, grace: float) -> None:
-        await self.start()
+        await self.changed("")
 
     def forget(self) -> None:
         self.ended.set()
@@ -263,7 +243,7 @@ async def test_a_worker_that_ray_has_not_placed_can_be_stopped(
 async def test_routers_stop_before_workers(tmp_path: Path) -> None:
     asked: list[str] = []
     specs = [spec("prefill"), spec("decode"), spec("router")]
-    supervisor = Supervisor(specs, lambda s: Watched(runner(tmp_path, s), s.role, asked))
+    supervisor = Supervisor(specs, lambda s: Watched(tmp_path, s, s.role, asked))
     running = asyncio.create_task(supervisor.run())
     await eventually(lambda: all(state.phase == "ready" for _, state in supervisor.states()))
     asked.clear()
@@ -277,7 +257,7 @@ async def test_routers_stop_before_workers(tmp_path: Path) -> None:
 async def test_a_lost_actor_is_asked_until_it_is_back_and_its_router_told_again(tmp_path: Path) -> None:
     asked: list[str] = []
     worker, router = spec("decode"), spec("router")
-    handle = Watched(runner(tmp_path, router), "router", asked)
+    handle = Watched(tmp_path, router, "router", asked)
     supervisor = Supervisor([worker, router], lambda s: handle if s is router else runner(tmp_path, worker))
     running = asyncio.create_task(supervisor.run())
 

@@ -22,17 +22,16 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from typer.testing import CliRunner
 
-from baton.bench.fakes.worker import FakeWorker
 from baton.cluster.cli import app
 from baton.cluster.options.clients import EndpointOptions
 from baton.cluster.supervision.processes import PACKAGES
-from baton.cluster.tools.histograms import page_text
 from baton.cluster.tools.status import merged
-from baton.cluster.tools.top import Page, Scrape, headline, parse, row, scrape
+from baton.cluster.tools.top import Page, Scrape, headline, page_text, parse, row, scrape
 from baton.kv_transfer import TransferStats
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process.metrics import Metrics
+from tests.fake_worker import FakeWorker
 from tests.router.conftest import Cluster, make_cluster
 
 TEXT = "w11 w12 w13 w14 w15 w16 w17"

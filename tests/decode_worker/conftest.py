@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,16 @@ import pytest
 
 from baton.rpc import worker_pb2 as pb
 from tests.bad_network import BadNetwork
-from tests.cluster_helpers import Pair, WorkerProcess, WorkerStream, sampling, started_pair, tiny_model
+from tests.cluster_helpers import (
+    Pair,
+    WorkerProcess,
+    WorkerStream,
+    assert_whole,
+    paired,
+    sampling,
+    started_pair,
+    tiny_model,
+)
 from tests.device import DEVICE
 from tests.forked import forking
 
@@ -123,6 +132,21 @@ def caching_workers_and_network(
 @pytest.fixture(scope="package")
 def caching_workers(caching_workers_and_network: WorkersAndNetwork) -> Workers:
     return caching_workers_and_network[0]
+
+
+@pytest.fixture
+async def pair(workers: Workers) -> AsyncIterator[Pair]:
+    """A router's streams to both. All pools are whole afterwards."""
+    async with paired(*workers) as pair:
+        yield pair
+        await assert_whole(*workers)
+
+
+@pytest.fixture
+async def caching_pair(caching_workers: Workers) -> AsyncIterator[Pair]:
+    async with paired(*caching_workers) as pair:
+        yield pair
+        await assert_whole(*caching_workers)
 
 
 def assert_traces(directory: Path) -> None:

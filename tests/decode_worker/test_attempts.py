@@ -7,82 +7,70 @@ import time
 import pytest
 
 from baton.rpc import worker_pb2 as pb
-from tests.cluster_helpers import assert_whole, metrics, paired, request, sampling
+from tests.cluster_helpers import Pair, assert_whole, metrics, paired, request, sampling
 
 from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status
 
 CONTEXT = 4096
 
 
-async def test_a_request_of_one_token_needs_no_decode_worker(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        prefill_id = await pair.prefill.submit_prefill(
-            request(prompt(100), sampling(max_tokens=1)), handover=False
-        )
-        token, _ = await pair.prefill.token(prefill_id)
-        assert token.finish_reason == pb.FINISH_REASON_LENGTH
-        await assert_whole(*workers)
+async def test_a_request_of_one_token_needs_no_decode_worker(pair: Pair) -> None:
+    prefill_id = await pair.prefill.submit_prefill(
+        request(prompt(100), sampling(max_tokens=1)), handover=False
+    )
+    token, _ = await pair.prefill.token(prefill_id)
+    assert token.finish_reason == pb.FINISH_REASON_LENGTH
 
 
-async def test_a_first_token_that_ends_the_request_ends_the_transfer(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        likely = (await pair.generate(prompt(50), sampling(max_tokens=2))).tokens[0]
-        req = request(prompt(50), sampling(max_tokens=5, stop_token_ids=[likely]))
-        prefill_id, decode_id = await pair.reserve(req)
-        token, _ = await pair.prefill.token(prefill_id)
-        assert (token.token_id, token.finish_reason) == (likely, pb.FINISH_REASON_STOP)
-        failure = await pair.decode.failure(decode_id)
-        assert failure.code == pb.FAILURE_CODE_FINISHED
-        await assert_whole(*workers)
+async def test_a_first_token_that_ends_the_request_ends_the_transfer(pair: Pair) -> None:
+    likely = (await pair.generate(prompt(50), sampling(max_tokens=2))).tokens[0]
+    req = request(prompt(50), sampling(max_tokens=5, stop_token_ids=[likely]))
+    prefill_id, decode_id = await pair.reserve(req)
+    token, _ = await pair.prefill.token(prefill_id)
+    assert (token.token_id, token.finish_reason) == (likely, pb.FINISH_REASON_STOP)
+    failure = await pair.decode.failure(decode_id)
+    assert failure.code == pb.FAILURE_CODE_FINISHED
 
 
-async def test_a_prefill_reports_its_start_when_the_prompts_ahead_are_computed(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        first, second = [
-            await pair.prefill.submit_prefill(request(prompt(n), ENDLESS), handover=True, report_start=True)
-            for n in (1000, 200)
-        ]
-        _, first_at = await pair.prefill.token(first)
-        _, second_at = await pair.prefill.token(second)
-        started = pair.prefill.started
-        assert list(started) == [first, second]
-        assert started[first] < started[second] < second_at
-        assert started[first] < first_at
-        for prefill_id in (first, second):
-            await pair.prefill.cancel(prefill_id)
-        third = await pair.prefill.submit_prefill(request(prompt(9), ENDLESS), handover=True)
-        await pair.prefill.token(third)
-        await pair.prefill.cancel(third)
-        assert third not in started, "no router waits for it"
-        await assert_whole(*workers)
-
-
-async def test_a_prefill_under_an_id_that_ended_is_refused(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        prefill_id = await pair.prefill.submit_prefill(request(prompt(10), ENDLESS), handover=True)
-        await pair.prefill.token(prefill_id)
+async def test_a_prefill_reports_its_start_when_the_prompts_ahead_are_computed(pair: Pair) -> None:
+    first, second = [
+        await pair.prefill.submit_prefill(request(prompt(n), ENDLESS), handover=True, report_start=True)
+        for n in (1000, 200)
+    ]
+    _, first_at = await pair.prefill.token(first)
+    _, second_at = await pair.prefill.token(second)
+    started = pair.prefill.started
+    assert list(started) == [first, second]
+    assert started[first] < started[second] < second_at
+    assert started[first] < first_at
+    for prefill_id in (first, second):
         await pair.prefill.cancel(prefill_id)
-        await assert_whole(*workers)  # the id is in use until then
-        again = pb.SubmitPrefill(prefill_id=prefill_id, request=request(prompt(20), ENDLESS), handover=True)
-        await pair.prefill.send(prefill=again)
+    third = await pair.prefill.submit_prefill(request(prompt(9), ENDLESS), handover=True)
+    await pair.prefill.token(third)
+    await pair.prefill.cancel(third)
+    assert third not in started, "no router waits for it"
+
+
+async def test_a_prefill_under_an_id_that_ended_is_refused(workers: Workers, pair: Pair) -> None:
+    prefill_id = await pair.prefill.submit_prefill(request(prompt(10), ENDLESS), handover=True)
+    await pair.prefill.token(prefill_id)
+    await pair.prefill.cancel(prefill_id)
+    await assert_whole(*workers)  # the id is in use until then
+    again = pb.SubmitPrefill(prefill_id=prefill_id, request=request(prompt(20), ENDLESS), handover=True)
+    await pair.prefill.send(prefill=again)
+    message = (await pair.prefill.next(prefill_id)).message
+    if isinstance(message, pb.TokenEvent):  # computed before the transfer process reported the id as reused
         message = (await pair.prefill.next(prefill_id)).message
-        if isinstance(
-            message, pb.TokenEvent
-        ):  # computed before the transfer process reported the id as reused
-            message = (await pair.prefill.next(prefill_id)).message
-        assert isinstance(message, pb.AttemptFailed)
-        assert message.code == pb.FAILURE_CODE_INVALID
-        assert "used before" in message.message
-        await assert_whole(*workers)
+    assert isinstance(message, pb.AttemptFailed)
+    assert message.code == pb.FAILURE_CODE_INVALID
+    assert "used before" in message.message
 
 
-async def test_a_finished_request_is_released_on_both_sides(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        answers = await asyncio.gather(
-            *(pair.generate(prompt(n), sampling(max_tokens=8, ignore_eos=True)) for n in (1, 16, 33, 500))
-        )
-        assert [len(answer.tokens) for answer in answers] == [8] * 4
-        await assert_whole(*workers)
+async def test_a_finished_request_is_released_on_both_sides(pair: Pair) -> None:
+    answers = await asyncio.gather(
+        *(pair.generate(prompt(n), sampling(max_tokens=8, ignore_eos=True)) for n in (1, 16, 33, 500))
+    )
+    assert [len(answer.tokens) for answer in answers] == [8] * 4
 
 
 # ---------------------------------------------------------------- cancel
@@ -116,66 +104,59 @@ async def test_cancel_stops_a_prefill_between_its_chunks(workers: Workers) -> No
     raise AssertionError("every prefill was computed to its end")
 
 
-async def test_cancel_while_kv_is_streaming(workers: Workers) -> None:
+async def test_cancel_while_kv_is_streaming(workers: Workers, pair: Pair) -> None:
     """The cancel comes after the reservation, after the first frames, or after the whole prefill."""
 
     async def frames() -> float:
         await status(pair.decode)  # makes the report that the scrape shows
         return metrics(workers[1])['baton:kv_frames_total{direction="receive"}']
 
-    async with paired(*workers) as pair:
-        for moment in ("reserved", "some", "computed"):
-            before = await frames()
-            prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
-            while moment == "some" and await frames() == before:
-                pass
-            if moment == "computed":
-                await pair.prefill.token(prefill_id)
-            await pair.decode.cancel(decode_id)
-            await pair.prefill.cancel(prefill_id)
-            await assert_whole(*workers)
-
-
-async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers) -> None:
-    async with paired(*workers) as pair:
+    for moment in ("reserved", "some", "computed"):
+        before = await frames()
         prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
-        await pair.prefill.cancel(prefill_id)
-        failure = await pair.decode.failure(decode_id)
-        assert (failure.code, failure.message) == (pb.FAILURE_CODE_KV_FAILED, "cancelled")
-        assert failure.prefill_id == prefill_id
-        await assert_whole(workers[0])
-        assert (await status(pair.decode)).reservations == 1, "the reservation is kept"
+        while moment == "some" and await frames() == before:
+            pass
+        if moment == "computed":
+            await pair.prefill.token(prefill_id)
         await pair.decode.cancel(decode_id)
-        await assert_whole(*workers)
-
-
-async def test_cancel_of_the_decode_alone_leaves_the_prefill_held(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
-        await pair.decode.cancel(decode_id)
-        await assert_whole(workers[1])
-        await pair.prefill.token(prefill_id)
-        assert (await status(pair.prefill)).held_prefills == 1
         await pair.prefill.cancel(prefill_id)
         await assert_whole(*workers)
 
 
-async def test_cancel_while_decoding(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        _, decode_id = await pair.reserve(request(prompt(100), ENDLESS))
-        before = metrics(workers[1])[generated := "vllm:generation_tokens_total"]
-        for _ in range(5):
-            await pair.decode.token(decode_id)
-        await pair.decode.cancel(decode_id)
-        await assert_whole(*workers)
-        assert metrics(workers[1])[generated] - before < 1900, "the request asked for 2000"
+async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers, pair: Pair) -> None:
+    prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
+    await pair.prefill.cancel(prefill_id)
+    failure = await pair.decode.failure(decode_id)
+    assert (failure.code, failure.message) == (pb.FAILURE_CODE_KV_FAILED, "cancelled")
+    assert failure.prefill_id == prefill_id
+    await assert_whole(workers[0])
+    assert (await status(pair.decode)).reservations == 1, "the reservation is kept"
+    await pair.decode.cancel(decode_id)
 
 
-async def test_cancel_of_an_unknown_attempt_is_ignored(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        await pair.prefill.cancel(os.urandom(16))
-        await pair.decode.cancel(os.urandom(16))
-        await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))
+async def test_cancel_of_the_decode_alone_leaves_the_prefill_held(workers: Workers, pair: Pair) -> None:
+    prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
+    await pair.decode.cancel(decode_id)
+    await assert_whole(workers[1])
+    await pair.prefill.token(prefill_id)
+    assert (await status(pair.prefill)).held_prefills == 1
+    await pair.prefill.cancel(prefill_id)
+
+
+async def test_cancel_while_decoding(workers: Workers, pair: Pair) -> None:
+    _, decode_id = await pair.reserve(request(prompt(100), ENDLESS))
+    before = metrics(workers[1])[generated := "vllm:generation_tokens_total"]
+    for _ in range(5):
+        await pair.decode.token(decode_id)
+    await pair.decode.cancel(decode_id)
+    await assert_whole(*workers)
+    assert metrics(workers[1])[generated] - before < 1900, "the request asked for 2000"
+
+
+async def test_cancel_of_an_unknown_attempt_is_ignored(pair: Pair) -> None:
+    await pair.prefill.cancel(os.urandom(16))
+    await pair.decode.cancel(os.urandom(16))
+    await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))
 
 
 async def test_a_router_cannot_cancel_an_attempt_of_another_router(workers: Workers) -> None:
@@ -202,150 +183,128 @@ async def test_the_end_of_a_stream_cancels_all_that_was_submitted_on_it(workers:
 # ---------------------------------------------------------------- failures
 
 
-async def test_a_retarget_takes_the_kv_from_another_prefill(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        params = sampling(max_tokens=8, ignore_eos=True, temperature=1.0, seed=3)
-        whole = await pair.generate(prompt(100), params)
-        # The prefill is lost after the router has emitted two tokens.
-        emitted = whole.tokens[:2]
-        prefill_id = await pair.prefill.submit_prefill(request(prompt(100), params), handover=True)
-        await pair.prefill.token(prefill_id)
-        await pair.prefill.cancel(prefill_id)
-        await assert_whole(workers[0])  # the held prefill is released
-        decode_id = await pair.decode.reserve(request(prompt(100), params), pair.source(prefill_id))
-        assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
-        again = await pair.prefill.submit_prefill(request(prompt(100), params, emitted), handover=True)
-        await retarget(pair, decode_id, again, emitted)
-        tokens = [token for token, _ in await pair.decode.tokens(decode_id)]
-        assert [t.output_index for t in tokens] == list(range(2, 8))
-        assert [*emitted, *(t.token_id for t in tokens)] == whole.tokens
-        await assert_whole(*workers)
+async def test_a_retarget_takes_the_kv_from_another_prefill(workers: Workers, pair: Pair) -> None:
+    params = sampling(max_tokens=8, ignore_eos=True, temperature=1.0, seed=3)
+    whole = await pair.generate(prompt(100), params)
+    # The prefill is lost after the router has emitted two tokens.
+    emitted = whole.tokens[:2]
+    prefill_id = await pair.prefill.submit_prefill(request(prompt(100), params), handover=True)
+    await pair.prefill.token(prefill_id)
+    await pair.prefill.cancel(prefill_id)
+    await assert_whole(workers[0])  # the held prefill is released
+    decode_id = await pair.decode.reserve(request(prompt(100), params), pair.source(prefill_id))
+    assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
+    again = await pair.prefill.submit_prefill(request(prompt(100), params, emitted), handover=True)
+    await retarget(pair, decode_id, again, emitted)
+    tokens = [token for token, _ in await pair.decode.tokens(decode_id)]
+    assert [t.output_index for t in tokens] == list(range(2, 8))
+    assert [*emitted, *(t.token_id for t in tokens)] == whole.tokens
 
 
-async def test_a_retarget_replaces_a_fetch_under_way(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        params = sampling(max_tokens=4, ignore_eos=True)
-        req = request(prompt(1500), params)
-        slow, decode_id = await pair.reserve(req)
-        other = await pair.prefill.submit_prefill(req, handover=True)
-        await retarget(pair, decode_id, other, [])
-        assert len(await pair.decode.tokens(decode_id)) == 4
-        await pair.prefill.cancel(slow)
-        await assert_whole(*workers)
+async def test_a_retarget_replaces_a_fetch_under_way(pair: Pair) -> None:
+    params = sampling(max_tokens=4, ignore_eos=True)
+    req = request(prompt(1500), params)
+    slow, decode_id = await pair.reserve(req)
+    other = await pair.prefill.submit_prefill(req, handover=True)
+    await retarget(pair, decode_id, other, [])
+    assert len(await pair.decode.tokens(decode_id)) == 4
+    await pair.prefill.cancel(slow)
 
 
-async def test_a_retarget_with_fewer_output_tokens_is_refused(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        params = sampling(max_tokens=8)
-        prefill_id = await pair.prefill.submit_prefill(request(prompt(9), params, [1, 2]), handover=True)
-        decode_id = await pair.decode.submit_decode(
-            request(prompt(9), params, [1, 2]), pair.source(os.urandom(16))
-        )
-        await pair.decode.reserved(decode_id)
-        await retarget(pair, decode_id, prefill_id, [1])
-        assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_INVALID
-        await pair.prefill.cancel(prefill_id)
-        await assert_whole(*workers)
+async def test_a_retarget_with_fewer_output_tokens_is_refused(pair: Pair) -> None:
+    params = sampling(max_tokens=8)
+    prefill_id = await pair.prefill.submit_prefill(request(prompt(9), params, [1, 2]), handover=True)
+    decode_id = await pair.decode.submit_decode(
+        request(prompt(9), params, [1, 2]), pair.source(os.urandom(16))
+    )
+    await pair.decode.reserved(decode_id)
+    await retarget(pair, decode_id, prefill_id, [1])
+    assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_INVALID
+    await pair.prefill.cancel(prefill_id)
 
 
-async def test_without_room_a_request_is_refused_and_counted(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        nowhere = pair.source(os.urandom(16))
-        big = request(prompt(BLOCKS // 2 * 16), sampling(max_tokens=2))
-        first = await pair.decode.reserve(big, nowhere)
-        before = (await status(pair.decode)).no_room
-        second = await pair.decode.submit_decode(big, nowhere)
-        assert (await pair.decode.failure(second)).code == pb.FAILURE_CODE_NO_ROOM
-        assert (await status(pair.decode)).no_room == before + 1, "the status counts refusals"
-        await pair.decode.cancel(first)
-        await assert_whole(*workers)
+async def test_without_room_a_request_is_refused_and_counted(pair: Pair) -> None:
+    nowhere = pair.source(os.urandom(16))
+    big = request(prompt(BLOCKS // 2 * 16), sampling(max_tokens=2))
+    first = await pair.decode.reserve(big, nowhere)
+    before = (await status(pair.decode)).no_room
+    second = await pair.decode.submit_decode(big, nowhere)
+    assert (await pair.decode.failure(second)).code == pb.FAILURE_CODE_NO_ROOM
+    assert (await status(pair.decode)).no_room == before + 1, "the status counts refusals"
+    await pair.decode.cancel(first)
 
 
-async def test_a_reservation_without_kv_is_handed_back_at_the_deadline(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        late = request(prompt(10), sampling(), timeout_ms=300)
-        decode_id = await pair.decode.reserve(late, pair.source(os.urandom(16)))
-        assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_HANDED_BACK
-        await assert_whole(*workers)
+async def test_a_reservation_without_kv_is_handed_back_at_the_deadline(pair: Pair) -> None:
+    late = request(prompt(10), sampling(), timeout_ms=300)
+    decode_id = await pair.decode.reserve(late, pair.source(os.urandom(16)))
+    assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_HANDED_BACK
 
 
 @pytest.mark.long  # the lanes retry for five seconds; tests/kv_transfer has a shorter variant
-async def test_a_dead_prefill_worker_fails_the_kv(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        source = pair.source(os.urandom(16))
-        source.kv_address, source.incarnation = "127.0.0.1:9", 7  # no session with it is open
-        decode_id = await pair.decode.reserve(request(prompt(10), sampling()), source)
-        assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
-        await pair.decode.cancel(decode_id)
-        await assert_whole(*workers)
+async def test_a_dead_prefill_worker_fails_the_kv(pair: Pair) -> None:
+    source = pair.source(os.urandom(16))
+    source.kv_address, source.incarnation = "127.0.0.1:9", 7  # no session with it is open
+    decode_id = await pair.decode.reserve(request(prompt(10), sampling()), source)
+    assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
+    await pair.decode.cancel(decode_id)
 
 
-async def test_the_youngest_request_is_handed_back_when_another_needs_its_blocks(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        # Both requests need 2 × 2550 positions; the pool has 4800.
-        grow = sampling(max_tokens=300, ignore_eos=True)
-        ids = [await pair.submit(request(prompt(2250), grow)) for _ in range(2)]
-        for _, decode_id in ids:
-            await pair.decode.reserved(decode_id)
-        old, young = (decode_id for _, decode_id in ids)
-        assert len(await pair.decode.tokens(old)) == 300
-        events = pair.decode.events[young]
-        received = [events.get_nowait().message for _ in range(events.qsize())]
-        assert isinstance(received[-1], pb.AttemptFailed)
-        assert received[-1].code == pb.FAILURE_CODE_HANDED_BACK
-        assert all(isinstance(message, pb.TokenEvent) for message in received[:-1])
-        await assert_whole(*workers)
+async def test_the_youngest_request_is_handed_back_when_another_needs_its_blocks(pair: Pair) -> None:
+    # Both requests need 2 × 2550 positions; the pool has 4800.
+    grow = sampling(max_tokens=300, ignore_eos=True)
+    ids = [await pair.submit(request(prompt(2250), grow)) for _ in range(2)]
+    for _, decode_id in ids:
+        await pair.decode.reserved(decode_id)
+    old, young = (decode_id for _, decode_id in ids)
+    assert len(await pair.decode.tokens(old)) == 300
+    events = pair.decode.events[young]
+    received = [events.get_nowait().message for _ in range(events.qsize())]
+    assert isinstance(received[-1], pb.AttemptFailed)
+    assert received[-1].code == pb.FAILURE_CODE_HANDED_BACK
+    assert all(isinstance(message, pb.TokenEvent) for message in received[:-1])
 
 
-async def test_an_unfetched_prefill_is_dropped_when_a_fetched_one_needs_its_blocks(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        forgotten = await pair.prefill.submit_prefill(request(prompt(3000), sampling()), handover=True)
-        await pair.prefill.token(forgotten)
-        answer = await pair.generate(prompt(3001), sampling(max_tokens=2, ignore_eos=True))
-        assert len(answer.tokens) == 2
-        assert (await pair.prefill.failure(forgotten)).code == pb.FAILURE_CODE_DROPPED
-        await assert_whole(*workers)
+async def test_an_unfetched_prefill_is_dropped_when_a_fetched_one_needs_its_blocks(pair: Pair) -> None:
+    forgotten = await pair.prefill.submit_prefill(request(prompt(3000), sampling()), handover=True)
+    await pair.prefill.token(forgotten)
+    answer = await pair.generate(prompt(3001), sampling(max_tokens=2, ignore_eos=True))
+    assert len(answer.tokens) == 2
+    assert (await pair.prefill.failure(forgotten)).code == pb.FAILURE_CODE_DROPPED
 
 
-async def test_an_invalid_request_is_refused_and_its_stream_goes_on(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        source = pair.source(os.urandom(16))
-        for req, reason in (
-            (request([512], sampling()), "has token 512, which is not in the vocabulary of 512"),
-            (request([1], sampling(temperature=-1.0)), "temperature must be between 0 and 1e+06"),
-            (request([1], sampling(top_p=0.0)), "top_p must be above 0"),
-            (request(prompt(CONTEXT), sampling()), "more than the context of 4096"),
+async def test_an_invalid_request_is_refused_and_its_stream_goes_on(pair: Pair) -> None:
+    source = pair.source(os.urandom(16))
+    for req, reason in (
+        (request([512], sampling()), "has token 512, which is not in the vocabulary of 512"),
+        (request([1], sampling(temperature=-1.0)), "temperature must be between 0 and 1e+06"),
+        (request([1], sampling(top_p=0.0)), "top_p must be above 0"),
+        (request(prompt(CONTEXT), sampling()), "more than the context of 4096"),
+    ):
+        for failure in (
+            await pair.prefill.failure(await pair.prefill.submit_prefill(req, handover=True)),
+            await pair.decode.failure(await pair.decode.submit_decode(req, source)),
         ):
-            for failure in (
-                await pair.prefill.failure(await pair.prefill.submit_prefill(req, handover=True)),
-                await pair.decode.failure(await pair.decode.submit_decode(req, source)),
-            ):
-                assert failure.code == pb.FAILURE_CODE_INVALID
-                assert reason in failure.message
-        held = await pair.prefill.submit_prefill(request(prompt(10), sampling()), handover=True)
-        await pair.prefill.send(retarget=pb.Retarget(decode_id=held, source=source))  # no decode: ignored
-        await pair.prefill.send(cancel=pb.Cancel(attempt_id=held))
-        longer = await pair.prefill.submit_prefill(request([1], sampling(max_tokens=2)), handover=False)
-        assert "set handover" in (await pair.prefill.failure(longer)).message
-        await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))
-        await assert_whole(*workers)
+            assert failure.code == pb.FAILURE_CODE_INVALID
+            assert reason in failure.message
+    held = await pair.prefill.submit_prefill(request(prompt(10), sampling()), handover=True)
+    await pair.prefill.send(retarget=pb.Retarget(decode_id=held, source=source))  # no decode: ignored
+    await pair.prefill.send(cancel=pb.Cancel(attempt_id=held))
+    longer = await pair.prefill.submit_prefill(request([1], sampling(max_tokens=2)), handover=False)
+    assert "set handover" in (await pair.prefill.failure(longer)).message
+    await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))
 
 
-async def test_an_attempt_id_in_use_is_refused(workers: Workers) -> None:
-    async with paired(*workers) as pair:
-        prefill_id, decode_id = await pair.reserve(
-            request(prompt(10), sampling(max_tokens=50, ignore_eos=True))
-        )
-        again = request(prompt(20), sampling())
-        await pair.decode.send(
-            decode=pb.SubmitDecode(decode_id=decode_id, request=again, source=pair.source(prefill_id))
-        )
-        received = []
-        while len(received) < 51:
-            received.append((await pair.decode.next(decode_id)).message)
-        failures = [m for m in received if isinstance(m, pb.AttemptFailed)]
-        assert [(f.code, f.message) for f in failures] == [(pb.FAILURE_CODE_INVALID, "this id is in use")]
-        await assert_whole(*workers)
+async def test_an_attempt_id_in_use_is_refused(pair: Pair) -> None:
+    prefill_id, decode_id = await pair.reserve(request(prompt(10), sampling(max_tokens=50, ignore_eos=True)))
+    again = request(prompt(20), sampling())
+    await pair.decode.send(
+        decode=pb.SubmitDecode(decode_id=decode_id, request=again, source=pair.source(prefill_id))
+    )
+    received = []
+    while len(received) < 51:
+        received.append((await pair.decode.next(decode_id)).message)
+    failures = [m for m in received if isinstance(m, pb.AttemptFailed)]
+    assert [(f.code, f.message) for f in failures] == [(pb.FAILURE_CODE_INVALID, "this id is in use")]
 
 
 async def test_metrics_count_a_handover(workers: Workers) -> None:

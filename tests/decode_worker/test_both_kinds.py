@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -15,9 +14,12 @@ from .conftest import BLOCKS, Workers, prompt
 GREEDY = sampling(max_tokens=12, ignore_eos=True)
 
 
-@asynccontextmanager
-async def directions(workers: Workers) -> AsyncIterator[dict[str, Pair]]:
-    """The same two workers, by the direction of the KV."""
+Directions = dict[str, Pair]
+
+
+@pytest.fixture
+async def pairs(workers: Workers) -> AsyncIterator[Directions]:
+    """The same two workers, by the direction of the KV. All pools are whole afterwards."""
     async with attached(workers[0]) as a, attached(workers[1]) as b:
         addresses = [(w.ready["kv_address"], w.ready["incarnation"]) for w in workers]
         yield {
@@ -26,6 +28,7 @@ async def directions(workers: Workers) -> AsyncIterator[dict[str, Pair]]:
             "here": Pair(a, a, *addresses[0]),
             "there": Pair(b, b, *addresses[1]),
         }
+        await assert_whole(*workers)
 
 
 async def persistent(pair: Pair, token_ids: list[int]) -> list[int]:
@@ -47,84 +50,72 @@ async def persistent(pair: Pair, token_ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("way", ["back", "here", "there"])
-async def test_each_way_gives_the_same_tokens(workers: Workers, way: str) -> None:
+async def test_each_way_gives_the_same_tokens(pairs: Directions, way: str) -> None:
     """`here` and `there`: a held prefill goes on where it is, and no KV moves."""
-    async with directions(workers) as pairs:
-        for length in (40, 41, 200):
-            token_ids = prompt(length)
-            expected = await pairs["forth"].generate(token_ids, GREEDY)
-            answer = await pairs[way].generate(token_ids, GREEDY)
-            assert (answer.tokens, answer.finish_reason) == (expected.tokens, expected.finish_reason)
-        await assert_whole(*workers)
+    for length in (40, 41, 200):
+        token_ids = prompt(length)
+        expected = await pairs["forth"].generate(token_ids, GREEDY)
+        answer = await pairs[way].generate(token_ids, GREEDY)
+        assert (answer.tokens, answer.finish_reason) == (expected.tokens, expected.finish_reason)
 
 
-async def test_a_decode_takes_a_prefill_that_is_held_already(workers: Workers) -> None:
-    async with directions(workers) as pairs:
-        here, asked = pairs["here"], request(prompt(40), GREEDY)
-        expected = await pairs["forth"].generate(asked.prompt_ids, GREEDY)
-        prefill_id = await here.prefill.submit_prefill(asked, handover=True)
-        first, _ = await here.prefill.token(prefill_id)
-        decode_id = await here.decode.reserve(asked, here.source(prefill_id))
-        tokens = [token.token_id for token, _ in await here.decode.tokens(decode_id)]
-        assert tokens == expected.tokens
-        assert tokens[0] == first.token_id
-        again = await here.decode.submit_decode(asked, here.source(prefill_id))
-        assert (await here.decode.failure(again)).code == pb.FAILURE_CODE_HANDED_BACK
-        await assert_whole(*workers)
+async def test_a_decode_takes_a_prefill_that_is_held_already(pairs: Directions) -> None:
+    here, asked = pairs["here"], request(prompt(40), GREEDY)
+    expected = await pairs["forth"].generate(asked.prompt_ids, GREEDY)
+    prefill_id = await here.prefill.submit_prefill(asked, handover=True)
+    first, _ = await here.prefill.token(prefill_id)
+    decode_id = await here.decode.reserve(asked, here.source(prefill_id))
+    tokens = [token.token_id for token, _ in await here.decode.tokens(decode_id)]
+    assert tokens == expected.tokens
+    assert tokens[0] == first.token_id
+    again = await here.decode.submit_decode(asked, here.source(prefill_id))
+    assert (await here.decode.failure(again)).code == pb.FAILURE_CODE_HANDED_BACK
 
 
 @pytest.mark.parametrize("ended", ["decode", "prefill"])
-async def test_a_cancel_before_a_decode_takes_its_prefill(workers: Workers, ended: str) -> None:
-    async with directions(workers) as pairs:
-        here = pairs["here"]
-        prefill_id, decode_id = await here.submit(request(prompt(200), GREEDY))
-        await here.decode.cancel(decode_id if ended == "decode" else prefill_id)
-        if ended == "prefill":
-            await here.decode.reserved(decode_id)
-            assert (await here.decode.failure(decode_id)).code == pb.FAILURE_CODE_HANDED_BACK
-        else:
-            await here.prefill.cancel(prefill_id)
-        await assert_whole(*workers)
+async def test_a_cancel_before_a_decode_takes_its_prefill(pairs: Directions, ended: str) -> None:
+    here = pairs["here"]
+    prefill_id, decode_id = await here.submit(request(prompt(200), GREEDY))
+    await here.decode.cancel(decode_id if ended == "decode" else prefill_id)
+    if ended == "prefill":
+        await here.decode.reserved(decode_id)
+        assert (await here.decode.failure(decode_id)).code == pb.FAILURE_CODE_HANDED_BACK
+    else:
+        await here.prefill.cancel(prefill_id)
 
 
-async def test_blocks_of_two_workers_run_out_in_both_directions_at_once(workers: Workers) -> None:
+async def test_blocks_of_two_workers_run_out_in_both_directions_at_once(pairs: Directions) -> None:
     """Each worker holds prefills and reservations for the other. All requests end with the right tokens."""
-    async with directions(workers) as pairs:
-        prompts = [prompt(900 + i) for i in range(4)]
-        assert 4 * sum(map(len, prompts)) > 2 * 16 * BLOCKS, "more than both workers have room for"
-        expected = [(await pairs["forth"].generate(token_ids, GREEDY)).tokens for token_ids in prompts]
-        asked = [(pair, i) for i in range(len(prompts)) for pair in pairs.values()]
-        answers = await asyncio.wait_for(
-            asyncio.gather(*(persistent(pair, prompts[i]) for pair, i in asked)), timeout=100
-        )
-        assert answers == [expected[i] for _, i in asked]
-        await assert_whole(*workers)
+    prompts = [prompt(900 + i) for i in range(4)]
+    assert 4 * sum(map(len, prompts)) > 2 * 16 * BLOCKS, "more than both workers have room for"
+    expected = [(await pairs["forth"].generate(token_ids, GREEDY)).tokens for token_ids in prompts]
+    asked = [(pair, i) for i in range(len(prompts)) for pair in pairs.values()]
+    answers = await asyncio.wait_for(
+        asyncio.gather(*(persistent(pair, prompts[i]) for pair, i in asked)), timeout=100
+    )
+    assert answers == [expected[i] for _, i in asked]
 
 
-async def test_a_prompt_takes_the_blocks_of_reservations_whose_kv_has_not_begun(workers: Workers) -> None:
+async def test_a_prompt_takes_the_blocks_of_reservations_whose_kv_has_not_begun(pairs: Directions) -> None:
     """Else two workers full of reservations for each other's prompts would wait for each other."""
-    async with directions(workers) as pairs:
-        forth, back = pairs["forth"], pairs["back"]
-        waiting = [
-            await back.decode.submit_decode(request(prompt(1000), GREEDY), back.source(os.urandom(16)))
-            for _ in range(4)
-        ]
-        for decode_id in waiting:
-            await back.decode.reserved(decode_id)
-        await forth.generate(prompt(1001), GREEDY)
-        assert (await back.decode.failure(waiting[0])).code == pb.FAILURE_CODE_HANDED_BACK
-        for decode_id in waiting[1:]:
-            await back.decode.cancel(decode_id)
-        await assert_whole(*workers)
+    forth, back = pairs["forth"], pairs["back"]
+    waiting = [
+        await back.decode.submit_decode(request(prompt(1000), GREEDY), back.source(os.urandom(16)))
+        for _ in range(4)
+    ]
+    for decode_id in waiting:
+        await back.decode.reserved(decode_id)
+    await forth.generate(prompt(1001), GREEDY)
+    assert (await back.decode.failure(waiting[0])).code == pb.FAILURE_CODE_HANDED_BACK
+    for decode_id in waiting[1:]:
+        await back.decode.cancel(decode_id)
 
 
-async def test_a_worker_changes_its_pool(workers: Workers) -> None:
-    async with directions(workers) as pairs:
-        stream = pairs["forth"].prefill
-        status = await stream.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_DECODE))
-        assert status.pool == pb.POOL_DECODE
-        while (await stream.next_status()).pool != pb.POOL_DECODE:
-            pass
-        assert (await stream.stub.Describe(pb.DescribeRequest())).first_pool == pb.POOL_PREFILL
-        await stream.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_PREFILL))
-        await assert_whole(*workers)
+async def test_a_worker_changes_its_pool(pairs: Directions) -> None:
+    stream = pairs["forth"].prefill
+    status = await stream.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_DECODE))
+    assert status.pool == pb.POOL_DECODE
+    while (await stream.next_status()).pool != pb.POOL_DECODE:
+        pass
+    assert (await stream.stub.Describe(pb.DescribeRequest())).first_pool == pb.POOL_PREFILL
+    await stream.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_PREFILL))

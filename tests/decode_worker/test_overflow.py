@@ -6,11 +6,11 @@ import pytest
 
 from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
+    Pair,
     WorkerProcess,
     assert_whole,
     attached,
     metrics,
-    paired,
     request,
     sampling,
 )
@@ -23,37 +23,38 @@ PARAMS = [
 ]
 
 
+@pytest.fixture
+def pair(caching_pair: Pair) -> Pair:
+    return caching_pair
+
+
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("length", [1, 16, 33, 500])
 async def test_a_local_prefill_gives_the_tokens_of_a_handover(
-    caching_workers: Workers, length: int, params: pb.SamplingParams
+    pair: Pair, length: int, params: pb.SamplingParams
 ) -> None:
-    async with paired(*caching_workers) as pair:
-        right = await pair.generate(prompt(length), params)
-        for output_ids in ([], right.tokens[:3]):  # a new request, and one that continues after a failure
-            decode_id = await pair.decode.reserve(request(prompt(length), params, output_ids))
-            tokens = [token for token, _ in await pair.decode.tokens(decode_id)]
-            assert [*output_ids, *(t.token_id for t in tokens)] == right.tokens
-            assert [t.output_index for t in tokens] == list(range(len(output_ids), 9))
-            expected = [t.logprobs.logprob for t in right.decoded][len(output_ids) :]
-            assert [t.logprobs.logprob for t in tokens] == pytest.approx(expected, abs=1e-4)
-        await assert_whole(*caching_workers)
+    right = await pair.generate(prompt(length), params)
+    for output_ids in ([], right.tokens[:3]):  # a new request, and one that continues after a failure
+        decode_id = await pair.decode.reserve(request(prompt(length), params, output_ids))
+        tokens = [token for token, _ in await pair.decode.tokens(decode_id)]
+        assert [*output_ids, *(t.token_id for t in tokens)] == right.tokens
+        assert [t.output_index for t in tokens] == list(range(len(output_ids), 9))
+        expected = [t.logprobs.logprob for t in right.decoded][len(output_ids) :]
+        assert [t.logprobs.logprob for t in tokens] == pytest.approx(expected, abs=1e-4)
 
 
-async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(caching_workers: Workers) -> None:
+async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(pair: Pair) -> None:
     params = sampling(max_tokens=120, ignore_eos=True)
-    async with paired(*caching_workers) as pair:
-        right = (await pair.generate(prompt(40), params)).tokens
-        _, running = await pair.reserve(request(prompt(40), params))
-        first, _ = await pair.decode.token(running)
-        here = await pair.decode.submit_decode(request(prompt(300), sampling(max_tokens=4, ignore_eos=True)))
-        rest = [token.token_id for token, _ in await pair.decode.tokens(running)]
-        assert [first.token_id, *rest] == right
-        await pair.decode.reserved(here)
-        assert len(await pair.decode.tokens(here)) == 4
-        offered = await status(pair.decode)
-        assert offered.chunk_seconds > 0
-        await assert_whole(*caching_workers)
+    right = (await pair.generate(prompt(40), params)).tokens
+    _, running = await pair.reserve(request(prompt(40), params))
+    first, _ = await pair.decode.token(running)
+    here = await pair.decode.submit_decode(request(prompt(300), sampling(max_tokens=4, ignore_eos=True)))
+    rest = [token.token_id for token, _ in await pair.decode.tokens(running)]
+    assert [first.token_id, *rest] == right
+    await pair.decode.reserved(here)
+    assert len(await pair.decode.tokens(here)) == 4
+    offered = await status(pair.decode)
+    assert offered.chunk_seconds > 0
 
 
 async def test_decoded_tokens_are_cached_for_the_next_turn(caching_workers: Workers) -> None:
@@ -66,23 +67,21 @@ async def test_decoded_tokens_are_cached_for_the_next_turn(caching_workers: Work
         assert first.cached_tokens == 96  # 103 are known, in blocks of 16
 
 
-async def test_fetched_kv_is_cached_and_reported(caching_workers: Workers) -> None:
+async def test_fetched_kv_is_cached_and_reported(pair: Pair) -> None:
     """A prefill worker computes the first turn. The decode worker computes the end of the second turn."""
-    async with paired(*caching_workers) as pair:
-        turn = prompt(200)
-        answer = (await pair.generate(turn, sampling(max_tokens=60, ignore_eos=True))).tokens
-        second = [*turn, *answer, 1, 2, 3]
-        computed = [*turn, *answer[:-1]]
-        reported: set[int] = set()
-        cached = await pair.decode.hints(computed)
-        while not reported.issuperset(cached):
-            reported.update((await asyncio.wait_for(pair.decode.caches.get(), 30)).added)
-        params = sampling(max_tokens=5, ignore_eos=True)
-        here = await pair.decode.reserve(request(second, params))
-        tokens = [token for token, _ in await pair.decode.tokens(here)]
-        assert tokens[0].cached_tokens == 256  # 259 are known, in blocks of 16
-        assert [token.token_id for token in tokens] == (await pair.generate(second, params)).tokens
-        await assert_whole(*caching_workers)
+    turn = prompt(200)
+    answer = (await pair.generate(turn, sampling(max_tokens=60, ignore_eos=True))).tokens
+    second = [*turn, *answer, 1, 2, 3]
+    computed = [*turn, *answer[:-1]]
+    reported: set[int] = set()
+    cached = await pair.decode.hints(computed)
+    while not reported.issuperset(cached):
+        reported.update((await asyncio.wait_for(pair.decode.caches.get(), 30)).added)
+    params = sampling(max_tokens=5, ignore_eos=True)
+    here = await pair.decode.reserve(request(second, params))
+    tokens = [token for token, _ in await pair.decode.tokens(here)]
+    assert tokens[0].cached_tokens == 256  # 259 are known, in blocks of 16
+    assert [token.token_id for token in tokens] == (await pair.generate(second, params)).tokens
 
 
 async def test_a_cancel_and_the_end_of_the_stream_stop_local_prefills(caching_workers: Workers) -> None:
@@ -94,14 +93,12 @@ async def test_a_cancel_and_the_end_of_the_stream_stop_local_prefills(caching_wo
     await assert_whole(*caching_workers)
 
 
-async def test_a_retarget_of_a_local_prefill_changes_nothing(caching_workers: Workers) -> None:
-    async with paired(*caching_workers) as pair:
-        params = sampling(max_tokens=5, ignore_eos=True)
-        right = (await pair.generate(prompt(200), params)).tokens
-        decode_id = await pair.decode.reserve(request(prompt(200), params))
-        await retarget(pair, decode_id, bytes(16), [])
-        assert [token.token_id for token, _ in await pair.decode.tokens(decode_id)] == right
-        await assert_whole(*caching_workers)
+async def test_a_retarget_of_a_local_prefill_changes_nothing(pair: Pair) -> None:
+    params = sampling(max_tokens=5, ignore_eos=True)
+    right = (await pair.generate(prompt(200), params)).tokens
+    decode_id = await pair.decode.reserve(request(prompt(200), params))
+    await retarget(pair, decode_id, bytes(16), [])
+    assert [token.token_id for token, _ in await pair.decode.tokens(decode_id)] == right
 
 
 async def test_a_local_prefill_without_room_is_refused_and_the_youngest_is_preempted(

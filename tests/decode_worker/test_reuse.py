@@ -13,7 +13,6 @@ from tests.cluster_helpers import (
     assert_whole,
     attached,
     metrics,
-    paired,
     request,
     sampling,
 )
@@ -24,6 +23,11 @@ TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 """KV of one position in all layers: K and V, of two layers with two heads of 16 float32."""
 FETCHED = 'baton:prefix_fetched_tokens_total{tier="device"}'
 SHORT = sampling(max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture
+def pair(caching_pair: Pair) -> Pair:
+    return caching_pair
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -45,72 +49,68 @@ async def handed_over(workers: Workers, pair: Pair, prompt: list[int]) -> tuple[
 
 @pytest.mark.parametrize(("length", "more"), [(100, 40), (96, 1), (11, 17)])
 async def test_the_next_turn_moves_only_what_decode_lacks(
-    caching_workers: Workers, length: int, more: int
+    caching_workers: Workers, pair: Pair, length: int, more: int
 ) -> None:
-    async with paired(*caching_workers) as pair:
-        first = text(length, length)
-        tokens, moved = await handed_over(caching_workers, pair, first)
-        assert moved == length
-        second = [*first, *tokens, *text(more, 1000 + length)]
-        known = (length + len(tokens) - 1) // 16 * 16  # full blocks; the last token has no KV
-        again, moved = await handed_over(caching_workers, pair, second)
-        assert moved == len(second) - known
-        assert await answered(pair.prefill, second, SHORT) == again, "computed by one worker"
-        await assert_whole(*caching_workers)
+    first = text(length, length)
+    tokens, moved = await handed_over(caching_workers, pair, first)
+    assert moved == length
+    second = [*first, *tokens, *text(more, 1000 + length)]
+    known = (length + len(tokens) - 1) // 16 * 16  # full blocks; the last token has no KV
+    again, moved = await handed_over(caching_workers, pair, second)
+    assert moved == len(second) - known
+    assert await answered(pair.prefill, second, SHORT) == again, "computed by one worker"
 
 
-async def test_a_prompt_that_decode_has_needs_only_its_first_token(caching_workers: Workers) -> None:
-    async with paired(*caching_workers) as pair:
-        prompt = text(64, 64)
-        tokens, moved = await handed_over(caching_workers, pair, prompt)
-        assert moved == 64
-        assert await handed_over(caching_workers, pair, prompt) == (tokens, 0)
-        await assert_whole(*caching_workers)
+async def test_a_prompt_that_decode_has_needs_only_its_first_token(
+    caching_workers: Workers, pair: Pair
+) -> None:
+    prompt = text(64, 64)
+    tokens, moved = await handed_over(caching_workers, pair, prompt)
+    assert moved == 64
+    assert await handed_over(caching_workers, pair, prompt) == (tokens, 0)
 
 
-async def test_a_retarget_fetches_what_is_missing_of_the_longer_text(caching_workers: Workers) -> None:
+async def test_a_retarget_fetches_what_is_missing_of_the_longer_text(
+    caching_workers: Workers, pair: Pair
+) -> None:
     """The prefill of the first attempt is lost. The second one has one token more."""
-    async with paired(*caching_workers) as pair:
-        prompt = text(70, 70)
-        tokens, _ = await handed_over(caching_workers, pair, prompt)
-        before = await received(caching_workers, pair)
-        lost = pair.source(bytes(16))
-        decode_id = await pair.decode.reserve(request(prompt, SHORT), lost)
-        again = request(prompt, SHORT, tokens[:1])
-        prefill_id = await pair.prefill.submit_prefill(again, handover=True)
-        await retarget(pair, decode_id, prefill_id, tokens[:1])
-        decoded = await pair.decode.tokens(decode_id)
-        assert [token.token_id for token, _ in decoded] == tokens[1:]
-        assert (await received(caching_workers, pair) - before) / TOKEN_BYTES == 71 - 64
-        await assert_whole(*caching_workers)
+    prompt = text(70, 70)
+    tokens, _ = await handed_over(caching_workers, pair, prompt)
+    before = await received(caching_workers, pair)
+    lost = pair.source(bytes(16))
+    decode_id = await pair.decode.reserve(request(prompt, SHORT), lost)
+    again = request(prompt, SHORT, tokens[:1])
+    prefill_id = await pair.prefill.submit_prefill(again, handover=True)
+    await retarget(pair, decode_id, prefill_id, tokens[:1])
+    decoded = await pair.decode.tokens(decode_id)
+    assert [token.token_id for token, _ in decoded] == tokens[1:]
+    assert (await received(caching_workers, pair) - before) / TOKEN_BYTES == 71 - 64
 
 
 def cache_of(worker: WorkerProcess) -> pb.ContentSource:
     return pb.ContentSource(kv_address=worker.ready["kv_address"], incarnation=worker.ready["incarnation"])
 
 
-async def test_a_worker_that_leaves_its_pool_offers_what_it_has(caching_workers: Workers) -> None:
+async def test_a_worker_that_leaves_its_pool_offers_what_it_has(caching_workers: Workers, pair: Pair) -> None:
     """This test is the router: it passes the offer on."""
-    async with paired(*caching_workers) as pair:
-        prompt = text(200, 200)
-        work = request(prompt, sampling(max_tokens=1))
-        await pair.prefill.token(await pair.prefill.submit_prefill(work, handover=False))
-        await pair.prefill.next_status()  # a later one has the pool
-        try:
-            await pair.prefill.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_DECODE))
-            offer = await asyncio.wait_for(pair.prefill.offers.get(), 10)
-            assert [*offer.prefix.token_ids] == prompt[:192]
-            content = cache_of(caching_workers[0])
-            await pair.decode.send(fetch_prefix=pb.FetchPrefix(prefix=offer.prefix, content=content))
-            chunks = {*await pair.decode.hints(prompt)}
-            async with asyncio.timeout(10):
-                while chunks:
-                    chunks -= {*(await pair.decode.caches.get()).added}
-            _, cached = await alone(pair.decode, prompt, SHORT)
-            assert cached == 192
-        finally:
-            await pair.prefill.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_PREFILL))
-        await assert_whole(*caching_workers)
+    prompt = text(200, 200)
+    work = request(prompt, sampling(max_tokens=1))
+    await pair.prefill.token(await pair.prefill.submit_prefill(work, handover=False))
+    await pair.prefill.next_status()  # a later one has the pool
+    try:
+        await pair.prefill.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_DECODE))
+        offer = await asyncio.wait_for(pair.prefill.offers.get(), 10)
+        assert [*offer.prefix.token_ids] == prompt[:192]
+        content = cache_of(caching_workers[0])
+        await pair.decode.send(fetch_prefix=pb.FetchPrefix(prefix=offer.prefix, content=content))
+        chunks = {*await pair.decode.hints(prompt)}
+        async with asyncio.timeout(10):
+            while chunks:
+                chunks -= {*(await pair.decode.caches.get()).added}
+        _, cached = await alone(pair.decode, prompt, SHORT)
+        assert cached == 192
+    finally:
+        await pair.prefill.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_PREFILL))
 
 
 async def answered(
@@ -156,41 +156,39 @@ async def by_source(worker: WorkerProcess, stream: WorkerStream) -> dict[str, fl
     return {source: found[f'{name}{{source="{source}"}}'] for source in sources}
 
 
-async def test_the_kv_of_an_answer_comes_back_for_the_next_turn(caching_workers: Workers) -> None:
+async def test_the_kv_of_an_answer_comes_back_for_the_next_turn(caching_workers: Workers, pair: Pair) -> None:
     _, decode = caching_workers
-    async with paired(*caching_workers) as pair:
-        first = text(200, 7)
-        answer = await answered(pair.decode, first, sampling(max_tokens=100, ignore_eos=True))
-        second = [*first, *answer, *text(20, 8)]
-        known = await by_source(caching_workers[0], pair.prefill)
-        token, cached = await prefilled(pair.prefill, second, cache_of(decode))
-        assert cached == 288 // 64 * 64, "full blocks of 299 positions, in chunks"
-        assert [token] == await answered(pair.decode, second, sampling(max_tokens=1))
-        assert await by_source(caching_workers[0], pair.prefill) == {
-            "local_compute": known["local_compute"] + len(second) - cached,
-            "local_cache_hit": known["local_cache_hit"],
-            "external_kv_transfer": known["external_kv_transfer"] + cached,
-        }
-        longer = [*second, *text(400, 9)]
-        token, cached = await prefilled(pair.prefill, longer, cache_of(decode))
-        assert cached == len(second) // 16 * 16, "what it computed itself"
-        assert [token] == await answered(pair.decode, longer, sampling(max_tokens=1))
-        await assert_whole(*caching_workers)
+    first = text(200, 7)
+    answer = await answered(pair.decode, first, sampling(max_tokens=100, ignore_eos=True))
+    second = [*first, *answer, *text(20, 8)]
+    known = await by_source(caching_workers[0], pair.prefill)
+    token, cached = await prefilled(pair.prefill, second, cache_of(decode))
+    assert cached == 288 // 64 * 64, "full blocks of 299 positions, in chunks"
+    assert [token] == await answered(pair.decode, second, sampling(max_tokens=1))
+    assert await by_source(caching_workers[0], pair.prefill) == {
+        "local_compute": known["local_compute"] + len(second) - cached,
+        "local_cache_hit": known["local_cache_hit"],
+        "external_kv_transfer": known["external_kv_transfer"] + cached,
+    }
+    longer = [*second, *text(400, 9)]
+    token, cached = await prefilled(pair.prefill, longer, cache_of(decode))
+    assert cached == len(second) // 16 * 16, "what it computed itself"
+    assert [token] == await answered(pair.decode, longer, sampling(max_tokens=1))
 
 
-async def test_turns_that_change_workers_compute_little_of_what_is_known(caching_workers: Workers) -> None:
+async def test_turns_that_change_workers_compute_little_of_what_is_known(
+    caching_workers: Workers, pair: Pair
+) -> None:
     """Each worker computes and decodes every second turn alone, and fetches the turns before."""
-    async with paired(*caching_workers) as pair:
-        streams, chat, known, computed = (pair.prefill, pair.decode), text(640, 20), 0, 0
-        for turn in range(10):
-            content = cache_of(caching_workers[1 - turn % 2])
-            tokens, cached = await alone(streams[turn % 2], chat, SHORT, content)
-            assert (tokens, 0) == await alone(streams[turn % 2], chat, SHORT, salt=b"no cache %d" % turn)
-            computed += known - cached
-            known = len(chat) + len(tokens) - 1  # the last token has no KV
-            chat = [*chat, *tokens, *text(120, 21 + turn)]
-        assert computed <= 0.05 * sum(640 + 125 * turn for turn in range(9))
-        await assert_whole(*caching_workers)
+    streams, chat, known, computed = (pair.prefill, pair.decode), text(640, 20), 0, 0
+    for turn in range(10):
+        content = cache_of(caching_workers[1 - turn % 2])
+        tokens, cached = await alone(streams[turn % 2], chat, SHORT, content)
+        assert (tokens, 0) == await alone(streams[turn % 2], chat, SHORT, salt=b"no cache %d" % turn)
+        computed += known - cached
+        known = len(chat) + len(tokens) - 1  # the last token has no KV
+        chat = [*chat, *tokens, *text(120, 21 + turn)]
+    assert computed <= 0.05 * sum(640 + 125 * turn for turn in range(9))
 
 
 @pytest.mark.parametrize("left", ["cancelled", "router gone"])
@@ -208,7 +206,7 @@ async def test_a_request_that_ends_while_its_prefix_is_fetched_leaves_nothing(
 
 
 @pytest.mark.parametrize("wrong", ["nothing cached", "another incarnation", "no listener", "itself"])
-async def test_a_stale_hint_costs_time_alone(caching_workers: Workers, wrong: str) -> None:
+async def test_a_stale_hint_costs_time_alone(caching_workers: Workers, pair: Pair, wrong: str) -> None:
     prefill, decode = caching_workers
     content = {
         "nothing cached": cache_of(decode),
@@ -216,59 +214,53 @@ async def test_a_stale_hint_costs_time_alone(caching_workers: Workers, wrong: st
         "no listener": pb.ContentSource(kv_address="127.0.0.1:1", incarnation=1),
         "itself": cache_of(prefill),
     }[wrong]
-    async with paired(*caching_workers) as pair:
-        prompt = text(150, sum(map(ord, wrong)))
-        other, one = [*prompt[1:], 1], sampling(max_tokens=1)
-        (first, cached), (tokens, also_cached) = await asyncio.gather(
-            prefilled(pair.prefill, prompt, content), alone(pair.prefill, other, one, content)
-        )
-        assert cached == also_cached == 0
-        assert [first] == await answered(pair.decode, prompt, one)
-        assert tokens == await answered(pair.decode, other, one)
-        await assert_whole(*caching_workers)
+    prompt = text(150, sum(map(ord, wrong)))
+    other, one = [*prompt[1:], 1], sampling(max_tokens=1)
+    (first, cached), (tokens, also_cached) = await asyncio.gather(
+        prefilled(pair.prefill, prompt, content), alone(pair.prefill, other, one, content)
+    )
+    assert cached == also_cached == 0
+    assert [first] == await answered(pair.decode, prompt, one)
+    assert tokens == await answered(pair.decode, other, one)
 
 
 async def test_prompts_with_the_same_beginning_wait_for_one_fetch(
-    caching_workers: Workers,
+    caching_workers: Workers, pair: Pair
 ) -> None:
     _, decode = caching_workers
-    async with paired(*caching_workers) as pair:
-        shared = text(640, 11)
-        await answered(pair.decode, [*shared, 1], SHORT)
-        await status(pair.prefill)
-        before = metrics(caching_workers[0]).get(FETCHED, 0)
-        ids = [
-            await pair.prefill.submit_prefill(
-                request([*shared, number], SHORT), handover=True, content=cache_of(decode)
-            )
-            for number in range(4)
-        ]
-        await pair.prefill.cancel(ids[0])
-        await pair.prefill.cancel(ids[3])
-        for prefill_id in ids[1:3]:
-            token, _ = await pair.prefill.token(prefill_id)
-            assert token.cached_tokens == 640
-            await pair.prefill.cancel(prefill_id)
-        await status(pair.prefill)
-        assert metrics(caching_workers[0])[FETCHED] - before == 640
-        await assert_whole(*caching_workers)
+    shared = text(640, 11)
+    await answered(pair.decode, [*shared, 1], SHORT)
+    await status(pair.prefill)
+    before = metrics(caching_workers[0]).get(FETCHED, 0)
+    ids = [
+        await pair.prefill.submit_prefill(
+            request([*shared, number], SHORT), handover=True, content=cache_of(decode)
+        )
+        for number in range(4)
+    ]
+    await pair.prefill.cancel(ids[0])
+    await pair.prefill.cancel(ids[3])
+    for prefill_id in ids[1:3]:
+        token, _ = await pair.prefill.token(prefill_id)
+        assert token.cached_tokens == 640
+        await pair.prefill.cancel(prefill_id)
+    await status(pair.prefill)
+    assert metrics(caching_workers[0])[FETCHED] - before == 640
 
 
-async def test_two_workers_that_fetch_from_each_other_all_go_on(caching_workers: Workers) -> None:
+async def test_two_workers_that_fetch_from_each_other_all_go_on(caching_workers: Workers, pair: Pair) -> None:
     """More prompts than a worker serves at a time. Some are computed, since the other worker is busy."""
-    async with paired(*caching_workers) as pair:
-        streams = (pair.prefill, pair.decode)
-        # Few enough tokens for the pool: else fetched blocks may be evicted before their prompt starts.
-        prompts = [[text(200, 100 * side + number) for number in range(5)] for side in range(2)]
-        for stream, own in zip(streams, prompts, strict=True):
-            for prompt in own:
-                await answered(stream, [*prompt, 1], SHORT)
-        asked = [
-            prefilled(streams[1 - side], [*prompt, 2], cache_of(caching_workers[side]))
-            for side in range(2)
-            for prompt in prompts[side]
-        ]
-        tokens = await asyncio.gather(*asked)
-        assert {cached for _, cached in tokens} <= {0, 192}
-        assert sum(cached > 0 for _, cached in tokens) >= 4
-        await assert_whole(*caching_workers)
+    streams = (pair.prefill, pair.decode)
+    # Few enough tokens for the pool: else fetched blocks may be evicted before their prompt starts.
+    prompts = [[text(200, 100 * side + number) for number in range(5)] for side in range(2)]
+    for stream, own in zip(streams, prompts, strict=True):
+        for prompt in own:
+            await answered(stream, [*prompt, 1], SHORT)
+    asked = [
+        prefilled(streams[1 - side], [*prompt, 2], cache_of(caching_workers[side]))
+        for side in range(2)
+        for prompt in prompts[side]
+    ]
+    tokens = await asyncio.gather(*asked)
+    assert {cached for _, cached in tokens} <= {0, 192}
+    assert sum(cached > 0 for _, cached in tokens) >= 4

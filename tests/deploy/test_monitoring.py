@@ -16,7 +16,6 @@ from baton.worker.service_process.metrics import Metrics
 
 from .conftest import K8S, ROOT, Object, of_kind
 
-MONITORING = K8S / "components" / "monitoring"
 GRAFANA = ROOT / "deploy" / "grafana"
 DOCUMENTED = ROOT / "docs" / "reference" / "metrics.md"
 AUTOSCALING = K8S / "components" / "autoscaling"
@@ -87,7 +86,7 @@ def test_what_is_scraped_is_a_port_of_the_services(overlay: list[Object]) -> Non
 @pytest.mark.parametrize("name", ["plain", "kuberay", "kv-network", "single-gpu"])
 def test_alerts_and_dashboards_are_those_of_grafana(overlays: dict[str, list[Object]], name: str) -> None:
     wanted = yaml.safe_load((GRAFANA / "rules.yaml").read_text())
-    assert groups(overlays[name], "baton") == wanted["groups"], f"run {MONITORING / 'alerts.py'}"
+    assert groups(overlays[name], "baton") == wanted["groups"], "run deploy/grafana/dashboards.py"
     [shown] = [m for m in of_kind(overlays[name], "ConfigMap") if m["metadata"]["name"] == "baton-dashboards"]
     assert shown["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert shown["data"].keys() == {path.name for path in (GRAFANA / "dashboards").iterdir()}

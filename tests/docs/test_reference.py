@@ -9,12 +9,13 @@ from typer.core import TyperGroup
 from baton.bench.load.cli import app as bench_app
 from baton.cluster.cli import app as baton_app
 from baton.router.api.openapi import description
-from docs.reference.generate import HERE, options, pages
+from docs.reference.generate import BLOCK, BLOCKS, HERE, options, pages
 
 
 def test_reference_pages_are_current() -> None:
     for name, text in pages().items():
         assert (HERE / name).read_text() == text, f"docs/reference/{name} is old: run `make reference`"
+    assert sorted(found[1] for text in pages().values() for found in BLOCK.findall(text)) == sorted(BLOCKS)
 
 
 @pytest.mark.parametrize(("app", "prefix"), [(baton_app, "baton"), (bench_app, "baton bench")])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.execution.inputs import attention_metadata, read_by_device
-from baton.engine.kernels import HeadNorm, Kernels
+from baton.engine.kernels import KV, HeadNorm, Kernels
 from baton.engine.kernels.attention.paged import first_seen
 from baton.engine.model_config import Span
 from baton.engine.step import Draws, Variant, arrange
@@ -77,6 +77,14 @@ class Step:
         self, kernels: Kernels, device: str, norm: HeadNorm | None = None, *, exact: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attention's output, the cache, and the rotated queries; with `exact` all in float64."""
+        kv = (self.kv.double() if exact else self.kv).to(device, copy=True)
+        out, q = self.run_on(kv, kernels, device, norm, exact=exact)
+        return out, kv, q
+
+    def run_on(
+        self, kv: KV, kernels: Kernels, device: str, norm: HeadNorm | None = None, *, exact: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, with a cache on the device, which gets the KV of the step."""
 
         def put(x: Tensor) -> Tensor:
             return (x.double() if exact and x.is_floating_point() else x).to(device, copy=True)
@@ -89,13 +97,13 @@ class Step:
             contexts=put(m.contexts),
             tiles=None if m.tiles is None else put(m.tiles),
         )
-        kv, rotary = put(self.kv), put(self.rotary)
+        rotary = put(self.rotary)
         if norm is not None:
             norm = HeadNorm(put(norm.scale), norm.eps)
         q = kernels.rope_and_write(put(self.qkv), rotary, norm, kv, metadata.slots)
-        plan = kernels.plan(metadata, *self.heads, kv.dtype, self.span)
+        plan = kernels.plan(metadata, *self.heads, torch.float64 if exact else self.dtype, self.span)
         sinks = None if self.sinks is None else put(self.sinks)
-        return kernels.attention(q, kv, plan, sinks, self.scale), kv, q
+        return kernels.attention(q, kv, plan, sinks, self.scale), q
 
     def check(self, kernels: Kernels, device: str, norm: HeadNorm | None = None) -> None:
         out, kv, q = self.run(kernels, device, norm)

@@ -87,7 +87,7 @@ def main() -> None:
         kernels.add_rms_norm(x, None, x[0], 1e-5)
         kernels.add_rms_norm(x, x, x[0], 1e-5)
         kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype))
-        kernels.gelu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype))
+        kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype), gelu=True)
         metadata = AttentionMetadata(
             block_size,
             torch.zeros(rows, dtype=torch.int64),
@@ -109,8 +109,8 @@ def main() -> None:
                 for size in (hidden, 16 * hidden):
                     SkinnyLinear(torch.zeros(size, hidden, dtype=dtype), None, 132)(x[:tokens])
             for grouped in (False, True):
-                kernels.add_rms_norm_quantized(x, x, x[0], 1e-5, grouped=grouped)
-                kernels.silu_mul_quantized(torch.zeros(rows, 2 * 14336, dtype=dtype), grouped=grouped)
+                kernels.add_rms_norm(x, x, x[0], 1e-5, grouped)
+                kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype), grouped)
                 for size, blocks in itertools.product((4 * hidden, 1024), (False, True)[: 1 + grouped]):
                     scales = torch.zeros(-(-hidden // 128) if grouped else 1, size // 128 if blocks else size)
                     linear = Fp8Linear(torch.zeros(size, hidden, dtype=FP8), scales, None, dtype, 132)

@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,11 @@ def run(engine: Engine, requests: Iterable[EngineRequest] = (), **add: Any) -> d
     return results
 
 
-@pytest.fixture(name="run", scope="session")
-def run_fixture() -> Callable[..., dict[bytes, Result]]:
-    return run
+def tokens_of(engine: Engine, requests: Iterable[EngineRequest]) -> list[list[int]]:
+    """The tokens that `run` gets for each request."""
+    results = run(engine, requests)
+    engine.assert_whole()
+    return [result.tokens for result in results.values()]
 
 
 def request_of(
@@ -74,11 +77,6 @@ def request_of(
     return EngineRequest(number.to_bytes(16), list(prompt_ids), list(output_ids), params, priority)
 
 
-@pytest.fixture(name="request_of", scope="session")
-def request_fixture() -> Callable[..., EngineRequest]:
-    return request_of
-
-
 @pytest.fixture(scope="module")
 def triton_kernels(kernel_device: str) -> Kernels:
     from baton.engine.kernels.triton_kernels import TritonKernels
@@ -87,9 +85,7 @@ def triton_kernels(kernel_device: str) -> Kernels:
 
 
 @pytest.fixture
-def check_tokens_of_kernels(
-    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
+def check_tokens_of_kernels(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Asserts that an engine with `triton_kernels` gives the tokens of an engine with torch kernels."""
     requests = [request_of(i, range(3 + i, 8 + i), max_tokens=2, ignore_eos=True) for i in range(2)]
 
@@ -104,13 +100,13 @@ def check_tokens_of_kernels(
             max_num_batched_tokens=6,
             max_num_seqs=2,
         )
-        return [result.tokens for result in run(build_engine(config), requests).values()]
+        return tokens_of(build_engine(config), requests)
 
     def check(path: Path, **formats: Any) -> None:
         expected = tokens(path, "cpu", **formats)
         for module in ("baton.engine.execution.start", "baton.engine.layers.weights"):
             monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim: triton_kernels)
-        assert tokens(path, kernel_device, **formats) == expected
+        assert tokens(path, DEVICE, **formats) == expected
 
     return check
 
@@ -282,17 +278,26 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     return model
 
 
-@pytest.fixture(name="save_tiny", scope="session")
-def save_tiny_fixture() -> Callable[..., Any]:
-    return save_tiny
+TinyOf = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> TinyOf:
+    """Checkpoints of tiny random models, by kind. No test changes them."""
+
+    @cache
+    def make(kind: str) -> Path:
+        directory = tmp_path_factory.mktemp(kind)
+        save_tiny(directory, kind)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tiny_of: TinyOf) -> Path:
     """A tiny random Llama with grouped queries."""
-    directory = tmp_path_factory.mktemp("tiny")
-    save_tiny(directory, "Llama")
-    return directory
+    return tiny_of("Llama")
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def main() -> int:
     def kernels_for(_: torch.device, head_dim: int) -> TritonKernels:
         return TritonKernels(torch.device("cpu"), head_dim)
 
-    original: Any = race._race
+    original: Any = race.draw
 
     def made_up(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, finite = original(*args)
@@ -70,17 +70,15 @@ def main() -> int:
     for module, name, instead in (
         (start, "kernels_for", kernels_for),
         (weights, "kernels_for", kernels_for),
-        (race, "_race", made_up),
+        (race, "draw", made_up),
+        (TritonKernels, "draw", staticmethod(made_up)),
     ):
         setattr(module, name, instead)
 
     with tempfile.TemporaryDirectory() as directory:
         save_tiny(Path(directory), "Llama", max_position_embeddings=4096)
         warm = build_engine(EngineConfig(directory, dtype="float32", **SIZES))
-    rehearsal = Rehearsal(
-        seats=SIZES["max_num_seqs"], budget=SIZES["max_num_batched_tokens"], max_model_len=4096,
-        block_size=SIZES["block_size"],
-    )  # fmt: skip
+    rehearsal = Rehearsal(EngineConfig(directory, **SIZES), 4096, SIZES["block_size"])
     warm_up(warm._runner, rehearsal, lambda *_: None)
     print(f"{len(compiled)} kernels compiled by the rehearsal", *compiled, sep="\n  ")
     compiled.clear()

@@ -13,6 +13,7 @@ from torch import Tensor
 from baton.engine.kernels import AttentionMetadata, HeadNorm, Kernels
 from baton.engine.kernels.attention.paged import first_seen
 from baton.engine.model_config import Span
+from tests.device import DEVICE
 from tests.engine.attention_step import RAGGED, Step
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
 
@@ -21,29 +22,23 @@ from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
     ("head_dim", "block_size", "dtype"),
     [(64, 16, F32), (64, 256, F16), (128, 64, F16), pytest.param(128, 128, BF16, marks=pytest.mark.gpu)],
 )
-def test_mixed_batch(
-    triton_kernels: Kernels, kernel_device: str, head_dim: int, block_size: int, dtype: torch.dtype
-) -> None:
-    Step(RAGGED, (4, 2), head_dim, block_size, dtype).check(triton_kernels, kernel_device)
+def test_mixed_batch(triton_kernels: Kernels, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    Step(RAGGED, (4, 2), head_dim, block_size, dtype).check(triton_kernels, DEVICE)
 
 
-def test_requests_with_one_two_five_and_300_tokens(triton_kernels: Kernels, kernel_device: str) -> None:
+def test_requests_with_one_two_five_and_300_tokens(triton_kernels: Kernels) -> None:
     several = [(69, 71), (40, 45)]
-    Step([(15, 16), *several, (10, 310)], (4, 2), dtype=F16, decodes=several).check(
-        triton_kernels, kernel_device
-    )
+    Step([(15, 16), *several, (10, 310)], (4, 2), dtype=F16, decodes=several).check(triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_a_batch_padded_as_for_a_graph(
-    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype
-) -> None:
+def test_a_batch_padded_as_for_a_graph(triton_kernels: Kernels, dtype: torch.dtype) -> None:
     """Padding rows have no slot, padding requests no context, padding tiles are zeros. They write nothing and
     do not change the other rows."""
     from baton.engine.kernels.attention.tiles import SHORT, tile_work
 
     step = Step([*RAGGED, (30, 33)], (4, 2), 64, 16, dtype, decodes=[(30, 33)])
-    expected, expected_kv, _ = step.run(triton_kernels, kernel_device)
+    expected, expected_kv, _ = step.run(triton_kernels, DEVICE)
     rows, padded, m = len(expected), len(expected) + 5, step.metadata
     programs = triton_kernels.tile_programs(2)
     work = torch.from_numpy(tile_work(m.prefills, m.num_decodes, SHORT.tokens(2), programs))
@@ -59,34 +54,32 @@ def test_a_batch_padded_as_for_a_graph(
         prefills=[],
         tiles=F.pad(work, (0, 0, 0, 3)),
     )
-    out, kv, _ = step.run(triton_kernels, kernel_device)
+    out, kv, _ = step.run(triton_kernels, DEVICE)
     close(out[:rows], expected.cpu())
     assert torch.equal(kv.nan_to_num(9.0), expected_kv.nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (4, 1), (5, 1), (6, 1), (7, 1), (8, 1)])
-def test_query_heads_per_kv_head(triton_kernels: Kernels, kernel_device: str, heads: tuple[int, int]) -> None:
-    Step([(30, 31), (66, 67), (20, 40)], heads, 64, 32, F16).check(triton_kernels, kernel_device)
+def test_query_heads_per_kv_head(triton_kernels: Kernels, heads: tuple[int, int]) -> None:
+    Step([(30, 31), (66, 67), (20, 40)], heads, 64, 32, F16).check(triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normalized_before_they_are_rotated(
-    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype
-) -> None:
+def test_heads_are_normalized_before_they_are_rotated(triton_kernels: Kernels, dtype: torch.dtype) -> None:
     step = Step([(20, 21), (0, 6)], (4, 2), 64, 16, dtype)
     norm = HeadNorm(1 + normal(6, 64).to(dtype) / 4, 1e-6)
-    step.check(triton_kernels, kernel_device, norm)
+    step.check(triton_kernels, DEVICE, norm)
 
 
 @pytest.mark.parametrize("long_from", [100, 4096])
 def test_chunks_longer_than_a_tile(
-    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, long_from: int
+    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, long_from: int
 ) -> None:
     """Chunks of several tiles. Each sees whole tiles of keys, and tiles that the causal mask cuts."""
     from baton.engine.kernels.attention import tiles
 
     monkeypatch.setattr(tiles, "LONG_FROM", long_from)
-    Step([(0, 70), (130, 200)], (4, 1), 64, 128, F16).check(triton_kernels, kernel_device)
+    Step([(0, 70), (130, 200)], (4, 1), 64, 128, F16).check(triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +93,6 @@ def test_chunks_longer_than_a_tile(
 )
 def test_few_tokens_after_many(
     triton_kernels: Kernels,
-    kernel_device: str,
     monkeypatch: pytest.MonkeyPatch,
     block_size: int,
     dtype: torch.dtype,
@@ -117,7 +109,7 @@ def test_few_tokens_after_many(
     m = step.metadata
     work = tiles.tile_work(m.prefills, m.num_decodes, tiles.SHORT.tokens(2), triton_kernels.tile_programs(2))
     assert sorted(work[:, 8]) == [1, 2, 2, 3, 3, 3]
-    step.check(triton_kernels, kernel_device)
+    step.check(triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +142,6 @@ def test_keys_are_cut_for_several_waves_where_these_are_over_sooner(
 )
 def test_a_layer_with_a_span_sinks_or_a_scale(
     triton_kernels: Kernels,
-    kernel_device: str,
     span: Span | None,
     with_sinks: bool,
     scale: float | None,
@@ -161,12 +152,12 @@ def test_a_layer_with_a_span_sinks_or_a_scale(
     before it."""
     spans = [(0, 1), (31, 32), (400, 401), (0, 40), (30, 33), (290, 315)]
     step = Step(spans, (2, 1), 64, block_size, dtype, span=span, with_sinks=with_sinks, scale=scale)
-    step.check(triton_kernels, kernel_device)
+    step.check(triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_program_that_rotates_several_tokens(
-    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """As many do not fill the last; Qwen3's norm, three query heads."""
     from baton.engine.kernels.attention import rope
@@ -174,7 +165,7 @@ def test_a_program_that_rotates_several_tokens(
     monkeypatch.setattr(rope, "MANY", 1)
     step = Step([(9, 10), (0, 6)], (3, 1), 64, 16, dtype)
     norm = HeadNorm(1 + normal(4, 64).to(dtype) / 4, 1e-6)
-    step.check(triton_kernels, kernel_device, norm)
+    step.check(triton_kernels, DEVICE, norm)
 
 
 @settings(max_examples=6)
@@ -188,10 +179,8 @@ def test_a_program_that_rotates_several_tokens(
     block_size=st.sampled_from([16, 24, 128]),
     seed=st.integers(0, 1000),
 )
-def test_any_batch(
-    triton_kernels: Kernels, kernel_device: str, spans: Any, block_size: int, seed: int
-) -> None:
-    Step(spans, (2, 1), 16, block_size, F16, seed).check(triton_kernels, kernel_device)
+def test_any_batch(triton_kernels: Kernels, spans: Any, block_size: int, seed: int) -> None:
+    Step(spans, (2, 1), 16, block_size, F16, seed).check(triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -230,16 +219,15 @@ def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int],
 
 @pytest.mark.parametrize(("few", "heads"), [(2, (2, 1)), (1, (6, 2))], ids=["each head", "last program"])
 def test_combining_more_pieces_than_fit_one_pass(
-    triton_kernels: Kernels, kernel_device: str, few: int, heads: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    triton_kernels: Kernels, few: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from baton.engine.kernels.attention import decode as decode_attention
 
     monkeypatch.setattr(decode_attention, "COMBINED", 2)
     monkeypatch.setattr(decode_attention, "COMBINED_LAST", 8)
     monkeypatch.setattr(decode_attention, "FEW_REQUESTS", few)
     monkeypatch.setattr(decode_attention, "PIECES_PER_SM", 8)
-    Step([(350, 351), (9, 10)], heads, 64, 16).check(triton_kernels, kernel_device)
+    Step([(350, 351), (9, 10)], heads, 64, 16).check(triton_kernels, DEVICE)
 
 
 @pytest.mark.gpu
@@ -299,14 +287,14 @@ def test_a_captured_decode_step_serves_other_lengths(
     close(out[[0, 2]], expected[[0, 2]])
 
 
-def test_padding_rows_write_and_read_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
+def test_padding_rows_write_and_read_nothing(triton_kernels: Kernels) -> None:
     """Padding as in a captured graph."""
     step = Step([(8, 9), (40, 41), (41, 42)], (2, 1), 64, 16)
     expected, expected_kv, _ = step.run(Kernels(), "cpu")
     m = step.metadata
     padded_kv = step.kv.clone()
     m.slots[1], m.contexts[1] = -1, 0
-    out, kv, _ = step.run(triton_kernels, kernel_device)
+    out, kv, _ = step.run(triton_kernels, DEVICE)
     assert not out[1].any()
     close(out[[0, 2]], expected[[0, 2]])
     changed = ~torch.eq(kv.cpu().nan_to_num(7), padded_kv.nan_to_num(7)).all(-1).all(0).flatten()

@@ -100,7 +100,7 @@ class Everything:
         return True
 
 
-def requests_of(request_of: Any) -> list[EngineRequest]:
+def requests_of() -> list[EngineRequest]:
     rng = random.Random(3)
     kinds: list[dict[str, Any]] = [
         {"logprobs": 2},
@@ -119,8 +119,8 @@ def requests_of(request_of: Any) -> list[EngineRequest]:
 
 
 @pytest.fixture(scope="module")
-def requests(request_of: Any) -> list[EngineRequest]:
-    return requests_of(request_of)
+def requests() -> list[EngineRequest]:
+    return requests_of()
 
 
 @pytest.fixture(scope="module")
@@ -193,23 +193,6 @@ def test_resuming_ends_a_request_with_its_last_token(tiny_engine: MakeEngine) ->
     (first,) = engine.step().outputs
     again = engine.resume(first.id, b"decode")
     assert again == Output(b"decode", 0, first.token, finish_reason="length")
-    engine.assert_whole()
-
-
-def test_resuming_waits_for_a_seat(tiny_engine: MakeEngine) -> None:
-    engine = tiny_engine(max_num_seqs=1)
-    engine.add(request_of(1, [3, 4, 5], max_tokens=2), handover=True)
-    engine.step()
-    reserved = request_of(2, [3])
-    assert engine.reserve(reserved) is not None
-    assert engine.resume(request_of(1, []).id, b"decode") is None
-    assert (engine.stats().held, engine.stats().running) == (1, 0)
-    engine.add(request_of(3, [3, 4, 5]))
-    engine.cancel(reserved.id)
-    assert engine.resume(request_of(1, []).id, b"decode") is not None, "before the waiting request"
-    assert not engine.has_work or engine.step().outputs[0].id == b"decode"
-    for request_id in (b"decode", request_of(3, []).id):
-        engine.cancel(request_id)
     engine.assert_whole()
 
 

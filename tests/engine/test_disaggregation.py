@@ -104,54 +104,6 @@ def copy_kv(
             parts(target_kv)[0].flatten(1, 2)[:, here] = parts(source_kv)[0].flatten(1, 2)[:, there]
 
 
-def mixed_requests() -> list[EngineRequest]:
-    rng = random.Random(1)
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.9},
-        {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "frequency_penalty": 0.5},
-    ]
-    return [
-        request_of(
-            i,
-            [rng.randrange(3, 199) for _ in range(length)],
-            max_tokens=1 + rng.randrange(40),
-            seed=rng.getrandbits(63),
-            logprobs=2,
-            **kinds[i % 3],
-        )
-        for i, length in enumerate([1, 2, 4, 5, 17, 30, 31, 50, 64, 90])
-    ]
-
-
-@pytest.mark.parametrize(
-    "decode_config",
-    [
-        pytest.param({"block_size": 16, "num_blocks": 64}, id="other block size"),
-        pytest.param({"block_size": 4, "num_blocks": 30}, id="decode hands back"),
-        pytest.param({"block_size": 4, "num_blocks": 99, "max_num_seqs": 3}, id="few seats"),
-    ],
-)
-def test_tiny_model(tiny_engine: MakeEngine, decode_config: dict[str, Any]) -> None:
-    requests = mixed_requests()
-    prefill = tiny_engine(
-        num_blocks=40, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=True
-    )
-    pair = Pair(prefill, tiny_engine(**decode_config))
-    tokens = pair.run(requests)
-    single = run(tiny_engine(num_blocks=512, max_num_batched_tokens=64), requests)
-    assert tokens == {request.id: single[request.id].tokens for request in requests}
-    assert bool(pair.handed_back) == (decode_config["num_blocks"] == 30)
-    for request in requests:
-        ours, theirs = pair.outputs[request.id], single[request.id].outputs
-        assert [o.finish_reason for o in ours] == [o.finish_reason for o in theirs]
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.logprobs is not None
-            assert b.logprobs is not None
-            assert a.logprobs.top_ids == b.logprobs.top_ids
-            assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-4)
-
-
 @pytest.mark.parametrize("prefill_blocks", [16, 40], ids=["evictions on prefill", "all fits"])
 @pytest.mark.parametrize("decode_blocks", [24, 99], ids=["evictions on decode", "all fits"])
 def test_chats_of_several_turns_copy_only_what_decode_lacks(

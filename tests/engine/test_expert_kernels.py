@@ -9,6 +9,7 @@ from torch import Tensor
 from baton.engine.kernels import Experts, Kernels
 from baton.engine.kernels.moe.experts import route
 from baton.engine.model_config import ClampedSwiGLU, Scoring
+from tests.device import DEVICE
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
 
 LEANINGS = {
@@ -89,11 +90,7 @@ IN_TURN = [(*mix, (F16, F32)[i % 2]) for i, mix in enumerate(reversed(MIXES))]
     [*IN_TURN, *(pytest.param(*mix, BF16, marks=pytest.mark.gpu) for mix in MIXES)],
 )
 def test_mix_experts(
-    triton_kernels: Kernels,
-    kernel_device: str,
-    leaning: str,
-    shape: tuple[int, int, int, int, Scoring],
-    dtype: torch.dtype,
+    triton_kernels: Kernels, leaning: str, shape: tuple[int, int, int, int, Scoring], dtype: torch.dtype
 ) -> None:
     """All tilings, tiles that are partly empty in each dimension, rows that the copy engine cannot read, and
     experts without a token. `shape`: tokens, experts of each, size, inner, scoring."""
@@ -110,10 +107,8 @@ def test_mix_experts(
         x.double(), logits, Experts(gate_up.double(), down.double(), chosen, scoring), expected_counts,
         shared=shared.double,
     )  # fmt: skip
-    x, logits, gate_up, down, beside = (
-        tensor.to(kernel_device) for tensor in (x, logits, gate_up, down, shared)
-    )
-    counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
+    x, logits, gate_up, down, beside = (tensor.to(DEVICE) for tensor in (x, logits, gate_up, down, shared))
+    counts = torch.zeros(6, dtype=torch.int32, device=DEVICE)
     y = triton_kernels.mix_experts(
         x, logits, Experts(gate_up, down, chosen, scoring), counts, shared=lambda: beside
     )
@@ -151,7 +146,7 @@ def test_a_mixture_does_not_depend_on_timing(tokens: int) -> None:
     ("chosen", "scoring"), [(1, Scoring.SIGMOID_ON_INPUT), (4, Scoring.NORMALIZED_SOFTMAX)]
 )
 def test_the_sums_over_parts_of_the_experts_add_up(
-    triton_kernels: Kernels, kernel_device: str, leaning: str, chosen: int, scoring: Scoring
+    triton_kernels: Kernels, leaning: str, chosen: int, scoring: Scoring
 ) -> None:
     x, gate_up, down = (
         normal(*shape, seed=i) for i, shape in enumerate([(50, 64), (6, 48, 64), (6, 64, 24)])
@@ -168,14 +163,14 @@ def test_the_sums_over_parts_of_the_experts_add_up(
         return kernels.mix_experts(tokens, router, experts, counted).cpu()
 
     whole = mixed(Kernels(), "cpu", 0, 6)
-    for kernels, device in ((Kernels(), "cpu"), (triton_kernels, kernel_device)):
+    for kernels, device in ((Kernels(), "cpu"), (triton_kernels, DEVICE)):
         close(mixed(kernels, device, 0, 4) + mixed(kernels, device, 4, 6), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chosen", [1, 3])
 def test_experts_with_biases_and_a_clamped_activation(
-    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, chosen: int
+    triton_kernels: Kernels, dtype: torch.dtype, chosen: int
 ) -> None:
     shapes = [(50, 72), (6, 2 * 24, 72), (6, 72, 24), (6, 2 * 24), (6, 72)]
     x, *experts = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
@@ -189,5 +184,5 @@ def test_experts_with_biases_and_a_clamped_activation(
         return kernels.mix_experts(x, logits, experts, counts)
 
     expected = mixed(Kernels(), x.double(), logits, counts.clone(), *(e.double() for e in experts))
-    on_device = (tensor.to(kernel_device) for tensor in (x, logits, counts, *experts))
+    on_device = (tensor.to(DEVICE) for tensor in (x, logits, counts, *experts))
     close(mixed(triton_kernels, *on_device), expected)

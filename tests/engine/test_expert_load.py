@@ -1,29 +1,28 @@
 """What an engine counts of its experts."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine import Engine
 from baton.engine.execution import expert_load
 from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.model_config import ExpertsConfig, Scoring
 from tests.device import DEVICE
+from tests.engine.checkpoints import load
+from tests.engine.conftest import request_of, run, save_tiny
 
 
 @pytest.fixture
-def engine(tmp_path: Path, save_tiny: Any) -> Engine:
+def engine(tmp_path: Path) -> Engine:
     """Has 8 experts in the first and in the third layer. Each token has 3 of them."""
     save_tiny(tmp_path, "Qwen3Moe", num_hidden_layers=3, mlp_only_layers=[1])
-    return build_engine(
-        EngineConfig(str(tmp_path), dtype="float32", device=DEVICE, num_blocks=64, max_num_seqs=4)
-    )
+    return load(tmp_path, device=DEVICE, num_blocks=64, max_num_seqs=4)
 
 
 def test_each_computed_token_counts_for_each_of_its_experts(
-    engine: Engine, run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_load, "PERIOD", 0.0)
     stats = engine.stats().experts

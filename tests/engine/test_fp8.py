@@ -1,8 +1,8 @@
 """FP8 weights: checkpoints of each kind, quantizing on load, ranks, and what cannot be used."""
 
-import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine import Engine, EngineConfig
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import DeclaredWeights
 from baton.engine.loader import check_model, choose_format, open_checkpoint
+from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
+from tests.engine.conftest import request_of, run, save_tiny, tokens_of
 from tests.engine.test_disaggregation import Pair
 from tests.engine.test_models import scores
 
@@ -88,7 +90,7 @@ KINDS: dict[str, tuple[dict[str, Any], Scales, str, torch.dtype]] = {
 """By name: quantization_config, scales of a weight, the name of these in the checkpoint, and their dtype."""
 
 
-def save_quantized(directory: Path, save_tiny: Any, kind: str, model: str = "Llama", **changes: Any) -> Any:
+def save_quantized(directory: Path, kind: str, model: str = "Llama", **changes: Any) -> Any:
     """Writes a tiny checkpoint. Returns transformers' model with the values that its weights stand for."""
     settings, scales_of, suffix, dtype = KINDS[kind]
     save_tiny(directory, model, **changes)
@@ -106,8 +108,7 @@ def save_quantized(directory: Path, save_tiny: Any, kind: str, model: str = "Lla
         if settings.get("activation_scheme") == "static":
             tensors[stem + "input_scale"] = torch.ones(())
     save_file(tensors, path)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    edit_json(directory / "config.json", quantization_config=settings)
     save_file(exact, directory / "exact" / "model.safetensors", {"format": "pt"})
     from transformers import AutoModelForCausalLM
 
@@ -120,11 +121,9 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 5, 17, 60)]
 
 
-def tokens(engine: Engine, run: Any, request_of: Any, prompts: list[list[int]]) -> list[list[int]]:
+def tokens(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     requests = [request_of(i, prompt, max_tokens=10, ignore_eos=True) for i, prompt in enumerate(prompts)]
-    results = run(engine, requests)
-    engine.assert_whole()
-    return [results[request.id].tokens for request in requests]
+    return tokens_of(engine, requests)
 
 
 def assert_greedy(reference: Any, prompts: list[list[int]], found: list[list[int]]) -> None:
@@ -133,26 +132,22 @@ def assert_greedy(reference: Any, prompts: list[list[int]], found: list[list[int
         assert answer == scores(reference, prompt, answer).argmax(-1).tolist()
 
 
-def engine_of(path: Path, **config: Any) -> Engine:
-    settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, **config}
-    return build_engine(EngineConfig(str(path), **settings))
+engine_of = partial(load, num_blocks=64, block_size=4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_dequantized_model(
-    kind: str, tmp_path: Path, save_tiny: Any, run: Any, request_of: Any, prompts: list[list[int]]
+    kind: str, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
     """In transformers. Biases and norms stay as they are."""
     model = {"blocks": "Qwen2", "static": "Qwen3", "compressed-block": "Qwen3Moe"}.get(kind, "Llama")
-    reference = save_quantized(tmp_path, save_tiny, kind, model, **SIZES)
+    reference = save_quantized(tmp_path, kind, model, **SIZES)
     check_model(EngineConfig(str(tmp_path)))
-    found = tokens(engine_of(tmp_path), run, request_of, prompts)
+    found = tokens(engine_of(tmp_path), prompts)
     assert_greedy(reference, prompts, found)
 
 
-def test_quantizing_on_load(
-    tmp_path: Path, save_tiny: Any, run: Any, request_of: Any, prompts: list[list[int]]
-) -> None:
+def test_quantizing_on_load(tmp_path: Path, prompts: list[list[int]]) -> None:
     """By row. The output projection stays as it is."""
     reference = save_tiny(tmp_path, "Llama")
     plain = engine_of(tmp_path)
@@ -163,19 +158,13 @@ def test_quantizing_on_load(
     }
     reference.load_state_dict(exact, strict=False)
     engine = engine_of(tmp_path, quantization="fp8")
-    assert_greedy(reference, prompts, tokens(engine, run, request_of, prompts))
+    assert_greedy(reference, prompts, tokens(engine, prompts))
     assert engine.model_fingerprint != plain.model_fingerprint
 
 
 @pytest.mark.parametrize("kind", ["static", "blocks", "compressed-channel", "on-load"])
 def test_two_ranks_compute_the_tokens_of_one(
-    kind: str,
-    tmp_path: Path,
-    save_tiny: Any,
-    ranks: Callable[..., Engine],
-    run: Any,
-    request_of: Any,
-    prompts: list[list[int]],
+    kind: str, tmp_path: Path, ranks: Callable[..., Engine], prompts: list[list[int]]
 ) -> None:
     config = {"quantization": "auto"}
     if kind == "on-load":
@@ -183,10 +172,10 @@ def test_two_ranks_compute_the_tokens_of_one(
         config = {"quantization": "fp8"}
     else:
         model = "Qwen3Moe" if kind == "compressed-channel" else "Qwen2"
-        save_quantized(tmp_path, save_tiny, kind, model, **RANKED)
+        save_quantized(tmp_path, kind, model, **RANKED)
     one, two = (ranks(tmp_path, size, **config) for size in (1, 2))
     assert two.model_fingerprint == one.model_fingerprint
-    assert tokens(two, run, request_of, prompts) == tokens(one, run, request_of, prompts)
+    assert tokens(two, prompts) == tokens(one, prompts)
 
 
 @pytest.fixture
@@ -196,9 +185,7 @@ def quantized_activations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quantized_activations")
-def test_prefill_and_decode_give_the_tokens_of_one_engine(
-    tiny_path: Path, run: Any, request_of: Any, prompts: list[list[int]]
-) -> None:
+def test_prefill_and_decode_give_the_tokens_of_one_engine(tiny_path: Path, prompts: list[list[int]]) -> None:
     prefill, decode, single = (
         engine_of(
             tiny_path, quantization="fp8", block_size=size, max_num_batched_tokens=budget, max_num_seqs=8
@@ -207,13 +194,11 @@ def test_prefill_and_decode_give_the_tokens_of_one_engine(
     )
     requests = [request_of(i, prompt, max_tokens=10, ignore_eos=True) for i, prompt in enumerate(prompts)]
     found = Pair(prefill, decode).run(requests)
-    assert [found[request.id] for request in requests] == tokens(single, run, request_of, prompts)
+    assert [found[request.id] for request in requests] == tokens(single, prompts)
 
 
 @pytest.mark.usefixtures("quantized_activations")
-def test_values_that_are_not_finite_fail_one_request_only(
-    tiny_path: Path, run: Any, request_of: Any, prompts: list[list[int]]
-) -> None:
+def test_values_that_are_not_finite_fail_one_request_only(tiny_path: Path, prompts: list[list[int]]) -> None:
     """The others get the tokens that they get alone."""
     bias = {197: -1e6, 198: -1e6}
     requests = [request_of(i, prompt, max_tokens=6, logit_bias=bias) for i, prompt in enumerate(prompts)]
@@ -242,14 +227,10 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("settings", "message"), UNSUPPORTED)
-def test_unsupported_settings_are_refused(
-    settings: dict[str, Any], message: str, tmp_path: Path, save_tiny: Any
-) -> None:
-    save_quantized(tmp_path, save_tiny, "static")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    with pytest.raises(ValueError, match=message):
-        check_model(EngineConfig(str(tmp_path)))
+def test_unsupported_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path, "static")
+    edit_json(tmp_path / "config.json", quantization_config=settings)
+    assert_refused(tmp_path, message)
 
 
 def test_plans_for_gpus_elsewhere_know_the_size_of_fp8_weights(
@@ -265,8 +246,8 @@ def test_plans_for_gpus_elsewhere_know_the_size_of_fp8_weights(
     assert sizes == [2, 1 + 4 / 128]
 
 
-def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path, save_tiny: Any) -> None:
-    save_quantized(tmp_path, save_tiny, "blocks", **SIZES)
+def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "blocks", **SIZES)
     config = EngineConfig(str(tmp_path))
     checkpoint = open_checkpoint(config, torch.device("cpu"))
     weight_format = choose_format(config, checkpoint.config, torch.device("cpu"))
@@ -276,23 +257,19 @@ def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path, save_tiny: Any
 
 
 @pytest.mark.usefixtures("quantized_activations")
-def test_experts_with_only_some_matrices_in_fp8_are_refused(tmp_path: Path, save_tiny: Any) -> None:
-    save_quantized(tmp_path, save_tiny, "compressed-channel", "Qwen3Moe", **RANKED, moe_intermediate_size=32)
+def test_experts_with_only_some_matrices_in_fp8_are_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "compressed-channel", "Qwen3Moe", **RANKED, moe_intermediate_size=32)
     check_model(EngineConfig(str(tmp_path)))
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if ".1.mlp." in name and "down_proj.weight" in name]:
-        tensors[name] = tensors[name].float()
-        if name.endswith("_scale"):
-            del tensors[name]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"experts of model\.layers\.1\.mlp only some matrices are in FP8"):
-        check_model(EngineConfig(str(tmp_path)))
+    with edited_tensors(tmp_path) as tensors:
+        for name in [name for name in tensors if ".1.mlp." in name and "down_proj.weight" in name]:
+            tensors[name] = tensors[name].float()
+            if name.endswith("_scale"):
+                del tensors[name]
+    assert_refused(tmp_path, r"experts of model\.layers\.1\.mlp only some matrices are in FP8")
 
 
-def test_a_checkpoint_without_its_scales_is_refused(tmp_path: Path, save_tiny: Any) -> None:
-    save_quantized(tmp_path, save_tiny, "static")
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.self_attn.k_proj.weight_scale"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"of .*layers.1.self_attn.k_proj.* only some are in FP8"):
-        check_model(EngineConfig(str(tmp_path)))
+def test_a_checkpoint_without_its_scales_is_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "static")
+    with edited_tensors(tmp_path) as tensors:
+        del tensors["model.layers.1.self_attn.k_proj.weight_scale"]
+    assert_refused(tmp_path, r"of .*layers.1.self_attn.k_proj.* only some are in FP8")

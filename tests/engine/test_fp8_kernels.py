@@ -12,6 +12,7 @@ from baton.engine.kernels import FP8, Experts, Fp8Experts, Kernels, Quantized
 from baton.engine.model_config import Scoring
 from tests.device import DEVICE
 from tests.engine import kernel_checks
+from tests.engine.conftest import save_tiny
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, normal
 from tests.engine.test_fp8 import SIZES, save_quantized
 
@@ -40,22 +41,22 @@ def same(ours: Quantized, reference: Quantized) -> None:
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 200), (2, 4096)])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_quantized_results(
-    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, rows: int, size: int, grouped: bool
+    triton_kernels: Kernels, dtype: torch.dtype, rows: int, size: int, grouped: bool
 ) -> None:
     """Rows of different sizes, one of them zeros. The norm adds to the residual, as without FP8."""
     x = (normal(rows, size) * 100 ** torch.arange(rows)[:, None]).to(dtype)
     x[-1] *= rows == 1
-    put = lambda tensor: tensor.to(kernel_device, copy=True)  # noqa: E731
+    put = lambda tensor: tensor.to(DEVICE, copy=True)  # noqa: E731
     expected = Kernels().quantize(x, grouped=grouped)
     assert expected.scales.shape == (rows, -(-size // 128) if grouped else 1)
     same(triton_kernels.quantize(put(x), grouped=grouped), expected)
 
     gate_up = torch.cat((normal(rows, size, seed=1).to(dtype), x), dim=1)
     exact = Kernels().quantize(Kernels().silu_mul(gate_up.float()), grouped=grouped)
-    same(triton_kernels.silu_mul_quantized(put(gate_up), grouped=grouped), exact)
+    same(triton_kernels.silu_mul(put(gate_up), grouped), exact)
 
     delta, weight, residual = normal(rows, size, seed=2).to(dtype), normal(size, seed=3).to(dtype), put(x)
-    ours = triton_kernels.add_rms_norm_quantized(residual, put(delta), put(weight), 1e-5, grouped=grouped)
+    ours = triton_kernels.add_rms_norm(residual, put(delta), put(weight), 1e-5, grouped)
     x.add_(delta)
     exact = Kernels().add_rms_norm(x.float(), None, weight.float(), 1e-5)
     same(ours, Kernels().quantize(exact, grouped=grouped))
@@ -63,12 +64,10 @@ def test_quantized_results(
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_row_that_is_not_finite_spoils_no_other(
-    triton_kernels: Kernels, kernel_device: str, grouped: bool
-) -> None:
-    x = normal(4, 256).to(kernel_device)
+def test_a_row_that_is_not_finite_spoils_no_other(triton_kernels: Kernels, grouped: bool) -> None:
+    x = normal(4, 256).to(DEVICE)
     expected = triton_kernels.quantize(x.clone(), grouped=grouped)
-    linear = fp8_linear(triton_kernels, kernel_device, 256, 64, grouped)
+    linear = fp8_linear(triton_kernels, DEVICE, 256, 64, grouped)
     product = linear(expected)
     x[1, 3], x[2, 200] = torch.inf, torch.nan
     spoilt = triton_kernels.quantize(x, grouped=grouped)
@@ -154,7 +153,6 @@ def test_many_rows_take_the_kernel_if_all_tiles_run_at_once() -> None:
 )
 def test_mix_experts(
     triton_kernels: Kernels,
-    kernel_device: str,
     dtype: torch.dtype,
     scales_of: str,
     tokens: int,
@@ -178,7 +176,7 @@ def test_mix_experts(
         return kernels.mix_experts(rows, routes, Experts(one, other, chosen, scoring, first), counts)
 
     expected = mix(Kernels(), "cpu", F32)
-    ours = mix(triton_kernels, kernel_device, dtype)
+    ours = mix(triton_kernels, DEVICE, dtype)
     close(ours, expected, 0.05)  # values between two FP8 numbers may be rounded to either
 
 
@@ -221,11 +219,7 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(
 )
 @pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "Olmo2", "blocks"])
 def test_an_engine_on_these_kernels(
-    kind: str,
-    tmp_path: Path,
-    save_tiny: Any,
-    check_tokens_of_kernels: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, tmp_path: Path, check_tokens_of_kernels: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The torch kernels quantize activations, too. A kind of model is quantized on load."""
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
@@ -233,5 +227,5 @@ def test_an_engine_on_these_kernels(
         save_tiny(tmp_path, kind, num_hidden_layers=1)
         check_tokens_of_kernels(tmp_path, quantization="fp8")
     else:
-        save_quantized(tmp_path, save_tiny, kind, **SIZES, num_key_value_heads=1)
+        save_quantized(tmp_path, kind, **SIZES, num_key_value_heads=1)
         check_tokens_of_kernels(tmp_path)

@@ -1,29 +1,28 @@
 """A KV cache in FP8: kernels against attention over the numbers that the cache stands for, and engines."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from baton.engine import Engine
 from baton.engine.kernels import FP8, Fp8KV, Kernels
 from baton.engine.model_config import Span
 from baton.engine.models import cache_bytes_per_token
+from tests.device import DEVICE
 from tests.engine.attention_step import RAGGED, Step
+from tests.engine.conftest import MakeEngine, request_of, save_tiny, tokens_of
 from tests.engine.kernel_checks import BF16, F16, F32, close
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
 
 
-def quantized(kv: Tensor) -> Fp8KV:
-    """The cache with these numbers. Slots with NaN stay NaN, and so do their scales."""
+def quantized(kv: Tensor, device: str = "cpu") -> Fp8KV:
+    """A cache with these numbers. Slots with NaN stay NaN, and so do their scales."""
     scales = kv.float().abs().amax(dim=-1).clamp_min(2.0**-100) / 448
     values = (kv.float() / scales[..., None]).to(FP8)
-    return Fp8KV(values, scales.transpose(2, 3).contiguous())
+    return Fp8KV(values.to(device), scales.transpose(2, 3).contiguous().to(device))
 
 
 def exact(kv: Fp8KV) -> Tensor:
@@ -32,16 +31,8 @@ def exact(kv: Fp8KV) -> Tensor:
 
 def check(step: Step, kernels: Kernels, device: str) -> None:
     """Compares the cache with the rounded keys and values, and the result with attention over the cache."""
-    m = step.metadata
-    metadata = replace(
-        m, slots=m.slots.to(device), block_tables=m.block_tables.to(device), contexts=m.contexts.to(device)
-    )
-    kv = Fp8KV(*(part.to(device) for part in quantized(step.kv)))
-    sinks = None if step.sinks is None else step.sinks.to(device)
-    qkv, rotary = step.qkv.to(device, copy=True), step.rotary.to(device)
-    q = kernels.rope_and_write(qkv, rotary, None, kv, metadata.slots)
-    plan = kernels.plan(metadata, *step.heads, step.dtype, step.span)
-    out = kernels.attention(q, kv, plan, sinks, step.scale)
+    m, kv = step.metadata, quantized(step.kv, device)
+    out, q = step.run_on(kv, kernels, device)
     kv = Fp8KV(*(part.cpu() for part in kv))
 
     plain = step.kv.double()
@@ -72,20 +63,23 @@ def test_torch_kernels(seed: int) -> None:
     ],
 )
 def test_triton_kernels(
-    triton_kernels: Kernels, kernel_device: str, head_dim: int, block_size: int, dtype: torch.dtype,
-    span: Span | None, with_sinks: bool,
-) -> None:  # fmt: skip
+    triton_kernels: Kernels,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    span: Span | None,
+    with_sinks: bool,
+) -> None:
     """Products of FP8 are in float16, so the interpreter computes bfloat16, too."""
     spans = [(0, 1), (70, 71), (3, 20), (150, 190)]
     step = Step(spans, (3, 1), head_dim, block_size, dtype, span=span, with_sinks=with_sinks)
-    check(step, triton_kernels, kernel_device)
+    check(step, triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize(("block_size", "dtype"), [(24, F32), (128, F16)])
 def test_long_chunks_gather_their_blocks(
-    triton_kernels: Kernels, kernel_device: str, block_size: int, dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    triton_kernels: Kernels, block_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from baton.engine.kernels.attention.gather_kv import gather
 
     used: list[int] = []
@@ -95,7 +89,7 @@ def test_long_chunks_gather_their_blocks(
         return gather(kv, blocks, to)
 
     monkeypatch.setattr("baton.engine.kernels.triton_kernels.gather", counted)
-    check(Step([(70, 71), (3, 20), (150, 400)], (3, 1), 64, block_size, dtype), triton_kernels, kernel_device)
+    check(Step([(70, 71), (3, 20), (150, 400)], (3, 1), 64, block_size, dtype), triton_kernels, DEVICE)
     assert used == [-(-20 // block_size) + -(-400 // block_size)]
 
 
@@ -107,41 +101,27 @@ def test_which_chunks_gather_their_blocks() -> None:
         assert (plan_gather([chunk], 1, tables, 128) is not None) is gathers
 
 
-def test_scales_may_be_very_different(triton_kernels: Kernels, kernel_device: str) -> None:
+def test_scales_may_be_very_different(triton_kernels: Kernels) -> None:
     """Float16 does not hold these values. The largest are in the last tile of keys."""
     step = Step([(90, 91), (10, 60)], (4, 2), 64, 16, BF16)
     step.kv[1] *= 1e-6
     step.qkv[:, 4:6] *= 1e-3
     step.qkv[:, :4] *= 1e3
     step.qkv[-1, 6:] *= 1e6
-    check(step, triton_kernels, kernel_device)
+    check(step, triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize("part", [slice(4, 5), slice(6, 7)], ids=["key", "value"])
-def test_numbers_that_are_not_finite_spoil_their_request_alone(
-    triton_kernels: Kernels, kernel_device: str, part: slice
-) -> None:
+def test_numbers_that_are_not_finite_spoil_their_request_alone(triton_kernels: Kernels, part: slice) -> None:
     step = Step([(20, 21), (40, 41), (0, 9), (5, 20)], (4, 2), 64, 16, F32)
     rows = {0: slice(0, 1), 1: slice(1, 2), 2: slice(2, 11), 3: slice(11, 26)}
 
-    def run(kernels: Kernels, device: str) -> Tensor:
-        kv = Fp8KV(*(part.to(device) for part in quantized(step.kv)))
-        m = step.metadata
-        metadata = replace(
-            m, slots=m.slots.to(device), block_tables=m.block_tables.to(device),
-            contexts=m.contexts.to(device),
-        )  # fmt: skip
-        q = kernels.rope_and_write(
-            step.qkv.to(device, copy=True), step.rotary.to(device), None, kv, metadata.slots
-        )
-        return kernels.attention(q, kv, kernels.plan(metadata, 4, 2, F32), None, step.scale).cpu()
-
-    for kernels, device in ((Kernels(), "cpu"), (triton_kernels, kernel_device)):
-        before = run(kernels, device)
+    for kernels, device in ((Kernels(), "cpu"), (triton_kernels, DEVICE)):
+        before, _ = step.run_on(quantized(step.kv, device), kernels, device)
         sound = step.qkv.clone()
         for request, broken in ((0, torch.nan), (1, torch.inf), (3, -torch.inf)):
             step.qkv[rows[request].stop - 1, part, 5] = broken
-        after = run(kernels, device)
+        after, _ = step.run_on(quantized(step.kv, device), kernels, device)
         step.qkv = sound
         for request, its in rows.items():
             if request != 2:
@@ -150,37 +130,32 @@ def test_numbers_that_are_not_finite_spoil_their_request_alone(
                 assert torch.equal(after[its], before[its])
 
 
-def test_rows_that_pad_a_graph_write_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
+def test_rows_that_pad_a_graph_write_nothing(triton_kernels: Kernels) -> None:
     step = Step([(8, 9), (40, 41), (41, 42)], (2, 1), 64, 16)
     step.metadata.slots[1] = -1
-    kv = Fp8KV(*(part.to(kernel_device) for part in quantized(step.kv)))
-    qkv, rotary, slots = (x.to(kernel_device) for x in (step.qkv, step.rotary, step.metadata.slots))
-    triton_kernels.rope_and_write(qkv, rotary, None, kv, slots)
+    kv = quantized(step.kv, DEVICE)
+    step.run_on(kv, triton_kernels, DEVICE)
     written = exact(Fp8KV(*(part.cpu() for part in kv))).isfinite().all(dim=-1).all(dim=0)
     assert int(written.sum()) == 9 + 40 + 42
 
 
-def test_an_engine_on_these_kernels(
-    tmp_path: Path, save_tiny: Any, check_tokens_of_kernels: Callable[..., None]
-) -> None:
+def test_an_engine_on_these_kernels(tmp_path: Path, check_tokens_of_kernels: Callable[..., None]) -> None:
     """A model with windows and sinks."""
     save_tiny(tmp_path, "GptOss", num_hidden_layers=1)
     check_tokens_of_kernels(tmp_path, kv_cache_dtype="fp8")
 
 
 def test_a_token_does_not_depend_on_chunks_blocks_and_other_requests(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+    tiny_engine: MakeEngine,
 ) -> None:
     requests = [request_of(i, range(3, 7 + 19 * i), max_tokens=12, ignore_eos=True) for i in range(4)]
     alone = [
-        run(tiny_engine(kv_cache_dtype="fp8", num_blocks=64), [request])[request.id].tokens
-        for request in requests
+        tokens_of(tiny_engine(kv_cache_dtype="fp8", num_blocks=64), [request])[0] for request in requests
     ]
     engine = tiny_engine(
         kv_cache_dtype="fp8", num_blocks=200, block_size=8, max_num_batched_tokens=13, max_num_seqs=4
     )
-    together = run(engine, requests)
-    assert [together[request.id].tokens for request in requests] == alone
+    assert tokens_of(engine, requests) == alone
     assert isinstance(engine.kv_cache[0], Fp8KV)
     assert cache_bytes_per_token(engine.cache_spec[:1]) == 2 * 2 * (16 + 4)
     plain = tiny_engine(num_blocks=64)

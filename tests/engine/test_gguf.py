@@ -1,7 +1,6 @@
 """GGUF files: they give the same model, and broken files are refused by name."""
 
 import struct
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from baton.engine.layers.ranks import Part, whole
 from baton.engine.loader import check_model
 from baton.engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
 from baton.engine.loader.hf import DummyCheckpoint, HFCheckpoint
-from tests.engine.checkpoints import is_refused, load
+from tests.engine.checkpoints import assert_refused, is_refused, load
+from tests.engine.conftest import request_of, save_tiny, tokens_of
 from tests.engine.test_models import LLAMA3_ROPE
 
 
@@ -52,6 +52,10 @@ def write_gguf(
         writer.add_tensor(str(names.get_name(name, (".weight",))), data)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.numpy())
+    write(writer)
+
+
+def write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -59,9 +63,7 @@ def write_gguf(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_a_gguf_file_gives_the_same_model(
-    architecture: str, tmp_path: Path, save_tiny: Callable[..., Any], run: Any, request_of: Any
-) -> None:
+def test_a_gguf_file_gives_the_same_model(architecture: str, tmp_path: Path) -> None:
     kind, changes = ("Llama", {"rope_parameters": LLAMA3_ROPE}) if architecture == "llama" else ("Qwen3", {})
     reference = save_tiny(tmp_path, kind, head_dim=16, **changes)
     freqs = None
@@ -73,12 +75,11 @@ def test_a_gguf_file_gives_the_same_model(
     assert from_gguf.model_config.eos_ids == (2, 5)
     check_model(EngineConfig(model=str(tmp_path / "model.gguf")))
     requests = [request_of(i, range(3, 40 + i), max_tokens=20, ignore_eos=True) for i in range(2)]
-    first, second = run(hf, requests), run(from_gguf, requests)
-    assert [r.tokens for r in first.values()] == [r.tokens for r in second.values()]
+    assert tokens_of(hf, requests) == tokens_of(from_gguf, requests)
 
 
 @pytest.fixture(scope="module")
-def tiny_gguf(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[..., Any]) -> bytes:
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     directory = tmp_path_factory.mktemp("gguf")
     write_gguf(directory / "model.gguf", save_tiny(directory, "Llama"), "llama")
     return (directory / "model.gguf").read_bytes()
@@ -110,10 +111,7 @@ def test_a_part_of_a_quantized_tensor_needs_only_its_blocks(
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     data = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
     writer.add_tensor("m", gguf.quants.quantize(data, quantized), raw_dtype=quantized)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     file = GGUFFile(tmp_path / "model.gguf")
     everything = file.read("m", [whole(8), whole(256)])
     assert np.abs(everything - data).max() < 0.5
@@ -135,30 +133,25 @@ def test_broken_gguf(tiny_gguf: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(whole)
     header = GGUFCheckpoint(path)._file._data_start
-    path.write_bytes(whole[:-1000])
-    for read in (load, lambda path: check_model(EngineConfig(model=str(path)))):
-        with pytest.raises(ValueError, match=r"model\.gguf: cut short, tensor \S+ is incomplete"):
-            read(path)
-    for cut in (3, 10, 30, header // 2, header - 64):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match=r"model\.gguf: corrupt or cut short at byte"):
-            load(path)
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"model\.gguf: empty"):
-        load(path)
-    path.write_bytes(b"PK\3\4" + whole[4:100])
-    with pytest.raises(ValueError, match="not a GGUF file"):
-        load(path)
     position = whole.index(b"general.architecture") + len("general.architecture") + 4
-    path.write_bytes(whole[:position] + struct.pack("<Q", 1 << 60) + whole[position + 8 :])
-    with pytest.raises(ValueError, match="corrupt or cut short at byte"):
-        load(path)
-    path.write_bytes(whole.replace(b"token_embd.weight", b"token_embx.weight", 1))
-    with pytest.raises(ValueError, match=r"tensor token_embd\.weight is missing"):
-        load(path)
-    path.write_bytes(whole.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight", 1))
-    with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.self_attn\.q_proj\.weight is missing"):
-        load(path)
+    incomplete, corrupt = r"model\.gguf: cut short, tensor \S+ is incomplete", "corrupt or cut short at byte"
+    for data, message in (
+        (whole[:-1000], incomplete),
+        *((whole[:cut], rf"model\.gguf: {corrupt}") for cut in (3, 10, 30, header // 2, header - 64)),
+        (b"", r"model\.gguf: empty"),
+        (b"PK\3\4" + whole[4:100], "not a GGUF file"),
+        (whole[:position] + struct.pack("<Q", 1 << 60) + whole[position + 8 :], corrupt),
+        (whole.replace(b"token_embd.weight", b"token_embx.weight", 1), r"token_embd\.weight is missing"),
+        (
+            whole.replace(b"blk.1.attn_q.", b"blk.1.attn_x.", 1),
+            r"1\.self_attn\.q_proj\.weight is missing",
+        ),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            load(path)
+        if message == incomplete:
+            assert_refused(path, message)
 
 
 def test_a_gguf_tensor_of_an_unsupported_type_is_named(tiny_gguf: bytes, tmp_path: Path) -> None:

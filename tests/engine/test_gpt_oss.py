@@ -1,6 +1,6 @@
 """gpt-oss: checkpoints with MXFP4 experts. Its tokens are compared with transformers in `test_models`."""
 
-import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine import EngineConfig, build_engine
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.loader.gpt_oss import GptOssCheckpoint
 from baton.engine.loader.hf import HFCheckpoint
 from tests.device import DEVICE
+from tests.engine.checkpoints import edit_json, edited_tensors, load
+from tests.engine.conftest import request_of, run, save_tiny, tokens_of
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -36,15 +37,14 @@ def quantize(directory: Path, to: Path) -> None:
         else:
             packed[name] = tensor
     to.mkdir()
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (to / "config.json").write_text(json.dumps(config))
+    shutil.copy(directory / "config.json", to)
+    edit_json(to / "config.json", quantization_config={"quant_method": "mxfp4"})
     save_file(plain, directory / "model.safetensors")
     save_file(packed, to / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory, save_tiny: Any) -> tuple[Path, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same weights, plain and with MXFP4 experts."""
     directory = tmp_path_factory.mktemp("gpt_oss")
     save_tiny(directory / "plain", "GptOss")
@@ -52,30 +52,24 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, save_tiny: Any) -> tup
     return directory / "plain", directory / "mxfp4"
 
 
-def config_of(path: Path, **changes: Any) -> EngineConfig:
-    return EngineConfig(str(path), dtype="float32", device=DEVICE, num_blocks=32, block_size=16, **changes)
-
-
 def test_mxfp4_weights_give_the_tokens_and_the_fingerprint_of_plain_ones(
-    checkpoints: tuple[Path, Path], run: Any, request_of: Any
+    checkpoints: tuple[Path, Path],
 ) -> None:
     def outputs(path: Path) -> Any:
-        engine = build_engine(config_of(path))
-        results = run(engine, [request_of(0, range(3, 40), max_tokens=8, ignore_eos=True)])
-        return engine.model_fingerprint, [result.tokens for result in results.values()]
+        engine = load(path, num_blocks=32, device=DEVICE)
+        request = request_of(0, range(3, 40), max_tokens=8, ignore_eos=True)
+        return engine.model_fingerprint, tokens_of(engine, [request])
 
     plain, mxfp4 = checkpoints
     assert outputs(mxfp4) == outputs(plain)
 
 
-def test_a_cached_prefix_gives_the_same_tokens(
-    checkpoints: tuple[Path, Path], run: Any, request_of: Any
-) -> None:
+def test_a_cached_prefix_gives_the_same_tokens(checkpoints: tuple[Path, Path]) -> None:
     """The cached part is longer than a window."""
     prefix, plain = [*range(3, 70)], checkpoints[0]
 
     def tokens(*prompts: list[int]) -> list[list[int]]:
-        engine = build_engine(config_of(plain, enable_prefix_caching=True))
+        engine = load(plain, num_blocks=32, block_size=16, device=DEVICE, enable_prefix_caching=True)
         requests = [request_of(i, prompt, max_tokens=8, ignore_eos=True) for i, prompt in enumerate(prompts)]
         results = [run(engine, [request])[request.id].tokens for request in requests]
         assert (engine.stats().prefix_cache_hits > 0) == (len(prompts) > 1)
@@ -104,7 +98,7 @@ def test_parts_of_an_expert_are_those_of_the_whole(checkpoints: tuple[Path, Path
 
 def test_dummy_weights_need_no_format(checkpoints: tuple[Path, Path]) -> None:
     _, mxfp4 = checkpoints
-    build_engine(config_of(mxfp4, load_format="dummy"))
+    load(mxfp4, load_format="dummy", device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +110,7 @@ def test_dummy_weights_need_no_format(checkpoints: tuple[Path, Path]) -> None:
         ("down_proj_blocks", lambda blocks: blocks.float(), r"down_proj_blocks is of torch\.float32"),
         ("down_proj_bias", lambda _: None, r"tensor .*experts\.0\.down_proj\.bias is missing"),
         ("gate_up_proj_bias", lambda biases: biases.repeat(1, 2)[:, :193], r"bias is \[8, 193\]"),
-        (
-            "gate_up_proj_bias",
-            lambda _: torch.empty(1 << 40, 0),
-            r"_proj_bias is \[1099511627776, 0\]",
-        ),
+        ("gate_up_proj_bias", lambda _: torch.empty(1 << 40, 0), r"_proj_bias is \[1099511627776, 0\]"),
         ("gate_up_proj_bias", lambda biases: biases[:5], r"tensor .*experts\.5\.gate_proj\.bias is missing"),
     ],
 )
@@ -132,19 +122,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     message: str,
 ) -> None:
     _, mxfp4 = checkpoints
-    tensors = load_file(mxfp4 / "model.safetensors")
-    changed = change(tensors.pop(f"{EXPERTS}.{name}"))
-    if changed is not None:
-        tensors[f"{EXPERTS}.{name}"] = changed.contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((mxfp4 / "config.json").read_text())
+    shutil.copytree(mxfp4, tmp_path, dirs_exist_ok=True)
+    with edited_tensors(tmp_path) as tensors:
+        changed = change(tensors.pop(f"{EXPERTS}.{name}"))
+        if changed is not None:
+            tensors[f"{EXPERTS}.{name}"] = changed
     with pytest.raises(ValueError, match=message):
-        build_engine(config_of(tmp_path))
-
-
-def test_layer_types_are_needed(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    plain, _ = checkpoints
-    config = json.loads((plain / "config.json").read_text()) | {"layer_types": None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="layer_types must name the type of each of the 3 layers"):
-        build_engine(config_of(tmp_path, load_format="dummy"))
+        load(tmp_path, device=DEVICE)

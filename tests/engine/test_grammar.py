@@ -19,7 +19,7 @@ from baton.engine.core.step_builder import build_adjustments
 from baton.engine.execution.sampler import adjust
 from baton.engine.grammar import LIMITS, Grammars
 from baton.engine.loader.tokenizer_json import tokenizer_json
-from tests.engine.conftest import MakeEngine, request_of, run
+from tests.engine.conftest import MakeEngine, request_of, run, tokens_of
 
 EOS = 2
 PERSON = {
@@ -159,16 +159,12 @@ def test_a_failed_grammar_fails_only_its_request(
     engine = spelled_engine()
     never_eos = {"max_tokens": 200, "logit_bias": {EOS: -100.0}, "structured_output": wanted}
     engine.add(request_of(1, [1, 5], **never_eos))
-    engine.add(request_of(2, [1, 5], max_tokens=9, ignore_eos=True))
     engine.add(request_of(3, [1, 5], [40] * 99, **never_eos), handover=True)
-    refused, tokens = {}, 0
-    while engine.has_work:
-        step = engine.step()
-        refused |= dict(step.refused)
-        tokens += sum(output.id == (2).to_bytes(16) for output in step.outputs)
-    assert tokens == 9
-    assert {int.from_bytes(i) for i in refused} == {1, 3}
-    assert all(reason in message for message in refused.values())
+    other = request_of(2, [1, 5], max_tokens=9, ignore_eos=True)
+    results = run(engine, [other])
+    assert len(results.pop(other.id).tokens) == 9
+    assert {int.from_bytes(request_id) for request_id in results} == {1, 3}
+    assert all(reason in (result.refused or "") for result in results.values())
     with pytest.raises(AssertionError, match="no token to go on from"):
         engine.resume((3).to_bytes(16), b"resumed")
     engine.release((3).to_bytes(16))
@@ -186,57 +182,52 @@ def test_a_grammar_that_takes_too_long_fails_its_request_only(
     engine = spelled_engine(num_blocks=1024)
     wanted = StructuredOutput("grammar", 'start: s\ns: s s | s s s | "a" | ""')
     slow = {"max_tokens": 2000, "logit_bias": {EOS: -100.0}, "structured_output": wanted}
-    for number in range(1, 4):
-        engine.add(request_of(number, [1, 5], [letter] * given, **slow))
-    engine.add(request_of(9, [1, 5], max_tokens=20, ignore_eos=True))
-    refused: dict[bytes, str] = {}
-    tokens = 0
-    while engine.has_work:
-        step = engine.step()
-        refused |= dict(step.refused)
-        tokens += sum(output.id == (9).to_bytes(16) for output in step.outputs)
-    assert tokens == 20
-    assert {int.from_bytes(request_id) for request_id in refused} == {1, 2, 3}
-    assert all("takes more than 2 ms for each token" in message for message in refused.values())
+    *requests, other = (
+        *(request_of(number, [1, 5], [letter] * given, **slow) for number in range(3)),
+        request_of(9, [1, 5], max_tokens=20, ignore_eos=True),
+    )
+    results = run(engine, [*requests, other])
+    assert len(results[other.id].tokens) == 20
+    for request in requests:
+        assert "takes more than 2 ms for each token" in (results[request.id].refused or "")
     engine.assert_whole()
 
 
 def test_given_output_that_violates_the_grammar_is_refused(spelled_engine: Any) -> None:
     engine = spelled_engine()
     wanted = StructuredOutput("regex", "a{9}")
-    engine.add(request_of(1, [1, 5], [40, 41], max_tokens=9, structured_output=wanted))
-    step = engine.step()
-    while not step.refused:
-        assert engine.has_work
-        step = engine.step()
-    assert "doesn't satisfy the grammar" in step.refused[0][1]
+    request = request_of(1, [1, 5], [40, 41], max_tokens=9, structured_output=wanted)
+    assert "doesn't satisfy the grammar" in (run(engine, [request])[request.id].refused or "")
     engine.assert_whole()
 
 
 def test_a_model_without_tokenizer_refuses_structured_output_only(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
-    engine.add(request_of(1, [1, 5], structured_output=StructuredOutput("regex", "a")))
-    refused: list[tuple[bytes, str]] = []
-    while not refused:
-        refused = engine.step().refused
-    assert "tokenizer.json cannot be read" in refused[0][1]
-    assert run(engine, [request_of(2, [1, 5], max_tokens=3, ignore_eos=True)])[(2).to_bytes(16)].tokens
+    request = request_of(1, [1, 5], structured_output=StructuredOutput("regex", "a"))
+    assert "tokenizer.json cannot be read" in (run(engine, [request])[request.id].refused or "")
+    assert tokens_of(engine, [request_of(2, [1, 5], max_tokens=3, ignore_eos=True)])[0]
+
+
+@pytest.fixture
+def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, no grammar is compiled."""
+    event = threading.Event()
+    compile_ = Grammars._compile
+
+    def when_allowed(self: Grammars, *given: Any) -> Any:
+        assert event.wait(60)
+        return compile_(self, *given)
+
+    monkeypatch.setattr(Grammars, "_compile", when_allowed)
+    return event
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 70])
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_request_that_waits_for_its_grammar_delays_no_other(
-    spelled_engine: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch, length: int, caching: bool
+    spelled_engine: Any, text_of: Any, may_compile: threading.Event, length: int, caching: bool
 ) -> None:
     """Meanwhile its prompt is computed, except the last token."""
-    may_compile = threading.Event()
-    compile_ = Grammars._compile
-
-    def when_allowed(self: Grammars, *given: Any) -> Any:
-        assert may_compile.wait(60)
-        return compile_(self, *given)
-
-    monkeypatch.setattr(Grammars, "_compile", when_allowed)
     engine = spelled_engine(max_num_batched_tokens=64, enable_prefix_caching=caching)
     prompt = [1 + i % 90 for i in range(length)]
     engine.add(request_of(1, prompt, max_tokens=9, structured_output=StructuredOutput("regex", "abc")))
@@ -256,18 +247,16 @@ def test_a_request_that_waits_for_its_grammar_delays_no_other(
 
 
 def test_cancelling_a_request_cancels_its_grammar(
-    spelled_engine: Any, monkeypatch: pytest.MonkeyPatch
+    spelled_engine: Any, monkeypatch: pytest.MonkeyPatch, may_compile: threading.Event
 ) -> None:
-    may_compile = threading.Event()
     compiled = []
     compile_ = Grammars._compile
 
-    def when_allowed(self: Grammars, wanted: StructuredOutput, given: Any) -> Any:
-        assert may_compile.wait(60)
+    def noted(self: Grammars, wanted: StructuredOutput, given: Any) -> Any:
         compiled.append(wanted.text)
         return compile_(self, wanted, given)
 
-    monkeypatch.setattr(Grammars, "_compile", when_allowed)
+    monkeypatch.setattr(Grammars, "_compile", noted)
     engine = spelled_engine()
     requests = [
         request_of(i, [1, 5], max_tokens=9, structured_output=StructuredOutput("regex", "ab"[i % 2] * i))
@@ -281,19 +270,6 @@ def test_cancelling_a_request_cancels_its_grammar(
     run(engine)
     assert compiled == ["b", "bbbbb"]
     engine.assert_whole()
-
-
-def test_a_preempted_request_continues_its_structure(spelled_engine: Any, text_of: Any) -> None:
-    requests = [
-        request_of(i, [1, 9 + i], temperature=1.0, seed=i, max_tokens=100,
-                   structured_output=StructuredOutput("regex", "([a-z]{5} ){8}"))
-        for i in range(3)
-    ]  # fmt: skip
-    small, large = spelled_engine(num_blocks=24), spelled_engine()
-    results, expected = run(small, requests), run(large, requests)
-    assert small.stats().preemptions
-    assert {i: r.tokens for i, r in results.items()} == {i: r.tokens for i, r in expected.items()}
-    assert all(re.fullmatch("([a-z]{5} ){8}", text_of(r.tokens[:-1])) for r in results.values())
 
 
 @pytest.mark.parametrize("structure", [StructuredOutput("regex", "ab{2,4}c"), None])

@@ -29,7 +29,9 @@ from baton.engine.layers.ranks import Part, Ranks, whole
 from baton.engine.layers.weights import Groups, PlainFormat, Weights
 from baton.engine.loader import choose_format, open_checkpoint
 from baton.engine.loader.gguf_groups import UNPACK
+from tests.engine.conftest import request_of, run
 from tests.engine.test_disaggregation import Pair
+from tests.engine.test_gguf import write
 
 PACKS = packs(4, torch.bfloat16, torch.device("cpu"))
 needs_packing = pytest.mark.skipif(not PACKS, reason="this CPU has no AVX-512")
@@ -150,10 +152,7 @@ def test_memory_planning_counts_the_products_of_each_type(
         stored = gguf.GGMLQuantizationType[kind]
         raw = np.zeros((count, gguf.GGML_QUANT_SIZES[stored][1]), np.uint8)
         file.add_tensor(f"blk.0.{name}.weight", raw, raw_dtype=stored)
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
+    write(file)
     config, cpu = EngineConfig(str(tmp_path / "model.gguf")), torch.device("cpu")
     checkpoint = open_checkpoint(config, cpu)
     found = choose_format(config, checkpoint.config, torch.device("cuda")).bytes_per_parameter(torch.bfloat16)
@@ -203,9 +202,7 @@ def test_the_fingerprint_of_a_packed_matrix_is_that_of_its_parts(name: str, shal
 
 
 @needs_packing
-def test_a_disaggregated_run_gives_the_tokens_of_a_single_engine(
-    shallow_model_path: Path, run: Any, request_of: Callable[..., Any]
-) -> None:
+def test_a_disaggregated_run_gives_the_tokens_of_a_single_engine(shallow_model_path: Path) -> None:
     """Alone and in a batch, in whole prompts and in chunks: a token's bits do not depend on its step."""
 
     def engine(**settings: Any) -> Any:

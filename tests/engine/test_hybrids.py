@@ -3,7 +3,6 @@
 Their tokens are compared with transformers in `test_models`.
 """
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import Engine, EngineConfig, build_engine, step_loop
+from baton.engine import Engine, EngineConfig, step_loop
 from baton.engine.core import state_copies
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_plan
 from baton.engine.execution.warmup import Rehearsal, warm_up
 from baton.engine.loader import check_model
+from tests.engine.checkpoints import assert_refused, load
+from tests.engine.conftest import MakeEngine, TinyOf, request_of, run, save_tiny, tokens_of
 from tests.engine.test_overlap import land_one
 
 KINDS = ("Bamba", "Qwen3Next")
@@ -27,39 +28,30 @@ PROMPTS = [[RNG.randrange(3, 199) for _ in range(n)] for n in (1, 2, 3, 5, 21, 7
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, save_tiny: Any) -> Path:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_tiny(directory, request.param)
-    return directory
+def path(request: pytest.FixtureRequest, tiny_of: TinyOf) -> Path:
+    return tiny_of(request.param)
 
 
-def tokens(results: Any) -> list[list[int]]:
-    return [result.tokens for result in results.values()]
-
-
-def test_a_prompt_may_be_cut_anywhere(
-    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_a_prompt_may_be_cut_anywhere(path: Path, tiny_engine: MakeEngine) -> None:
     request = request_of(0, PROMPTS[4], max_tokens=4, ignore_eos=True)
-    expected = tokens(run(tiny_engine(model=str(path)), [request]))
+    expected = tokens_of(tiny_engine(model=str(path)), [request])
     for budget in (1, 2, 3, 4, 5, 7, 8, 10, 13, 20):
         engine = tiny_engine(model=str(path), max_num_batched_tokens=budget, max_num_seqs=1)
-        assert tokens(run(engine, [request])) == expected
-        engine.assert_whole()
+        assert tokens_of(engine, [request]) == expected
 
 
 @pytest.fixture(scope="module")
-def requests(request_of: Any) -> list[Any]:
+def requests() -> list[Any]:
     return [
         request_of(i, prompt, max_tokens=9 + i, ignore_eos=i % 2 > 0) for i, prompt in enumerate(PROMPTS * 2)
     ]
 
 
 @pytest.fixture(scope="module")
-def alone(path: Path, tiny_engine: Callable[..., Engine], run: Any, requests: list[Any]) -> list[list[int]]:
+def alone(path: Path, tiny_engine: MakeEngine, requests: list[Any]) -> list[list[int]]:
     """The tokens of each of `requests`, computed one after another."""
     engine = tiny_engine(model=str(path))
-    return [tokens(run(engine, [request]))[0] for request in requests]
+    return [tokens_of(engine, [request])[0] for request in requests]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +73,8 @@ def alone(path: Path, tiny_engine: Callable[..., Engine], run: Any, requests: li
 )
 def test_tokens_do_not_depend_on_other_requests(
     path: Path,
-    tiny_engine: Callable[..., Engine],
-    late_engine: Callable[..., Engine],
-    run: Any,
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
     requests: list[Any],
     alone: list[list[int]],
     config: dict[str, Any],
@@ -91,42 +82,26 @@ def test_tokens_do_not_depend_on_other_requests(
 ) -> None:
     """Also with steps that run ahead of the ends of requests, which leave their slots to later ones."""
     engine = (late_engine if overlap else tiny_engine)(model=str(path), **config)
-    assert tokens(run(engine, requests)) == alone
+    assert tokens_of(engine, requests) == alone
     assert (engine.stats().preemptions > 0) == (engine.num_blocks == 24)
     engine.assert_whole()
 
 
 @pytest.mark.gpu
-def test_graphs_change_no_tokens(
-    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_graphs_change_no_tokens(path: Path, tiny_engine: MakeEngine) -> None:
     """Graphs of decodes, of chunks, and of both are padded with rows and chunks that have no state."""
     requests = [
         request_of(i, prompt, max_tokens=20 + i, ignore_eos=True) for i, prompt in enumerate(PROMPTS * 3)
     ]
     settings = {"model": str(path), "num_blocks": 256, "max_num_batched_tokens": 64, "max_num_seqs": 12}
-    expected = tokens(run(tiny_engine(**settings), requests))
+    expected = tokens_of(tiny_engine(**settings), requests)
     for overlap in (False, True):
         engine = tiny_engine(**settings, cuda_graphs=True, overlap=overlap)
         for _ in range(2):
-            assert tokens(run(engine, requests)) == expected
-        engine.assert_whole()
+            assert tokens_of(engine, requests) == expected
 
 
-def test_a_request_goes_on_from_its_output(
-    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
-    engine = tiny_engine(model=str(path))
-    prompt = PROMPTS[5]
-    whole = tokens(run(engine, [request_of(0, prompt, max_tokens=8, ignore_eos=True)]))[0]
-    for given in (1, 4, 7):
-        request = request_of(1, prompt, whole[:given], max_tokens=8, ignore_eos=True)
-        assert tokens(run(engine, [request]))[0] == whole[given:]
-
-
-def test_no_step_changes_the_states_of_a_held_request(
-    path: Path, late_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_no_step_changes_the_states_of_a_held_request(path: Path, late_engine: MakeEngine) -> None:
     """They stay those after the prompt, while steps run ahead and other requests come and go."""
     engine = late_engine(model=str(path))
     held = request_of(0, PROMPTS[4], max_tokens=5, ignore_eos=True)
@@ -145,14 +120,15 @@ def test_no_step_changes_the_states_of_a_held_request(
     first = engine.resume(held.id, b"resumed")
     assert first is not None
     rest = run(engine)[b"resumed"].tokens
-    expected = run(engine, [request_of(3, PROMPTS[4], max_tokens=5, ignore_eos=True)])
-    assert [first.token, *rest] == tokens(expected)[0]
+    (expected,) = tokens_of(engine, [request_of(3, PROMPTS[4], max_tokens=5, ignore_eos=True)])
+    assert [first.token, *rest] == expected
     engine.assert_whole()
 
 
-def test_a_rehearsal_with_fewer_states_than_requests(path: Path, tiny_engine: Callable[..., Engine]) -> None:
+def test_a_rehearsal_with_fewer_states_than_requests(path: Path, tiny_engine: MakeEngine) -> None:
     """As before the pools are made, when the layers of a kind share memory."""
-    rehearsal = Rehearsal(seats=4, budget=16, max_model_len=32, block_size=4, num_slots=3)
+    limits = EngineConfig(str(path), max_num_seqs=4, max_num_batched_tokens=16)
+    rehearsal = Rehearsal(limits, 32, 4, num_slots=3)
     runner = tiny_engine(model=str(path), max_num_seqs=4)._runner
     runner.open(rehearsal.num_blocks, 3, shared=True)
     assert len({state.ssm.data_ptr() for state in runner.states}) == 1 < len(runner.states)
@@ -172,7 +148,7 @@ def caching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     return make
 
 
-def chats(run: Any, request_of: Any, engine: Engine, turns: int = 4) -> tuple[list[Any], list[int]]:
+def chats(engine: Engine, turns: int = 4) -> tuple[list[Any], list[int]]:
     """Several chats at the same time: each prompt has the turns before it. Returns the tokens of all turns,
     and how many tokens of each prompt came from the cache."""
     rng = random.Random(3)
@@ -195,11 +171,9 @@ def chats(run: Any, request_of: Any, engine: Engine, turns: int = 4) -> tuple[li
 
 
 @pytest.fixture(scope="module")
-def chats_without_a_cache(
-    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> list[Any]:
+def chats_without_a_cache(path: Path, tiny_engine: MakeEngine) -> list[Any]:
     """The tokens of all turns of `chats`."""
-    found, none = chats(run, request_of, tiny_engine(model=str(path), num_blocks=200))
+    found, none = chats(tiny_engine(model=str(path), num_blocks=200))
     assert not any(none)
     return found
 
@@ -216,11 +190,9 @@ def chats_without_a_cache(
 )
 def test_chats_with_a_prefix_cache_get_the_same_tokens(
     path: Path,
-    tiny_engine: Callable[..., Engine],
-    late_engine: Callable[..., Engine],
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
     caching: Callable[..., dict[str, Any]],
-    run: Any,
-    request_of: Any,
     chats_without_a_cache: list[Any],
     num_copies: int,
     config: dict[str, Any],
@@ -228,7 +200,7 @@ def test_chats_with_a_prefix_cache_get_the_same_tokens(
 ) -> None:
     """Also when copies or blocks are evicted, and with requests that are preempted."""
     engine = (late_engine if overlap else tiny_engine)(model=str(path), **caching(num_copies, **config))
-    found, cached = chats(run, request_of, engine)
+    found, cached = chats(engine)
     assert found == chats_without_a_cache
     assert any(cached)
     assert all(count % 4 == 0 for count in cached), "whole blocks"
@@ -240,23 +212,17 @@ def test_chats_with_a_prefix_cache_get_the_same_tokens(
 
 def test_each_rank_copies_its_states(
     path: Path,
-    tiny_engine: Callable[..., Engine],
+    tiny_engine: MakeEngine,
     ranks: Callable[..., Engine],
     caching: Callable[..., dict[str, Any]],
-    run: Any,
-    request_of: Any,
 ) -> None:
-    one = chats(run, request_of, tiny_engine(model=str(path), **caching(99), num_blocks=200), 2)
-    assert chats(run, request_of, ranks(path, 2, **caching(99), num_blocks=200), 2) == one
+    one = chats(tiny_engine(model=str(path), **caching(99), num_blocks=200), 2)
+    assert chats(ranks(path, 2, **caching(99), num_blocks=200), 2) == one
     assert any(one[1])
 
 
 def test_a_hit_needs_blocks_and_a_copy_at_their_end(
-    path: Path,
-    tiny_engine: Callable[..., Engine],
-    caching: Callable[..., dict[str, Any]],
-    run: Any,
-    request_of: Any,
+    path: Path, tiny_engine: MakeEngine, caching: Callable[..., dict[str, Any]]
 ) -> None:
     """A prompt of 30 tokens gets copies at 8, 16, 24 and 28, but keeps at most a quarter of all slots."""
     engine = tiny_engine(model=str(path), **caching(12))
@@ -276,11 +242,9 @@ def test_a_hit_needs_blocks_and_a_copy_at_their_end(
 
 def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     path: Path,
-    tiny_engine: Callable[..., Engine],
-    late_engine: Callable[..., Engine],
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
     caching: Callable[..., dict[str, Any]],
-    run: Any,
-    request_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Copies at 64 and 128 are made within the step of a prompt, also by graphs. On a GPU this step ends at
@@ -289,7 +253,7 @@ def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     prompts = [prompt, *([*prompt[:n], 7, 8, 9] for n in (70, 130, 150))]
     requests = [request_of(i, ids, max_tokens=6, ignore_eos=True) for i, ids in enumerate(prompts)]
     plain = tiny_engine(model=str(path))
-    expected = [tokens(run(plain, [request]))[0] for request in requests]
+    expected = [tokens_of(plain, [request])[0] for request in requests]
     config = caching(12)
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 64)
     engine = late_engine(model=str(path), **config, num_blocks=200, max_num_batched_tokens=256)
@@ -328,7 +292,7 @@ def test_a_chunk_ends_where_its_scan_cannot_copy(monkeypatch: pytest.MonkeyPatch
 
 def test_copies_need_memory(
     path: Path,
-    tiny_engine: Callable[..., Engine],
+    tiny_engine: MakeEngine,
     caching: Callable[..., dict[str, Any]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -338,16 +302,14 @@ def test_copies_need_memory(
         assert any(message in said for said in caplog.messages)
 
 
-def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path, save_tiny: Any) -> None:
+def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Bamba", mamba_n_heads=2, mamba_d_head=64)
     check_model(EngineConfig(str(tmp_path), tensor_parallel_size=2))
-    with pytest.raises(ValueError, match=r"size 4: .* 2 state heads in 2 groups; choose one of 1, 2$"):
-        check_model(EngineConfig(str(tmp_path), tensor_parallel_size=4))
+    message = r"size 4: .* 2 state heads in 2 groups; choose one of 1, 2$"
+    assert_refused(tmp_path, message, tensor_parallel_size=4)
 
 
-def test_each_rank_holds_the_states_of_its_heads(
-    tmp_path: Path, save_tiny: Any, ranks: Callable[..., Engine]
-) -> None:
+def test_each_rank_holds_the_states_of_its_heads(tmp_path: Path, ranks: Callable[..., Engine]) -> None:
     """x of the heads of the rank, and one of the two groups, which four ranks hold twice."""
     save_tiny(tmp_path, "Bamba")
     states = [ranks(tmp_path, size, max_num_seqs=3)._runner.states[0] for size in (1, 4)]
@@ -355,31 +317,5 @@ def test_each_rank_holds_the_states_of_its_heads(
     assert [state.conv.shape for state in states] == [(3, 3, 128 + 2 * 32), (3, 3, 32 + 2 * 16)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
-        ("Bamba", {"attn_layer_indices": []}, "needs layers with states and layers with attention"),
-        ("Bamba", {"mamba_n_groups": 3}, "8 Mamba heads of 16 in 3 groups do not fit"),
-        ("Bamba", {"time_step_limit": ["low", 1]}, "time_step_limit must be two numbers, not 'low'"),
-        ("Bamba", {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be above 0 and at most 1"),
-        ("Bamba", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints of Bamba"),
-        ("GraniteMoeHybrid", {"layer_types": ["mamba"]}, "must name the type of each of the 3 layers"),
-        ("GraniteMoeHybrid", {"layer_types": ["mamba", "rnn", "mamba"]}, "layer type 'rnn' is not supported"),
-        ("Qwen3Next", {"linear_num_key_heads": 3}, "4 value heads on 3 key heads is not supported"),
-        ("Qwen3Next", {"linear_key_head_dim": 24}, r"linear_attn\.\w+\.weight is \["),
-        ("GraniteMoeHybrid", {"num_local_experts": 9}, r"mlp\.gate\.weight is \[8, 64\], by the model"),
-    ],
-)
-def test_what_is_not_supported_is_refused(
-    tmp_path: Path, save_tiny: Any, kind: str, change: dict[str, Any], message: str
-) -> None:
-    save_tiny(tmp_path, kind)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["rope_parameters"].pop("partial_rotary_factor", None)
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match=message):
-        check_model(EngineConfig(str(tmp_path)))
-
-
 def test_dummy_weights(path: Path) -> None:
-    build_engine(EngineConfig(str(path), load_format="dummy", num_blocks=4))
+    load(path, load_format="dummy")

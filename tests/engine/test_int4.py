@@ -1,8 +1,8 @@
 """INT4 checkpoints (GPTQ, AWQ, compressed-tensors) and INT4 on load: values, ranks, what cannot be used."""
 
-import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine import EngineConfig, build_engine
+from baton.engine import Engine, EngineConfig
 from baton.engine.kernels import FP8
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.fp8_linear import Fp8Linear
@@ -22,6 +22,8 @@ from baton.engine.layers.weights import Weights
 from baton.engine.loader import check_model, choose_format, open_checkpoint
 from baton.engine.loader.int4_formats import Int4Format
 from baton.engine.loader.int4_on_load import rounded
+from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
+from tests.engine.conftest import request_of, save_tiny, tokens_of
 
 CPU = torch.device("cpu")
 SIZE = 32
@@ -87,7 +89,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor, Tensor], dict[s
 
 
 def save_quantized(
-    directory: Path, kind: str, save_tiny: Any, model: str = "Llama", *, head: bool = False, **changes: Any
+    directory: Path, kind: str, model: str = "Llama", *, head: bool = False, **changes: Any
 ) -> Path:
     """Writes a tiny checkpoint. Returns a directory with the values that its weights stand for. `head`: the
     output projection is quantized, too."""
@@ -115,32 +117,27 @@ def save_quantized(
 
 
 def configure(directory: Path, settings: dict[str, Any]) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    edit_json(directory / "config.json", quantization_config=settings)
+
+
+def check_tokens(ours: Engine, exact: Engine) -> None:
+    requests = [request_of(i, range(3, 9 + 11 * i), max_tokens=12, ignore_eos=True) for i in range(3)]
+    assert tokens_of(ours, requests) == tokens_of(exact, requests)
+    assert ours.model_fingerprint != exact.model_fingerprint
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_the_values(
-    kind: str, tmp_path: Path, save_tiny: Any, run: Any, request_of: Any
-) -> None:
+def test_tokens_are_those_of_the_values(kind: str, tmp_path: Path) -> None:
     """In float32. Embedding, norms, biases and the output projection stay as they are."""
-    exact = save_quantized(tmp_path, kind, save_tiny, "Qwen2" if kind == "awq" else "Llama")
+    exact = save_quantized(tmp_path, kind, "Qwen2" if kind == "awq" else "Llama")
     check_model(EngineConfig(str(tmp_path)))
-    engines = [
-        build_engine(EngineConfig(str(path), dtype="float32", num_blocks=32)) for path in (tmp_path, exact)
-    ]
-    requests = [request_of(i, range(3, 9 + 11 * i), max_tokens=12, ignore_eos=True) for i in range(3)]
-    ours, expected = (run(engine, requests) for engine in engines)
-    assert [ours[request.id].tokens for request in requests] == [
-        expected[request.id].tokens for request in requests
-    ]
-    assert engines[0].model_fingerprint != engines[1].model_fingerprint
+    check_tokens(load(tmp_path, num_blocks=32), load(exact, num_blocks=32))
 
 
 @pytest.mark.skipif(not packs(4, torch.bfloat16, CPU), reason="this CPU has no AVX-512")
 @pytest.mark.parametrize("kind", ["gptq", "symmetric"])
-def test_packed_products_of_decodes_and_prompts(kind: str, tmp_path: Path, save_tiny: Any) -> None:
-    exact = save_quantized(tmp_path, kind, save_tiny)
+def test_packed_products_of_decodes_and_prompts(kind: str, tmp_path: Path) -> None:
+    exact = save_quantized(tmp_path, kind)
     values = load_file(exact / "model.safetensors")
     weights = weights_of(tmp_path, torch.bfloat16)
     stem = "model.layers.1.mlp"
@@ -153,9 +150,9 @@ def test_packed_products_of_decodes_and_prompts(kind: str, tmp_path: Path, save_
 
 
 @pytest.mark.skipif(not packs(4, torch.bfloat16, CPU), reason="this CPU has no AVX-512")
-def test_a_packed_output_projection_gets_one_row_of_each_request(tmp_path: Path, save_tiny: Any) -> None:
+def test_a_packed_output_projection_gets_one_row_of_each_request(tmp_path: Path) -> None:
     """No row is of a prompt, whatever the decodes of the step, and also when prompts are scored."""
-    save_quantized(tmp_path, "symmetric", save_tiny, head=True, vocab_size=208, tie_word_embeddings=False)
+    save_quantized(tmp_path, "symmetric", head=True, vocab_size=208, tie_word_embeddings=False)
     linear = weights_of(tmp_path, torch.bfloat16).linear(["lm_head"], [whole(208)], whole(128))
     assert isinstance(linear, ByRows)
     x = torch.randn(3, 128).bfloat16()
@@ -170,9 +167,9 @@ def weights_of(directory: Path, dtype: torch.dtype) -> Weights:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_reads_its_part(kind: str, tmp_path: Path, save_tiny: Any) -> None:
+def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
     """Rows anywhere, also within a word; columns between groups."""
-    values = load_file(save_quantized(tmp_path, kind, save_tiny) / "model.safetensors")
+    values = load_file(save_quantized(tmp_path, kind) / "model.safetensors")
     weights = weights_of(tmp_path, torch.float32)
     weight_format = weights._format
     assert isinstance(weight_format, Int4Format)
@@ -187,8 +184,8 @@ def test_a_rank_reads_its_part(kind: str, tmp_path: Path, save_tiny: Any) -> Non
         weights.linear([name], [whole(128)], Part(48, 96, 192))
 
 
-def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: Path, save_tiny: Any) -> None:
-    save_quantized(tmp_path, "gptq", save_tiny)
+def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "gptq")
     path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.qweight"
     tensors = load_file(path)
     prints = set()
@@ -220,24 +217,22 @@ def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: 
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
-    settings: dict[str, Any], message: str, tmp_path: Path, save_tiny: Any
+    settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    save_quantized(tmp_path, "compressed", save_tiny)
+    save_quantized(tmp_path, "compressed")
     configure(tmp_path, settings)
-    with pytest.raises(ValueError, match=message):
-        check_model(EngineConfig(str(tmp_path)))
+    assert_refused(tmp_path, message)
 
 
-def test_groups_in_another_order_are_refused(tmp_path: Path, save_tiny: Any) -> None:
-    save_quantized(tmp_path, "gptq", save_tiny)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.g_idx"] = tensors["model.layers.1.mlp.down_proj.g_idx"].flip(0)
-    save_file(tensors, tmp_path / "model.safetensors")
+def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "gptq")
+    with edited_tensors(tmp_path) as tensors:
+        tensors["model.layers.1.mlp.down_proj.g_idx"] = tensors["model.layers.1.mlp.down_proj.g_idx"].flip(0)
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.g_idx: groups in another order"):
-        build_engine(EngineConfig(str(tmp_path), dtype="float32", num_blocks=8))
+        load(tmp_path)
 
 
-def test_quantizing_on_load(tmp_path: Path, save_tiny: Any, run: Any, request_of: Any) -> None:
+def test_quantizing_on_load(tmp_path: Path) -> None:
     """In groups of 128 columns, or of 64 where these do not divide them. The output projection is in FP8."""
     exact = tmp_path / "exact"
     save_tiny(tmp_path, "Qwen2", **SIZES, vocab_size=208)
@@ -254,15 +249,8 @@ def test_quantizing_on_load(tmp_path: Path, save_tiny: Any, run: Any, request_of
     scales = tensors["lm_head.weight"].abs().amax(dim=1, keepdim=True) / 448
     tensors["lm_head.weight"] = (tensors["lm_head.weight"] / scales).to(FP8).float() * scales
     save_file(tensors, exact / "model.safetensors")
-    config: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_blocks": 32}
-    ours = build_engine(EngineConfig(str(tmp_path), quantization="int4", **config))
-    theirs = build_engine(EngineConfig(str(exact), **config))
-    requests = [request_of(i, range(3, 9 + 11 * i), max_tokens=12, ignore_eos=True) for i in range(3)]
-    tokens, expected = (run(engine, requests) for engine in (ours, theirs))
-    assert [tokens[request.id].tokens for request in requests] == [
-        expected[request.id].tokens for request in requests
-    ]
-    assert ours.model_fingerprint != theirs.model_fingerprint
+    on_cpu = partial(load, device="cpu", num_blocks=32)
+    check_tokens(on_cpu(tmp_path, quantization="int4"), on_cpu(exact))
 
 
 @pytest.mark.parametrize(
@@ -275,22 +263,17 @@ def test_quantizing_on_load(tmp_path: Path, save_tiny: Any, run: Any, request_of
     ids=["fp8", "unaligned", "tied"],
 )
 def test_the_output_projection_of_int4_on_load(
-    shape: dict[str, Any],
-    kind: type,
-    tmp_path: Path,
-    save_tiny: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: dict[str, Any], kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU that multiplies FP8 numbers."""
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     save_tiny(tmp_path, "Llama", **SIZES, **shape)
-    config = EngineConfig(str(tmp_path), device="cpu", dtype="float32", quantization="int4", num_blocks=8)
-    engine = build_engine(config)
+    engine = load(tmp_path, device="cpu", quantization="int4")
     assert type(engine._runner.model.head.product) is kind
 
 
 def test_memory_planning_counts_an_output_projection_in_fp8(
-    tmp_path: Path, save_tiny: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     save_tiny(tmp_path, "Llama", **SIZES)
@@ -304,7 +287,7 @@ def test_memory_planning_counts_an_output_projection_in_fp8(
     assert model.weight_bytes(2, *sizes) == round(2 * table + sizes[0] * table + sizes[1] * matrices)
 
 
-def test_experts_are_not_rounded_to_int4(tmp_path: Path, save_tiny: Any) -> None:
+def test_experts_are_not_rounded_to_int4(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Qwen3Moe")
-    with pytest.raises(ValueError, match=r"--quantization int4: .* has experts, which can be in fp8"):
-        check_model(EngineConfig(str(tmp_path), quantization="int4"))
+    message = r"--quantization int4: .* has experts, which can be in fp8"
+    assert_refused(tmp_path, message, quantization="int4")

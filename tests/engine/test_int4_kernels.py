@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from baton.engine.kernels import Kernels
 from baton.engine.layers.weights import Groups
+from tests.device import DEVICE
 from tests.engine.test_groups import random_groups
 
 F16 = torch.float16
@@ -25,28 +27,28 @@ DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
     ],
 )
 def test_int4_products(
-    size: int, columns: int, out: int, rows: int, symmetric: bool, dtype: torch.dtype, kernel_device: str
+    size: int, columns: int, out: int, rows: int, symmetric: bool, dtype: torch.dtype, triton_kernels: Kernels
 ) -> None:
     """By each of the kernels: up to 2 rows, few rows, which may be split, and many rows. SwiGLU at the end of
     a product gives the same as SwiGLU of its result."""
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
-    from baton.engine.kernels.silu import silu_mul
 
-    codes, scales, zeros, bits = random_groups(out, columns, size).on(torch.device(kernel_device))
+    codes, scales, zeros, bits = random_groups(out, columns, size).on(torch.device(DEVICE))
     rounded = Groups(codes, scales.to(dtype).float(), zeros.mul_(not symmetric).to(dtype).float(), bits)
     assert Int4Linear.suits(codes, scales, dtype)
-    bias = torch.randn(out, device=kernel_device).to(dtype)
+    bias = torch.randn(out, device=DEVICE).to(dtype)
     linear = Int4Linear(codes, scales, zeros, bias, dtype, 3)
     weight = linear.dequantized()
     ulp = torch.finfo(dtype).eps  # the interpreter has no fused multiplication and addition
     torch.testing.assert_close(
         weight, rounded.values().to(dtype), rtol=ulp, atol=8 * ulp * scales.max().item()
     )
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(kernel_device, dtype)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     expected = x.float() @ weight.float().T + bias.float()
     error = 2e-3
     if rows <= 2:  # it sums in float16
         error += 0.006 * expected.square().mean().sqrt().item()
     for _ in range(2):  # the second one finds the counters of the splits as the first one left them
         torch.testing.assert_close(linear(x).float(), expected, rtol=2 * ulp, atol=error)
-    torch.testing.assert_close(linear.silu_mul(x), silu_mul(linear(x)), rtol=2 * ulp, atol=0)
+    gated = linear.silu_mul(x, triton_kernels)
+    torch.testing.assert_close(gated, triton_kernels.silu_mul(linear(x)), rtol=2 * ulp, atol=0)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from baton.engine.kernels import Kernels
+from tests.device import DEVICE
+from tests.engine.conftest import save_tiny
 from tests.engine.kernel_checks import BF16, DTYPES, close, normal
 
 # Pointwise
@@ -23,30 +25,24 @@ from tests.engine.kernel_checks import BF16, DTYPES, close, normal
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 100), (2, 4096)])
 @pytest.mark.parametrize("add", [False, True])
-def test_add_rms_norm(
-    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, rows: int, size: int, add: bool
-) -> None:
+def test_add_rms_norm(triton_kernels: Kernels, dtype: torch.dtype, rows: int, size: int, add: bool) -> None:
     residual, delta, weight = (
         normal(*s, seed=i).to(dtype) for i, s in enumerate([(rows, size)] * 2 + [(size,)])
     )
     expected = residual.clone()
     out = Kernels().add_rms_norm(expected, delta if add else None, weight, 1e-5)
-    ours = residual.to(kernel_device)
-    result = triton_kernels.add_rms_norm(
-        ours, delta.to(kernel_device) if add else None, weight.to(kernel_device), 1e-5
-    )
+    ours = residual.to(DEVICE)
+    result = triton_kernels.add_rms_norm(ours, delta.to(DEVICE) if add else None, weight.to(DEVICE), 1e-5)
     assert torch.equal(ours.cpu(), expected), "the sum is rounded once, in both"
     close(result, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 96), (3, 1536), (2, 1024)])
-def test_silu_mul_and_gelu_mul(
-    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, rows: int, size: int
-) -> None:
+def test_silu_mul_and_gelu_mul(triton_kernels: Kernels, dtype: torch.dtype, rows: int, size: int) -> None:
     gate_up = (4 * normal(rows, 2 * size)).to(dtype)
-    close(triton_kernels.silu_mul(gate_up.to(kernel_device)), Kernels().silu_mul(gate_up))
-    close(triton_kernels.gelu_mul(gate_up.to(kernel_device)), Kernels().gelu_mul(gate_up))
+    close(triton_kernels.silu_mul(gate_up.to(DEVICE)), Kernels().silu_mul(gate_up))
+    close(triton_kernels.silu_mul(gate_up.to(DEVICE), gelu=True), Kernels().silu_mul(gate_up, gelu=True))
 
 
 # Products
@@ -122,11 +118,7 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
     ],
 )
 def test_an_engine_on_these_kernels(
-    kind: str,
-    changes: dict[str, Any],
-    tmp_path: Path,
-    save_tiny: Any,
-    check_tokens_of_kernels: Callable[..., None],
+    kind: str, changes: dict[str, Any], tmp_path: Path, check_tokens_of_kernels: Callable[..., None]
 ) -> None:
     save_tiny(tmp_path, kind, head_dim=16, **changes)
     check_tokens_of_kernels(tmp_path)

@@ -11,17 +11,25 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from baton.engine import EngineConfig, Hooks, build_engine
 from baton.engine.kernels import parts
 from baton.engine.loader import check_model
 from baton.engine.loader.hf import HFCheckpoint
-from tests.engine.checkpoints import edit_json, edited_copy, flip_last_tensor, load
+from tests.engine.checkpoints import (
+    assert_refused,
+    edit_json,
+    edited_copy,
+    edited_tensors,
+    flip_last_tensor,
+    load,
+)
+from tests.engine.conftest import TinyOf, request_of, run, save_tiny
 
 
 @pytest.fixture
-def sharded(tmp_path: Path, save_tiny: Callable[..., Any]) -> Path:
+def sharded(tmp_path: Path) -> Path:
     save_tiny(tmp_path / "whole", "Llama").save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     return tmp_path / "sharded"
@@ -115,9 +123,7 @@ def test_the_weights_in_the_format_of_mistral_are_not_read(tiny_path: Path, tmp_
     assert load(copy).model_fingerprint == load(tiny_path).model_fingerprint
 
 
-def test_dummy_weights_need_the_configuration_only(
-    tiny_path: Path, tmp_path: Path, run: Any, request_of: Any
-) -> None:
+def test_dummy_weights_need_the_configuration_only(tiny_path: Path, tmp_path: Path) -> None:
     shutil.copy(tiny_path / "config.json", tmp_path)
     one, same, other = (load(tmp_path, load_format="dummy", seed=seed) for seed in (1, 1, 2))
     assert one.model_fingerprint == same.model_fingerprint != other.model_fingerprint
@@ -146,55 +152,69 @@ def test_progress_and_ticks_while_loading(tiny_path: Path) -> None:
 # Broken directories
 
 
-def test_missing_shard(sharded: Path) -> None:
-    victim = sorted(sharded.glob("*.safetensors"))[1]
-    victim.unlink()
-    with pytest.raises(ValueError, match=f"{victim.name}: missing, though .*index.json names it"):
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def second_of(directory: Path) -> Path:
+    return sorted(directory.glob("*.safetensors"))[1]
+
+
+def map_weights(weight_map: Any) -> Callable[[Path], None]:
+    return lambda directory: edit_json(directory / "model.safetensors.index.json", weight_map=weight_map)
+
+
+def name_another(directory: Path) -> None:
+    weight_map = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    map_weights({**weight_map, "model.layers.0.extra": weight_map["model.norm.weight"]})(directory)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda d: second_of(d).unlink(), r"model-00002\S+: missing, though .*index.json names it"),
+        (lambda d: cut_short(second_of(d)), r"model-00002\S+: corrupt or cut short"),
+        (name_another, r"\.safetensors: tensor model\.layers\.0\.extra is missing"),
+        (map_weights(None), r"index\.json: has no weight_map"),
+        (map_weights([]), r"index\.json: has no weight_map"),
+        (
+            map_weights({"model.norm.weight": "../x.safetensors"}),
+            r"index\.json: tensor model\.norm\.weight must be in a file of this directory",
+        ),
+        (
+            map_weights({"model.norm.weight": 7}),
+            r"index\.json: tensor model\.norm\.weight must be in a file of this directory, not in 7",
+        ),
+    ],
+)
+def test_broken_shards(sharded: Path, harm: Callable[[Path], Any], message: str) -> None:
+    harm(sharded)
+    with pytest.raises(ValueError, match=message):
         load(sharded)
 
 
-def test_truncated_shard(sharded: Path) -> None:
-    victim = sorted(sharded.glob("*.safetensors"))[1]
-    victim.write_bytes(victim.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=f"{victim.name}: corrupt or cut short"):
-        load(sharded)
-
-
-def test_tensor_not_in_the_shard_that_the_index_names(sharded: Path) -> None:
-    index = sharded / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"]
-    first = next(iter(weight_map))
-    edit_json(index, weight_map={**weight_map, "model.layers.0.extra": weight_map[first]})
-    with pytest.raises(ValueError, match=f"{weight_map[first]}: tensor model.layers.0.extra is missing"):
-        load(sharded)
-
-
-def without(directory: Path, name: str) -> None:
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    del tensors[name]
-    save_file(tensors, file, {"format": "pt"})
-
-
-def with_another(directory: Path, name: str) -> None:
-    file = directory / "model.safetensors"
-    save_file({**load_file(file), name: torch.zeros(2)}, file, {"format": "pt"})
+def changed(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    with edited_tensors(directory) as tensors:
+        change(tensors)
 
 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         (lambda d: (d / "model.safetensors").unlink(), r"no \*\.safetensors in there"),
+        (lambda d: cut_short(d / "model.safetensors"), r"model\.safetensors: corrupt or cut short"),
         (
-            lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
-            r"model\.safetensors: corrupt or cut short",
-        ),
-        (
-            lambda d: without(d, "model.layers.2.mlp.up_proj.weight"),
+            lambda d: changed(d, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight")),
             r"layers\.2\.mlp\.up_proj\.weight is missing",
         ),
-        (lambda d: without(d, "model.norm.weight"), r"tensor model\.norm\.weight is missing"),
-        (lambda d: with_another(d, "model.extra"), r"1 tensors are unknown to .*, such as model\.extra"),
+        (
+            lambda d: changed(d, lambda tensors: tensors.pop("model.norm.weight")),
+            r"tensor model\.norm\.weight is missing",
+        ),
+        (
+            lambda d: changed(d, lambda tensors: tensors.update({"model.extra": torch.zeros(2)})),
+            r"1 tensors are unknown to .*, such as model\.extra",
+        ),
         (
             lambda d: edit_json(d / "config.json", architectures=["NewForCausalLM"]),
             "NewForCausalLM is not supported",
@@ -218,38 +238,13 @@ def test_a_model_is_checked_without_reading_a_weight(
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
     monkeypatch.setattr(HFCheckpoint, "read", None)
-    with pytest.raises(ValueError, match=message):
-        check_model(EngineConfig(model=str(tmp_path)))
+    assert_refused(tmp_path, message)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Llama4", "GptOss"])
-def test_a_whole_model_passes_its_check(
-    kind: str, tmp_path: Path, save_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_tiny(tmp_path, kind)
+def test_a_whole_model_passes_its_check(kind: str, tiny_of: TinyOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HFCheckpoint, "read", None)
-    check_model(EngineConfig(model=str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        (None, "has no weight_map"),
-        ([], "has no weight_map"),
-        (
-            {"model.norm.weight": "../x.safetensors"},
-            r"tensor model\.norm\.weight must be in a file of this directory",
-        ),
-        (
-            {"model.norm.weight": 7},
-            r"tensor model\.norm\.weight must be in a file of this directory, not in 7",
-        ),
-    ],
-)
-def test_broken_index(sharded: Path, weight_map: Any, message: str) -> None:
-    edit_json(sharded / "model.safetensors.index.json", weight_map=weight_map)
-    with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json: {message}"):
-        load(sharded)
+    check_model(EngineConfig(model=str(tiny_of(kind))))
 
 
 def test_the_same_tensor_in_two_files(tiny_path: Path, tmp_path: Path) -> None:
@@ -274,13 +269,12 @@ def test_weights_that_are_not_finite_or_of_an_unsupported_type_are_refused(
     tiny_path: Path, tmp_path: Path, value: Any, dtype: str, message: str | None
 ) -> None:
     copy = shutil.copytree(tiny_path, tmp_path / "copy")
-    tensors = load_file(copy / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"  # in the middle of a fused weight
-    if isinstance(value, torch.dtype):
-        tensors[name] = tensors[name].to(value)
-    else:
-        tensors[name][5, 7] = value
-    save_file(tensors, copy / "model.safetensors")
+    with edited_tensors(copy) as tensors:
+        if isinstance(value, torch.dtype):
+            tensors[name] = tensors[name].to(value)
+        else:
+            tensors[name][5, 7] = value
     if message is None:
         load(copy, dtype=dtype)
         return

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels import AttentionMetadata, GatedDelta, Kernels, LayerState, Mamba2, StateLayer
+from tests.device import DEVICE
 from tests.engine.kernel_checks import CLOSE, DTYPES, F32, close, normal
 
 HEADS, HEAD_DIM, SIZE, WIDTH = 4, 16, 32, 4
@@ -164,25 +165,18 @@ def test_limits_of_the_time_step() -> None:
     ],
 )
 def test_triton_equals_torch(
-    triton_kernels: Kernels,
-    kernel_device: str,
-    dtype: torch.dtype,
-    spans: list[tuple[int, int]],
-    groups: int,
-    dt_limits: Any,
+    triton_kernels: Kernels, dtype: torch.dtype, spans: list[tuple[int, int]], groups: int, dt_limits: Any
 ) -> None:
     step = Step(spans, layer_of(groups, dtype, bias=groups > 1, dt_limits=dt_limits), dtype)
-    step.compare(step.run(triton_kernels, kernel_device), step.run(Kernels()))
+    step.compare(step.run(triton_kernels, DEVICE), step.run(Kernels()))
 
 
-def test_heads_and_states_of_any_size(
-    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_and_states_of_any_size(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton computes with powers of 2, of at least 16 in a product. The step of decodes cuts this head."""
     monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", 40)
     monkeypatch.setattr(sys.modules[__name__], "SIZE", 12)
     step = Step(BATCHES["ragged"], layer_of(2, F32))
-    step.compare(step.run(triton_kernels, kernel_device), step.run(Kernels()))
+    step.compare(step.run(triton_kernels, DEVICE), step.run(Kernels()))
 
 
 class DeltaStep(Step):
@@ -238,7 +232,6 @@ def test_the_gated_delta_rule_equals_the_recurrence(spans: list[tuple[int, int]]
 )
 def test_triton_equals_torch_for_the_gated_delta_rule(
     triton_kernels: Kernels,
-    kernel_device: str,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     spans: list[tuple[int, int]],
@@ -248,27 +241,27 @@ def test_triton_equals_torch_for_the_gated_delta_rule(
     monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", head_dim)
     monkeypatch.setattr(sys.modules[__name__], "SIZE", size)
     step = DeltaStep(spans, layer_of(2, dtype), dtype)
-    step.compare(step.run(triton_kernels, kernel_device), step.run(Kernels()))
+    step.compare(step.run(triton_kernels, DEVICE), step.run(Kernels()))
 
 
-def test_the_norm_of_heads_with_a_gate(triton_kernels: Kernels, kernel_device: str) -> None:
+def test_the_norm_of_heads_with_a_gate(triton_kernels: Kernels) -> None:
     x, gate, weight = (normal(*shape, seed=i) for i, shape in enumerate([(3, 96), (3, 104), (24,)]))
     gate = gate[:, :96]
     heads = x.double().unflatten(1, (4, 24))
     normed = heads / (heads.square().mean(2, keepdim=True) + 1e-5).sqrt() * weight.double()
     expected = normed.flatten(1) * F.silu(gate.double())
     close(Kernels().norm_gate(x, gate, weight, 1e-5), expected)
-    x, gate, weight = (tensor.to(kernel_device) for tensor in (x, gate, weight))
+    x, gate, weight = (tensor.to(DEVICE) for tensor in (x, gate, weight))
     close(triton_kernels.norm_gate(x, gate, weight, 1e-5), expected)
 
 
-def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels, kernel_device: str) -> None:
+def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels) -> None:
     """At each number of tokens around the convolution's width and a chunk's length."""
     layer, length = layer_of(2, F32), 70
     whole = Step([(0, length)], layer)
     y, state = whole.run(Kernels())
     for cut in (1, 2, 3, 32, 33, 69):
-        for kernels, device in ((Kernels(), "cpu"), (triton_kernels, kernel_device)):
+        for kernels, device in ((Kernels(), "cpu"), (triton_kernels, DEVICE)):
             first, second = Step([(0, cut)], layer), Step([(cut, length)], layer)
             first.projected, second.projected = whole.projected[:cut], whole.projected[cut:]
             first_y, second.state = first.run(kernels, device)
@@ -279,27 +272,25 @@ def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels, k
             close(after.ssm[slot], state.ssm[slot])
 
 
-def test_padding_of_a_graph_changes_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
+def test_padding_of_a_graph_changes_nothing(triton_kernels: Kernels) -> None:
     """A graph has static work for more requests and chunks than a step has."""
     from baton.engine.kernels.state.mamba2 import scan_work
     from baton.engine.kernels.state.plan import chunk_tokens
 
     step = Step([(4, 5), (0, 40), (3, 9)], layer_of(1, F32))
     expected = step.run(Kernels())
-    plain = step.metadata(kernel_device)
-    work = torch.from_numpy(scan_work(step.spans[1:], 1, chunk_tokens(F32))).to(kernel_device)
+    plain = step.metadata(DEVICE)
+    work = torch.from_numpy(scan_work(step.spans[1:], 1, chunk_tokens(F32))).to(DEVICE)
     contexts = plain.contexts.clone()
     contexts[1:] = 0
     padded = replace(plain, contexts=contexts, num_decodes=3, prefills=[], scans=F.pad(work, (0, 0, 0, 3)))
     step.metadata = lambda device: padded  # type: ignore[method-assign]
-    step.compare(step.run(triton_kernels, kernel_device), expected)
+    step.compare(step.run(triton_kernels, DEVICE), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "groups"), [(96, 1), (128, 4)])
-def test_gated_norm(
-    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, size: int, groups: int
-) -> None:
+def test_gated_norm(triton_kernels: Kernels, dtype: torch.dtype, size: int, groups: int) -> None:
     x, gate, weight = (
         normal(*shape, seed=i).to(dtype) for i, shape in enumerate([(3, size), (3, size + 8), (size,)])
     )
@@ -309,15 +300,15 @@ def test_gated_norm(
         gated.append(part / (part.square().mean(1, keepdim=True) + 1e-5).sqrt() * scale)
     expected = torch.cat(gated, dim=1)
     close(Kernels().gated_rms_norm(x, gate, weight, 1e-5, groups), expected)
-    x, gate, weight = (tensor.to(kernel_device) for tensor in (x, gate, weight))
+    x, gate, weight = (tensor.to(DEVICE) for tensor in (x, gate, weight))
     close(triton_kernels.gated_rms_norm(x, gate, weight, 1e-5, groups), expected)
 
 
-def test_the_norm_of_a_group_in_parts(triton_kernels: Kernels, kernel_device: str) -> None:
+def test_the_norm_of_a_group_in_parts(triton_kernels: Kernels) -> None:
     """As ranks compute it that hold some columns of a group each."""
     x, gate, weight = (normal(*shape, seed=i) for i, shape in enumerate([(3, 96), (3, 96), (96,)]))
     expected = Kernels().gated_rms_norm(x, gate, weight, 1e-5, 1)
-    for device, kernels in (("cpu", Kernels()), (kernel_device, triton_kernels)):
+    for device, kernels in (("cpu", Kernels()), (DEVICE, triton_kernels)):
         parts = [[of.to(device).split((64, 32), -1)[i] for of in (x, gate, weight)] for i in range(2)]
         squares = torch.stack([kernels.gated_squares(x.contiguous(), gate) for x, gate, _ in parts])
         mean = (squares.sum(0)[:, None] / 96).repeat(1, 2)[:, 1]

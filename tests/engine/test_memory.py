@@ -1,7 +1,6 @@
 """Memory planning: the arithmetic for imaginary GPUs, and measurements on a real one."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_spec
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
+from tests.engine.conftest import MakeEngine, request_of, run, save_tiny
 
 LLAMA = ModelConfig(
     "LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, None, False, False, (), None
@@ -206,7 +206,7 @@ def test_an_engine_has_no_more_threads_than_usable_cpus(
     ],
 )
 def test_the_weights_of_a_plan_are_those_of_the_model(
-    kind: str, changes: dict[str, Any], tmp_path: Path, save_tiny: Callable[..., Any]
+    kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     parameters = save_tiny(tmp_path, kind, **changes).named_parameters()
     vectors = ("norm.weight", "bias", "sinks")
@@ -223,7 +223,7 @@ def test_an_out_of_memory_error_names_purpose_and_remedy(monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
 
-def test_context_and_pool_must_fit_each_other(tiny_engine: Callable[..., Engine]) -> None:
+def test_context_and_pool_must_fit_each_other(tiny_engine: MakeEngine) -> None:
     assert tiny_engine(num_blocks=4, block_size=8).model_config.max_model_len == 32
     assert tiny_engine(num_blocks=99).model_config.max_model_len == 256
     with pytest.raises(ValueError, match=r"--max-model-len 40: .* holds 32 tokens, .* or raise --num-blocks"):
@@ -245,9 +245,10 @@ def computed(step: Step) -> tuple[int, int, int]:
     [(8, 64, 256), (8, 64, 40), (5, 5, 256), (1, 1, 256), (1, 64, 256), (64, 2048, 4)],
 )
 def test_a_rehearsal_runs_the_largest_steps_within_all_limits(
-    tiny_engine: Callable[..., Engine], seats: int, budget: int, context: int
+    tiny_engine: MakeEngine, seats: int, budget: int, context: int
 ) -> None:
-    rehearsal = Rehearsal(seats=seats, budget=budget, max_model_len=context, block_size=4)
+    limits = EngineConfig("m", max_num_seqs=seats, max_num_batched_tokens=budget)
+    rehearsal = Rehearsal(limits, context, 4)
     engine = tiny_engine(
         num_blocks=max(rehearsal.num_blocks, context // 4), max_num_seqs=seats,
         max_num_batched_tokens=budget, max_model_len=context,
@@ -276,8 +277,9 @@ def test_a_rehearsal_runs_the_largest_steps_within_all_limits(
         assert (1, 33, 2) in map(computed, steps), "and beside the rest of the prompt"
 
 
-def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: Callable[..., Engine]) -> None:
-    rehearsal = Rehearsal(seats=8, budget=64, max_model_len=48, block_size=4, pool=12)
+def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: MakeEngine) -> None:
+    limits = EngineConfig("m", max_num_seqs=8, max_num_batched_tokens=64)
+    rehearsal = Rehearsal(limits, 48, 4, pool=12)
     assert rehearsal.num_blocks > 12
     steps = list(rehearsal.steps(None))
     assert {int(step.slots.max()) // 4 for step in steps} <= set(range(12))
@@ -286,8 +288,8 @@ def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: Callable[..., 
     warm_up(engine._runner, rehearsal, lambda *_: None)
 
 
-def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: Callable[..., Engine]) -> None:
-    rehearsal = Rehearsal(seats=2, budget=8, max_model_len=32, block_size=4)
+def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: MakeEngine) -> None:
+    rehearsal = Rehearsal(EngineConfig("m", max_num_seqs=2, max_num_batched_tokens=8), 32, 4)
     runner = tiny_engine(num_blocks=rehearsal.num_blocks)._runner
     runner.model.embedding.weight = runner.model.embedding.weight * torch.nan
     with pytest.raises(ValueError, match="the model's logits are not finite numbers"):
@@ -298,9 +300,7 @@ def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: Callable[..
 
 
 @pytest.mark.gpu
-def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(
-    embedded_model_path: Path, run: Any, request_of: Any
-) -> None:
+def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(embedded_model_path: Path) -> None:
     """Two engines on one GPU."""
     from triton import knobs
 

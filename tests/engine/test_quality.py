@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.kernels import Fp8KV, Kernels, parts
-from baton.engine.layers.linear import LinearMethod
-from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import Weights
+from baton.engine.kernels import Fp8KV, Kernels, LinearMethod, parts
+from baton.engine.layers.weights import Stack, Weights
 from baton.engine.loader.int4_on_load import Int4OnLoad
 from tests.device import DEVICE
 from tests.engine.quality import TEXT, logits, quality
@@ -82,10 +80,8 @@ def test_int4_weights_rounded_on_load(
         assert found.equal >= 0.8
 
 
-def output_in_fp8(
-    self: Int4OnLoad, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor
-) -> LinearMethod:
-    return self.output.linear(weights, [name], [rows], columns, bias=False)
+def output_in_fp8(self: Int4OnLoad, weights: Weights, stack: Stack, embedding: Tensor) -> LinearMethod:
+    return self.output.linear(weights, stack)
 
 
 def test_packed_weights(engine_of: Callable[..., Engine], short_reference: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from baton.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.step import Draws, Step, Variant, arrange
-from tests.engine.conftest import MakeEngine
+from tests.engine.conftest import MakeEngine, save_tiny
 
 BLOCK = 16
 LENGTHS = np.array([1, 2, 5, 300])
@@ -63,7 +63,7 @@ def tokens_of(engine: Engine, *, by_graph: bool = False) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, save_tiny: Any) -> tuple[Path, list[int]]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """A model, and the tokens that transformers finds the most likely."""
     path = tmp_path_factory.mktemp("model")
     reference = save_tiny(path, "Llama", max_position_embeddings=512)

@@ -38,7 +38,7 @@ KINDS: list[dict[str, Any]] = [
 BLOCK = 4
 
 
-def requests_of(request_of: Any) -> list[EngineRequest]:
+def requests_of() -> list[EngineRequest]:
     """Random requests. Most share a prefix with some others."""
     rng = random.Random(5)
     trunks = [[rng.randrange(3, 190) for _ in range(40)] for _ in range(3)]
@@ -235,7 +235,7 @@ def test_random_lives(
 
     waits = tiny_engine(model=str(spelled_path), num_blocks=2048, max_num_batched_tokens=4096)
     prefill, decode = engine(), engine()
-    requests = requests_of(request_of)
+    requests = requests_of()
     expected = run(waits, requests)
     for _ in range(2):
         lives = Lives(prefill, decode, expected)

@@ -23,12 +23,14 @@ import torch
 
 from baton.engine import Engine, EngineConfig
 from baton.engine.execution import host_ranks
-from baton.engine.execution.commands import SLOTS, Commands
+from baton.engine.execution.commands import SLOTS, Commands, Kind
 from baton.engine.execution.host_ranks import HostRanks
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Fp8Experts, parts
 from baton.engine.loader import check_model
 from baton.engine.step import NOT_SCORED, Draws, Scored, Step, Variant, arrange
+from tests.engine.checkpoints import assert_refused
+from tests.engine.conftest import request_of, run, save_tiny, tokens_of
 from tests.engine.mixed_requests import SMALL_POOL, mixed_requests
 
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -56,14 +58,7 @@ tokens."""
 
 @pytest.mark.parametrize(("kind", "changes", "sizes"), FAMILIES)
 def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
-    kind: str,
-    changes: dict[str, Any],
-    sizes: tuple[int, ...],
-    tmp_path: Path,
-    ranks: Callable[..., Engine],
-    save_tiny: Any,
-    run: Any,
-    request_of: Any,
+    kind: str, changes: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path, ranks: Callable[..., Engine]
 ) -> None:
     save_tiny(tmp_path, kind, **changes)
     rng = random.Random(7)
@@ -76,9 +71,7 @@ def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
 
     def tokens(size: int) -> tuple[str, list[list[int]]]:
         engine = ranks(tmp_path, size, max_num_batched_tokens=24, max_num_seqs=5)
-        results = run(engine, requests)
-        engine.assert_whole()
-        return engine.model_fingerprint, [results[request.id].tokens for request in requests]
+        return engine.model_fingerprint, tokens_of(engine, requests)
 
     expected = tokens(1)
     for size in sizes:
@@ -102,9 +95,6 @@ def test_whole_experts_on_each_rank_give_the_same_tokens(
     sizes: tuple[int, ...],
     tmp_path: Path,
     ranks: Callable[..., Engine],
-    save_tiny: Any,
-    run: Any,
-    request_of: Any,
 ) -> None:
     save_tiny(tmp_path, kind, **changes)
     requests = [
@@ -122,12 +112,11 @@ def test_whole_experts_on_each_rank_give_the_same_tokens(
             enable_expert_parallel=size > 1,
             **config,
         )
-        results = run(engine, requests)
+        tokens = tokens_of(engine, requests)
         load, gate_up = engine._runner.expert_load, engine._runner.model.layers[-1].mlp.experts.gate_up
         experts = gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up
         assert load is not None
         assert len(experts) * size == 8
-        tokens = [results[request.id].tokens for request in requests]
         return engine.model_fingerprint, tokens, load.totals.tolist()
 
     expected = outcome(1)
@@ -136,7 +125,7 @@ def test_whole_experts_on_each_rank_give_the_same_tokens(
 
 
 def test_every_kind_of_request_gets_the_tokens_of_one_rank(
-    spelled_path: Path, ranks: Callable[..., Engine], run: Any
+    spelled_path: Path, ranks: Callable[..., Engine]
 ) -> None:
     requests = mixed_requests()
 
@@ -174,11 +163,8 @@ def test_two_gpus_compute_the_tokens_of_one(spelled_path: Path) -> None:
 
 
 def test_a_size_that_does_not_divide_the_heads_is_refused(tiny_path: Path) -> None:
-    config = EngineConfig(str(tiny_path), tensor_parallel_size=3)
-    with pytest.raises(
-        ValueError, match=r"size 3: the model has 4 query .* 2 KV heads; choose one of 1, 2, 4"
-    ):
-        check_model(config)
+    message = r"size 3: the model has 4 query .* 2 KV heads; choose one of 1, 2, 4"
+    assert_refused(tiny_path, message, tensor_parallel_size=3)
 
 
 def test_each_rank_holds_its_share_of_the_memory(tiny_path: Path, ranks: Callable[..., Engine]) -> None:
@@ -257,13 +243,13 @@ def test_a_command_arrives_as_it_was_sent() -> None:
     threads = [threading.Thread(target=read, args=(rank,)) for rank in (1, 2)]
     for sent in steps[: SLOTS // 2]:  # before the readers begin
         writer.run(sent)
-        writer.sample()
+        writer.send(Kind.SAMPLE)
     for thread in threads:
         thread.start()
     for sent in steps[SLOTS // 2 :]:
         writer.run(sent)
-        writer.sample()
-    writer.stop()
+        writer.send(Kind.SAMPLE)
+    writer.send(Kind.STOP)
     for thread in threads:
         thread.join(10)
     files.close()
@@ -295,7 +281,7 @@ def step(seed: int) -> Step:
     )  # fmt: skip
 
 
-def test_expert_parallel_that_does_not_fit_the_model_is_refused(tmp_path: Path, save_tiny: Any) -> None:
+def test_expert_parallel_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Qwen3Moe", num_experts=6)
     with pytest.raises(ValueError, match=r"--enable-expert-parallel: needs --tensor-parallel-size above 1"):
         EngineConfig(str(tmp_path), enable_expert_parallel=True)

@@ -15,6 +15,7 @@ from baton.kv_transfer.stores import BlockStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import CpuStore
 from baton.worker.engine_process.offload import offload_pumps
+from tests.engine.conftest import MakeEngine
 from tests.engine.test_offload import text
 
 
@@ -72,7 +73,7 @@ def fill_up(store: BlockStore) -> None:
 
 
 @pytest.fixture(scope="module")
-def without_tiers(tiny_engine: Callable[..., Engine]) -> list[list[int]]:
+def without_tiers(tiny_engine: MakeEngine) -> list[list[int]]:
     return answers(tiny_engine(num_blocks=200), TURNS)
 
 
@@ -83,7 +84,7 @@ def right(without_tiers: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> li
     return without_tiers
 
 
-def small(tiny_engine: Callable[..., Engine], directory: Path, **given: object) -> Engine:
+def small(tiny_engine: MakeEngine, directory: Path, **given: object) -> Engine:
     """An engine with tiers."""
     return tiny_engine(
         num_blocks=30, enable_prefix_caching=True, max_num_seqs=4, disk_cache_dir=str(directory), **given
@@ -99,7 +100,7 @@ def small(tiny_engine: Callable[..., Engine], directory: Path, **given: object) 
     ],
 )
 def test_tokens_are_the_same_with_and_without_tiers(
-    tiny_engine: Callable[..., Engine],
+    tiny_engine: MakeEngine,
     right: list[list[int]],
     tmp_path: Path,
     sizes: dict[Tier, int],
@@ -119,7 +120,7 @@ def test_tokens_are_the_same_with_and_without_tiers(
 
 @pytest.mark.parametrize("sizes", [{"host": 1 << 20}, {"disk": 1 << 20}, {"host": 1 << 17, "disk": 1 << 20}])
 def test_a_tier_that_changes_blocks_costs_no_token(
-    tiny_engine: Callable[..., Engine], right: list[list[int]], tmp_path: Path, sizes: dict[str, int]
+    tiny_engine: MakeEngine, right: list[list[int]], tmp_path: Path, sizes: dict[str, int]
 ) -> None:
     engine = small(tiny_engine, tmp_path, **{f"{tier}_cache_size": size for tier, size in sizes.items()})
     assert answers(engine, TURNS, tmp_path, corrupt) == right
@@ -128,9 +129,7 @@ def test_a_tier_that_changes_blocks_costs_no_token(
         assert tier.loaded_tokens, "other blocks are whole"
 
 
-def test_a_full_disk_costs_no_token(
-    tiny_engine: Callable[..., Engine], right: list[list[int]], tmp_path: Path
-) -> None:
+def test_a_full_disk_costs_no_token(tiny_engine: MakeEngine, right: list[list[int]], tmp_path: Path) -> None:
     engine = small(tiny_engine, tmp_path, disk_cache_size=1 << 20)
     assert answers(engine, TURNS, tmp_path, fill_up) == right
     [stats] = engine.stats().offload

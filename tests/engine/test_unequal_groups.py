@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
+from baton.content.cache_kinds import CachePart
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.engine.api.request import Reservation
 from baton.engine.execution.rank import Follower
@@ -31,7 +32,8 @@ from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
 from baton.worker.messages import Origin
 from tests.device import DEVICE
-from tests.engine.conftest import run
+from tests.engine.checkpoints import load
+from tests.engine.conftest import save_tiny, tokens_of
 from tests.engine.scheduling import hooks_to
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
@@ -144,7 +146,7 @@ class Side:
         )
         self.receiver = transport.receiver(paged_kv(self.engine))
         self.caches = [self.engine.kv_cache, *(followers[rank].kv_cache for rank in sorted(followers))]
-        self._heads = [layout.parts[None].heads_of(rank, ranks) for rank in range(ranks)]
+        self._heads = [layout.parts[0].heads_of(rank, ranks) for rank in range(ranks)]
 
     def rows(self, blocks: Sequence[int], layer: int, start: int, stop: int) -> torch.Tensor:
         """[2, stop − start, heads, head_dim] of all ranks."""
@@ -251,9 +253,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def models(
-    tmp_path_factory: pytest.TempPathFactory, save_tiny: Any, run: Any
-) -> Callable[[int], tuple[Path, list[list[int]]]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, list[list[int]]]]:
     """The path of a tiny model with so many KV heads, and the tokens of an engine with one rank."""
     made: dict[int, tuple[Path, list[list[int]]]] = {}
 
@@ -264,12 +264,8 @@ def models(
                 path, "Llama", hidden_size=12 * HEAD_DIM, num_attention_heads=12,
                 num_key_value_heads=kv_heads, max_position_embeddings=512,
             )  # fmt: skip
-            engine = build_engine(
-                EngineConfig(str(path), dtype="float32", device=DEVICE, num_blocks=200, num_threads=1)
-            )
-            requests = [request for wave in waves() for request in wave]
-            results = run(engine, requests)
-            made[kv_heads] = path, [results[request.id].tokens for request in requests]
+            engine = load(path, device=DEVICE, num_blocks=200, num_threads=1)
+            made[kv_heads] = path, tokens_of(engine, [request for wave in waves() for request in wave])
         return made[kv_heads]
 
     return make
@@ -352,10 +348,9 @@ def test_kv_in_fp8(
     """Of equal formats the tokens are those of one engine. Else KV is converted, and the first token is that
     of an engine in the format of the prefill worker."""
     path, plain = models(12)
-    settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 200, "num_threads": 1}
     requests = [request for wave in waves() for request in wave]
-    single = run(build_engine(EngineConfig(str(path), kv_cache_dtype="fp8", **settings)), requests)
-    expected = [single[request.id].tokens for request in requests] if prefill_dtype == "fp8" else plain
+    single = load(path, kv_cache_dtype="fp8", num_blocks=200, num_threads=1)
+    expected = tokens_of(single, requests) if prefill_dtype == "fp8" else plain
     both: dict[str, Any] = {"num_blocks": 99, "enable_prefix_caching": prefill_dtype == decode_dtype}
     prefill = Side(
         path,
@@ -376,12 +371,12 @@ def test_kv_in_fp8(
         assert [len(found) for found in tokens] == [len(found) for found in expected]
 
 
-def states(heads: int, head_dim: int) -> tuple[kv.CachePart, ...]:
+def states(heads: int, head_dim: int) -> tuple[CachePart, ...]:
     return (
-        kv.CachePart("state", "x", 3, heads, head_dim, "float32"),
-        kv.CachePart("state", "B", 3, 2, 16, "float32"),
-        kv.CachePart("state", "C", 3, 2, 16, "float32"),
-        kv.CachePart("state", "ssm", 1, heads, head_dim * 16, "float32"),
+        CachePart("state", "x", 3, heads, head_dim, "float32"),
+        CachePart("state", "B", 3, 2, 16, "float32"),
+        CachePart("state", "C", 3, 2, 16, "float32"),
+        CachePart("state", "ssm", 1, heads, head_dim * 16, "float32"),
     )
 
 
@@ -395,12 +390,7 @@ LAYOUTS = {"Qwen3Next": kv.KVLayout(3, 2, 32, "float32", states(4, 32), (0, 2))}
     [("Bamba", 1, 1), ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("Bamba", 4, 1), ("Qwen3Next", 2, 4)],
 )
 def test_states_are_handed_over(
-    tmp_path: Path,
-    save_tiny: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    prefill_ranks: int,
-    decode_ranks: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, prefill_ranks: int, decode_ranks: int
 ) -> None:
     """The tokens are those of transformers, wherever a prompt ends within a chunk. 4 ranks share 2 groups.
     From 2 to 4 ranks KV and states go through exported memory.

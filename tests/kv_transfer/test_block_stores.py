@@ -85,10 +85,10 @@ def check_copies(kv: PagedKV, store: BlockStore) -> None:
     """Blocks go to a store and come back. The store has five places."""
     before = [content(kv, block) for block in range(BLOCKS)]
     saves = [(3, 4), (7, 0), (1, 2)]
-    store.save(saves)
+    store.copy(saves, is_load=False)
     assert ended(store, 3) == [True] * 3
     loads = [(9, 0), (3, 2), (10, 4)]
-    store.load(loads)
+    store.copy(loads, is_load=True)
     assert ended(store, 3) == [True] * 3
     saved = {place: before[block] for block, place in saves}
     expected = dict(enumerate(before)) | {block: saved[place] for block, place in loads}
@@ -106,10 +106,10 @@ def test_a_place_with_other_bytes_is_not_whole(device: str) -> None:
 
 def check_damage(kv: PagedKV, store: BlockStore) -> None:
     """A byte of a block in the store is changed."""
-    store.save([(1, 0), (2, 1), (3, 2)])
+    store.copy([(1, 0), (2, 1), (3, 2)], is_load=False)
     assert ended(store, 3) == [True] * 3
     damage(store, kv, place=1)
-    store.load([(4, 0), (5, 1), (6, 2)])
+    store.copy([(4, 0), (5, 1), (6, 2)], is_load=True)
     assert ended(store, 3) == [True, False, True]
     store.close()
 
@@ -119,17 +119,17 @@ def test_what_a_disk_lost_is_not_whole(device: str, tmp_path: Path) -> None:
     """One byte of the first block was changed, and the end of the last block is missing."""
     kv = paged("bfloat16", device)
     store = DiskStore(kv, 8, str(tmp_path), lambda: None)
-    store.save([(1, 0), (2, 1), (3, 2)])
+    store.copy([(1, 0), (2, 1), (3, 2)], is_load=False)
     assert ended(store, 3) == [True] * 3
     damage(store, kv, place=0)
     os.ftruncate(store._file.fileno(), 3 * block_bytes(kv) - 1)
     right = content(kv, 2)
-    store.load([(4, 0), (5, 1), (6, 2)])
+    store.copy([(4, 0), (5, 1), (6, 2)], is_load=True)
     assert ended(store, 3) == [False, True, False]
     assert all(map(torch.equal, content(kv, 5), right))
-    store.save([(3, 2)])
+    store.copy([(3, 2)], is_load=False)
     assert ended(store, 1) == [True], "a torn place is written anew"
-    store.load([(6, 2)])
+    store.copy([(6, 2)], is_load=True)
     assert ended(store, 1) == [True]
     store.close()
 
@@ -142,15 +142,15 @@ def test_a_disk_that_fills_keeps_what_it_has_and_takes_blocks_again(tmp_path: Pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + size // 2, limits[1]))
     try:
-        store.save([(1, 0), (2, 2), (3, 1), (4, 3)])
+        store.copy([(1, 0), (2, 2), (3, 1), (4, 3)], is_load=False)
         assert ended(store, 4) == [True, False, True, False], "one does not fit, one has no room at all"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     expected = [content(kv, block) for block in (1, 3)]
-    store.save([(2, 2), (4, 3)])
+    store.copy([(2, 2), (4, 3)], is_load=False)
     assert ended(store, 2) == [True, True]
     expected += [content(kv, block) for block in (2, 4)]
-    store.load([(8, 0), (9, 1), (10, 2), (7, 3)])
+    store.copy([(8, 0), (9, 1), (10, 2), (7, 3)], is_load=True)
     assert ended(store, 4) == [True] * 4
     for block, rights in zip((8, 9, 10, 7), expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(content(kv, block), rights, strict=True))
@@ -163,9 +163,9 @@ def test_a_full_disk_ends_the_save(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "the file has no name, so no other process opens it"
     assert os.fstat(store._file.fileno()).st_mode & 0o077 == 0
     store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
-    store.save([(1, 0), (2, 1)])
+    store.copy([(1, 0), (2, 1)], is_load=False)
     assert ended(store, 2) == [False, False]
-    store.load([(5, 0)])
+    store.copy([(5, 0)], is_load=True)
     assert ended(store, 1) == [False], "the device has other bytes there"
     assert store.room
     store.close()
@@ -184,13 +184,13 @@ def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.M
     right = [content(kv, block) for block in range(BLOCKS)]
     for place in range(6):
         assert store.room
-        store.save([(place, place)])
+        store.copy([(place, place)], is_load=False)
         assert ended(store, 1) == [True]
-    store.load([(6, 0)])
-    store.save([(11, 7)])
+    store.copy([(6, 0)], is_load=True)
+    store.copy([(11, 7)], is_load=False)
     assert not store.room
     assert ended(store, 2) == [True, True]
-    store.load([(7, 7), (8, 5)])
+    store.copy([(7, 7), (8, 5)], is_load=True)
     assert ended(store, 2) == [True, True]
     for block, before in ((6, 0), (7, 11), (8, 5)):
         assert all(map(torch.equal, content(kv, block), right[before]))
@@ -220,10 +220,10 @@ def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
         StoreServer(store, theirs)
     ranked = RankedStore(stores[0], [ours for ours, _ in pairs], silence=20)
     before = [[content(kv, block) for block in (3, 5)] for kv in kvs]
-    ranked.save([(3, 0), (5, 2)])
+    ranked.copy([(3, 0), (5, 2)], is_load=False)
     assert ended(ranked, 2) == [True, True]
     damage(stores[2], kvs[2], place=2)
-    ranked.load([(8, 0), (9, 2)])
+    ranked.copy([(8, 0), (9, 2)], is_load=True)
     assert ended(ranked, 2) == [True, False]
     for kv, right in zip(kvs, before, strict=True):
         assert all(map(torch.equal, content(kv, 8), right[0]))
@@ -246,7 +246,7 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
         now, (ours, theirs) = 0.0, channel_pair()
         StoreServer(other(paged("float32", "cpu"), 2), theirs)
         ranked = RankedStore(own(paged("float32", "cpu"), 2), [ours], silence=10)
-        ranked.save([(3, 0)])
+        ranked.copy([(3, 0)], is_load=False)
         while other is CpuStore and not ranked._whole[1]:
             ranked.ended()
         now = 11.0

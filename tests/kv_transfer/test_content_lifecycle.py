@@ -6,23 +6,21 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from baton.kv_transfer.layout import Slice
-from baton.kv_transfer.protocol.fetches import FrameRefused
-from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.held import MOST_PINS, StartTransfer
 from baton.kv_transfer.protocol.incoming import TransferState
 from baton.kv_transfer.protocol.local_messages import FetchIn, PinOut, ReleasedOut
 from baton.kv_transfer.protocol.messages import Ack, Commit, FetchContent, FirstToken, Have
 from baton.kv_transfer.protocol.shared import Send
 
-from .test_lifecycle import DEADLINES, LAYOUT, PEER, World, reachable
+from .test_lifecycle import DEADLINES, PEER, World, reachable
 
 CHUNKS = (b"1" * 16, b"2" * 16)
-FRAME_BYTES = 64 * LAYOUT.bytes_per_token_layer
 
 
 class ContentWorld(World):
     """Up to two transfers. Their pins belong to the engine of the holder."""
+
+    start, stop = 192, 256
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +55,7 @@ class ContentWorld(World):
                 case StartTransfer(_, transfer_id, _, fetch):
                     assert fetch.ranges == ((192, 256),)
                     self.queued += [(transfer_id, 0), (transfer_id, 1)]
-                    commit = Commit(FirstToken(0), 2, 2 * FRAME_BYTES)
+                    commit = Commit(FirstToken(0), 2, 2 * self.frame_bytes)
                     super().apply(self.held.commit(transfer_id, commit, self.now))
                 case ReleasedOut(pin_id):
                     self.pins.remove(pin_id)
@@ -84,26 +82,12 @@ class ContentWorld(World):
         request = FetchIn(transfer_id, b"", "", PEER, 0, ranges, 0, 1, chunks=CHUNKS)
         self.apply_decode(self.fetches.fetch(request, self.now))
 
-    def do_frame(self, i: int) -> None:
-        session, transfer_id, layer = self.flying.pop(i)
-        h = Header(FrameType.KV, transfer_id, Slice(layer, 0, 1, 192, 64), layer, FRAME_BYTES)
-        try:
-            transfer = self.fetches.begin(session, h, self.now)
-            if self.fetches.verified(transfer, h, self.now):
-                self.complete.append(transfer.id)
-        except FrameRefused as refused:
-            self.apply_decode(refused.effects)
-
     def do_to_decode(self) -> None:
         if isinstance(self.to_decode[0][2], Have):
             session, transfer_id, message = self.to_decode.pop(0)
             self.apply_decode(self.fetches.have(session, transfer_id, message, self.now))
         else:
             super().do_to_decode()
-
-    def do_inject(self, transfer_id: bytes) -> None:
-        self.injected.append(transfer_id)
-        self.apply_decode(self.fetches.injected(transfer_id, self.now))
 
     # ------------------------------------------------------------ what must hold
 
@@ -116,7 +100,7 @@ class ContentWorld(World):
             assert transfer_id in self.complete
         for transfer in self.fetches.open.values():
             if transfer.incoming.state is TransferState.COMPLETE:
-                assert transfer.incoming.bytes == 2 * FRAME_BYTES
+                assert transfer.incoming.bytes == 2 * self.frame_bytes
 
     def settled(self) -> None:
         """The engine answers, and time passes: every pin ends."""

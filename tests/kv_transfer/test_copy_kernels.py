@@ -145,7 +145,7 @@ def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim:
     width, first_head = (heads - 2) * head_dim, 2
     whole = torch.randint(-(2**31), 2**31 - 1, (4, rows, width + beside), generator=generator).to(torch.int32)
     part = CachePart("state", "ssm", rows, heads, head_dim, "float32")
-    pieces = [Slice(0, 0, 4, 9, 0, 0), Slice(0, 2, heads - 2, 9, 0, 0)]
+    pieces = [Slice(0, 0, 4, 9, 0, 1), Slice(0, 2, heads - 2, 9, 0, 1)]
     held = [window(piece, part, (first_head, heads)) for piece in pieces]
 
     def pool(tensor: torch.Tensor) -> torch.Tensor:

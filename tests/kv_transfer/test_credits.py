@@ -7,7 +7,7 @@ import pickle
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots, SenderAccount, SenderSlots
 from baton.kv_transfer.protocol.messages import Credit
@@ -142,146 +142,15 @@ def test_an_impossible_answer_to_a_recall(total: int, sent: int) -> None:
         pool.returned(1, total, sent)
 
 
-class Credits(RuleBasedStateMachine):
-    """A receiver and three senders, with everything between them on its way for any length of time."""
-
-    frames = Bundle("frames")  # on their way: session numbers
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = ReceiverSlots(7)
-        self.slots = SenderSlots(32)
-        self.senders: dict[int, Sender] = {}
-        self.to_sender: dict[int, list[Credit]] = {}
-        self.to_pool: dict[int, list[tuple[int, int]]] = {}
-        self.laid_out: list[int] = []
-        self.in_use: list[int] = []
-        self.made = 0
-        self.ended: list[int] = []  # whose lanes are not closed yet
-
-    @precondition(lambda self: len(self.senders) < 3)
-    @rule()
-    def session_up(self) -> None:
-        self.made += 1
-        self.pool.open(self.made)
-        self.senders[self.made] = Sender(self.slots, self.made)
-        self.to_sender[self.made], self.to_pool[self.made] = [], []
-
-    @precondition(lambda self: self.senders)
-    @rule(data=st.data())
-    def session_down(self, data: st.DataObject) -> None:
-        session = data.draw(st.sampled_from(sorted(self.senders)))
-        self.pool.end(session)
-        del self.senders[session]
-        self.ended.append(session)
-
-    @precondition(lambda self: self.ended)
-    @rule()
-    def lanes_closed(self) -> None:
-        """What was on its way is lost."""
-        self.pool.close(self.ended.pop(0))
-
-    @precondition(lambda self: self.senders)
-    @rule(data=st.data(), frames=st.integers(0, 9))
-    def want(self, data: st.DataObject, frames: int) -> None:
-        self.pool.want(data.draw(st.sampled_from(sorted(self.senders))), frames)
-        self.settle()
-
-    def settle(self) -> None:
-        for session, credit in self.pool.settle():
-            self.to_sender[session].append(credit)
-        self.laid_out += self.pool.lay_out()
-
-    @precondition(lambda self: any(self.to_sender[s] for s in self.senders))
-    @rule(data=st.data())
-    def credit_comes(self, data: st.DataObject) -> None:
-        session = data.draw(st.sampled_from([s for s in self.senders if self.to_sender[s]]))
-        credit = self.to_sender[session].pop(0)
-        if credit.recall:
-            self.to_pool[session].append((credit.total, self.senders[session].account.recall()))
-        else:
-            self.senders[session].account.grant(credit.total)
-
-    @precondition(lambda self: any(self.to_pool[s] for s in self.senders))
-    @rule(data=st.data())
-    def answer_comes(self, data: st.DataObject) -> None:
-        session = data.draw(st.sampled_from([s for s in self.senders if self.to_pool[s]]))
-        self.pool.returned(session, *self.to_pool[session].pop(0))
-
-    @precondition(lambda self: any(s.account.has_room for s in self.senders.values()))
-    @rule(target=frames, data=st.data(), dropped=st.booleans())
-    def send(self, data: st.DataObject, dropped: bool) -> int:
-        session = data.draw(st.sampled_from([n for n, s in self.senders.items() if s.account.has_room]))
-        self.senders[session].take()
-        if dropped:
-            self.senders[session].gone(unsent=True)
-            return 0
-        return session
-
-    @rule(session=consumes(frames), scratch=st.booleans())
-    def frame_comes(self, session: int, scratch: bool) -> None:
-        if session in self.senders or session in self.ended:
-            if session in self.senders:
-                self.senders[session].gone(unsent=False)
-            self.pool.arrive(session)
-            self.in_use.append(self.laid_out.pop(0))
-            if scratch:
-                self.slot_free()
-
-    @precondition(lambda self: self.in_use)
-    @rule()
-    def slot_free(self) -> None:
-        self.pool.release(self.in_use.pop())
-
-    @invariant()
-    def every_slot_is_in_one_place(self) -> None:
-        assert self.pool.free >= 0
-        assert self.pool.free + self.pool.promised + len(self.in_use) == 7
-        assert self.pool.promised == sum(a.outstanding for a in self.pool.accounts.values())
-        assert self.pool.promised <= len(self.laid_out), "each credit finds a slot"
-        assert not set(self.laid_out) & set(self.in_use)
-        for session, sender in self.senders.items():
-            assert sender.account.granted <= self.pool.accounts[session].granted, "credit from nowhere"
-
-    def teardown(self) -> None:
-        """Whatever state this is: who wants credit gets some, once the others' mail is read."""
-        while self.ended:
-            self.lanes_closed()
-        for session in self.senders:
-            self.pool.want(session, 1)
-        for _ in range(40):
-            while self.in_use:
-                self.slot_free()
-            self.pool.ask_again()
-            self.settle()
-            for session, sender in self.senders.items():
-                for credit in self.to_sender[session]:
-                    if credit.recall:
-                        self.to_pool[session].append((credit.total, sender.account.recall()))
-                    else:
-                        sender.account.grant(credit.total)
-                self.to_sender[session].clear()
-                for answer in self.to_pool[session]:
-                    self.pool.returned(session, *answer)
-                self.to_pool[session].clear()
-        on_their_way = sum(self.pool.accounts[n].arrived < s.account.used for n, s in self.senders.items())
-        assert on_their_way or all(self.pool.accounts[n].outstanding for n in self.senders), (
-            "a session starves"
-        )
-
-
-TestCredits = Credits.TestCase
-TestCredits.settings = settings(max_examples=60, stateful_step_count=60)
-
-
 class Sessions:
-    """The transfers of some sessions, each of as many frames, through a pool of two slots; every message and
+    """The transfers of some sessions, each of as many frames, through a pool of few slots; every message and
     frame is on its way for any length of time. No transfer has to compute, nor to be cancelled, ever."""
 
-    def __init__(self, frames: tuple[int, ...]) -> None:
-        self.pool = ReceiverSlots(2)
-        slots = SenderSlots(sum(frames))
-        self.senders = [Sender(slots, session) for session in range(len(frames))]
+    def __init__(self, frames: tuple[int, ...], slots: int = 2, *, ends: bool = False) -> None:
+        """`ends`: sessions may end."""
+        self.pool = ReceiverSlots(slots)
+        sending = SenderSlots(sum(frames))
+        self.senders = [Sender(sending, session) for session in range(len(frames))]
         self.frames = list(frames)
         self.computed = [0] * len(frames)
         self.flying = [0] * len(frames)
@@ -289,47 +158,57 @@ class Sessions:
         self.in_use: list[int] = []
         self.to_sender: list[list[Credit]] = [[] for _ in frames]
         self.to_pool: list[list[tuple[int, int]]] = [[] for _ in frames]
+        self.up = [*range(len(frames))]
+        self.ends = ends
+        self.ended: list[int] = []  # their lanes are not closed yet
         for session, count in enumerate(frames):
             self.pool.open(session)
             self.pool.want(session, count)
         self.settle()
-
-    def arrived(self, session: int) -> int:
-        return self.pool.accounts[session].arrived
 
     def settle(self) -> None:
         for session, credit in self.pool.settle():
             self.to_sender[session].append(credit)
         self.laid_out += self.pool.lay_out()
 
+    def check(self) -> None:
+        pool, accounts = self.pool, self.pool.accounts
+        assert pool.free >= 0
+        assert pool.free + pool.promised + len(self.in_use) == pool.total, "a slot is in one place"
+        assert pool.promised == sum(account.outstanding for account in accounts.values())
+        assert pool.promised <= len(self.laid_out), "each credit finds a slot"
+        assert not set(self.laid_out) & set(self.in_use)
+        for session in self.up:
+            assert self.senders[session].account.granted <= accounts[session].granted, "credit from nowhere"
+
     @property
     def served(self) -> bool:
         """Each session that has something to send has sent it."""
-        return all(self.computed[s] <= self.arrived(s) for s in range(len(self.frames)))
+        return all(self.computed[s] <= self.pool.accounts[s].arrived for s in self.up)
 
     def moves(self) -> list[tuple[str, int]]:
         """What happens by itself, sooner or later."""
         moves = [("slot_free", 0)] if self.in_use else []
         if any(a.outstanding and not a.idle for a in self.pool.accounts.values()):
             moves.append(("tick", 0))
-        for session, sender in enumerate(self.senders):
+        for session in self.up:
             if self.to_sender[session]:
                 moves.append(("credit_comes", session))
             if self.to_pool[session]:
                 moves.append(("answer_comes", session))
-            if sender.account.has_room and self.computed[session] > sender.account.used:
+            account = self.senders[session].account
+            if account.has_room and self.computed[session] > account.used:
                 moves.append(("send", session))
-            if self.flying[session]:
-                moves.append(("frame_comes", session))
-        return moves
+        moves += [("frame_comes", s) for s in (*self.up, *self.ended) if self.flying[s]]
+        return moves + [("lanes_closed", s) for s in self.ended]
 
     def choices(self) -> list[tuple[str, int]]:
         """What may happen, or never."""
-        sessions = range(len(self.frames))
         return (
-            [("compute", s) for s in sessions if self.computed[s] < self.frames[s]]
-            + [("cancel", s) for s in sessions if self.frames[s] > self.computed[s]]
-            + [("drop", s) for s in sessions if self.flying[s]]
+            [("compute", s) for s in self.up if self.computed[s] < self.frames[s]]
+            + [("cancel", s) for s in self.up if self.frames[s] > self.computed[s]]
+            + [("drop", s) for s in self.up if self.flying[s]]
+            + [("end", s) for s in self.up if self.ends]
         )
 
     def compute(self, session: int) -> None:
@@ -348,12 +227,25 @@ class Sessions:
         self.senders[session].gone(unsent=True)
         self.wanted(session)
 
+    def end(self, session: int) -> None:
+        self.pool.end(session)
+        self.up.remove(session)
+        self.ended.append(session)
+        self.settle()
+
+    def lanes_closed(self, session: int) -> None:
+        """What was on its way is lost."""
+        self.ended.remove(session)
+        self.pool.close(session)
+        self.settle()
+
     def tick(self, _: int) -> None:
         self.pool.ask_again()
         self.settle()
 
     def wanted(self, session: int) -> None:
-        self.pool.want(session, max(0, self.frames[session] - self.arrived(session)))
+        if session in self.up:
+            self.pool.want(session, max(0, self.frames[session] - self.pool.accounts[session].arrived))
         self.settle()
 
     def send(self, session: int) -> None:
@@ -405,7 +297,7 @@ def test_every_order_of_events_can_end_with_all_served(frames: tuple[int, ...]) 
     number = {worlds[0].key(): 0}
     before: list[set[int]] = [set()]  # state → those that become it by themselves
     for at, world in enumerate(worlds):  # grows
-        assert world.pool.free + world.pool.promised + len(world.in_use) == 2
+        world.check()
         by_themselves = world.moves()
         dumped = pickle.dumps(world)  # to copy, and faster than deepcopy
         for name, session in by_themselves + world.choices():
@@ -423,3 +315,33 @@ def test_every_order_of_events_can_end_with_all_served(frames: tuple[int, ...]) 
         edge = [at for reached in edge for at in before[reached] if at not in good and not good.add(at)]
     assert len(good) == len(worlds), "a session starves"
     assert len(worlds) > 1000, "the exploration became trivial"
+
+
+class Credits(RuleBasedStateMachine):
+    """More slots and frames, and sessions that end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = Sessions((9, 7, 5, 3), slots=7, ends=True)
+
+    @rule(pick=st.integers(0, 1 << 16))
+    def something_happens(self, pick: int) -> None:
+        if events := self.world.moves() + self.world.choices():
+            name, session = events[pick % len(events)]
+            getattr(self.world, name)(session)
+
+    @invariant()
+    def every_slot_is_in_one_place(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        """Whatever state this is: what happens by itself serves each session."""
+        for step in range(1000):
+            if moves := self.world.moves():
+                name, session = moves[step % len(moves)]
+                getattr(self.world, name)(session)
+        assert self.world.served, "a session starves"
+
+
+TestCredits = Credits.TestCase
+TestCredits.settings = settings(max_examples=60, stateful_step_count=60)

@@ -85,4 +85,4 @@ def test_a_handle_that_names_nothing() -> None:
     torch.zeros(1, device="cuda")
     for handle in (bytes(64), b"short"):
         with pytest.raises(Unreachable):
-            PeerDeviceMemory(Export("cuda_ipc", host(), handle, SLOTS, SLOT_BYTES, bytes(16)))
+            PeerDeviceMemory(Export("cuda_ipc", host(), (handle,), SLOTS, SLOT_BYTES, bytes(16)))

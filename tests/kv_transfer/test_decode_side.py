@@ -286,7 +286,7 @@ def test_what_is_complete_is_injected_whatever_becomes_of_its_peer(monkeypatch: 
     world.down("incarnation")
     assert [type(message) for message in world.told()] == [lm.Arrived, lm.Complete]
     side.engine(lm.InjectedIn(b"t" * 16))
-    assert side.quiet
+    assert side.transfers_open == 0
     assert side.slots_free() == 4
 
 
@@ -410,7 +410,7 @@ def test_memory_with_slots_that_no_arena_has(monkeypatch: pytest.MonkeyPatch, sl
     world = Side(monkeypatch, Network())
     world.fetch(b"t" * 16)
     session = cast("Session", world.up())
-    export = Export("shared_memory", "a host", b"", 4, slot_bytes, bytes(16))
+    export = Export("shared_memory", "a host", (b"",), 4, slot_bytes, bytes(16))
     with pytest.raises(ProtocolError, match=f"{slot_bytes} bytes"):
         world.side.control(session, Header(FrameType.EXPORT), export)
 
@@ -427,7 +427,7 @@ def test_a_slice_is_at_most_as_large_as_its_slot(
     world = Side(monkeypatch, Network(), nixl=nixl)
     world.fetch(b"t" * 16)
     session = cast("Session", world.up())
-    export = Export(kind, "a host", b"a handle", 4, 8192, bytes(16))
+    export = Export(kind, "a host", (b"a handle",), 4, 8192, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
     head, piece = Header(FrameType.SLICES, b"t" * 16), Slice(0, 0, 1, 0, 4)
@@ -445,7 +445,7 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
         sessions.append(world.up())
     session = cast("Session", sessions[0])
     monkeypatch.setattr(session, "end", partial(world.side.session_down, session))
-    export = Export("shared_memory", "a host", b"a handle", 4, 4096, bytes(16))
+    export = Export("shared_memory", "a host", (b"a handle",), 4, 4096, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
     # Two have credit. The third one ends the session, and what follows it is not looked at.

@@ -16,7 +16,7 @@ from baton.kv_transfer.protocol.frame import DirectionKey, FrameType, Header, La
 
 from .conftest import Pair
 from .second_wire import COMMIT, CREDIT, FETCH, KV, Direction, connect, frame
-from .test_lane import OutgoingFrame, Owner, Sender, connected, receiving, sending
+from .test_lane import OutgoingFrame, Owner, connected, receiving, sending
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 
@@ -134,7 +134,7 @@ def test_a_lane_sends_what_the_second_implementation_reads(monkeypatch: pytest.M
     """Frames larger than the buffer, messages between them, and a new key after each two frames."""
     monkeypatch.setattr(frames, "FRAMES_OF_A_KEY", 2)
     near, far = connected()
-    loop, sender = Loop(lambda: None), Sender()
+    loop, sender = Loop(lambda: None), Owner()
     lane = sending(far, loop, sender)
     lane.push(FrameType.HELLO, bytes(16), b"in plain text")
     lane.encrypt(LaneKeys(DirectionKey(KEY), DirectionKey(OTHER)))

@@ -22,7 +22,7 @@ OF_TRANSFER = [
 OF_NO_TRANSFER = [
     FrameType.HELLO, FrameType.CREDIT, FrameType.PING, FrameType.EXPORT, FrameType.REACH, FrameType.TAKEN,
 ]  # fmt: skip
-pieces = st.builds(Slice, u16, u16, u16, u32, u32, st.none() | st.integers(0, (1 << 16) - 2))
+pieces = st.builds(Slice, u16, u16, u16, u32, u32, u16)
 headers = st.one_of(
     st.builds(Header, st.just(FrameType.KV), ids, pieces, u32, u32),
     st.builds(lambda *x: Header(x[0], x[1], length=x[2]), st.sampled_from(OF_TRANSFER), ids, u32),
@@ -31,9 +31,9 @@ headers = st.one_of(
 
 
 def test_every_byte_is_where_the_table_says() -> None:
-    header = Header(FrameType.KV, bytes(range(16)), Slice(1, 2, 3, 4, 5, 8), 6, 7)
+    header = Header(FrameType.KV, bytes(range(16)), Slice(1, 2, 3, 4, 5, 9), 6, 7)
     expected = (
-        b"BtKV\x06\x04\x00\x00" + bytes(range(16)) + struct.pack("<4H", 1, 9, 2, 3)
+        b"BtKV\x07\x04\x00\x00" + bytes(range(16)) + struct.pack("<4H", 1, 9, 2, 3)
         + struct.pack("<4I", 4, 5, 6, 7) + bytes(12)
     )  # fmt: skip
     check = struct.pack("<I", xxhash.xxh3_64_intdigest(expected) & 0xFFFFFFFF)
@@ -60,7 +60,7 @@ FIELDS: list[dict[str, Any]] = [
     {"seq": 1},
     {"length": 1},
     *({"piece": Slice(*(int(i == at) for i in range(5)))} for at in range(5)),
-    {"piece": Slice(0, 0, 0, 0, 0, 0)},
+    {"piece": Slice(0, 0, 0, 0, 0, 1)},
 ]
 
 

@@ -78,7 +78,8 @@ def test_waiting_ends_by_abort_deadline_session_or_drain() -> None:
         elif event == "session":
             assert held.session_down(A, 1) == [FetchWaits(P, gone=True)]
         elif event == "drain":
-            assert held.refuse_waiting("busy") == [aborted("busy"), FetchWaits(P, gone=True)]
+            assert held.drain() == [aborted("busy"), FetchWaits(P, gone=True)]
+            assert held.fetch(T2, B, FETCH, 2) == [aborted("busy", session=B, transfer=T2)]
         else:
             assert expire(held, 29.9) == []
             assert expire(held, 30) == ["fetch_wait", aborted("deadline"), FetchWaits(P, gone=True)]

@@ -92,7 +92,7 @@ WHOLE = Slice(0, 0, 4, 0, 8)
     ("bad", "kind"),
     [
         (header(Slice(2, 0, 4, 0, 8), 0), "frame_fields"),
-        (header(Slice(0, 0, 4, 0, 8, 0), 0, length=1024), "state"),
+        (header(Slice(0, 0, 4, 0, 8, 1), 0, length=1024), "state"),
         (header(WHOLE, 0, length=100), "frame_length"),
         (header(Slice(0, 0, 4, 0, 0), 0), "frame_length"),
         (header(Slice(0, 0, 4, 0, 9), 0), "frame_range"),
@@ -194,8 +194,8 @@ def of_hybrid(piece: Slice, seq: int, length: int | None = None) -> Header:
 def hybrid_frames() -> list[Header]:
     pieces = [*cut(HYBRID, 0, (0, 8), (0, 4), 4096)]
     for layer in (1, 2):
-        for state, heads in ((0, (0, 4)), (1, (0, 2))):
-            pieces += cut(HYBRID, layer, (0, 8), heads, 512, state)
+        for part, heads in ((1, (0, 4)), (2, (0, 2))):
+            pieces += cut(HYBRID, layer, (0, 8), heads, 512, part)
     return [of_hybrid(piece, seq) for seq, piece in enumerate(pieces)]
 
 
@@ -225,28 +225,28 @@ def test_a_commit_that_leaves_out_a_frame_of_a_state(missing: int) -> None:
     assert fault.value.kind == "commit"
 
 
-STATE = Slice(1, 0, 2, 8, 0, 0)
+STATE = Slice(1, 0, 2, 8, 0, 1)
 
 
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [
-        (of_hybrid(Slice(0, 0, 2, 8, 0, 0), 0), "state"),
-        (of_hybrid(Slice(3, 0, 2, 8, 0, 0), 0), "state"),
-        (of_hybrid(Slice(1, 0, 2, 8, 0, 2), 0, length=512), "state"),
-        (of_hybrid(Slice(1, 0, 2, 8, 0, 300), 0, length=512), "state"),
+        (of_hybrid(Slice(0, 0, 2, 8, 0, 1), 0), "state"),
+        (of_hybrid(Slice(3, 0, 2, 8, 0, 1), 0), "state"),
+        (of_hybrid(Slice(1, 0, 2, 8, 0, 3), 0, length=512), "state"),
+        (of_hybrid(Slice(1, 0, 2, 8, 0, 301), 0, length=512), "state"),
         (header(Slice(1, 0, 4, 0, 8), 0), "frame_fields"),  # KV of a layer that has states
-        (of_hybrid(Slice(1, 0, 1, 8, 0, 0), 0, length=512), "frame_length"),
-        (of_hybrid(Slice(1, 3, 2, 8, 0, 0), 0), "frame_range"),
-        (of_hybrid(Slice(1, 0, 2, 7, 0, 0), 0), "frame_range"),  # after fewer positions
-        (of_hybrid(Slice(1, 0, 2, 7, 1, 0), 0), "frame_range"),
-        (of_hybrid(Slice(1, 1, 3, 8, 0, 0), 0), "frame_range"),  # twice
+        (of_hybrid(Slice(1, 0, 1, 8, 0, 1), 0, length=512), "frame_length"),
+        (of_hybrid(Slice(1, 3, 2, 8, 0, 1), 0), "frame_range"),
+        (of_hybrid(Slice(1, 0, 2, 7, 0, 1), 0), "frame_range"),  # after fewer positions
+        (of_hybrid(Slice(1, 0, 2, 7, 1, 1), 0), "frame_range"),
+        (of_hybrid(Slice(1, 1, 3, 8, 0, 1), 0), "frame_range"),  # twice
         (of_hybrid(STATE, 8 * 4 + 2 * (4 + 2)), "sequence"),
     ],
 )
 def test_a_frame_of_a_state_that_does_not_belong(bad: Header, kind: str) -> None:
     it = hybrid()
-    it.begin(of_hybrid(Slice(1, 2, 2, 8, 0, 0), 9))
+    it.begin(of_hybrid(Slice(1, 2, 2, 8, 0, 1), 9))
     with pytest.raises(Fault) as fault:
         it.begin(bad)
     assert fault.value.kind == kind

@@ -10,11 +10,11 @@ import pytest
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.layout import Slice
-from baton.kv_transfer.process.frames import OutgoingFrame, SlotPipe
+from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.process.prefill_side import SendingSession
-from baton.kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack
+from baton.kv_transfer.protocol.frame import FrameType, FrameWriter, Header, pack
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import wait
 
@@ -22,13 +22,15 @@ BURST = 32  # frames
 ARENA = Arena.create(1, 4 << 20)
 
 
-class Owner:
-    """Takes every KV frame; keeps those whose checksum matched."""
+class Owner(LaneOwner[Lane]):
+    """Takes every KV frame, and keeps those whose checksum matched. Lets every frame begin."""
 
     def __init__(self) -> None:
         self.whole: list[tuple[Header, bytes]] = []
         self.seen = 0
         self.closed = ""
+        self.sent: list[OutgoingFrame] = []
+        self.dropped: list[OutgoingFrame] = []
         self.slots = SlotPipe(ARENA)
         self.slots.lay_out([0])
 
@@ -47,14 +49,6 @@ class Owner:
     def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
         self.closed = kind
 
-
-class Sender:
-    """Lets every frame begin."""
-
-    def __init__(self) -> None:
-        self.sent: list[OutgoingFrame] = []
-        self.dropped: list[OutgoingFrame] = []
-
     def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
         return True
 
@@ -67,14 +61,12 @@ class Sender:
 
 def receiving(sock: socket.socket, loop: Loop, owner: Owner) -> Lane:
     lane = Lane(sock, loop, owner, TraceWriter(None, ""))
-    lane.receiver = owner
+    lane.slots = owner.slots
     return lane
 
 
-def sending(sock: socket.socket, loop: Loop, sender: Sender) -> Lane:
-    lane = Lane(sock, loop, Owner(), TraceWriter(None, ""))
-    lane.sender = sender
-    return lane
+def sending(sock: socket.socket, loop: Loop, owner: Owner) -> Lane:
+    return Lane(sock, loop, owner, TraceWriter(None, ""))
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -84,7 +76,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 def framed(head: Header, payload: bytes) -> bytes:
-    return pack(head) + ChecksumWriter().message(b"", payload)
+    return pack(head) + FrameWriter().message(b"", payload)
 
 
 def flipped(rng: random.Random, data: bytes, start: int, stop: int) -> bytes:
@@ -203,10 +195,9 @@ def test_a_frame_pushed_onto_a_lane_that_has_just_closed_gives_its_slot_back() -
     while not owner.closed:
         loop.turn(1.0)
     frame = OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 0)
-    lane.sender = sender = Sender()
     lane.push_frame(frame)
     loop.turn(1.0)
-    assert sender.dropped == [frame]
+    assert owner.dropped == [frame]
 
 
 def test_a_lane_that_closes_gives_every_slot_back_once() -> None:
@@ -214,7 +205,7 @@ def test_a_lane_that_closes_gives_every_slot_back_once() -> None:
     near, far = connected()
     far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-    loop, sender = Loop(lambda: None), Sender()
+    loop, sender = Loop(lambda: None), Owner()
     lane = sending(far, loop, sender)
     payload = memoryview(bytes(16 << 20))
     sizes = [16 << 20, 100, 200, 16 << 20]  # only the first begins, and the peer does not read
@@ -247,7 +238,7 @@ def test_a_frame_goes_to_the_lane_with_the_fewest_unsent_bytes() -> None:
     sockets = [connected() for _ in range(3)]
     loop = Loop(lambda: None)  # not running: nothing leaves
     session = SendingSession(cast("Any", None), cast("Any", None), 1, b"s" * 16, 3)
-    session.lanes = {n: sending(far, loop, Sender()) for n, (_, far) in enumerate(sockets)}
+    session.lanes = {n: sending(far, loop, Owner()) for n, (_, far) in enumerate(sockets)}
     for size in (5000, 1000, 3000, 1100, 1000, 1):  # to lane 0, 1, 2, 1, 1, then 2 has least
         session.send_frame(OutgoingFrame(Header(FrameType.KV, length=size), memoryview(bytes(size)), 0))
     assert [lane.unsent for lane in session.lanes.values()] == [5000, 3100, 3001]
@@ -260,7 +251,7 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
     """Not when the kernel does; and what is no KV is none."""
     near, far = connected()
     far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
-    loop, sender = Loop(lambda: None), Sender()
+    loop, sender = Loop(lambda: None), Owner()
     lane = sending(far, loop, sender)
 
     def looked(now: float) -> float:
@@ -309,7 +300,7 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
 
 def test_frames_of_ended_transfers_leave_no_trace() -> None:
     near, far = connected()
-    loop, sender = Loop(lambda: None), Sender()
+    loop, sender = Loop(lambda: None), Owner()
     sender.frame_begins = lambda lane, frame: False  # type: ignore[method-assign]
     lane = sending(far, loop, sender)
     for _ in range(3):

@@ -26,7 +26,7 @@ HYBRID = KVLayout(4, 8, 64, "bfloat16", STATES, (0, 1, 3))
 )
 def test_cut_covers_exactly_and_fits(start: int, count: int, head: int, heads: int, slot_bytes: int) -> None:
     tokens, heads_range = (start, start + count), (head, min(8, head + heads))
-    if slot_bytes < (heads_range[1] - head) * LAYOUT.parts[None].head_bytes:
+    if slot_bytes < (heads_range[1] - head) * LAYOUT.parts[0].head_bytes:
         with pytest.raises(ValueError, match="larger slots"):
             list(cut(LAYOUT, 0, tokens, heads_range, slot_bytes))
         return
@@ -37,7 +37,7 @@ def test_cut_covers_exactly_and_fits(start: int, count: int, head: int, heads: i
         assert 0 < slice_bytes(LAYOUT, piece) <= slot_bytes
         position += piece.token_count
     assert position == start + count
-    most = slot_bytes // ((heads_range[1] - head) * LAYOUT.parts[None].head_bytes)
+    most = slot_bytes // ((heads_range[1] - head) * LAYOUT.parts[0].head_bytes)
     assert len(pieces) == -(-count // most), "as few as it takes"
     if pieces:
         sizes = [p.token_count for p in pieces]
@@ -66,17 +66,17 @@ def test_intersect() -> None:
 
 
 def test_a_state_is_cut_by_heads() -> None:
-    pieces = [*cut(HYBRID, 3, (0, 77), (32, 128), 1 << 20, 1)]
-    assert pieces == [Slice(3, first, 32, 77, 0, 1) for first in (32, 64, 96)]
+    pieces = [*cut(HYBRID, 3, (0, 77), (32, 128), 1 << 20, 2)]
+    assert pieces == [Slice(3, first, 32, 77, 0, 2) for first in (32, 64, 96)]
     assert [slice_bytes(HYBRID, piece) for piece in pieces] == [1 << 20] * 3
-    assert [slice_bytes(HYBRID, piece) for piece in cut(HYBRID, 0, (0, 9), (0, 2), 4096, 0)] == [2 * 3 * 256]
-    assert [HYBRID.parts[0].heads_of(rank, 4) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert [slice_bytes(HYBRID, piece) for piece in cut(HYBRID, 0, (0, 9), (0, 2), 4096, 1)] == [2 * 3 * 256]
+    assert [HYBRID.parts[1].heads_of(rank, 4) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
 
 
 def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
-    assert LAYOUT.fingerprint == "kv6 layers=4 kv_heads=8 head_dim=64"
+    assert LAYOUT.fingerprint == "kv7 layers=4 kv_heads=8 head_dim=64"
     states = "kv_layers=2 conv=3x2x128:bfloat16 ssm=1x128x8192:float32"
-    assert HYBRID.fingerprint == f"kv6 layers=4 kv_heads=8 head_dim=64 {states}"
+    assert HYBRID.fingerprint == f"kv7 layers=4 kv_heads=8 head_dim=64 {states}"
     assert (LAYOUT.bytes_per_token, HYBRID.bytes_per_token) == (8192, 2048)
     assert LAYOUT.bytes_per_token_layer == 2 * 8 * 64 * 2
     fp8 = KVLayout(4, 8, 64, "float8_e4m3fn")

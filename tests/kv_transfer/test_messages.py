@@ -26,8 +26,8 @@ TO_SENDER += [m.FetchContent((ID, ID), 3, 0, 3), m.Reach(False, "another machine
 TO_RECEIVER = [
     m.CreditReturned(9, 4), m.Commit(m.FirstToken(5, -0.25, (5, 6), (-0.25, -2.0)), 3, 999),
     m.Aborted("gone", 2), m.Have(2),
-    m.Export("shared_memory", "a host", b"a handle", 64, 4096, ID),
-    m.Slices(((3, 9, 0, 1792, Slice(1, 0, 2, 5, 7)), (4, 10, 1, 64, Slice(0, 0, 2, 5, 0, 1)))),
+    m.Export("shared_memory", "a host", (b"a handle",), 64, 4096, ID),
+    m.Slices(((3, 9, 0, 1792, Slice(1, 0, 2, 5, 7)), (4, 10, 1, 64, Slice(0, 0, 2, 5, 0, 2)))),
 ]  # fmt: skip
 BOTH = [m.Ping((1 << 64) - 1, 12)]
 

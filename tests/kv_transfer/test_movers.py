@@ -237,8 +237,7 @@ def test_a_lane_is_not_heard_by_what_it_sends() -> None:
     """A peer that says nothing is found silent, however much is sent to it."""
     sender = SimpleNamespace(frame_begins=lambda *_: True, frame_sent=lambda *_: None)
     handle = SimpleNamespace(channel=SimpleNamespace(post=lambda _: None))
-    lane = FarLane(cast("Any", handle), 1, cast("Any", None))
-    lane.sender = cast("Any", sender)
+    lane = FarLane(cast("Any", handle), 1, cast("Any", sender))
     lane.report(mover.Heard(1, 5.0, 0.0))
     lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 3))
     lane.report(mover.Gone(1, 3, True))

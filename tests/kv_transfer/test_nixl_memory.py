@@ -105,12 +105,12 @@ def test_metadata_shows_nothing_without_the_secret(
 ) -> None:
     """Lanes without --kv-encrypt can be read. The metadata says where UCX listens, and names the memory."""
     owner, _, reader, _ = pair
-    plain = SEAL.open(owner.export.handle, OWNER_NAME)
+    plain = SEAL.open(owner.export.handles[0], OWNER_NAME)
     for told in (plain[:8], OWNER_NAME):
         assert told in plain
-        assert told not in owner.export.handle
+        assert told not in owner.export.handles[0]
     stranger = Seal(b"another secret of a test", b"baton nixl metadata")
-    forged = msgspec.structs.replace(owner.export, handle=stranger.seal(plain, OWNER_NAME))
+    forged = msgspec.structs.replace(owner.export, handles=(stranger.seal(plain, OWNER_NAME),))
     assert reader.open(1, OWNER, forged) == NOT_SEALED
 
 
@@ -119,9 +119,9 @@ def test_the_metadata_names_no_memory_but_the_slots_that_peers_read(
 ) -> None:
     owner, _, reader, _ = pair
     into = owner._here  # the slots that it reads into, which are registered, too
-    plain = SEAL.open(owner.export.handle, OWNER_NAME)
+    plain = SEAL.open(owner.export.handles[0], OWNER_NAME)
     handle = SEAL.seal(into.address.to_bytes(8, "little") + plain[8:], OWNER_NAME)
-    beside = msgspec.structs.replace(owner.export, handle=handle, token=into.arena.token)
+    beside = msgspec.structs.replace(owner.export, handles=(handle,), token=into.arena.token)
     assert reader.open(1, OWNER, beside) == ""
     assert opened(reader) == [(1, "NIXL did not read the token")]
     reader.close(1)
@@ -132,15 +132,15 @@ def test_metadata_that_is_not_of_this_peer(pair: tuple[NixlMemory, kv.Arena, Nix
     owner, _, reader, _ = pair
     assert reader.open(1, OWNER + 1, owner.export) == NOT_SEALED
     for size in (2, 8, 50):
-        bad = msgspec.structs.replace(owner.export, handle=owner.export.handle[:size])
+        bad = msgspec.structs.replace(owner.export, handles=(owner.export.handles[0][:size],))
         assert reader.open(2, OWNER, bad) == NOT_SEALED
-    plain = SEAL.open(owner.export.handle, OWNER_NAME)
+    plain = SEAL.open(owner.export.handles[0], OWNER_NAME)
     for handle, why in (
         (b"", "NIXL: "),
         (plain[:50], "NIXL: "),
         (b"\xff" * 8 + plain[8:], "4 slots of 4096 bytes do not fit behind their address"),
     ):
-        bad = msgspec.structs.replace(owner.export, handle=SEAL.seal(handle, OWNER_NAME))
+        bad = msgspec.structs.replace(owner.export, handles=(SEAL.seal(handle, OWNER_NAME),))
         assert reader.open(2, OWNER, bad).startswith(why)
     wrong = msgspec.structs.replace(owner.export, token=bytes(16))
     assert reader.open(3, OWNER, wrong) == ""

@@ -50,8 +50,8 @@ def pool(arena: kv.Arena) -> HostPool:
         ({"host": "another boot"}, "another machine"),
         ({"kind": "cuda_ipc"}, "the sender has KV in cuda_ipc"),
         ({"token": bytes(16)}, "another process"),
-        ({"handle": b"short"}, "unpack"),
-        ({"handle": (1 << 22).to_bytes(4, "little") + bytes(4)}, "No such file"),
+        ({"handles": (b"short",)}, "unpack"),
+        ({"handles": ((1 << 22).to_bytes(4, "little") + bytes(4),)}, "No such file"),
         ({"num_slots": 400}, "mmap length"),
     ],
 )
@@ -67,16 +67,16 @@ def test_a_rank_opens_the_memories_with_its_heads(
 ) -> None:
     """Of a worker with two ranks. Slots of its other memories cannot be read."""
     own = export_arena(arena)
-    both = join([own, msgspec.structs.replace(own, handle=b"of rank1")])
+    both = join([own, msgspec.structs.replace(own, handles=(b"of rank1",))])
     assert count_slots(both) == 8
     opened: list[bytes] = []
 
     def open_one(export: Export) -> PeerArena:
-        opened.append(export.handle)
+        opened.append(export.handles[0])
         return PeerArena(own)
 
-    memories = PeerMemories(both, kv.KVLayout(1, 4, 8, "float32"), {None: heads}, open_one)
-    assert opened == [(own.handle, b"of rank1")[rank] for rank in sorted(ranks)]
+    memories = PeerMemories(both, kv.KVLayout(1, 4, 8, "float32"), [heads], open_one)
+    assert opened == [(own.handles[0], b"of rank1")[rank] for rank in sorted(ranks)]
     for rank in range(2):
         if rank in ranks:
             assert memories.place(4 * rank + 3)[1] == 3
@@ -89,7 +89,7 @@ def test_a_rank_opens_the_memories_with_its_heads(
 def test_handles_of_more_ranks_than_can_share_the_heads(arena: kv.Arena) -> None:
     three = join([export_arena(arena)] * 3)
     with pytest.raises(Unreachable, match="3 ranks do not share the heads"):
-        PeerMemories(three, kv.KVLayout(1, 4, 8, "float32"), {None: (0, 4)}, PeerArena)
+        PeerMemories(three, kv.KVLayout(1, 4, 8, "float32"), [(0, 4)], PeerArena)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -107,7 +107,7 @@ def test_device_memory_that_is_smaller_than_its_owner_says(
             args[0]._obj.value, args[1]._obj.value = 0x7000_0000, 0x1000 + exported_bytes(4, 4096) - missing
 
     monkeypatch.setattr(cuda_memory, "_call", driver)
-    export = Export("cuda_ipc", host(), bytes(64), 4, 4096, bytes(16))
+    export = Export("cuda_ipc", host(), (bytes(64),), 4, 4096, bytes(16))
     if missing:
         with pytest.raises(Unreachable, match=f"has {exported_bytes(4, 4096) - 1} bytes, and its owner says"):
             cuda_memory.PeerDeviceMemory(export)
@@ -122,7 +122,7 @@ def test_memory_that_may_shrink_is_refused(arena: kv.Arena) -> None:
     os.ftruncate(fd, 1 << 20)
     handle = os.getpid().to_bytes(4, "little") + fd.to_bytes(4, "little")
     with pytest.raises(Unreachable, match="may shrink"):
-        PeerArena(msgspec.structs.replace(export_arena(arena), handle=handle))
+        PeerArena(msgspec.structs.replace(export_arena(arena), handles=(handle,)))
     os.close(fd)
 
 

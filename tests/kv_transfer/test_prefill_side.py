@@ -93,7 +93,7 @@ def test_memory_is_offered_with_the_first_fetch() -> None:
     with ours, theirs:
         arena: Any = None
         side = PrefillSide(CONFIG, arena, Channel(ours, FromSender), TransferCounters())
-        export = Export("shared_memory", "a host", b"", 4, 4096, bytes(16))
+        export = Export("shared_memory", "a host", (b"",), 4, 4096, bytes(16))
         side.engine(Exported(export, ""))
         peers: list[Any] = [Peer(1), Peer(2)]
         fetch = Fetch(b"p" * 16, 0, (), 0, 1)
@@ -117,7 +117,7 @@ def test_metadata_of_nixl_that_no_message_takes_is_not_sent(adopted: bool) -> No
     """A host has many network devices, for example. The peer would end each session for such an EXPORT."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        export = Export("nixl", "", bytes(5000), 4, 4096, bytes(16))
+        export = Export("nixl", "", (bytes(5000),), 4, 4096, bytes(16))
         nixl = object.__new__(NixlMemory)
         nixl.export, nixl.for_sender = export, export if adopted else None
         arena: Any = None
@@ -139,7 +139,7 @@ def test_statistics_of_the_most_sessions_fit_into_one_message() -> None:
     with ours, theirs:
         arena: Any = None
         side = PrefillSide(CONFIG, arena, Channel(ours, FromSender), TransferCounters())
-        side.engine(Exported(Export("shared_memory", "a host", b"", 4, 4096, bytes(16)), ""))
+        side.engine(Exported(Export("shared_memory", "a host", (b"",), 4, 4096, bytes(16)), ""))
         fetch, reach = Fetch(b"p" * 16, 0, (), 0, 1), Reach(False, "\U0001f600" * 512)
         for number in range(CONFIG.max_sessions):
             peer: Any = Peer(number)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import itertools
-import random
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,13 +26,10 @@ from baton.kv_transfer.peer_memory import Unreachable
 from baton.kv_transfer.protocol.local_messages import Copied, Copy, Opened
 from baton.kv_transfer.transport import PagedKV
 
-from .ranks import Ranks, mapped, positions
+from .ranks import Ranks, mapped
 
 BLOCKS = 40
 SLOT = 4096
-BLOCK_SIZES = (16, 32, 48, 256)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-"""With "cuda", the ranks of both sides share one GPU."""
 
 
 def layout_of(heads: int) -> KVLayout:
@@ -48,14 +44,13 @@ def until_passed(pool: Pool, event: Event) -> None:
 
 
 class Group(Ranks):
-    """The ranks of one engine, without a transfer process."""
+    """The two ranks of one engine, without a transfer process."""
 
-    def __init__(self, heads: int, size: int, block_size: int, arena: Arena, device: str) -> None:
-        shape = (2, BLOCKS, block_size, heads, 8)
-        layers = [torch.randn(shape, device=device) for _ in range(2)]
-        ends = [mapped(ArenaEnd(channel_pair()[0], arena)) for _ in range(2)]
-        sends, receives = ends
-        super().__init__(layers, [], block_size, layout_of(heads), size, sends, receives)
+    def __init__(self) -> None:
+        arena = Arena.create(128, SLOT)
+        layers = [torch.randn(2, BLOCKS, 16, 4, 8) for _ in range(2)]
+        sends, receives = (mapped(ArenaEnd(channel_pair()[0], arena)) for _ in range(2))
+        super().__init__(layers, [], 16, layout_of(4), 2, sends, receives)
         self.gathers, self.scatters = (open_ranks(self.kv, end) for end in (self.sending, self.receiving))
 
     def close(self) -> None:
@@ -64,72 +59,32 @@ class Group(Ranks):
         super().close()
 
 
-@contextmanager
-def groups(heads: int, *sizes: tuple[int, int], device: str = "cpu") -> Iterator[list[Group]]:
-    """Groups of so many ranks with blocks of so many positions, which share an arena."""
-    arena = Arena.create(128, SLOT)
-    made = [Group(heads, size, block_size, arena, device) for size, block_size in sizes]
-    yield made
-    for group in made:
-        group.close()
+@pytest.fixture
+def group() -> Iterator[Group]:
+    group = Group()
+    yield group
+    group.close()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("heads", "sender", "receiver"),
-    [
-        *((12, a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4)),
-        *((2, a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) if max(a, b) > 2),
-    ],
-)
-def test_from_group_to_group(heads: int, sender: int, receiver: int, device: str) -> None:
-    """Bit for bit, for heads that one rank or several ranks hold, and for different block sizes."""
-    n, start = 250, 37
-    size = BLOCK_SIZES[sender % 4], BLOCK_SIZES[(sender + receiver) % 4]
-    here, there = (random.sample(range(BLOCKS), -(-n // block)) for block in size)
-    sizes = (sender, size[0]), (receiver, size[1])
-    with groups(heads, *sizes, device=device) as (source, target):
-        tables = source.gathers.table(here, n), target.scatters.table(there, n)
-        pieces = [
-            piece
-            for layer in range(2)
-            for some in sorted(set(source.heads))
-            for piece in cut(layout_of(heads), layer, (start, n), some, SLOT)
-        ]
-        slots = random.sample(range(128), len(pieces))
-        gathered = source.gathers.gather(
-            [Staged(p, slot, tables[0]) for p, slot in zip(pieces, slots, strict=True)]
-        )
-        until_passed(source.gathers, gathered)
-        scattered = target.scatters.scatter(
-            [Staged(p, slot, tables[1]) for p, slot in zip(pieces, slots, strict=True)]
-        )
-        until_passed(target.scatters, scattered[1])
-        for layer in range(2):
-            sent = source.rows(layer, positions(here, size[0], start, n))
-            assert torch.equal(target.rows(layer, positions(there, size[1], start, n)), sent)
-
-
-def test_a_rank_gathers_a_layer_only_when_it_has_written_it(until: Any) -> None:
-    with groups(4, (2, 16)) as (group,):
-        table = group.gathers.table([3], 10)
-        batch, ready = [], []
-        for layer in range(2):
-            group.layer_done_on_rank_0()
-            ready.append(group.gathers.record())
-            piece = next(cut(layout_of(4), layer, (0, 10), (2, 4), SLOT))
-            batch.append(Staged(piece, layer, table))
-        done = group.gathers.gather(batch, ready)
-        time.sleep(0.01)
-        assert not group.gathers.passed(done)
-        filled = [group.sending.arena.slot(slot) for slot in range(2)]
-        assert not any(map(any, filled))
-        group.copiers[0].layer_done(0)
-        until(lambda: any(filled[0]), "the first layer, which waits for no other")
-        assert not any(filled[1])
-        group.copiers[0].layer_done(1)
-        until_passed(group.gathers, done)
-        assert any(filled[1])
+def test_a_rank_gathers_a_layer_only_when_it_has_written_it(until: Any, group: Group) -> None:
+    table = group.gathers.table([3], 10)
+    batch, ready = [], []
+    for layer in range(2):
+        group.layer_done_on_rank_0()
+        ready.append(group.gathers.record())
+        piece = next(cut(layout_of(4), layer, (0, 10), (2, 4), SLOT))
+        batch.append(Staged(piece, layer, table))
+    done = group.gathers.gather(batch, ready)
+    time.sleep(0.01)
+    assert not group.gathers.passed(done)
+    filled = [group.sending.arena.slot(slot) for slot in range(2)]
+    assert not any(map(any, filled))
+    group.copiers[0].layer_done(0)
+    until(lambda: any(filled[0]), "the first layer, which waits for no other")
+    assert not any(filled[1])
+    group.copiers[0].layer_done(1)
+    until_passed(group.gathers, done)
+    assert any(filled[1])
 
 
 def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +97,7 @@ def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
         return table(pool, block_ids, *args)
 
     monkeypatch.setattr(HostPool, "table", noted)
-    with groups(4, (2, 16)) as (group,):
+    with closing(Group()) as group:
         for is_gather, pool in ((True, group.gathers), (False, group.scatters)):
             made.clear()
             there = pool.table([3, 5], 20)
@@ -205,28 +160,28 @@ def test_an_answer_about_memory_that_was_closed_meanwhile_is_dropped() -> None:
         assert pool._opening == {}
 
 
-def test_a_rank_reports_all_copies_to_a_rank_0_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_all_copies_to_a_rank_0_that_reads_late(
+    monkeypatch: pytest.MonkeyPatch, group: Group
+) -> None:
     """Its reports then have no room in the channel for a while."""
     monkeypatch.setattr(ranked_pool, "SILENCE", 2.0)
-    with groups(4, (2, 16)) as (group,):
-        group.others[0].channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is
-        table, done = group.gathers.table([3], 10), None
-        [piece] = cut(layout_of(4), 0, (0, 10), (2, 4), SLOT)
-        for slot in range(64):
-            done = group.gathers.gather([Staged(piece, slot, table)])
-        until_passed(group.gathers, done)
+    group.others[0].channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is
+    table, done = group.gathers.table([3], 10), None
+    [piece] = cut(layout_of(4), 0, (0, 10), (2, 4), SLOT)
+    for slot in range(64):
+        done = group.gathers.gather([Staged(piece, slot, table)])
+    until_passed(group.gathers, done)
 
 
-def test_a_rank_that_hangs_or_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_or_dies_is_an_error(monkeypatch: pytest.MonkeyPatch, group: Group) -> None:
     monkeypatch.setattr(ranked_pool, "SILENCE", 0.01)
-    with groups(4, (2, 16)) as (group,):
-        piece = next(cut(layout_of(4), 0, (0, 10), (2, 4), SLOT))
-        group.layer_done_on_rank_0()
-        ready = group.gathers.record()
-        done = group.gathers.gather([Staged(piece, 0, group.gathers.table([3], 10))], [ready])
-        time.sleep(0.02)
-        with pytest.raises(RuntimeError, match="rank 1 has not copied KV"):
-            group.gathers.passed(done)
-        group.others[0].channel.shutdown(2)
-        with pytest.raises(ChannelClosed):
-            group.gathers.passed(done)
+    piece = next(cut(layout_of(4), 0, (0, 10), (2, 4), SLOT))
+    group.layer_done_on_rank_0()
+    ready = group.gathers.record()
+    done = group.gathers.gather([Staged(piece, 0, group.gathers.table([3], 10))], [ready])
+    time.sleep(0.02)
+    with pytest.raises(RuntimeError, match="rank 1 has not copied KV"):
+        group.gathers.passed(done)
+    group.others[0].channel.shutdown(2)
+    with pytest.raises(ChannelClosed):
+        group.gathers.passed(done)

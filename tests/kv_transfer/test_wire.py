@@ -67,7 +67,7 @@ def export(lane: wire.Lane, arena: kv.Arena) -> None:
     arena.marks[arena.num_slots * 16 :][:16] = token
     handle = struct.pack("<II", os.getpid(), arena.fd)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    lane.say(wire.EXPORT, ["shared_memory", boot, handle, arena.num_slots, arena.slot_bytes, token])
+    lane.say(wire.EXPORT, ["shared_memory", boot, [handle], arena.num_slots, arena.slot_bytes, token])
 
 
 @pytest.mark.parametrize("stale", [False, True])

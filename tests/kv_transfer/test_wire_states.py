@@ -6,14 +6,15 @@ import os
 from typing import Any
 
 import baton.kv_transfer as kv
+from baton.content.cache_kinds import CachePart
 
 from . import second_wire as wire
 from .ranks import as_bytes
 
-FINGERPRINT = "kv6 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
+FINGERPRINT = "kv7 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
 STATES = (
-    kv.CachePart("state", "conv", 3, 4, 8, "bfloat16"),
-    kv.CachePart("state", "ssm", 1, 4, 256, "float32"),
+    CachePart("state", "conv", 3, 4, 8, "bfloat16"),
+    CachePart("state", "ssm", 1, 4, 256, "float32"),
 )
 LAYOUT = kv.KVLayout(2, 2, 16, "float32", STATES, (0,))
 CONV = {"layer": 0, "kind": 1, "head_count": 4, "token_start": 10}
@@ -124,7 +125,7 @@ def test_exported_memory(make_prefill: Any, until: Any) -> None:
     assert {kind for kind, *_ in slices} == {wire.SLICES}
     places = [place for *_, payload in slices for [some] in [wire.unpack(payload)] for place in some]
     for number, (slot, _, *about) in enumerate(places[1:]):
-        assert about == [1 + number, SIZES[number], [0, 0, 4, 10, 0, number]]
+        assert about == [1 + number, SIZES[number], [0, 0, 4, 10, 0, 1 + number]]
         filled = bytes(prefill.sending.arena.slot(slot)[: SIZES[number]])
         assert filled == state_bytes(prefill, 1)[number]
     lane.say(wire.TAKEN, [[slot for slot, *_ in places]])

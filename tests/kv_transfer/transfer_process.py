@@ -60,8 +60,8 @@ class TransferProcess:
     def port(self) -> int:
         """Waits until the process is up: others start meanwhile."""
         self.service.settimeout(20)
-        ready = kv.decode_from_transfer(self.service.recv(1 << 16))
-        assert isinstance(ready, kv.Ready)
+        ready = spawn.decode_from_transfer(self.service.recv(1 << 16))
+        assert isinstance(ready, spawn.Ready)
         return ready.port
 
     @property
@@ -78,9 +78,9 @@ class TransferProcess:
             except BlockingIOError:
                 break
         self.service.settimeout(20)
-        self.service.send(kv.encode(kv.StatsRequest()))
+        self.service.send(spawn.encode(spawn.StatsRequest()))
         while True:
-            message = kv.decode_from_transfer(self.service.recv(1 << 16))
+            message = spawn.decode_from_transfer(self.service.recv(1 << 16))
             if isinstance(message, kv.TransferStats):
                 return message
 

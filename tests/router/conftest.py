@@ -14,15 +14,16 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.server import RunningRouter, running
 from baton.router.text.gguf_tokenizer import read_gguf
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.tls import TlsFiles
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 NO_DEFAULTS = SamplingDefaults()
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
@@ -125,6 +126,10 @@ class Cluster:
         return self.router.url
 
     @property
+    def pool(self) -> WorkerPool:
+        return self.router.services.pool
+
+    @property
     def prefills(self) -> list[FakeWorker]:
         return [w for w in self.workers if w.first_pool == pb.POOL_PREFILL]
 
@@ -198,9 +203,15 @@ class Cluster:
         """What the router knows of a worker that is listed."""
         return self.router.services.pool.listed[worker.address]
 
+    async def get(self, path: str, expected: int = 200) -> Any:
+        """Returns the JSON or the text of a response with this status."""
+        async with self.http.get(self.url + path) as response:
+            assert response.status == expected, await response.text()
+            is_json = response.content_type == "application/json"
+            return await response.json() if is_json else await response.text()
+
     async def metrics(self) -> str:
-        async with self.http.get(self.url + "/metrics") as response:
-            return await response.text()
+        return await self.get("/metrics")
 
     async def complete(self, **body: Any) -> dict[str, Any]:
         status, result = await self.post("/v1/completions", **{"prompt": "Hello", "max_tokens": 200, **body})

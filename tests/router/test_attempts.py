@@ -8,16 +8,20 @@ import pytest
 from baton.machine.tracing import Span
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
-from baton.router.workers.attempts import Attempt
-from baton.router.workers.worker import Worker, WorkerState
+from baton.router.workers.worker import Attempt, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 
 
 class RecordedSpan:
-    """Collects the errors with which it ended."""
+    """Collects the errors with which it ended. It is its own child."""
+
+    traceparent = ""
 
     def __init__(self) -> None:
         self.ends: list[str] = []
+
+    def child(self, name: str, attributes: object, kind: str) -> "RecordedSpan":
+        return self
 
     def end(self, error: str = "") -> None:
         self.ends.append(error)
@@ -30,8 +34,10 @@ def worker_with(span: RecordedSpan, tokens: int, work: PrefillWork) -> Worker:
     worker.row = loads.join("w", block_size=16, now=time.monotonic())
     worker.decode_load = DecodeLoad("w", 16, 10, 4, blocks_free=10)
     worker.state = WorkerState.READY
-    attempt = Attempt("r1", lambda event: None, cast("Span", span), tokens, work)
-    worker._submit(b"a", attempt, pb.RouterMessage())
+    attempt = Attempt(
+        worker=worker, name="r1", on_event=lambda attempt, event: None, id=b"a", tokens=tokens, work=work
+    )
+    worker.submit(attempt, "decode" if tokens else "prefill", pb.RouterMessage(), cast("Span", span))
     return worker
 
 
@@ -99,6 +105,6 @@ def test_the_work_of_a_prefill_ends_once() -> None:
 def test_a_lost_stream_empties_the_table() -> None:
     span = RecordedSpan()
     worker, _ = decoding(span)
-    assert list(worker.lose_all()) == [b"a"]
+    assert [attempt.id for attempt in worker.lose_all()] == [b"a"]
     assert (worker.attempts, worker.decode_load) == ({}, None)
     assert span.ends == ["the worker was lost"]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.workers.attempts import FAILURES, OPEN_S, TOGETHER_S, WINDOW_S, CircuitBreaker
+from baton.router.workers.breaker import FAILURES, OPEN_S, TOGETHER_S, WINDOW_S, CircuitBreaker
 
 
 def tripped(at: float = 4.0) -> CircuitBreaker:

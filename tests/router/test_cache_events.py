@@ -12,18 +12,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.bench.fakes.worker import FakeWorker
 from baton.content import Tier, prompt_hints
 from baton.router.policy.chunk_index import ChunkIndex
-from baton.router.policy.reports import apply_cache_events
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import roster, stream
-from baton.router.workers.checks import CacheAction, CacheSequence
+from baton.router.workers.checks import CacheSequence
 from baton.router.workers.pool import PrefixSource
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import cache_feed
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
 from baton.worker.service_process.streams import MAX_UNREAD_CACHE_BYTES, RouterStream
+from tests.fake_worker import FakeWorker
 from tests.router.conftest import Cluster, make_cluster
 from tests.router.test_overflow import offering
 from tests.router.test_recovery import decodes
@@ -47,7 +46,8 @@ CHUNKS = list(range(9))
 def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(changes):
     """Each report is queued or dropped. The router asks for a snapshot when it misses one. It reads a few
     messages after each report, parts of the snapshot among them."""
-    feed, sequence, index, stream = CacheFeed(), CacheSequence(), ChunkIndex(), RouterStream(1)
+    feed, index, stream = CacheFeed(), ChunkIndex(), RouterStream(1)
+    sequence = CacheSequence(lambda: stream.put_snapshot(feed.snapshot))
     index.grow(1)
     has: dict[int, Tier] = {}
 
@@ -56,18 +56,15 @@ def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(chan
             has.pop(chunk, None)
         has.update(now)
         stream.unread_bytes += unread
-        for message in feed.changed([[c for c, at in now.items() if at is tier] for tier in Tier], evicted):
+        for message in feed.changed({**dict.fromkeys(evicted), **now}):
             stream.put_cache_events(message)
         stream.unread_bytes -= unread
 
     def read(count: float) -> None:
         while count and (message := stream.next_message()):
             count -= 1
-            match sequence.follow(message.cache):
-                case CacheAction.APPLY:
-                    apply_cache_events(index, 0, message.cache)
-                case CacheAction.RESYNC:
-                    stream.put_snapshot(feed.snapshot)
+            if sequence.continues(message.cache):
+                index.apply(0, message.cache)
 
     changed({1: Tier.DEVICE, 2: Tier.HOST}, [])
     read(math.inf)
@@ -84,10 +81,10 @@ def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(chan
 
 
 def test_large_changes_and_snapshots_travel_in_bounded_parts():
-    feed, sequence = CacheFeed(), CacheSequence()
+    feed, sequence = CacheFeed(), CacheSequence(lambda: pytest.fail("there is no gap"))
     added = list(range(2 * MAX_CHUNKS + 1))
-    for messages in ([*feed.snapshot()], feed.changed([added, [], []], []), [*feed.snapshot()]):
-        assert all(sequence.follow(message.cache) is CacheAction.APPLY for message in messages)
+    for messages in ([*feed.snapshot()], feed.changed(dict.fromkeys(added, Tier.DEVICE)), [*feed.snapshot()]):
+        assert all(sequence.continues(message.cache) for message in messages)
         assert all(len(message.cache.added) <= MAX_CHUNKS for message in messages)
     assert sorted(chunk for message in messages for chunk in message.cache.added) == added
     assert [message.cache.reset for message in messages] == [True, False, False]
@@ -109,8 +106,7 @@ async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
     async with make_cluster(tokenizer, tmp_path, prefill=3, wait=False) as made:
         for worker in made.workers:
             worker.cache = set()
-        pool = made.router.services.pool
-        await made.until(lambda: len(pool.ready(pb.POOL_PREFILL)) == 3 and pool.has_decode)
+        await made.until(lambda: len(made.pool.ready(pb.POOL_PREFILL)) == 3 and made.pool.has_decode)
         await made.until(lambda: all(worker.attached for worker in made.workers))
         yield made
         await made.idle()
@@ -118,8 +114,8 @@ async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
 
 def reported(cluster: Cluster) -> list[int]:
     """Returns how many chunks each worker has, as far as the router knows."""
-    pool = cluster.router.services.pool
-    return [pool.loads.index.reported(pool.listed[worker.address].row) for worker in cluster.prefills]
+    index = cluster.pool.loads.index
+    return [index.reported(cluster.connection(worker).row) for worker in cluster.prefills]
 
 
 async def went_to(cluster: Cluster, prompt: list[int], session: str) -> int:
@@ -132,13 +128,12 @@ async def went_to(cluster: Cluster, prompt: list[int], session: str) -> int:
 async def test_chunks_have_the_names_of_the_prefill_workers(tokenizer: ModelTokenizer, tmp_path: Path):
     """Two decode workers keep KV in another dtype, and so have another root."""
     async with make_cluster(tokenizer, tmp_path, decode=2) as made:
-        pool = made.router.services.pool
-        for connection in pool.ready(pb.POOL_DECODE):
+        for connection in made.pool.ready(pb.POOL_DECODE):
             connection.description.content_root = b"fp8"
-        [prefill] = pool.ready(pb.POOL_PREFILL)
+        [prefill] = made.pool.ready(pb.POOL_PREFILL)
         prefill.description.content_root = b"plain"
-        pool.availability_changed(prefill)
-        assert pool.content_root == b"plain"
+        made.pool.availability_changed(prefill)
+        assert made.pool.content_root == b"plain"
 
 
 async def test_requests_go_to_the_worker_that_reported_their_prefix(caching: Cluster):
@@ -170,7 +165,7 @@ async def test_the_chunks_of_a_lost_worker_are_forgotten(caching: Cluster, monke
     worker.change_cache([1, 2, 3])
     await caching.until(lambda: reported(caching)[0] == 3)
     port = int(worker.address.rpartition(":")[2])
-    index = caching.router.services.pool.loads.index
+    index = caching.pool.loads.index
     await worker.kill()
     await caching.until(lambda: not len(index))
     worker.cache = {8}
@@ -183,19 +178,17 @@ async def test_a_worker_that_reports_more_chunks_than_blocks_is_refused(caching:
     worker.change_cache(range(512))
     await caching.until(lambda: reported(caching)[0] == 512)
     worker.change_cache([512])
-    pool = caching.router.services.pool
-    await caching.until(lambda: len(pool.ready(pb.POOL_PREFILL)) == 2)
+    await caching.until(lambda: len(caching.pool.ready(pb.POOL_PREFILL)) == 2)
     assert "more cached chunks" in caching.connection(worker).reason
 
 
 async def test_a_worker_with_a_host_tier_may_report_more_chunks(caching: Cluster):
     worker = caching.prefills[0]
-    pool = caching.router.services.pool
     caching.connection(worker).description.offload_blocks = 1
     worker.change_cache(range(512))
     worker.change_cache([512])
     await caching.until(lambda: reported(caching)[0] == 513)
-    assert len(pool.ready(pb.POOL_PREFILL)) == 3
+    assert len(caching.pool.ready(pb.POOL_PREFILL)) == 3
 
 
 async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_prompt(
@@ -211,7 +204,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
         return submitted.content.incarnation if submitted.HasField("content") else None
 
     assert await source() is None
-    index = caching.router.services.pool.loads.index
+    index = caching.pool.loads.index
     decode.change_cache(prompt_hints(prompt, b"", b"")[:3])
     await caching.until(lambda: len(index) == 3)
     assert await source() == decode.incarnation
@@ -224,7 +217,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     decode.change_cache(prompt_hints(prompt, b"", b"")[3:])
     await caching.until(lambda: len(index) == 7)
     assert await source() == decode.incarnation
-    pool = caching.router.services.pool
+    pool = caching.pool
     connection = caching.connection(decode)
     monkeypatch.setattr(pool, "_config", replace(pool._config, prefix_fetches=False))
     assert await source() is None
@@ -245,7 +238,7 @@ async def test_a_decode_worker_that_computes_a_prompt_gets_the_name_of_the_worke
 ):
     prompt, [decode], holder = list(range(3, 503)), caching.decodes, caching.prefills[0]
     await caching.complete(prompt=prompt)
-    index = caching.router.services.pool.loads.index
+    index = caching.pool.loads.index
     holder.change_cache(prompt_hints(prompt, b"", b""))
     await caching.until(lambda: len(index) == 7)
     await caching.complete(prompt=prompt)
@@ -257,7 +250,7 @@ async def test_a_decode_worker_that_computes_a_prompt_gets_the_name_of_the_worke
     computed = decodes(decode)[-1]
     assert not computed.HasField("source")
     assert computed.content.incarnation == holder.incarnation
-    [connection] = caching.router.services.pool.ready(pb.POOL_DECODE)
+    [connection] = caching.pool.ready(pb.POOL_DECODE)
     connection.description.content_root = b"fp8"
     await caching.complete(prompt=prompt)
     assert not decodes(decode)[-1].HasField("source")
@@ -285,7 +278,7 @@ async def test_what_a_worker_offers_goes_to_a_worker_that_lacks_it(caching: Clus
     for worker in others:
         worker.status.health = pb.WorkerStatus.HEALTH_DRAINING
         worker.report()
-    await caching.until(lambda: not caching.router.services.pool.ready(pb.POOL_PREFILL))
+    await caching.until(lambda: not caching.pool.ready(pb.POOL_PREFILL))
     leaving.offer(3, list(range(900)))
     await leaving.until(lambda worker: len(worker.submitted) == 2)
     assert leaving.submitted[-1].offer_declined.number == 3, "all workers leave"
@@ -295,7 +288,7 @@ async def test_a_worker_that_left_the_list_may_offer_prefixes_for_a_while(
     caching: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(stream, "OFFERS", 0.2)
-    leaving, pool = caching.prefills[0], caching.router.services.pool
+    leaving, pool = caching.prefills[0], caching.pool
     pool.retire(leaving.address)
     leaving.offer(1, list(range(200)))
     await caching.until(lambda: any(worker.submitted for worker in caching.prefills))
@@ -306,12 +299,11 @@ async def test_a_worker_that_left_the_list_may_offer_prefixes_for_a_while(
 async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster):
     prompt, [asker, slow, fast] = list(range(3, 503)), caching.prefills
     chunks = prompt_hints(prompt, b"", b"")
-    pool = caching.router.services.pool
     asking = caching.connection(asker)
     for worker in (slow, fast):
         worker.change_cache(chunks)
     slow.change_cache([], tiers={Tier.HOST: chunks[2:]})
-    index = pool.loads.index
+    index = caching.pool.loads.index
     slow_row, fast_row = caching.connection(slow).row, caching.connection(fast).row
     await caching.until(lambda: index.slowest_tier(slow_row, chunks) is Tier.HOST)
     await caching.until(lambda: index.reported(fast_row) == 7)
@@ -326,7 +318,7 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
         asker.status.tokens_waiting += 1
         asker.report()
         await caching.until(lambda: asking.status.tokens_waiting == asker.status.tokens_waiting)
-        found = {pool.prefix_source(asking, chunks, 500) for _ in range(9)}
+        found = {caching.pool.prefix_source(asking, chunks, 500) for _ in range(9)}
         [only] = found
         return only
 
@@ -348,7 +340,6 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
 async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
     """Otherwise a holder that is a little faster would get all of them."""
     chunks = prompt_hints(list(range(3, 503)), b"", b"")
-    pool = caching.router.services.pool
     asker, *holders = [*caching.prefills, *caching.decodes]
     asking = caching.connection(asker)
     for number, worker in enumerate(holders):
@@ -356,10 +347,10 @@ async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
         asker.status.prefix_links.add(incarnation=worker.incarnation, wait=0.01 * number, tokens_per_s=1e6)
     asker.status.prefill_tokens_per_s = 1000.0
     asker.report()
-    index = pool.loads.index
+    index = caching.pool.loads.index
     await caching.until(lambda: bool(asking.status.prefix_links))
     await caching.until(lambda: sum(map(index.reported, range(4))) == 21)
-    pool._rng = random.Random(0)
-    found = Counter(pool.prefix_source(asking, chunks, 500) for _ in range(300))
+    caching.pool._rng = random.Random(0)
+    found = Counter(caching.pool.prefix_source(asking, chunks, 500) for _ in range(300))
     assert len(found) == 2, "of any two the faster one"
     assert max(found.values()) < 240

@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.router.api.bodies import CompletionOptions
 from baton.router.generation.output import Choice, Delta, Token
 from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
@@ -89,14 +90,8 @@ def test_the_time_of_a_token_does_not_depend_on_the_stop_strings():
 
 
 def make_choice(tokenizer: ModelTokenizer, **options: Any) -> Choice:
-    defaults: dict[str, Any] = {
-        "stops": StopStrings([]),
-        "stop_token_ids": frozenset(),
-        "min_tokens": 0,
-        "include_stop": False,
-        "generates": True,
-    }
-    return Choice(tokenizer, skip_special_tokens=True, **(defaults | options))
+    body = CompletionOptions.model_validate(options)
+    return Choice(tokenizer, body, StopStrings(body.stop))
 
 
 def feed(choice: Choice, ids: list[int], last: str) -> tuple[str, Delta]:
@@ -112,7 +107,7 @@ def feed(choice: Choice, ids: list[int], last: str) -> tuple[str, Delta]:
 
 def test_the_token_that_stops_counts_but_adds_no_text(tokenizer: ModelTokenizer):
     ids = tokenizer.encode("One two")
-    choice = make_choice(tokenizer, stop_token_ids=frozenset({ids[-1]}))
+    choice = make_choice(tokenizer, stop_token_ids=[ids[-1]])
     text, last = feed(choice, ids, "stop")
     assert (text, choice.finish_reason, choice.num_tokens) == ("One", "stop", 2)
     assert last.stop_reason == ids[-1]
@@ -120,22 +115,22 @@ def test_the_token_that_stops_counts_but_adds_no_text(tokenizer: ModelTokenizer)
 
 def test_the_stop_is_part_of_the_text_if_asked(tokenizer: ModelTokenizer):
     ids = tokenizer.encode("One two three")
-    by_token = make_choice(tokenizer, stop_token_ids=frozenset({ids[1]}), include_stop=True)
+    by_token = make_choice(tokenizer, stop_token_ids=[ids[1]], include_stop_str_in_output=True)
     assert feed(by_token, ids[:2], "stop")[0] == "One two"
-    by_eos = make_choice(tokenizer, include_stop=True)
+    by_eos = make_choice(tokenizer, include_stop_str_in_output=True)
     assert feed(by_eos, [*ids, 2], "stop")[0] == "One two three", "EOS is a special token"
-    by_string = make_choice(tokenizer, stops=StopStrings(["tw", "wo"]), include_stop=True)
+    by_string = make_choice(tokenizer, stop=["tw", "wo"], include_stop_str_in_output=True)
     assert feed(by_string, ids, "length")[0] == "One tw"
 
 
 def test_held_back_text_is_returned_at_the_end(tokenizer: ModelTokenizer):
-    choice = make_choice(tokenizer, stops=StopStrings(["two three"]))
+    choice = make_choice(tokenizer, stop=["two three"])
     text, _ = feed(choice, tokenizer.encode("One two"), "length")
     assert (text, choice.finish_reason) == ("One two", "length")
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: ModelTokenizer):
     ids = tokenizer.encode("One two One two One two")
-    choice = make_choice(tokenizer, stops=StopStrings(["two"]), min_tokens=4)
+    choice = make_choice(tokenizer, stop=["two"], min_tokens=4)
     text, _ = feed(choice, ids, "length")
     assert (text, choice.finish_reason) == ("One two One two One ", "stop")

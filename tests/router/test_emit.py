@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
-from baton.router.generation.attempts import AttemptPair, DecodeAttempt, Verdict
+from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict
 from baton.router.policy.placement import PrefillOffer
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.pool import PrefillTarget, WorkerPool
-from baton.router.workers.worker import Worker
+from baton.router.workers.worker import Attempt, Worker
 from baton.rpc import worker_pb2 as pb
 
 WORKER = Worker("w", PrefillLoads(), lambda: None, lambda: None)
@@ -23,15 +23,17 @@ TARGET = PrefillTarget(WORKER, PrefillWork(1), PrefillOffer(0.0), 0.0, queues=Fa
 
 def make_pair() -> AttemptPair:
     job = Job([1], pb.SamplingParams(), 0, [])
-    return AttemptPair(
-        lambda event: None, cast("Span", None), job, "r", cast("WorkerPool", None), cast("Waits", None)
-    )
+    span, pool, waits = cast("Span", None), cast("WorkerPool", None), cast("Waits", None)
+    return AttemptPair(lambda attempt, event: None, span, job, "r", pool, waits)
 
 
-def begin_prefill(pair: AttemptPair, name: bytes) -> int:
-    pair.plan_prefill(TARGET, handover=True).id = name
-    assert pair.prefill is not None
-    return pair.prefill.base
+def begin_prefill(pair: AttemptPair) -> PrefillAttempt:
+    return pair.plan_prefill(TARGET, handover=True)
+
+
+def begin_decode(pair: AttemptPair) -> DecodeAttempt:
+    pair.decode = DecodeAttempt(worker=WORKER, name="r", on_event=lambda attempt, event: None)
+    return pair.decode
 
 
 def true_token(index: int) -> int:
@@ -45,19 +47,15 @@ class EmitMachine(RuleBasedStateMachine):
         super().__init__()
         self.pair = make_pair()
         self.received: list[int] = []
-        self.ids = iter(range(10**9))
-        self.prefill: bytes | None = None
+        self.prefill: PrefillAttempt | None = None
         self.prefill_base = 0
-        self.decode: bytes | None = None
+        self.decode: DecodeAttempt | None = None
         self.decode_next = 0
-        self.dead: list[bytes] = []
+        self.dead: list[Attempt] = []
         self.ended = False
 
-    def fresh(self) -> bytes:
-        return next(self.ids).to_bytes(16)
-
-    def offer(self, attempt_id: bytes, index: int, token: int) -> Verdict:
-        verdict = self.pair.offer(attempt_id, index, token)
+    def offer(self, attempt: Attempt, index: int, token: int) -> Verdict:
+        verdict = self.pair.offer(attempt, index, token)
         if verdict is Verdict.EMIT:
             assert not self.ended
             assert index == len(self.received)
@@ -69,8 +67,8 @@ class EmitMachine(RuleBasedStateMachine):
     def new_prefill(self) -> None:
         if self.prefill is not None:
             self.dead.append(self.prefill)
-        self.prefill = self.fresh()
-        self.prefill_base = begin_prefill(self.pair, self.prefill)
+        self.prefill = begin_prefill(self.pair)
+        self.prefill_base = self.prefill.base
         assert self.prefill_base == len(self.received)
 
     @precondition(lambda self: not self.ended)
@@ -79,8 +77,7 @@ class EmitMachine(RuleBasedStateMachine):
         """Starts a decode after the emitted tokens, or at prefill's base, where it repeats a token."""
         if self.decode is not None:
             self.dead.append(self.decode)
-        self.decode = self.fresh()
-        self.pair.decode = DecodeAttempt(WORKER, id=self.decode)
+        self.decode = begin_decode(self.pair)
         self.decode_next = min(self.prefill_base, len(self.received))
 
     @rule()
@@ -140,13 +137,13 @@ class EmitMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 1000), index=st.integers(-2, 2), token=st.integers(0, 5))
     def the_dead_speak(self, pick: int, index: int, token: int) -> None:
-        speaker = self.dead[pick % len(self.dead)] if self.dead else self.fresh()
+        speaker = self.dead[pick % len(self.dead)] if self.dead else begin_prefill(make_pair())
         at = max(0, len(self.received) + index)
         assert self.offer(speaker, at, token) is Verdict.DROP
 
     @rule()
     def ends(self) -> None:
-        self.dead += [attempt_id for attempt_id in (self.prefill, self.decode) if attempt_id is not None]
+        self.dead += [attempt for attempt in (self.prefill, self.decode) if attempt is not None]
         self.prefill = self.decode = None
         self.pair.end()
         self.ended = True
@@ -162,10 +159,11 @@ TestEmit.settings = settings(max_examples=100, stateful_step_count=60)
 
 
 def test_the_first_token_comes_from_prefill_or_decode():
-    for first, second in ((b"p", b"d"), (b"d", b"p")):
+    for decode_is_first in (False, True):
         emit = make_pair()
-        begin_prefill(emit, b"p")
-        emit.decode = DecodeAttempt(WORKER, id=b"d")
+        first, second = begin_prefill(emit), begin_decode(emit)
+        if decode_is_first:
+            first, second = second, first
         assert emit.offer(first, 0, 5) is Verdict.EMIT
         assert emit.offer(second, 0, 5) is Verdict.DROP
         assert emit.output_ids == [5]
@@ -174,8 +172,8 @@ def test_the_first_token_comes_from_prefill_or_decode():
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_prefill_has_one_token_and_one_index(index):
     emit = make_pair()
-    begin_prefill(emit, b"first")
-    emit.offer(b"first", 0, 5)
-    assert begin_prefill(emit, b"second") == 1
-    assert emit.offer(b"second", index, 6) is Verdict.DROP
-    assert emit.offer(b"second", 1, 6) is Verdict.EMIT
+    emit.offer(begin_prefill(emit), 0, 5)
+    second = begin_prefill(emit)
+    assert second.base == 1
+    assert emit.offer(second, index, 6) is Verdict.DROP
+    assert emit.offer(second, 1, 6) is Verdict.EMIT

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.fakes.worker import SECRET, FakeWorker
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.workers import attempts
+from baton.router.workers import breaker
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
+from tests.fake_worker import SECRET, FakeWorker
 
 from .conftest import Cluster, make_cluster
 from .test_recovery import answered_whole, decodes, prefills, retargets
@@ -96,10 +96,8 @@ async def test_a_lost_prefill_is_replaced_in_its_new_pool(pair: Cluster) -> None
 async def test_the_last_prefill_worker_leaves_and_comes_back(cluster: Cluster) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
     await flipped(cluster, prefill, DECODE)
-    async with cluster.http.get(cluster.url + "/ready") as response:
-        assert response.status == 503
-    async with cluster.http.get(cluster.url + "/status") as response:
-        workers = (await response.json())["workers"]
+    await cluster.get("/ready", 503)
+    workers = (await cluster.get("/status"))["workers"]
     assert [(w["role"], w["index"], w["status"]["pool"]) for w in workers] == [
         ("prefill", 0, "pool_decode"), ("decode", 0, "pool_decode"),
     ]  # fmt: skip
@@ -132,7 +130,7 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
     async with make_cluster(tokenizer, tmp_path, prefill=2, wait=False) as cluster:
-        worker, pool = cluster.prefills[0], cluster.router.services.pool
+        worker, pool = cluster.prefills[0], cluster.pool
         chunks = list(range(100, 110))
         worker.cache = set(chunks)
         await cluster.until(lambda: len(pool.ready(PREFILL)) == 2 and pool.complete)
@@ -161,8 +159,8 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
 async def test_a_worker_with_an_open_breaker_serves_when_the_others_leave_its_pool(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "TOGETHER_S", 0.0)
-    (p0, p1), pool = pair.prefills, pair.router.services.pool
+    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
+    (p0, p1), pool = pair.prefills, pair.pool
 
     def chosen() -> set[str]:
         targets = [pool.choose_prefill(PrefillRequest(key << 60, 10)) for key in range(16)]

@@ -61,7 +61,6 @@ async def test_requests_get_the_defaults_unless_they_say_otherwise(
             await cluster.complete(**body)
             sent = cluster.sent.sampling
             assert (sent.temperature, sent.top_k, sent.top_p, sent.max_tokens) == expected
-        async with cluster.http.get(cluster.url + "/v1/models") as response:
-            listed = responses.ModelList.model_validate(await response.json())
+        listed = responses.ModelList.model_validate(await cluster.get("/v1/models"))
         assert listed.data[0].default_sampling_params == DEFAULTS | {"max_tokens": 9}
         await cluster.idle()

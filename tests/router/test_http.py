@@ -297,15 +297,10 @@ async def test_request_ids(cluster: Cluster):
 
 
 async def test_models_tokenize_version_metrics_status(cluster: Cluster):
-    async def get(path: str):
-        async with cluster.http.get(cluster.url + path) as response:
-            assert response.status == 200
-            return await response.json()
-
-    models = await get("/v1/models")
+    models = await cluster.get("/v1/models")
     assert [m["id"] for m in models["data"]] == ["fake"]
-    assert (await get("/v1/models/fake"))["max_model_len"] == 8192
-    assert "version" in await get("/version")
+    assert (await cluster.get("/v1/models/fake"))["max_model_len"] == 8192
+    assert "version" in await cluster.get("/version")
     _, tokens = await cluster.post("/tokenize", prompt="Größe 🙂")
     assert tokens["count"] == len(tokens["tokens"])
     _, text = await cluster.post("/detokenize", tokens=tokens["tokens"])
@@ -344,10 +339,10 @@ async def test_models_tokenize_version_metrics_status(cluster: Cluster):
         in await cluster.metrics()
     )
 
-    assert await get("/metrics/targets") == [
+    assert await cluster.get("/metrics/targets") == [
         {"targets": ["127.0.0.1:2"], "labels": {"worker": name}} for name in ("prefill 0", "decode 0")
     ]
-    status = await get("/status")
+    status = await cluster.get("/status")
     assert [(w["role"], w["index"], w["state"]) for w in status["workers"]] == [
         ("prefill", 0, "ready"),
         ("decode", 0, "ready"),
@@ -447,10 +442,9 @@ async def test_a_body_must_have_the_type_json(cluster: Cluster):
 
 
 async def test_the_error_of_a_long_prompt_names_the_context(cluster: Cluster) -> None:
-    pool = cluster.router.services.pool
-    for connection in pool.connections:
+    for connection in cluster.pool.connections:
         connection.description.max_model_len = 100
-        pool.availability_changed(connection)
+        cluster.pool.availability_changed(connection)
     for body, told in (
         ({"prompt": [5] * 100}, "prompt is too long: 100 tokens > 99 maximum"),
         ({"prompt": [5], "max_tokens": 101}, "max_tokens is too large: 101"),

@@ -19,9 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 async def described(cluster: Cluster) -> dict[str, Any]:
-    async with cluster.http.get(cluster.url + "/openapi.json") as response:
-        assert response.status == 200
-        return await response.json()
+    return await cluster.get("/openapi.json")
 
 
 async def test_the_document_is_valid_and_complete(

@@ -12,7 +12,7 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster
-from .test_recovery import answered_whole, decodes, prefills
+from .test_recovery import answered_whole, both_have_it, busy, decodes, prefills
 
 
 async def offering(cluster: Cluster, tokens: int = 64) -> None:
@@ -24,7 +24,7 @@ async def offering(cluster: Cluster, tokens: int = 64) -> None:
         else:
             worker.status.prefill_tokens_per_s = 1.0
         worker.report()
-    connections = cluster.router.services.pool.connections
+    connections = cluster.pool.connections
     await cluster.until(
         lambda: all(
             c.status.prefill_tokens_per_s == 1.0 or c.status.chunk_tokens == tokens for c in connections
@@ -33,8 +33,7 @@ async def offering(cluster: Cluster, tokens: int = 64) -> None:
 
 
 async def counted(cluster: Cluster, reason: str) -> float:
-    async with cluster.http.get(cluster.url + "/metrics") as response:
-        lines = (await response.text()).splitlines()
+    lines = (await cluster.metrics()).splitlines()
     return sum(float(x.split()[-1]) for x in lines if x.startswith("baton:overflow_total") and reason in x)
 
 
@@ -60,12 +59,11 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
     async with make_cluster(tokenizer, tmp_path, decode=3, wait=False) as cluster:
         for worker in cluster.decodes:
             worker.cache = set()
-        pool = cluster.router.services.pool
-        await cluster.until(lambda: len(pool.ready(pb.POOL_DECODE)) == 3 and pool.complete)
+        await cluster.until(lambda: len(cluster.pool.ready(pb.POOL_DECODE)) == 3 and cluster.pool.complete)
         await cluster.until(lambda: all(worker.attached for worker in cluster.workers))
         await offering(cluster, tokens=100)
         holder = cluster.decodes[1]
-        index = pool.loads.index
+        index = cluster.pool.loads.index
         sent: list[int] = []
         monkeypatch.setattr(
             PrefillLoads,
@@ -96,7 +94,7 @@ async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> N
     decode.status.decode_seconds = 0.010
     decode.status.chunk_tokens, decode.status.chunk_seconds = 50, 0.015
     decode.report()
-    connection = cluster.router.services.pool.ready(pb.POOL_DECODE)[0]
+    connection = cluster.pool.ready(pb.POOL_DECODE)[0]
     await cluster.until(lambda: connection.status.decode_seconds > 0)
     await cluster.complete(prompt="Hello", max_tokens=3)
     [submit] = decodes(prefill)
@@ -113,7 +111,7 @@ async def test_a_full_prefill_worker_hands_over(cluster: Cluster) -> None:
     prefill.status.blocks_free = 0
     for worker in cluster.workers:
         worker.report()
-    connections = cluster.router.services.pool.connections
+    connections = cluster.pool.connections
     await cluster.until(
         lambda: sum(c.status.decode_seconds > 0 or c.status.blocks_free == 0 for c in connections) == 2
     )
@@ -148,7 +146,7 @@ async def test_a_request_for_one_token_needs_no_decode_worker(cluster: Cluster) 
 async def test_decode_workers_serve_alone_without_prefill_workers(cluster: Cluster) -> None:
     await offering(cluster)
     await cluster.prefills[0].kill()
-    await cluster.until(lambda: not cluster.router.services.pool.complete)
+    await cluster.until(lambda: not cluster.pool.complete)
     await answered_whole(cluster)
     assert await counted(cluster, "no_prefill") == 1
 
@@ -157,26 +155,23 @@ async def test_a_cluster_of_decode_workers_is_ready_without_prefill_workers(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode_only=True) as cluster:
-        async with cluster.http.get(cluster.url + "/ready") as response:
-            assert response.status == 200
-        async with cluster.http.get(cluster.url + "/metrics") as response:
-            assert 'pool="prefill"' not in await response.text(), "an alert reads 0 workers as a lost pool"
+        await cluster.get("/ready")
+        assert 'pool="prefill"' not in await cluster.metrics(), "an alert reads 0 workers as a lost pool"
         await answered_whole(cluster)
         await cluster.workers[0].kill()
-        await cluster.until(lambda: not cluster.router.services.pool.complete)
+        await cluster.until(lambda: not cluster.pool.complete)
 
 
 async def test_without_prefill_workers_decode_workers_set_the_window(cluster: Cluster) -> None:
     """Without a window one key could put all its prompts before those of other keys."""
-    pool = cluster.router.services.pool
     await offering(cluster)
     await cluster.prefills[0].kill()
-    await cluster.until(lambda: not pool.complete)
-    pool._window_until = 0.0
-    assert pool.prefill_window(64) == 2 * 64
-    assert pool.prefill_window(640) == 2 * 640
-    pool._may_overflow = False
-    assert pool.prefill_window(64) == math.inf, "without overflow requests park instead"
+    await cluster.until(lambda: not cluster.pool.complete)
+    cluster.pool._window_until = 0.0
+    assert cluster.pool.prefill_window(64) == 2 * 64
+    assert cluster.pool.prefill_window(640) == 2 * 640
+    cluster.pool._may_overflow = False
+    assert cluster.pool.prefill_window(64) == math.inf, "without overflow requests park instead"
 
 
 async def test_after_the_last_prefill_worker_is_lost_decode_prefills_its_reservation(
@@ -196,15 +191,11 @@ async def test_after_the_last_prefill_worker_is_lost_decode_prefills_its_reserva
 async def test_a_reservation_on_a_retired_worker_moves_when_the_last_prefill_worker_is_lost(
     pair: Cluster,
 ) -> None:
-    for worker in pair.prefills:
-        worker.steps = asyncio.Semaphore(0)
-    request = asyncio.create_task(answered_whole(pair))
-    await pair.until(lambda: any(decodes(d) for d in pair.decodes))
-    leaving = next(d for d in pair.decodes if d.submitted)
-    other = next(d for d in pair.decodes if d is not leaving)
+    request = await both_have_it(pair)
+    leaving, other = busy(pair.decodes)
     leaving.status.health = pb.WorkerStatus.HEALTH_DRAINING
     leaving.report()
-    await pair.until(lambda: len(pair.router.services.pool.ready(pb.POOL_DECODE)) == 1)
+    await pair.until(lambda: len(pair.pool.ready(pb.POOL_DECODE)) == 1)
     for worker in pair.prefills:
         await worker.kill()
     await request
@@ -221,8 +212,7 @@ async def test_an_overflowed_request_survives_a_lost_decode_worker(pair: Cluster
     await pair.until(
         lambda: any(d.steps is not None and d.submitted and d.steps._value == 0 for d in pair.decodes)
     )
-    killed = next(d for d in pair.decodes if d.submitted)
-    other = next(d for d in pair.decodes if d is not killed)
+    killed, other = busy(pair.decodes)
     other.steps = None
     await killed.kill()
     await request
@@ -254,8 +244,7 @@ async def test_no_overflow_turns_it_off(tokenizer: ModelTokenizer, tmp_path: Pat
 
 
 async def test_spare_speed_of_decode_workers_widens_the_window(cluster: Cluster) -> None:
-    pool = cluster.router.services.pool
-    before = pool.prefill_window(64)
+    before = cluster.pool.prefill_window(64)
     await offering(cluster)
-    pool._window_until = 0.0
-    assert pool.prefill_window(64) == pytest.approx(before * (1 + 64 / 0.015 / 1.0))
+    cluster.pool._window_until = 0.0
+    assert cluster.pool.prefill_window(64) == pytest.approx(before * (1 + 64 / 0.015 / 1.0))

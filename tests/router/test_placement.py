@@ -18,10 +18,10 @@ from baton.router.policy.placement import (
     patience,
     place,
     place_without_room,
+    prefill_offer,
 )
 from baton.router.policy.prefill import COMPARED, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads
-from baton.router.policy.reports import prefill_offer
 from baton.rpc import worker_pb2 as pb
 
 # 50 tokens in a step of 15 ms instead of 10: 3,333 tokens/s beside the decodes.
@@ -181,7 +181,7 @@ def test_a_prefill_worker_is_slow_beside_decodes_only(decoding: int, own: int, s
     """A prompt under way counts as running, too."""
     loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000)
     row = loads.join("a:1", block_size=16, now=0)
-    loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)
+    loads.reported(row, pb.WorkerStatus(prefill_tokens_per_s=SPEED), 0)
     snapshot = loads.snapshot(request, 0)
     assert snapshot is not None
     status = pb.WorkerStatus(

@@ -2,7 +2,7 @@
 
 import random
 from sys import getsizeof
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -12,14 +12,19 @@ from baton.content import CHUNK_TOKENS, Tier
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from baton.rpc import worker_pb2 as pb
 
 SPEED = 1000.0
+
+
+def status(waiting: int, speed: float, **more: Any) -> pb.WorkerStatus:
+    return pb.WorkerStatus(tokens_waiting=waiting, prefill_tokens_per_s=speed, **more)
 
 
 def one(block_size: int = 16) -> tuple[PrefillLoads, int]:
     loads = PrefillLoads()
     row = loads.join("a:1", block_size=block_size, now=0)
-    loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)
+    loads.reported(row, status(0, SPEED), 0)
     return loads, row
 
 
@@ -31,11 +36,11 @@ def look(loads: PrefillLoads, now: float, tokens: int = 100, chunks: list[int] =
 
 def test_the_queue_is_the_report_plus_sent_minus_computed_tokens():
     loads, row = one()
-    loads.reported(row, tokens_waiting=5000, tokens_per_s=SPEED, now=10)
+    loads.reported(row, status(5000, SPEED), 10)
     work = PrefillWork(1000)
     loads.sent(row, work, 11)
     assert look(loads, 12).wait[row] == pytest.approx(4)
-    loads.reported(row, tokens_waiting=50, tokens_per_s=SPEED, now=13)
+    loads.reported(row, status(50, SPEED), 13)
     assert look(loads, 13).wait[row] == pytest.approx(0.1), "its last token is not computed"
     loads.ended(row, work, computed=True, now=13)
     assert look(loads, 13).wait[row] == 0, "the 50 tokens were of this prompt"
@@ -43,11 +48,11 @@ def test_the_queue_is_the_report_plus_sent_minus_computed_tokens():
 
 def test_a_worker_computes_the_first_of_the_prompts_that_wait():
     loads, row = one()
-    loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)
+    loads.reported(row, status(0, SPEED), 0)
     first, second = PrefillWork(1000), PrefillWork(1000)
     for work in (first, second):
         loads.sent(row, work, 0)
-    loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)  # it misses what is on its way
+    loads.reported(row, status(0, SPEED), 0)  # it misses what is on its way
     waits = [look(loads, now).wait[row] for now in (0, 0.5, 5)]
     assert waits == pytest.approx([2, 1.5, 1.1]), "the second prompt waits for the first one"
     assert loads.tokens_waiting(row, 0.5) == 1500
@@ -60,12 +65,12 @@ def test_first_tokens_show_what_is_left():
     loads, row = one()
     first, second = PrefillWork(1000), PrefillWork(500)
     loads.sent(row, first, 0)
-    loads.reported(row, tokens_waiting=5000, tokens_per_s=100, now=1)
+    loads.reported(row, status(5000, 100), 1)
     loads.sent(row, second, 1)
     assert loads.tokens_waiting(row, 2) == 5300, "100 tokens of the first were computed before the report"
     loads.ended(row, first, computed=True, now=2)
     assert loads.tokens_waiting(row, 2) == 4000 + 500, "of other routers, and of this one"
-    loads.reported(row, tokens_waiting=400, tokens_per_s=100, now=3)
+    loads.reported(row, status(400, 100), 3)
     loads.ended(row, second, computed=True, now=3.1)
     assert loads.tokens_waiting(row, 3.1) == 0
 
@@ -75,7 +80,7 @@ def test_a_cancelled_prefill_no_longer_waits():
     works = [PrefillWork(tokens) for tokens in (1000, 500, 1000)]
     for work in works:
         loads.sent(row, work, 0)
-    loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)
+    loads.reported(row, status(0, SPEED), 0)
     loads.ended(row, works[2], computed=False, now=0.5)
     assert look(loads, 0.5).wait[row] == pytest.approx(1), "the worker goes on with the first prompt"
     loads.ended(row, works[0], computed=False, now=0.5)
@@ -95,8 +100,8 @@ def test_the_estimate_covers_the_wait_and_the_uncached_tokens():
 def test_an_unknown_speed_is_the_mean_of_the_others():
     loads = PrefillLoads()
     rows = [loads.join(name, block_size=16, now=0) for name in ("a:1", "b:1", "c:1")]
-    loads.reported(rows[0], tokens_waiting=0, tokens_per_s=3000, now=0)
-    loads.reported(rows[1], tokens_waiting=0, tokens_per_s=0, now=0)
+    loads.reported(rows[0], status(0, 3000), 0)
+    loads.reported(rows[1], status(0, 0), 0)
     assert look(loads, 0).speed.tolist() == [3000, 3000, 3000]
     assert loads.tokens_per_s() == 3000
 
@@ -266,9 +271,9 @@ def test_utilisation_follows_what_the_worker_computed() -> None:
     computed = 0
     for second in range(1, 31):
         computed += 5_000
-        loads.reported(row, tokens_waiting=0, tokens_per_s=20_000.0, now=float(second), computed=computed)
+        loads.reported(row, status(0, 20_000.0, prompt_tokens=computed), float(second))
     assert loads.utilisation(row) == pytest.approx(0.25, abs=0.01)
-    loads.reported(row, tokens_waiting=0, tokens_per_s=20_000.0, now=60.0, computed=computed)
+    loads.reported(row, status(0, 20_000.0, prompt_tokens=computed), 60.0)
     assert loads.utilisation(row) < 0.01
     loads.leave(row)
     assert loads.utilisation(loads.join("b", block_size=16, now=61.0)) == 0
@@ -277,10 +282,10 @@ def test_utilisation_follows_what_the_worker_computed() -> None:
 def test_a_speed_beside_decodes_is_that_of_this_worker_alone() -> None:
     loads = PrefillLoads()
     row, other = (loads.join(name, block_size=16, now=0.0) for name in ("a", "b"))
-    loads.reported(row, tokens_waiting=1000, tokens_per_s=100.0, now=0.0, alone=False)
+    loads.reported(row, status(1000, 0.0, long_chunk_tokens=100, long_chunk_seconds=1.0), 0.0, alone=False)
     assert loads.tokens_waiting(row, 5.0) == 500
     assert loads.tokens_per_s() == 0
-    loads.reported(other, tokens_waiting=0, tokens_per_s=2000.0, now=0.0)
+    loads.reported(other, status(0, 2000.0), 0.0)
     assert loads.tokens_per_s() == 2000
 
 
@@ -288,10 +293,10 @@ def test_a_report_shows_the_prompt_that_another_router_sent() -> None:
     """Workers count the tokens of a step until it is over, so this router waits for all of both prompts but
     what is computed of its own."""
     loads, row = one()
-    loads.reported(row, tokens_waiting=0, tokens_per_s=1000, now=0)
+    loads.reported(row, status(0, 1000), 0)
     own = PrefillWork(1000)
     loads.sent(row, own, 0)
-    loads.reported(row, tokens_waiting=1000 + 2000, tokens_per_s=1000, now=0.5)
+    loads.reported(row, status(1000 + 2000, 1000), 0.5)
     assert look(loads, 0.5).wait[row] == pytest.approx(2.5)
     loads.ended(row, own, computed=True, now=1)
     assert look(loads, 1).wait[row] == pytest.approx(2)

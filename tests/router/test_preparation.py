@@ -27,10 +27,16 @@ from baton.router.api.fields import MAX_ITEMS
 from baton.router.api.sampling import Body
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
-from baton.router.preparation import child
-from baton.router.preparation.child import MAX_OPTIONS_BYTES, read_reply, reply_to, request_head
+from baton.router.preparation import pipe
+from baton.router.preparation.child import (
+    MAX_OPTIONS_BYTES,
+    SMALL_BYTES,
+    Preparer,
+    read_reply,
+    reply_to,
+    request_head,
+)
 from baton.router.preparation.prepare import _BODIES, Kind, Prepared, Served, prepare
-from baton.router.preparation.preparer import SMALL_BYTES, Preparer
 from baton.router.text.chat import ChatTemplate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import inference_pb2 as ipb
@@ -59,11 +65,11 @@ def test_a_child_ends_quietly_if_its_router_ends_within_a_frame(
     """A router that is killed while its children start leaves a part of the tokenizer in the pipe."""
     frame = struct.pack("<I", 3) + b"abc"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(frame + frame[:cut])))
-    assert [child._read(), child._read()] == [b"abc", None]
+    assert [pipe.read(), pipe.read()] == [b"abc", None]
 
 
 def in_child(kind: Kind, raw: bytes, tokenizer: ModelTokenizer) -> Prepared | bytes:
-    return read_reply(reply_to(request_head(kind, SERVED) + raw, restored(tokenizer)))
+    return read_reply(reply_to(restored(tokenizer), request_head(kind, SERVED) + raw))
 
 
 @functools.cache
@@ -250,7 +256,7 @@ def test_a_defect_in_a_child_is_logged_without_the_clients_text(
 
     monkeypatch.setattr("baton.router.preparation.child.prepare", broken)
     with pytest.raises(ApiError) as failure:
-        read_reply(reply_to(request_head("chat", SERVED) + b"{}", tokenizer))
+        read_reply(reply_to(tokenizer, request_head("chat", SERVED) + b"{}"))
     assert failure.value.status == 500
     assert "RuntimeError" in caplog.text
     assert "text of a client" not in caplog.text
@@ -314,7 +320,7 @@ async def test_a_body_that_kills_a_child_is_refused(cluster: Cluster, number: si
 
 async def test_a_drain_waits_for_a_request_that_is_being_prepared():
     active = ActiveRequests()
-    with active.preparing():
+    with active.counting():
         waiting = asyncio.create_task(active.wait_for_none())
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -364,7 +370,7 @@ async def test_grpc_authorizes_before_it_parses(tokenizer: ModelTokenizer, tmp_p
 
 PARENT = """
 import os, signal, subprocess, sys
-subprocess.Popen([sys.executable, "-m", "router.preparation.child", "test"], stdin=0)
+subprocess.Popen([sys.executable, "-m", "baton.router.preparation.child", "test"], stdin=0)
 os.close(1)
 signal.pause()
 """

@@ -18,9 +18,9 @@ import aiohttp
 import psutil
 import pytest
 
-from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 from .conftest import TEXT
 

@@ -21,7 +21,6 @@ import grpc.aio
 import psutil
 import pytest
 
-from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.bench.roles import spawn
 from baton.router.config import RouterConfig
 from baton.router.processes import sockets, supervise
@@ -30,6 +29,7 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
 from baton.rpc.inference_pb2_grpc import InferenceStub
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 from .conftest import TEXT
 

@@ -85,10 +85,8 @@ async def test_a_prompt_is_scored_again_when_its_worker_dies(pair: Cluster):
     for worker in pair.prefills:
         worker.steps = asyncio.Semaphore(0)
     answer = asyncio.create_task(pair.complete(prompt=PROMPT, max_tokens=2, prompt_logprobs=1))
-    active = pair.router.services.active
-    await pair.until(
-        lambda: any(len(g._scores._messages) == 3 for r in active._requests for g in r._generations)
-    )
+    connections = pair.pool.connections
+    await pair.until(lambda: any(len(a.scores) == 3 for c in connections for a in c.attempts.values()))
     [first] = [worker for worker in pair.prefills if worker.submitted]
     [second] = [worker for worker in pair.prefills if worker is not first]
     second.steps = None

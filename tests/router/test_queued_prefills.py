@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.fakes.worker import FakeWorker
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import FakeWorker
 
 from .conftest import Cluster, make_cluster
 from .test_flips import flipped, hold, no_attempt_was_replaced, release
@@ -45,7 +45,7 @@ async def filled(cluster: Cluster, worker: FakeWorker) -> list[asyncio.Task[None
 
 def reserved(cluster: Cluster) -> int:
     """Decodes that the router has submitted, whether or not they have arrived."""
-    return sum(load.own for load in cluster.router.services.pool.decodes)
+    return sum(load.own for load in cluster.pool.decodes)
 
 
 @pytest.fixture
@@ -105,28 +105,26 @@ async def test_the_decode_of_a_queued_prompt_finds_room(
 ) -> None:
     """A later request does not take it, but waits before its prefill."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
-    pool = cluster.router.services.pool
-    [load], wanted = pool.decodes, PrefillRequest(0, TOKENS + 1)
+    [load], wanted = cluster.pool.decodes, PrefillRequest(0, TOKENS + 1)
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert pool.choose_decode(wanted) is None
-    assert pool.choose_decode(wanted, promised=True) is not None
+    assert cluster.pool.choose_decode(wanted) is None
+    assert cluster.pool.choose_decode(wanted, promised=True) is not None
     start(prefill, 3)
     await decode.until(lambda w: len(decodes(w)) == 3)
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert pool.choose_decode(wanted) is not None, "the promise was kept"
+    assert cluster.pool.choose_decode(wanted) is not None, "the promise was kept"
 
 
 async def test_the_end_of_a_queued_prompt_ends_its_promise(
     cluster: Cluster, queue: list[asyncio.Task[None]]
 ) -> None:
-    pool = cluster.router.services.pool
-    assert (pool._promised_slots, pool._promised_positions) == (1, TOKENS + 1)
+    assert (cluster.pool._promised_slots, cluster.pool._promised_positions) == (1, TOKENS + 1)
     queue[2].cancel()
-    await cluster.until(lambda: (pool._promised_slots, pool._promised_positions) == (0, 0))
+    await cluster.until(lambda: (cluster.pool._promised_slots, cluster.pool._promised_positions) == (0, 0))
 
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["held", "dropped"])
@@ -137,7 +135,7 @@ async def test_a_started_prefill_waits_for_decode_capacity(
     [prefill], [decode] = cluster.prefills, cluster.decodes
     admission = cluster.router.services.admission
     hold(decode)
-    [load] = cluster.router.services.pool.decodes
+    [load] = cluster.pool.decodes
     decode.status.blocks_free = 0
     decode.report()
     await cluster.until(lambda: load.blocks_free <= 0)

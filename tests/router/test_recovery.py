@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from baton.bench.fakes.worker import FakeWorker
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import FakeWorker
 
 from .conftest import TEXT, Cluster, make_cluster
 
@@ -71,8 +71,19 @@ async def streaming(cluster: Cluster) -> AsyncIterator[Callable[..., Awaitable[l
 
 
 def waiting_prefills(cluster: Cluster) -> int:
-    connections = cluster.router.services.pool.ready(pb.POOL_PREFILL)
+    connections = cluster.pool.ready(pb.POOL_PREFILL)
     return sum(len(connection.attempts) for connection in connections)
+
+
+async def both_have_it(pair: Cluster) -> asyncio.Task[None]:
+    """Sends a request, and waits until both roles have it. No prefill has a step."""
+    for worker in pair.prefills:
+        worker.steps = asyncio.Semaphore(0)
+    request = asyncio.create_task(answered_whole(pair))
+    await pair.until(
+        lambda: any(w.submitted for w in pair.prefills) and any(w.submitted for w in pair.decodes)
+    )
+    return request
 
 
 # ---------------------------------------------------------------- late, repeated and wrong messages
@@ -107,7 +118,7 @@ async def test_decode_may_report_finished_before_prefills_last_token_comes(clust
         cluster.events("/v1/completions", prompt="Hello", max_tokens=9, stop_token_ids=stop)
     )
     await prefill.until(lambda w: w.submitted)
-    heard = cluster.router.services.pool.ready(pb.POOL_DECODE)[0]
+    heard = cluster.pool.ready(pb.POOL_DECODE)[0]
     await cluster.until(lambda: decodes(decode) != [] and not heard.attempts)
     prefill.steps.release()
     events = await request
@@ -132,12 +143,7 @@ async def test_a_decode_that_continues_another_text_is_replaced(cluster: Cluster
 
 
 async def test_prefill_lost_before_its_token(pair: Cluster):
-    for worker in pair.prefills:
-        worker.steps = asyncio.Semaphore(0)
-    request = asyncio.create_task(answered_whole(pair))
-    await pair.until(
-        lambda: any(w.submitted for w in pair.prefills) and any(w.submitted for w in pair.decodes)
-    )
+    request = await both_have_it(pair)
     used, other = busy(pair.prefills)
     other.steps = None
     decode, _ = busy(pair.decodes)
@@ -182,12 +188,7 @@ async def test_a_failure_of_the_old_source_does_not_count_against_the_new_one(cl
 
 
 async def test_decode_lost_before_it_had_the_kv_needs_no_second_prefill(pair: Cluster):
-    for worker in pair.prefills:
-        worker.steps = asyncio.Semaphore(0)
-    request = asyncio.create_task(answered_whole(pair))
-    await pair.until(
-        lambda: any(w.submitted for w in pair.prefills) and any(w.submitted for w in pair.decodes)
-    )
+    request = await both_have_it(pair)
     killed, other = busy(pair.decodes)
     await killed.kill()
     await other.until(lambda w: decodes(w))
@@ -319,9 +320,8 @@ async def test_without_a_worker_requests_wait_for_one(tokenizer: ModelTokenizer,
         decode = cluster.decodes[0]
         port = int(decode.address.rpartition(":")[2])
         await decode.kill()
-        await cluster.until(lambda: not cluster.router.services.pool.complete)
-        async with cluster.http.get(cluster.url + "/ready") as response:
-            assert response.status == 503
+        await cluster.until(lambda: not cluster.pool.complete)
+        await cluster.get("/ready", 503)
         request = asyncio.create_task(answered_whole(cluster))
         await cluster.until(lambda: len(cluster.router.services.admission.parked.without_worker) == 1)
         await decode.start(port)
@@ -348,7 +348,7 @@ async def test_without_decode_workers_requests_wait_for_a_seat_of_a_prefill_work
     [prefill], [decode] = cluster.prefills, cluster.decodes
     await cluster.full(prefill)
     await decode.kill()
-    await cluster.until(lambda: not cluster.router.services.pool.has_decode)
+    await cluster.until(lambda: not cluster.pool.has_decode)
     request = asyncio.create_task(answered_whole(cluster))
     await cluster.until(lambda: len(cluster.router.services.admission.queue) == 1)
     await cluster.rooms({prefill: 512})
@@ -386,7 +386,7 @@ async def test_a_worker_with_draining_status_gets_no_requests(pair: Cluster):
     draining = pair.decodes[0]
     draining.status.health = pb.WorkerStatus.HEALTH_DRAINING
     draining.report()
-    await pair.until(lambda: len(pair.router.services.pool.ready(pb.POOL_DECODE)) == 1)
+    await pair.until(lambda: len(pair.pool.ready(pb.POOL_DECODE)) == 1)
     for _ in range(5):
         await answered_whole(pair)
     assert not draining.submitted

@@ -14,7 +14,6 @@ import grpc.aio
 import pytest
 from aiohttp import web
 
-from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.cluster.supervision.processes import PACKAGES
 from baton.router.config import RouterConfig
 from baton.router.workers import checks
@@ -25,6 +24,7 @@ from baton.rpc.health import HealthServicer
 from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.conftest import Certificates
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 
 def files(pair: tuple[str, str], authority: str) -> TlsFiles:

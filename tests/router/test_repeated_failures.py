@@ -7,7 +7,7 @@ import pytest
 
 from baton.router.admission import parked
 from baton.router.policy.prefill import PrefillRequest
-from baton.router.workers import attempts
+from baton.router.workers import breaker
 from baton.rpc import worker_pb2 as pb
 
 from .conftest import Cluster
@@ -25,7 +25,7 @@ async def test_a_request_in_two_crashed_steps_runs_alone(cluster: Cluster) -> No
 async def test_a_worker_that_fails_repeatedly_gets_no_requests_and_then_a_probe(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
     bad, other = pair.decodes
     other.status.blocks_free = 256
     other.report()  # the failing worker now has more free blocks
@@ -40,7 +40,7 @@ async def test_a_worker_that_fails_repeatedly_gets_no_requests_and_then_a_probe(
         """Ends the time without requests. Returns how many of six requests the worker then gets."""
         before = len(decodes(bad))
         connection.breaker._open_until = 0.0
-        pair.router.services.pool.apply_breakers()
+        pair.pool.apply_breakers()
         for _ in range(6):
             await answered_whole(pair)
         return len(decodes(bad)) - before
@@ -52,10 +52,10 @@ async def test_a_worker_that_fails_repeatedly_gets_no_requests_and_then_a_probe(
 async def test_if_all_breakers_are_open_all_workers_get_requests(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
     cluster.decodes[0].fail_after = 2
     await answered_whole(cluster)
-    [connection] = cluster.router.services.pool.ready(pb.POOL_DECODE)
+    [connection] = cluster.pool.ready(pb.POOL_DECODE)
     assert connection.breaker.open_for(0.0) > 0
 
 
@@ -63,14 +63,14 @@ async def test_a_worker_serves_again_although_the_timer_of_its_breaker_fires_ear
     pair: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """uvloop fires timers up to a millisecond early. The worker has no request whose end could help."""
-    monkeypatch.setattr(attempts, "TOGETHER_S", 0.0)
-    monkeypatch.setattr(attempts, "OPEN_S", 0.2)
+    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(breaker, "OPEN_S", 0.2)
     loop = asyncio.get_running_loop()
     call_later = loop.call_later
     monkeypatch.setattr(
         loop, "call_later", lambda delay, *call, **context: call_later(delay / 2, *call, **context)
     )
-    pool, [failing, other] = pair.router.services.pool, pair.decodes
+    pool, [failing, other] = pair.pool, pair.decodes
     connection = pair.connection(failing)
 
     def serves() -> bool:
@@ -86,8 +86,8 @@ async def test_a_worker_serves_again_although_the_timer_of_its_breaker_fires_ear
 async def test_a_lost_stream_that_opens_the_breaker_starts_nothing_there(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "FAILURES", 1)
-    pool, [lost, _] = pair.router.services.pool, pair.decodes
+    monkeypatch.setattr(breaker, "FAILURES", 1)
+    pool, [lost, _] = pair.pool, pair.decodes
     connection = pair.connection(lost)
     dispatched: list[bool] = []
     monkeypatch.setattr(pool, "on_capacity", lambda: dispatched.append(connection.ready))

@@ -18,7 +18,7 @@ from baton.router.endpoints import stored_responses
 from baton.router.endpoints.http_generation import HttpGeneration
 from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
 from baton.router.errors import NotFound
-from baton.router.preparation import preparer
+from baton.router.preparation import child
 from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
@@ -236,7 +236,7 @@ async def test_a_client_that_leaves_before_its_background_response_begins(
 
 async def test_a_child_process_gets_the_conversation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     _, first = await cluster.post(PATH, input="The first question.")
-    monkeypatch.setattr(preparer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(child, "SMALL_BYTES", 0)
     status, second = await cluster.post(
         PATH, input="The second.", previous_response_id=first["id"], instructions="Brief."
     )

@@ -171,9 +171,7 @@ async def test_a_stream_that_the_client_does_not_read(
             if unread > 50:
                 await cluster.idle()
             else:
-                await cluster.until(
-                    lambda: all(not c.attempts for c in cluster.router.services.pool.connections)
-                )
+                await cluster.until(lambda: all(not c.attempts for c in cluster.pool.connections))
                 raw = await reader.read(1 << 24)
                 while chunk := await reader.read(1 << 20):
                     raw = raw[-4096:] + chunk

@@ -7,9 +7,9 @@ from typing import cast
 import grpc.aio
 import pytest
 
-from baton.bench.fakes.worker import FakeWorker
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import FakeWorker
 
 from .conftest import make_cluster
 
@@ -45,9 +45,7 @@ async def test_the_links_that_a_worker_has_measured_are_shown(
     async with make_cluster(tokenizer, tmp_path) as cluster:
         link = pb.PrefixLink(incarnation=7, tier=pb.TIER_HOST, wait=0.5, tokens_per_s=100.0)
         cluster.decodes[0].status.prefix_links.append(link)
-        async with cluster.http.get(cluster.url + "/status") as response:
-            assert response.status == 200
-            [prefill, decode] = (await response.json())["workers"]
+        [prefill, decode] = (await cluster.get("/status"))["workers"]
     assert prefill["status"]["prefix_links"] == []
     shown = {"incarnation": f"{7:016x}", "tier": "tier_host", "wait": 0.5, "tokens_per_s": 100.0}
     assert decode["status"]["prefix_links"] == [shown]
@@ -58,7 +56,5 @@ async def test_an_unknown_health_value_is_shown_as_a_number(
 ) -> None:
     async with make_cluster(tokenizer, tmp_path) as cluster:
         cluster.decodes[0].status.health = cast("pb.WorkerStatus.Health", 99)
-        async with cluster.http.get(cluster.url + "/status") as response:
-            assert response.status == 200
-            workers = (await response.json())["workers"]
+        workers = (await cluster.get("/status"))["workers"]
     assert [worker["status"]["health"] for worker in workers] == ["health_serving", "99"]

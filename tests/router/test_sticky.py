@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from baton.content import Tier
 from baton.router.policy.prefill import BOUND, PrefillRequest, round_robin, sticky
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from tests.router.test_prefill_loads import status
 
 WORKERS = [f"10.0.0.{i}:7001" for i in range(8)]
 SPEED = 1000.0
@@ -26,7 +27,7 @@ def loads_of(
     rows = {name: loads.join(name, block_size=16, now=0) for name in workers}
     for name, row in rows.items():
         tokens = (waiting or {}).get(name, 0)
-        loads.reported(row, tokens_waiting=tokens, tokens_per_s=SPEED, now=0)
+        loads.reported(row, status(tokens, SPEED), 0)
     return loads, rows
 
 
@@ -81,9 +82,9 @@ def test_a_session_with_a_busy_home_goes_to_the_next_worker_and_comes_back():
     snapshot = loads.snapshot(request, 0)
     assert snapshot is not None
     first, second, *_ = snapshot.ring.walk(request.key)
-    loads.reported(first, tokens_waiting=1000, tokens_per_s=SPEED, now=0)
+    loads.reported(first, status(1000, SPEED), 0)
     assert choose(loads, KEYS[0]) == second
-    loads.reported(first, tokens_waiting=100, tokens_per_s=SPEED, now=0)
+    loads.reported(first, status(100, SPEED), 0)
     assert choose(loads, KEYS[0]) == first
 
 
@@ -115,9 +116,9 @@ def test_a_prefix_is_computed_again_if_waiting_costs_more():
     home = choose(loads, KEYS[0])
     other = next(row for row in range(8) if row != home)
     loads.index.add(other, PROMPT)  # 640 tokens: 0.64 s to compute
-    loads.reported(other, tokens_waiting=500, tokens_per_s=SPEED, now=0)
+    loads.reported(other, status(500, SPEED), 0)
     assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == other
-    loads.reported(other, tokens_waiting=2000, tokens_per_s=SPEED, now=0)
+    loads.reported(other, status(2000, SPEED), 0)
     assert choose(loads, KEYS[0], chunks=PROMPT, tokens=700) == home
 
 
@@ -188,13 +189,12 @@ def test_a_prefix_on_the_device_is_better_than_one_on_a_slow_disk() -> None:
     for slow, fast in ((on_device, on_disk), (on_disk, on_device)):
         loads.index.place(slow, document, Tier.DISK)
         loads.index.place(fast, document, Tier.DEVICE)
-        speeds = {Tier.DISK: 4 * SPEED}
-        loads.reported(slow, tokens_waiting=0, tokens_per_s=SPEED, now=0, load_speeds=speeds)
+        loads.reported(slow, status(0, SPEED, disk_tokens_per_s=4 * SPEED), 0)
         assert choose(loads, key, chunks=document, tokens=2600) == fast
         snapshot = loads.snapshot(PrefillRequest(key=key, tokens=2600, chunks=document), 0)
         assert snapshot is not None
         assert (snapshot.load(fast), snapshot.load(slow)) == (0, 0.64)
-    loads.reported(on_disk, tokens_waiting=0, tokens_per_s=SPEED, now=0, load_speeds={Tier.DISK: 1.0})
+    loads.reported(on_disk, status(0, SPEED, disk_tokens_per_s=1.0), 0)
     snapshot = loads.snapshot(PrefillRequest(key=key, tokens=2600, chunks=document), 0)
     assert snapshot is not None
     assert snapshot.load(on_disk) == 2.56, "it would compute them"

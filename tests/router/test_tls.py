@@ -8,13 +8,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.bench.fakes.worker import FakeWorker, Lanes
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
 from baton.rpc.inference_pb2_grpc import InferenceStub
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
+from tests.fake_worker import FakeWorker, Lanes
 
 from .conftest import TEXT, Cluster, make_cluster
 
@@ -98,13 +98,12 @@ async def test_an_impostor_at_the_address_of_a_worker_gets_no_prompt(
         impostor = FakeWorker(worker_pb2.POOL_PREFILL, Lanes(), cluster.output_ids, secret=b"a guess at it")
         await impostor.start(port=int(gone.address.rpartition(":")[2]))
         try:
-            pool = cluster.router.services.pool
-            [connection] = [c for c in pool.connections if c.address == gone.address]
+            [connection] = [c for c in cluster.pool.connections if c.address == gone.address]
             await cluster.until(lambda: "does not prove the cluster secret" in connection.reason)
             for _ in range(4):
                 assert (await cluster.complete())["choices"][0]["text"] == TEXT
-            async with cluster.http.get(cluster.url + "/status") as response:
-                [shown] = [w for w in (await response.json())["workers"] if w["address"] == gone.address]
+            workers = (await cluster.get("/status"))["workers"]
+            [shown] = [w for w in workers if w["address"] == gone.address]
             assert shown["state"] == "connecting"
             assert "does not prove the cluster secret" in shown["reason"]
             assert "--cluster-secret-file" in shown["remedy"]

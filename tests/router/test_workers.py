@@ -10,7 +10,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.bench.fakes.worker import FakeWorker
 from baton.router.config import RouterConfig
 from baton.router.generation.generation import Generation
 from baton.router.text.tokenizer import ModelTokenizer
@@ -19,6 +18,7 @@ from baton.router.workers.pool import WorkerPool
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import SendQueue, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import FakeWorker
 
 from .conftest import TEXT, Cluster, make_cluster
 
@@ -32,7 +32,7 @@ def rewrite(path: Path, workers: list[FakeWorker]) -> None:
 
 async def test_workers_come_and_go_with_the_file(cluster: Cluster, tmp_path: Path):
     pool, extra = (
-        cluster.router.services.pool,
+        cluster.pool,
         FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=1),
     )
     await extra.start()
@@ -54,14 +54,14 @@ async def test_a_retired_worker_finishes_its_requests(cluster: Cluster, tmp_path
     request = asyncio.create_task(cluster.complete())
     await decode.until(lambda w: w.submitted)
     rewrite(tmp_path / "workers", cluster.prefills)
-    await cluster.until(lambda: not cluster.router.services.pool.has_decode)
+    await cluster.until(lambda: not cluster.pool.has_decode)
     for _ in range(100):
         decode.steps.release()
     assert (await request)["choices"][0]["finish_reason"] == "stop"
 
 
 async def test_a_retired_worker_that_refuses_its_last_attempt_is_closed(cluster: Cluster, tmp_path: Path):
-    pool, decode = cluster.router.services.pool, cluster.decodes[0]
+    pool, decode = cluster.pool, cluster.decodes[0]
     decode.steps = asyncio.Semaphore(0)
     request = asyncio.create_task(cluster.complete())
     await decode.until(lambda w: w.submitted)
@@ -81,16 +81,15 @@ async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer,
         stranger.model_fingerprint, stranger.max_model_len = "model=m2", 10
         await stranger.start()
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
-        pool = cluster.router.services.pool
-        await cluster.until(lambda: any(c.state is WorkerState.REFUSED for c in pool.connections))
-        [refused] = [c for c in pool.connections if c.state is WorkerState.REFUSED]
+        await cluster.until(lambda: any(c.state is WorkerState.REFUSED for c in cluster.pool.connections))
+        [refused] = [c for c in cluster.pool.connections if c.state is WorkerState.REFUSED]
         assert "in: model (fake, there fake)" in refused.reason
-        pool.availability_changed(pool.ready(pb.POOL_DECODE)[0])
-        assert pool.max_positions == 8192, "only the workers that serve count"
+        cluster.pool.availability_changed(cluster.pool.ready(pb.POOL_DECODE)[0])
+        assert cluster.pool.max_positions == 8192, "only the workers that serve count"
         await stranger.kill()
         await cluster.until(lambda: refused.state is WorkerState.CONNECTING)
-        pool.availability_changed(pool.ready(pb.POOL_DECODE)[0])
-        assert pool.max_positions == 8192, "a refused worker that has gone does not count either"
+        cluster.pool.availability_changed(cluster.pool.ready(pb.POOL_DECODE)[0])
+        assert cluster.pool.max_positions == 8192, "a refused worker that has gone does not count either"
         for _ in range(4):
             await cluster.complete()
         assert not stranger.submitted
@@ -98,7 +97,7 @@ async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer,
 
 async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(cluster: Cluster):
     """The only worker that could hold it has gone. The request parks until such a worker comes."""
-    pool, [decode] = cluster.router.services.pool, cluster.decodes
+    pool, [decode] = cluster.pool, cluster.decodes
     [load] = pool.decodes
     await cluster.full(*cluster.prefills)
     load.full = True  # as after a refused reservation
@@ -131,13 +130,12 @@ async def test_a_worker_with_another_tokenizer_is_refused(
         await stranger.start()
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
         await cluster.until(lambda: stranger.described >= 3)
-        async with cluster.http.get(cluster.url + "/status") as response:
-            workers = {worker["address"]: worker for worker in (await response.json())["workers"]}
-        refused = workers[stranger.address]
+        workers = (await cluster.get("/status"))["workers"]
+        [refused] = [worker for worker in workers if worker["address"] == stranger.address]
         assert (refused["role"], refused["state"]) == ("decode", "refused")
         assert "its tokenizer (fake) is not the router's (fake)" in refused["reason"]
         assert "--model" in refused["remedy"]
-        assert not cluster.router.services.pool.has_decode
+        assert not cluster.pool.has_decode
         logged = [record.message for record in caplog.records if stranger.address in record.message]
         assert [("is refused: its tokenizer" in line, "--model" in line) for line in logged] == [(True, True)]
         await stranger.kill()
@@ -152,9 +150,8 @@ async def test_one_of_two_models_that_connect_together_is_refused(tokenizer: Mod
             worker.before_status = lambda other=other: other.until(lambda w: w.described)
             await worker.start()
         rewrite(tmp_path / "workers", [prefill, decode])
-        pool = cluster.router.services.pool
         await cluster.until(
-            lambda: {c.state for c in pool.connections} == {WorkerState.READY, WorkerState.REFUSED}
+            lambda: {c.state for c in cluster.pool.connections} == {WorkerState.READY, WorkerState.REFUSED}
         )
         for worker in (prefill, decode):
             await worker.kill()
@@ -162,18 +159,19 @@ async def test_one_of_two_models_that_connect_together_is_refused(tokenizer: Mod
 
 async def test_a_wrong_secret_is_reported(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, wait=False, secret=b"some other secret") as cluster:
-        pool = cluster.router.services.pool
-        await cluster.until(lambda: [("secret" in c.reason) for c in pool.connections] == [True, True])
+        await cluster.until(
+            lambda: [("secret" in c.reason) for c in cluster.pool.connections] == [True, True]
+        )
 
 
 async def test_a_restarted_worker_is_a_new_incarnation(cluster: Cluster):
     prefill = cluster.prefills[0]
     port, before = int(prefill.address.rpartition(":")[2]), prefill.incarnation
     await prefill.kill()
-    await cluster.until(lambda: not cluster.router.services.pool.complete)
+    await cluster.until(lambda: not cluster.pool.complete)
     prefill.incarnation = before + 1
     await prefill.start(port)
-    await cluster.until(lambda: cluster.router.services.pool.complete)
+    await cluster.until(lambda: cluster.pool.complete)
     await cluster.complete()
     assert cluster.decodes[0].submitted[-1].decode.source.incarnation == before + 1
 
@@ -199,7 +197,7 @@ async def test_a_connection_closes_if_its_stream_breaks_at_the_same_time(
             raise grpc.aio.AioRpcError(gone, none, none, details="gone", debug_error_string="") from None
 
     monkeypatch.setattr(WorkerStream, "_serve", breaks)
-    made = open_stream(cluster.router.services.pool)
+    made = open_stream(cluster.pool)
     await waits.wait()
     await asyncio.wait_for(made.close(), 10)
 
@@ -208,7 +206,7 @@ async def test_an_unknown_failure_code_fails_only_the_attempt(cluster: Cluster):
     """Workers may be upgraded before routers."""
     decode = cluster.decodes[0]
     decode.fail = (1, cast("pb.FailureCode", 99))
-    [connection] = cluster.router.services.pool.ready(pb.POOL_DECODE)
+    [connection] = cluster.pool.ready(pb.POOL_DECODE)
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     assert connection.ready
     assert len(decode.submitted) == 2
@@ -219,7 +217,7 @@ async def test_an_unknown_failure_code_fails_only_the_attempt(cluster: Cluster):
 
 async def test_a_failure_code_of_the_other_role_fails_only_the_attempt(cluster: Cluster):
     cluster.prefills[0].fail = (1, pb.FAILURE_CODE_NO_ROOM)
-    [connection] = cluster.router.services.pool.ready(pb.POOL_PREFILL)
+    [connection] = cluster.pool.ready(pb.POOL_PREFILL)
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     assert connection.ready
 
@@ -272,13 +270,12 @@ async def test_invalid_rates_count_as_unknown(cluster: Cluster, caplog: pytest.L
         worker.status.chunk_seconds, worker.status.chunk_tokens = math.nan, 100
         worker.report()
         worker.report()
-    pool = cluster.router.services.pool
-    await cluster.until(lambda: all(c.status.chunk_tokens for c in pool.connections))
-    for made in pool.connections:
+    await cluster.until(lambda: all(c.status.chunk_tokens for c in cluster.pool.connections))
+    for made in cluster.pool.connections:
         status = made.status
         assert (status.prefill_tokens_per_s, status.step_seconds, status.chunk_seconds) == (0, 0, 0)
         assert (await made.current_status()).chunk_seconds == 0
-    assert pool.prefill_window(64) < math.inf
+    assert cluster.pool.prefill_window(64) < math.inf
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     assert sum("impossible rates" in record.message for record in caplog.records) == 2
 
@@ -287,10 +284,10 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Makes the next call of this method of any generation raise."""
     method, failures = getattr(Generation, name), [RuntimeError("the test wants it")]
 
-    def fails(generation: Generation, argument: object) -> None:
+    def fails(generation: Generation, *arguments: object) -> None:
         if failures:
             raise failures.pop()
-        method(generation, argument)
+        method(generation, *arguments)
 
     monkeypatch.setattr(Generation, name, fails)
 
@@ -301,7 +298,7 @@ async def test_a_connection_is_opened_again_after_a_defect(
     fail_once(monkeypatch, "_on_token")
     assert (await cluster.complete(timeout=5))["choices"][0]["text"] == TEXT
     assert "the test wants it" in caplog.text
-    await cluster.until(lambda: cluster.router.services.pool.complete)
+    await cluster.until(lambda: cluster.pool.complete)
 
 
 async def test_a_connection_that_ends_at_once_is_opened_less_often(
@@ -319,7 +316,7 @@ async def test_a_connection_that_ends_at_once_is_opened_less_often(
 
     monkeypatch.setattr(WorkerStream, "_serve", ends)
     monkeypatch.setattr(stream, "FIRST_BACKOFF", 0.01)
-    made = open_stream(cluster.router.services.pool)
+    made = open_stream(cluster.pool)
     async with asyncio.timeout(10):
         await often.wait()
     await made.close()

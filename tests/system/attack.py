@@ -112,7 +112,6 @@ def huge_bodies() -> list[bytes]:
 
 
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 GARBAGE = (
     b"",
     b"GET / HT",

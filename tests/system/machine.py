@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from baton.cluster.supervision.processes import Process, descendants
+import psutil
+
+from baton.cluster.supervision.processes import alive, descendants
 
 BATON = [sys.executable, "-m", "baton.cluster.cli"]
 T = TypeVar("T")
@@ -78,12 +80,12 @@ class Machine:
         shutil.rmtree(self.outputs)
 
 
-def tree(pid: int) -> list[Process]:
+def tree(pid: int) -> list[psutil.Process]:
     """The living descendants."""
-    return [process for process in descendants(pid) if process.alive]
+    return list(filter(alive, descendants(pid)))
 
 
-def command_lines(pid: int) -> dict[Process, str]:
+def command_lines(pid: int) -> dict[psutil.Process, str]:
     """Of the living descendants; a role's begins with its title."""
     lines = {}
     for process in tree(pid):
@@ -92,43 +94,16 @@ def command_lines(pid: int) -> dict[Process, str]:
     return lines
 
 
-def titled(pid: int, title: str) -> Process | None:
+def titled(pid: int, title: str) -> psutil.Process | None:
     """The descendant with this title: `baton 8000: decode 0`."""
     lines = command_lines(pid).items()
     return next((process for process, line in lines if line.partition("\0")[0].strip() == title), None)
 
 
-def alive(processes: list[Process]) -> list[Process]:
-    """Those that still live, also when their parents have ended."""
-    living = []
-    for process in processes:
-        try:
-            stat = Path(f"/proc/{process.pid}/stat").read_text()
-        except OSError:
-            continue
-        if stat.rpartition(")")[2].split()[0] != "Z" and f"({process.name})" in stat:
-            living.append(process)
-    return living
-
-
-def listening(processes: list[Process]) -> set[int]:
+def listening(processes: list[psutil.Process]) -> set[int]:
     """The TCP ports that these processes listen on."""
-    ports = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":  # LISTEN
-                ports[fields[9]] = int(fields[1].rpartition(":")[2], 16)
-    found = set()
-    for process in processes:
-        for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            try:
-                target = os.readlink(link)
-            except OSError:
-                continue
-            if (inode := target.removeprefix("socket:[").rstrip("]")) in ports:
-                found.add(ports[inode])
-    return found
+    opened = [each for process in processes for each in process.net_connections("tcp")]
+    return {each.laddr.port for each in opened if each.status == psutil.CONN_LISTEN}
 
 
 def answers(port: int) -> bool:

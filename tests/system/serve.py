@@ -9,11 +9,13 @@ import urllib.request
 from collections import defaultdict
 from typing import Any
 
+import psutil
+
 from baton.bench.chaos.cluster import free_port, leaks_when_idle
-from baton.cluster.supervision.processes import Process
+from baton.cluster.supervision.processes import alive
 from tests.forked import FreshPopen
 
-from .machine import BATON, Machine, alive, answers, command_lines, listening, titled, tree, until
+from .machine import BATON, Machine, answers, command_lines, listening, titled, tree, until
 
 START_S, STOP_S = 120.0, 60.0
 
@@ -55,7 +57,7 @@ class Serve:
 
         until(ready, START_S, "ready")
 
-    def role(self, name: str) -> Process | None:
+    def role(self, name: str) -> psutil.Process | None:
         """The service process of a role, or "decode 0 engine"."""
         return titled(self.process.pid, f"baton {self.port}: {name}")
 
@@ -89,7 +91,7 @@ class Serve:
         assert self.port in ports
         self.process.send_signal(signum)
         assert self.process.wait(STOP_S) == 0, self.output()
-        assert alive(processes) == [], "no process outlives serve, not even for a moment"
+        assert not any(map(alive, processes)), "no process outlives serve, not even for a moment"
         assert [port for port in ports if answers(port)] == []
         assert self.output().splitlines()[-2:] == ["Stopping …", "Stopped."], "nothing had to be killed"
 

@@ -14,28 +14,41 @@ from baton.bench.chaos.streams import Case, new_session, read
 from .recovery import LONG, MIXED, SHORT, Broken, each_has
 
 
-async def test_killed_and_hung_in_mid_stream(broken: Broken) -> None:
-    """Prefill's transfer process is killed while four long prompts stream, then decode's engine hangs under
-    all eight streams.
+@pytest.mark.parametrize(
+    ("prefill", "decode", "asked", "code"),
+    [
+        (lambda worker: worker.kill("transfer"), lambda worker: worker.hang("engine"), MIXED, 1),
+        (Worker.terminate, Worker.terminate, MIXED + SHORT[4:], 0),
+    ],
+    ids=["killed and hung", "told to stop"],
+)
+async def test_streams_go_on_elsewhere(
+    broken: Broken, prefill: Callable[[Worker], None], decode: Callable[[Worker], None],
+    asked: list[Case], code: int,
+) -> None:  # fmt: skip
+    """A prefill worker ends while four long prompts stream, then a decode worker under all streams. The
+    supervisor starts each again. A worker that is told to stop has 1 s to drain, less than its streams need.
 
     `tests/worker/test_deaths.py` ends each kind of process. The tests below and `test_continuation.py` kill
     service and engine processes under streams.
     """
     await asyncio.to_thread(broken.all_back)
-    codes: list[int] = []
+    struck: list[tuple[Worker, int]] = []
 
     def strike(role: str, how: Callable[[Worker], None]) -> None:
         victim = broken.busiest(role)
-        count = len(victim.exits) + 1
+        struck.append((victim, len(victim.exits) + 1))
         how(victim)
-        codes.append(victim.wait_exit(count))
+        if code:  # a worker that drains may need the end of streams
+            victim.wait_exit(struck[-1][1])
 
     await broken.ride(
-        MIXED,
-        (broken.transferring, lambda: strike("prefill", lambda worker: worker.kill("transfer"))),
-        (each_has(3), lambda: strike("decode", lambda worker: worker.hang("engine"))),
+        asked,
+        (broken.transferring, lambda: strike("prefill", prefill)),
+        (each_has(3 if code else 2), lambda: strike("decode", decode)),
     )
-    assert codes == [1, 1], "the whole worker ends with any of its processes"
+    codes = [await asyncio.to_thread(worker.wait_exit, count) for worker, count in struck]
+    assert codes == [code, code], "the whole worker ends with any of its processes"
     await broken.settled()
 
 

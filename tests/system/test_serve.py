@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from baton.bench.chaos.streams import cases, expected
-from baton.cluster.supervision.processes import Process, descendants
+from baton.cluster.supervision.processes import alive, descendants
 
-from .machine import Machine, alive, command_lines, tree, until
+from .machine import Machine, command_lines, tree, until
 from .recovery import each_has, ride
 from .serve import START_S, Serve
 
@@ -87,7 +88,7 @@ def test_every_process_is_titled_with_the_port_of_its_cluster(served: Serve) -> 
     assert not processes.keys() & {line.partition("\0")[0].strip() for line in lines.values()}, "all of them"
 
 
-def family(serve: Serve, role: str) -> list[Process]:
+def family(serve: Serve, role: str) -> list[psutil.Process]:
     """The processes of a worker, its service process first."""
     service = serve.role(role)
     assert service is not None
@@ -148,5 +149,5 @@ def test_a_killed_serve_leaves_nothing(machine: Machine) -> None:
         processes = descendants(serve.process.pid)
     finally:
         serve.kill()
-    until(lambda: True if not alive(processes) else None, 15, "everything dies with serve")
+    until(lambda: None if any(map(alive, processes)) else True, 15, "everything dies with serve")
     machine.assert_no_trace()

@@ -1,65 +1,99 @@
-"""The cluster gives the tokens of one engine, in float32: greedy and seeded, mixed and chunked."""
+"""The cluster gives the tokens of one engine, in float32: greedy, seeded, structured, mixed, chunked."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import re
 from typing import Any
 
+import jsonschema
 import openai
 
 from baton.cluster.model import EMBEDDED_NAME
-from baton.engine import Engine, EngineRequest, SamplingParams
+from baton.engine import Engine, EngineRequest, SamplingParams, StructuredOutput
 
 from .recovery import Broken
 
-PROMPT_LENGTHS = (1, 17, 63, 300)  # one for each variant; the cluster's step budget is 64
-NUM_TOKENS = 8
-VARIANTS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.8, "seed": 11},
-    {"temperature": 1.0, "seed": 12, "top_k": 40, "top_p": 0.9},
-    {"temperature": 1.2, "seed": 13, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,9}$"},
+        "age": {"type": "integer", "minimum": 18, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+REGEX = r"(yes|no), [a-z]{3,8}\."
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+PERSON = "A person in one line of JSON, with name, age and tags:"
+# Without the penalties a model of few layers repeats spaces.
+STRUCTURED = {"max_tokens": 100, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
+PLAIN = {"max_tokens": 8, "ignore_eos": True}
+DRAW = random.Random(5)
+
+
+def prompt(length: int) -> list[int]:
+    """Ordinary tokens (no special ones)."""
+    return [DRAW.randrange(100, 20_000) for _ in range(length)]
+
+
+# Prompt, sampling, what only the client's request has, and the same for an engine. The step budget is 64.
+WORK: list[tuple[list[int] | str, dict[str, Any], dict[str, Any], StructuredOutput | None]] = [
+    (
+        PERSON,
+        STRUCTURED | {"temperature": 0.0, "seed": 0},
+        {"response_format": FORMAT},
+        StructuredOutput("json_schema", json.dumps(SCHEMA)),
+    ),
+    (
+        PERSON,
+        STRUCTURED | {"temperature": 0.5, "seed": 1},
+        {"structured_outputs": {"regex": REGEX}},
+        StructuredOutput("regex", REGEX),
+    ),
+    (PERSON, STRUCTURED | {"temperature": 1.0, "seed": 2, "max_tokens": 12}, {}, None),
+    (prompt(1), PLAIN | {"temperature": 0.0}, {}, None),
+    (prompt(17), PLAIN | {"temperature": 0.8, "seed": 11}, {}, None),
+    (prompt(63), PLAIN | {"temperature": 1.0, "seed": 12, "top_k": 40, "top_p": 0.9}, {}, None),
+    (
+        prompt(300),
+        PLAIN
+        | {"temperature": 1.2, "seed": 13, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {},
+        None,
+    ),
 ]
-
-
-def requests() -> list[tuple[list[int], dict[str, Any]]]:
-    """Ordinary tokens (no special ones), every length with another variant."""
-    draw = random.Random(5)
-    return [
-        ([draw.randrange(100, 20_000) for _ in range(length)], VARIANTS[i % len(VARIANTS)])
-        for i, length in enumerate(PROMPT_LENGTHS)
-    ]
-
-
-def tokens_of(engine: Engine, work: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
-    tokens: dict[bytes, list[int]] = {}
-    for i, (prompt, sampling) in enumerate(work):
-        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
-        tokens[i.to_bytes(16)] = []
-        engine.add(EngineRequest(i.to_bytes(16), prompt, [], params))
-    while engine.has_work:
-        for output in engine.step().outputs:
-            tokens[output.id].append(output.token)
-    engine.assert_whole()
-    return list(tokens.values())
 
 
 async def test_equals_one_engine(
     broken: Broken, client_of_broken: openai.AsyncOpenAI, one_engine: Engine
 ) -> None:
     await asyncio.to_thread(broken.all_back)
-    work = requests()
 
-    async def ask(prompt: list[int], sampling: dict[str, Any]) -> list[int]:
-        answer: Any = await client_of_broken.completions.create(
-            model=EMBEDDED_NAME, prompt=prompt, max_tokens=NUM_TOKENS,
-            extra_body={"return_token_ids": True, "ignore_eos": True, **sampling},
-        )  # fmt: skip
-        return answer.choices[0].token_ids
+    async def ask(prompt: list[int] | str, body: dict[str, Any]) -> Any:
+        body = {"return_token_ids": True} | body
+        answer = await client_of_broken.completions.create(
+            model=EMBEDDED_NAME, prompt=prompt, extra_body=body
+        )
+        return answer.choices[0]
 
-    got = await asyncio.gather(*(ask(prompt, sampling) for prompt, sampling in work))
-    want = tokens_of(one_engine, work)
-    for (prompt, sampling), cluster, one in zip(work, got, want, strict=True):
-        assert cluster == one, f"{len(prompt)} prompt tokens, {sampling}"
+    choices = await asyncio.gather(*(ask(text, sampling | more) for text, sampling, more, _ in WORK))
+    expected: dict[bytes, list[int]] = {}
+    for i, (_, sampling, _, wanted) in enumerate(WORK):
+        expected[i.to_bytes(16)] = []
+        params = SamplingParams(structured_output=wanted, **sampling)
+        one_engine.add(EngineRequest(i.to_bytes(16), choices[i].prompt_token_ids, [], params))
+    while one_engine.has_work:
+        for output in one_engine.step().outputs:
+            expected[output.id].append(output.token)
+    one_engine.assert_whole()
+    for choice, tokens, work in zip(choices, expected.values(), WORK, strict=True):
+        assert choice.token_ids == tokens, work
+        assert isinstance(work[0], str) or choice.prompt_token_ids == work[0]
+    assert [choice.finish_reason for choice in choices[:2]] == ["stop", "stop"]
+    jsonschema.validate(json.loads(choices[0].text), SCHEMA)
+    assert re.fullmatch(REGEX, choices[1].text)
     await broken.settled()

@@ -48,9 +48,9 @@ class Worker:
 
     def receive_changes(self) -> None:
         if (changed := self.observer.take()) is not None:
-            assert not {*changed.cached[Tier.DEVICE]} & {*changed.evicted}
-            self.known |= {*changed.cached[Tier.DEVICE]}
-            self.known -= {*changed.evicted}
+            assert {*changed.tiers.values()} <= {Tier.DEVICE, None}
+            self.known |= changed.tiers.keys()
+            self.known -= {chunk for chunk, tier in changed.tiers.items() if tier is None}
 
     def estimate(self, prompt: list[int]) -> int:
         """Returns the number of leading chunks of `prompt` that the router sees as cached."""

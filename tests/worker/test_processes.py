@@ -11,14 +11,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from baton.kv_transfer.spawn import spawn
 from baton.machine.system import describe_exit
 from baton.worker import processes
-from baton.worker.processes import ChildProcess, TreeError, Watchdog, spawn
+from baton.worker.processes import ChildProcess, TreeError, Watchdog
 
 # A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
 _PARENT = """
 import os, sys, time
-from baton.worker.processes import spawn
+from baton.kv_transfer.spawn import spawn
 child = spawn("tests.worker.tied_child", str(%s).encode(), pass_fds=())
 print(child.pid, flush=True)
 time.sleep(60)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
+from baton.content import Tier
 from baton.engine import Logprobs, Output, PromptLogprobs
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
@@ -91,7 +92,7 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
 ) -> None:
     monkeypatch.setattr(streams, "MAX_UNREAD_BYTES", 100_000)
     feed, chunks = CacheFeed(), range(5 * MAX_CHUNKS)
-    feed.changed([[], chunks, []], [])  # a part of the snapshot has 64 KiB
+    feed.changed(dict.fromkeys(chunks, Tier.HOST))  # a part of the snapshot has 64 KiB
     context, as_context = slow()
 
     async def sent() -> AsyncIterator[pb.RouterMessage]:
@@ -114,7 +115,7 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
         return context.written[-1]
 
     parts = [await read(), await read()]
-    [evicted] = feed.changed([[], [], []], [chunks[-1]])
+    [evicted] = feed.changed({chunks[-1]: None})
     routers.broadcast_cache_events(evicted)
     routers.deliver(1, big(9))
     between = [await read() for _ in range(3)]

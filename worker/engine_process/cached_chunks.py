@@ -31,7 +31,7 @@ class CachedChunks:
         self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
         self._tier_of: dict[bytes, Tier] = {}  # of these blocks
         self._blocks: dict[int, list[Tier]] = {}  # chunk → of each cached block in which it ends, its tier
-        self._changes: dict[int, Tier | None] = {}  # chunk → its fastest tier now; None: it is not cached
+        self._changes: dict[int, Tier | None] = {}  # as in `CacheChanged`
 
     def cached(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
@@ -72,8 +72,4 @@ class CachedChunks:
         if not self._changes:
             return None
         changes, self._changes = self._changes, {}
-        found: list[list[int]] = [[] for _ in Tier]
-        evicted: list[int] = []
-        for chunk, tier in changes.items():
-            (evicted if tier is None else found[tier]).append(chunk)
-        return CacheChanged(found, evicted)
+        return CacheChanged(changes)

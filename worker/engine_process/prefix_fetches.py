@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import Engine, EngineRequest
-from baton.kv_transfer import MAX_CHUNKS, Closed, FetchFailed, Injected, Receiver, TraceWriter
+from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
+from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
 from baton.worker.messages import ContentSource, RequestCounts
 

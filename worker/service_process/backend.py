@@ -173,9 +173,9 @@ class Backend:
                 self._journal.cancelled(origin)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
-            case messages.CacheChanged(cached, evicted):
+            case messages.CacheChanged(tiers):
                 assert self._cache is not None
-                for changes in self._cache.changed(cached, evicted):
+                for changes in self._cache.changed(tiers):
                     self._routers.broadcast_cache_events(changes)
             case messages.Offered():
                 self._routers.offer(message)

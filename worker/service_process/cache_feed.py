@@ -4,8 +4,8 @@ A router gets a snapshot when it attaches, and when it missed a change and asks 
 millions of chunks. So its parts are made one by one, and changes may be sent between them.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from baton.content import Tier
@@ -24,12 +24,10 @@ class CacheFeed:
         self._tier_of: dict[int, Tier] = {}
         self._sequence = 0
 
-    def changed(self, cached: Sequence[Sequence[int]], evicted: Sequence[int]) -> list[pb.WorkerMessage]:
-        """Applies a change. `cached`: for each tier, chunks that are there now. Returns the messages for all
-        routers."""
-        entered = ((chunk, tier) for tier, chunks in zip(Tier, cached, strict=True) for chunk in chunks)
+    def changed(self, tiers: Mapping[int, Tier | None]) -> list[pb.WorkerMessage]:
+        """Applies a `CacheChanged`. Returns the messages for all routers."""
         messages = []
-        for batch in _batches(chain(((chunk, None) for chunk in evicted), entered)):
+        for batch in _batches(iter(tiers.items())):
             self._sequence += 1
             messages.append(self._message(batch, self._tier_of))
         return messages

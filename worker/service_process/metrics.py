@@ -34,7 +34,7 @@ _LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
 # These label values are exported from the start with 0, so that rates and alerts see the first event.
 _CHECKSUMS = ("header", "payload", "control", "tag")
 REFUSED = (
-    "hello", "secret", "encryption", "side", "self", "version", "model", "layout", "dtype", "scales", "ranks",
+    "hello", "secret", "encryption", "side", "self", "version", "model", "layout", "dtype", "scales",
     "limits", "transfer_id",
 )  # fmt: skip
 _DEADLINES = ("handshake", "fetch_wait", "hold", "pin", "unreachable", "progress", "peer_dead", "engine_dead")
@@ -82,6 +82,8 @@ class Metrics(Collector):
         self._cache_config: dict[str, str] = {}
         self.engine_status: EngineStatus | None = None
         self.transfer_stats: TransferStats | None = None
+        self._gauge = partial(self._family, GaugeMetricFamily)
+        self._counter = partial(self._family, CounterMetricFamily)
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._server: asyncio.Server | None = None
@@ -264,28 +266,17 @@ class Metrics(Collector):
         ):
             yield counter(f"baton:{name}", text, dict.fromkeys(known, 0) | values, label)
 
-    def _gauge(self, name: str, text: str, value: float | Mapping[str, float], by: str = "") -> Metric:
-        """`value`: that of the metric, or for each value of the label `by`."""
-        return self._filled(GaugeMetricFamily, name, text, value, by)
-
-    def _counter(self, name: str, text: str, value: float | Mapping[str, float], by: str = "") -> Metric:
-        """As `_gauge`."""
-        return self._filled(CounterMetricFamily, name, text, value, by)
-
-    def _filled(
+    def _family(
         self,
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         text: str,
         value: float | Mapping[str, float],
-        by: str,
+        by: str = "",
     ) -> Metric:
-        own = list(self._labels.values())
-        if not isinstance(value, Mapping):
-            family = kind(name, text, labels=(*self._labels,))
-            family.add_metric(own, value)
-            return family
-        family = kind(name, text, labels=(*self._labels, by))
-        for label, number in value.items():
-            family.add_metric([*own, label], number)
+        """`value`: that of the metric, or for each value of the label `by`."""
+        own, values = self._labels, value if isinstance(value, Mapping) else {"": value}
+        family = kind(name, text, labels=(*own, by) if by else (*own,))
+        for label, number in values.items():
+            family.add_metric([*own.values(), label] if by else [*own.values()], number)
         return family

@@ -5,9 +5,8 @@ import contextlib
 import socket
 from collections import deque
 
-from baton import kv_transfer
-from baton.kv_transfer import Drain, Drained, Ready, StatsRequest, TransferStats
-from baton.kv_transfer.spawn import MAX_MESSAGE
+from baton.kv_transfer import spawn
+from baton.kv_transfer.spawn import Drain, Drained, Ready, StatsRequest, TransferStats
 from baton.worker.processes import TreeError
 
 _EXIT_SOON = 5.0
@@ -65,15 +64,15 @@ class TransferLink:
         self._end.close()
 
     async def _send(self, message: StatsRequest | Drain) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._end, kv_transfer.encode(message))
+        await asyncio.get_running_loop().sock_sendall(self._end, spawn.encode(message))
 
-    async def _receive(self) -> kv_transfer.FromTransfer:
+    async def _receive(self) -> spawn.FromTransfer:
         try:
-            data = await asyncio.get_running_loop().sock_recv(self._end, MAX_MESSAGE)
+            data = await asyncio.get_running_loop().sock_recv(self._end, spawn.MAX_MESSAGE)
         except ConnectionResetError:
             data = b""
         if not data:
             await asyncio.sleep(_EXIT_SOON)
             raise TreeError("the transfer process closed its socket but did not exit")
         self.reports += 1
-        return kv_transfer.decode_from_transfer(data)
+        return spawn.decode_from_transfer(data)

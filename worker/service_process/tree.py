@@ -19,14 +19,8 @@ from typing import Any
 import msgspec
 
 from baton.engine.execution.rank_files import RankFiles
-from baton.kv_transfer import (
-    ArenaEnd,
-    Heartbeat,
-    TransferConfig,
-    channel_pair,
-    spawn_transfer,
-)
-from baton.kv_transfer.spawn import EXIT_ENGINE_GONE
+from baton.kv_transfer import ArenaEnd, Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.system import describe_exit, make_directory, url_host
 from baton.worker import messages
@@ -48,7 +42,6 @@ from baton.worker.processes import (
     StartError,
     TreeError,
     Watchdog,
-    spawn,
 )
 from baton.worker.service_process.transfer_link import TransferLink
 
@@ -182,7 +175,7 @@ class WorkerTree:
         try:
             start = self._transfer_config(engine)
         except ValueError as error:
-            raise StartError(f"--kv-slot-bytes, --kv-slots, --kv-lanes: {error}") from error
+            raise StartError(f"--kv-slot-bytes: {error}") from error
         popen = spawn_transfer(
             start,
             sending=self._sending.transfer,

@@ -10,8 +10,11 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from google.protobuf.message import Message
 
 from baton.content import Tier
 from baton.engine import EngineRequest, Reasoning, SamplingParams, StructuredOutput, check_request
@@ -115,32 +118,17 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
 def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
     """Raises ValueError, which names the sampling parameter that is out of range."""
     sampling = asked.sampling
+    converted = {
+        "logit_bias": dict(sampling.logit_bias),
+        "bad_words": tuple(tuple(word.token_ids) for word in sampling.bad_words),
+        "structured_output": _structured_output(sampling),
+        "reasoning": _reasoning(sampling),
+    }
     return EngineRequest(
         attempt_id,
         asked.prompt_ids[:],  # a list, in half the time of `list`
         asked.output_ids[:],
-        SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            stop_token_ids=tuple(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            logit_bias=dict(sampling.logit_bias),
-            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-            logprob_token_ids=tuple(sampling.logprob_token_ids),
-            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
-            allowed_token_ids=tuple(sampling.allowed_token_ids),
-            bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
-            structured_output=_structured_output(sampling),
-            reasoning=_reasoning(sampling),
-        ),
+        SamplingParams(**_same_names(sampling, SamplingParams, converted), **converted),
         priority=asked.priority,
         alone=asked.alone,
         retried=asked.retried,
@@ -162,12 +150,19 @@ def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
 def _reasoning(sampling: pb.SamplingParams) -> Reasoning | None:
     if not sampling.HasField("reasoning"):
         return None
-    sent = sampling.reasoning
-    return Reasoning(
-        sent.end_id,
-        sent.start_id if sent.HasField("start_id") else None,
-        sent.budget if sent.HasField("budget") else None,
-    )
+    return Reasoning(**_same_names(sampling.reasoning, Reasoning))
+
+
+def _same_names(sent: Message, kind: type, but: Collection[str] = ()) -> dict[str, Any]:
+    """Reads the fields that a dataclass has under the same names. One with the default None is optional."""
+    found: dict[str, Any] = {}
+    for name, default in [(field.name, field.default) for field in fields(kind) if field.name not in but]:
+        value = getattr(sent, name)
+        if default is None:
+            found[name] = value if sent.HasField(name) else None
+        else:
+            found[name] = tuple(value) if default == () else value
+    return found
 
 
 def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:

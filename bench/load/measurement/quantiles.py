@@ -20,12 +20,6 @@ CURVE_POINTS = 120
 _Z = 1.96  # 95 %
 
 
-def enough_samples(count: float, quantile: float) -> bool:
-    """Whether at least one sample is above the quantile. Else the maximum would stand for it: the p99 of 50
-    samples is one sample. The median always has enough."""
-    return quantile <= 0.5 or round(count * (1 - quantile), 6) >= 1
-
-
 @dataclass(frozen=True, slots=True)
 class Series:
     """Samples of one metric. Both arrays have shape [n]; `clusters` is the request of each sample."""
@@ -44,14 +38,14 @@ class Series:
         return len(self.values)
 
     def rows(self, metric: str, goals: Mapping[str, float]) -> dict[str, Row]:
-        """Rows in ms by quantile: p50, those of p90, p99 and p99.9 for which there are enough samples, and
-        max, which has no interval. Empty without any sample. `goals`: upper bounds by name of the row."""
+        """Rows in ms by quantile: p50, those of p90, p99 and p99.9 with a sample above it, and max, which has
+        no interval. Empty without any sample. `goals`: upper bounds by name of the row."""
         if not len(self):
             return {}
         order = np.sort(self.values)
-        found = {
-            name: self._estimate(order, q) for name, q in QUANTILES.items() if enough_samples(len(self), q)
-        }
+        # Without a sample above it, the maximum would stand for a quantile: the p99 of 50 is one sample.
+        known = {name: q for name, q in QUANTILES.items() if q <= 0.5 or round(len(self) * (1 - q), 6) >= 1}
+        found = {name: self._estimate(order, q) for name, q in known.items()}
         found["max"] = float(order[-1]), None, None
         return {
             quantile: Row(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.bench.contract import percentile
 from baton.bench.load.target.answer import Failure, Record
+from baton.bench.load.traffic.client import ClientConfig
 from baton.bench.load.traffic.fleet import Harvest
 
 _RECENT_SECONDS = 15.0
@@ -26,21 +26,17 @@ class Progression:
     `saw` gets every record. Prints on stderr; stdout has the result.
     """
 
-    def __init__(self, title: str, duration: float | None, total: int | None, *, quiet: bool = False) -> None:
+    def __init__(self, title: str, run: ClientConfig, harvest: Harvest, *, quiet: bool) -> None:
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
-        self._duration, self._total = duration, total
+        self._duration, self._total, self._harvest = run.duration, run.sessions, harvest
         self._recent: deque[tuple[float, Record]] = deque(maxlen=_MOST_RECENT)
         self._ok = self._failed = 0
-        self._harvest = Harvest()
         self._bar = Progress(
             TextColumn(f"[bold]{title}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(), TextColumn("{task.description}"), console=self._console, transient=True,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=1.0)
         self._ticker: asyncio.Task[None] | None = None
-
-    def watch(self, harvest: Harvest) -> None:
-        self._harvest = harvest
 
     def saw(self, record: Record) -> None:
         self._recent.append((time.monotonic(), record))
@@ -55,9 +51,7 @@ class Progression:
         self._ticker = asyncio.create_task(self._tick())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._ticker is not None
         self._ticker.cancel()
         self._bar.stop()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from baton.bench.contract import require_plotly
@@ -59,18 +59,18 @@ def page(reports: Sequence[Report], names: Sequence[str]) -> str:
             tables += [Text(name, "bold"), render_sweep(report)]
     for run in runs:
         tables += [Text(f"{run.name}, {run.report['started']}", "bold"), render(run.report), _settings(run)]
-    return document(f"Load test: {', '.join(names)}", Group(*tables), list(_figures(runs)))
-
-
-def document(title: str, tables: RenderableType, figures: Sequence[Any]) -> str:
-    """A page with charts of plotly above tables. It holds plotly's script once."""
     console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True)
-    console.print(tables)
+    for table in tables:
+        console.print(table)
     text = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    drawn = (figure.to_html(full_html=False, include_plotlyjs=not i) for i, figure in enumerate(figures))
+    # The first chart holds plotly's script.
+    charts = (
+        chart.to_html(full_html=False, include_plotlyjs=not i) for i, chart in enumerate(_figures(runs))
+    )
+    title = escape(f"Load test: {', '.join(names)}")
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_CSS}</style></head><body><h1>{escape(title)}</h1>{''.join(drawn)}{text}</body></html>\n"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_CSS}</style></head><body><h1>{title}</h1>{''.join(charts)}{text}</body></html>\n"
     )
 
 

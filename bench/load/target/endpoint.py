@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -91,7 +91,7 @@ async def find_dialect(http: aiohttp.ClientSession, target: Target) -> tuple[Tar
         spoken = msgspec.structs.replace(target, dialect=dialect)
         record = await probe(http, spoken, "Say these words again: one two three four five.")
         if record.ok or record.failure is Failure.EMPTY:
-            return _as_answered(spoken, record)
+            return spoken, _notes(spoken.dialect, record)
         # The server may refuse only the extension. Any other failure would come again.
         if record.failure is not Failure.HTTP or record.status not in (400, 404, 422):
             break
@@ -107,11 +107,11 @@ async def find_dialect(http: aiohttp.ClientSession, target: Target) -> tuple[Tar
     )
 
 
-def _as_answered(target: Target, record: Record) -> tuple[Target, list[str]]:
+def _notes(dialect: Dialect, record: Record) -> list[str]:
     """A server may ignore fields that it does not know. So only the answer shows what it supports."""
     notes = []
     counted = record.output_tokens is not None
-    exact = target.dialect.ignore_eos and (not counted or record.output_tokens == _PROBE_TOKENS)
+    exact = dialect.ignore_eos and (not counted or record.output_tokens == _PROBE_TOKENS)
     if not exact:
         notes.append("the server does not honour ignore_eos: answers may be shorter than asked for")
     if not counted:
@@ -120,14 +120,10 @@ def _as_answered(target: Target, record: Record) -> tuple[Target, list[str]]:
         notes.append(
             "the server has no running usage: the tokens of single chunks are not known, only their sum"
         )
-    return target, notes
+    return notes
 
 
-async def probe(
-    http: aiohttp.ClientSession,
-    target: Target,
-    text: str | list[int],
-) -> Record:
+async def probe(http: aiohttp.ClientSession, target: Target, text: str | list[int]) -> Record:
     """Sends one streamed request of a few tokens."""
     record = Record(index=0, intended=time.monotonic(), sent=0.0, asked_output=_PROBE_TOKENS)
     prompt = [{"role": "user", "content": str(text)}] if target.api == "chat" else text
@@ -148,12 +144,7 @@ async def find_tokenization(
 
 async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenization | None:
     """Keeps the words that add exactly one token in any position. Then checks whole prompts."""
-    slots = asyncio.Semaphore(_PARALLEL)
-
-    async def count(text: str) -> int | None:
-        async with slots:
-            return await _count(http, target, text)
-
+    count = _counter(http, target)
     if await count("the") is None:
         return None
     twice = await asyncio.gather(*(count(f"{w} {w}") for w in WORDS))
@@ -179,21 +170,28 @@ async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenizat
     return found
 
 
-async def _count(http: aiohttp.ClientSession, target: Target, text: str) -> int | None:
-    """Tokens of a prompt, chat template included. None if the server has no /tokenize."""
-    fields: dict[str, Any] = {"model": target.model}
-    if target.api == "chat":
-        fields |= {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
-    else:
-        fields |= {"prompt": text}
-    try:
-        async with http.post(f"{target.urls[0]}/tokenize", json=fields, headers=target.headers) as response:
-            if response.status != 200:
-                return None
-            answer = msgspec.json.decode(await response.read(), type=_Tokenized)
-    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
-        return None
-    return len(answer.tokens) if answer.count is None and answer.tokens is not None else answer.count
+def _counter(http: aiohttp.ClientSession, target: Target) -> Callable[[str], Coroutine[Any, Any, int | None]]:
+    """A function that returns the tokens of a prompt, chat template included. None if the server has no
+    /tokenize."""
+    slots = asyncio.Semaphore(_PARALLEL)
+
+    async def count(text: str) -> int | None:
+        fields: dict[str, Any] = {"model": target.model}
+        if target.api == "chat":
+            fields |= {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
+        else:
+            fields |= {"prompt": text}
+        url = f"{target.urls[0]}/tokenize"
+        try:
+            async with slots, http.post(url, json=fields, headers=target.headers) as response:
+                if response.status != 200:
+                    return None
+                answer = msgspec.json.decode(await response.read(), type=_Tokenized)
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+            return None
+        return len(answer.tokens) if answer.count is None and answer.tokens is not None else answer.count
+
+    return count
 
 
 async def _by_ids(http: aiohttp.ClientSession, target: Target) -> Tokenization | None:
@@ -235,13 +233,7 @@ async def count_texts(
     http: aiohttp.ClientSession, target: Target, texts: Sequence[str]
 ) -> tuple[list[int], str]:
     """Returns the tokens of each text, and how they were counted."""
-    plain = msgspec.structs.replace(target, api="completions")
-    slots = asyncio.Semaphore(_PARALLEL)
-
-    async def count(text: str) -> int | None:
-        async with slots:
-            return await _count(http, plain, text)
-
+    count = _counter(http, msgspec.structs.replace(target, api="completions"))
     empty = await count("the") if texts else None
     if empty is not None:
         counts = await asyncio.gather(*(count(text) for text in texts))

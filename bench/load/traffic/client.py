@@ -62,7 +62,6 @@ class Client:
     """`run` it once. `emit` gets every record once, when its request has ended."""
 
     def __init__(self, config: ClientConfig, emit: Callable[[Record], None]) -> None:
-        self.sent = 0
         self.in_flight = 0
         self._config = config
         self._composer = Composer(config.tokenization)
@@ -194,7 +193,6 @@ class Client:
             if self._slots is not None:
                 await self._slots.acquire()
             try:
-                self.sent += 1
                 self.in_flight += 1
                 await exchange(http, self._config.target, body, answer, self._now)
             finally:

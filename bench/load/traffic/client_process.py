@@ -1,6 +1,6 @@
 """A client process: `python -m baton.bench.load.traffic.client_process`, started by `fleet`.
 
-Messages are length-prefixed msgpack over stdin and stdout. Life: read the `ClientConfig` → write `Progress` →
+Messages are lines of JSON over stdin and stdout. Life: read the `ClientConfig` → write `Progress` →
 read when to start → write a `Record` for each request that ends, and `Progress` every so often → write
 `ClientUsage` → exit. When stdin ends, the process ends its requests and exits.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import struct
 import sys
 import time
 from pathlib import Path
@@ -24,11 +23,9 @@ from baton.bench.load.traffic.client import Client, ClientConfig
 
 STALL_PERIOD = 0.01
 _PROGRESS_PERIOD = 0.25
-_LENGTH = struct.Struct("<I")
 
 
 class Progress(msgspec.Struct, tag=True):
-    sent: int
     in_flight: int
 
 
@@ -46,43 +43,32 @@ class ClientUsage(msgspec.Struct, tag=True):
     stalls: list[float]
 
 
-messages = msgspec.msgpack.Decoder(Record | Progress | ClientUsage)
-_encoder = msgspec.msgpack.Encoder()
+MAX_LINE = 1 << 30  # bytes: a configuration holds all sessions of a trace
+messages = msgspec.json.Decoder(Record | Progress | ClientUsage)
+_encoder = msgspec.json.Encoder()
 
 
-def frame(message: Any) -> bytes:
-    data = _encoder.encode(message)
-    return _LENGTH.pack(len(data)) + data
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """None at the end of the stream."""
-    try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        return await reader.readexactly(length)
-    except asyncio.IncompleteReadError:
-        return None
+def line_of(message: Any) -> bytes:
+    return _encoder.encode(message) + b"\n"
 
 
 async def main() -> None:
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
+    reader = asyncio.StreamReader(MAX_LINE)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
     # The transport buffers without bound: a parent that reads slowly must not delay the load.
     transport, output = await loop.connect_write_pipe(_Output, sys.stdout.buffer)
 
-    told = await read_frame(reader)
-    assert told is not None, "the parent died at once"
-    config = msgspec.msgpack.decode(told, type=ClientConfig)
-    client = Client(config, lambda record: transport.write(frame(record)))
+    config = msgspec.json.decode(await reader.readline(), type=ClientConfig)
+    client = Client(config, lambda record: transport.write(line_of(record)))
     # A long pause of the garbage collector would count as the server's. So collect often and briefly.
     gc.collect()
     gc.freeze()
     gc.set_threshold(150, 1000, 100)
-    transport.write(frame(Progress(0, 0)))
-    if (told := await read_frame(reader)) is None:
+    transport.write(line_of(Progress(0)))
+    if not (told := await reader.readline()):
         return  # stopped before it began, or the parent has died
-    start: float = msgspec.msgpack.decode(told, type=float)
+    start = msgspec.json.decode(told, type=float)
 
     stop = asyncio.Event()
     stalls: list[float] = []
@@ -101,8 +87,8 @@ async def main() -> None:
     )
     for helper in helpers:
         helper.cancel()
-    transport.write(frame(Progress(client.sent, client.in_flight)))
-    transport.write(frame(load))
+    transport.write(line_of(Progress(client.in_flight)))
+    transport.write(line_of(load))
     transport.write_eof()
     await output.closed.wait()
 
@@ -130,7 +116,7 @@ async def _watch_stalls(stalls: list[float]) -> None:
 async def _tell_progress(client: Client, transport: asyncio.WriteTransport) -> None:
     while True:
         await asyncio.sleep(_PROGRESS_PERIOD)
-        transport.write(frame(Progress(client.sent, client.in_flight)))
+        transport.write(line_of(Progress(client.in_flight)))
 
 
 def _waited() -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.traffic.client import ClientConfig
-from baton.bench.load.traffic.client_process import ClientUsage, Progress, frame, messages, read_frame
+from baton.bench.load.traffic.client_process import MAX_LINE, ClientUsage, Progress, line_of, messages
 
 _HEADSTART_SECONDS = 0.2  # so that all clients know the start before it
 _STOP_SECONDS = 10.0
@@ -55,7 +55,6 @@ class Harvest:
     ended: float = 0.0
     records: list[Record] = field(default_factory=list)
     loads: list[ClientUsage] = field(default_factory=list)
-    sent: dict[int, int] = field(default_factory=dict)
     in_flight: dict[int, int] = field(default_factory=dict)
     interrupted: bool = False
     refused: str = ""
@@ -76,12 +75,12 @@ class Fleet:
         try:
             for config in self._configs:
                 self._processes.append(await _spawn(config))
-            ready = [await read_frame(_out(p)) for p in self._processes]
+            ready = [await _out(p).readline() for p in self._processes]
             if not self._stopping:
                 assert all(ready), "a client process could not start; see its message above"
             self.harvest.started = time.monotonic() + _HEADSTART_SECONDS
             for process in self._processes:
-                _in(process).write(frame(self.harvest.started))
+                _in(process).write(line_of(self.harvest.started))
             readers = (self._read(i, p, on_record) for i, p in enumerate(self._processes))
             await asyncio.gather(*readers)
             self.harvest.ended = time.monotonic()
@@ -99,7 +98,8 @@ class Fleet:
         self, index: int, process: asyncio.subprocess.Process, on_record: Callable[[Record], None]
     ) -> None:
         harvest = self.harvest
-        while (data := await read_frame(_out(process))) is not None:
+        # A process that was killed may leave a part of a line.
+        while (data := await _out(process).readline()).endswith(b"\n"):
             message = messages.decode(data)
             if isinstance(message, Record):
                 harvest.records.append(message)
@@ -108,12 +108,12 @@ class Fleet:
                     harvest.refused = f"{message.error_class}, {message.detail!r}"
                     self.stop()
             elif isinstance(message, Progress):
-                harvest.sent[index], harvest.in_flight[index] = message.sent, message.in_flight
+                harvest.in_flight[index] = message.in_flight
             elif isinstance(message, ClientUsage):
                 harvest.loads.append(message)
                 return
         # A client that was stopped before its start reports nothing.
-        if not (self._stopping and index not in harvest.sent):
+        if not (self._stopping and index not in harvest.in_flight):
             harvest.died.append(f"client process {index} died ({await process.wait()})")
 
     async def _end(self) -> None:
@@ -136,10 +136,11 @@ async def _spawn(config: ClientConfig) -> asyncio.subprocess.Process:
         sys.executable, "-m", "baton.bench.load.traffic.client_process",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        limit=MAX_LINE,
         env=os.environ | {"PYTHONPATH": path},
         start_new_session=True,  # Ctrl-C at the terminal reaches only the parent
     )  # fmt: skip
-    _in(process).write(frame(config))
+    _in(process).write(line_of(config))
     return process
 
 

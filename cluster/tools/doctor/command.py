@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from baton.cluster.options.clients import DoctorOptions, EndpointOptions, StatusOptions
 from baton.cluster.tools.doctor.finding import Finding, exit_code
-from baton.cluster.tools.doctor.network import listen, send
+from baton.cluster.tools.doctor.network import measure
 from baton.cluster.tools.doctor.node import node
 from baton.cluster.tools.doctor.running import running
 from baton.cluster.tools.status import console
@@ -39,7 +39,7 @@ def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Find
         from baton.rpc.auth import load_secret
 
         secret = load_secret(doctor.cluster_secret_file)
-        yield from listen(doctor, secret) if doctor.listen is not None else send(doctor, secret)
+        yield from measure(doctor, secret)
     elif doctor.cluster:
 
         async def collect() -> list[Finding]:

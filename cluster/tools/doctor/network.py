@@ -16,7 +16,7 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -35,72 +35,72 @@ class Stranger(Exception):
     """The other end did not prove that it knows the cluster secret."""
 
 
-def listen(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
-    """Receives from one peer and yields the bandwidth."""
-    assert options.listen is not None
-    with socket.create_server((options.host, options.listen), backlog=options.kv_lanes) as server:
-        lanes = [server.accept()[0] for _ in range(options.kv_lanes)]
-    counts = [0] * len(lanes)
-
-    def receive(number: int) -> None:
-        lane, buffer = lanes[number], bytearray(PIECE)
-        while got := lane.recv_into(buffer):
-            counts[number] += got
-
+def measure(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
+    """Receives from one peer with `--listen`, and sends to a listening doctor with `--peer`."""
+    lanes: list[socket.socket] = []
+    listens = options.listen is not None
+    labels = (b"listener", b"peer") if listens else (b"peer", b"listener")
     try:
+        for lane in _accepted(options) if listens else _connected(options):
+            lanes.append(lane)
         for lane in lanes:
-            _prove(lane, secret, b"listener", b"peer")
-        yield from nixl.measure(lanes[0], partial(_exactly, lanes[0]), secret, reads=True)
+            _prove(lane, secret, *labels)
+        yield from nixl.measure(lanes[0], partial(_exactly, lanes[0]), secret, reads=listens)
         began = time.perf_counter()
-        _in_threads(receive, len(lanes))
+        with ThreadPoolExecutor(len(lanes)) as threads:
+            size = sum(threads.map(_receive if listens else _push, lanes))
         took = time.perf_counter() - began
     except (Stranger, OSError) as error:
-        yield bad("lanes", str(error), "Give both nodes the same secret and --kv-lanes.")
+        remedy = "Give both nodes the same secret and --kv-lanes, and --listen a free port."
+        if isinstance(error, OSError) and not listens:
+            remedy = "Start `baton doctor --listen` there with the same --kv-lanes; look at firewalls."
+        yield bad("lanes", f"{options.peer}: {error}" if options.peer else str(error), remedy)
         return
     finally:
         for lane in lanes:
             lane.close()
-    yield _judged(sum(counts), took, len(lanes))
+    gbit = size * 8 / took / 1e9
+    found = f"{gbit:.1f} Gbit/s ({size / took / 1e9:.2f} GB/s) over {len(lanes)} lanes"
+    if gbit < MIN_GBIT:
+        remedy = "Try more --kv-lanes; look at the cards' speed, MTU and net.core.*mem_max."
+        yield warning("lanes", found, remedy)
+    else:
+        yield good("lanes", found)
 
 
-def send(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
-    """Sends to a listening doctor and yields the bandwidth."""
+def _accepted(options: DoctorOptions) -> Iterator[socket.socket]:
+    assert options.listen is not None
+    with socket.create_server((options.host, options.listen), backlog=options.kv_lanes) as server:
+        for _ in range(options.kv_lanes):
+            yield server.accept()[0]
+
+
+def _connected(options: DoctorOptions) -> Iterator[socket.socket]:
     assert options.peer is not None
     host, _, port = options.peer.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"--peer {options.peer}: must be HOST:PORT")
-    lanes: list[socket.socket] = []
-    counts = [0] * options.kv_lanes
-    try:
-        for _ in range(options.kv_lanes):
-            lanes.append(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
-        for lane in lanes:
-            _prove(lane, secret, b"peer", b"listener")
-        yield from nixl.measure(lanes[0], partial(_exactly, lanes[0]), secret, reads=False)
-        began = time.perf_counter()
+    for _ in range(options.kv_lanes):
+        yield socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
 
-        def push(number: int) -> None:
-            piece = os.urandom(PIECE)
-            while time.perf_counter() < began + SECONDS:
-                lanes[number].sendall(piece)
-                counts[number] += PIECE
-            lanes[number].shutdown(socket.SHUT_WR)
 
-        _in_threads(push, len(lanes))
-        took = time.perf_counter() - began
-    except Stranger as error:
-        yield bad("lanes", str(error), "Give both nodes the same secret.")
-        return
-    except OSError as error:
-        yield bad(
-            "lanes", f"{options.peer}: {error}",
-            "Start `baton doctor --listen` there with the same --kv-lanes; look at firewalls between.",
-        )  # fmt: skip
-        return
-    finally:
-        for lane in lanes:
-            lane.close()
-    yield _judged(sum(counts), took, len(lanes))
+def _receive(lane: socket.socket) -> int:
+    """Returns the bytes that came until the peer ended the lane."""
+    buffer, size = bytearray(PIECE), 0
+    while got := lane.recv_into(buffer):
+        size += got
+    return size
+
+
+def _push(lane: socket.socket) -> int:
+    """Sends for `SECONDS`. Returns the bytes."""
+    piece, size = os.urandom(PIECE), 0
+    until = time.perf_counter() + SECONDS
+    while time.perf_counter() < until:
+        lane.sendall(piece)
+        size += PIECE
+    lane.shutdown(socket.SHUT_WR)
+    return size
 
 
 def _prove(lane: socket.socket, secret: bytes, me: bytes, other: bytes) -> None:
@@ -124,19 +124,3 @@ def _exactly(lane: socket.socket, size: int) -> bytes:
     if len(got) != size:
         raise Stranger("the other node closed the connection: it has another secret or is no `baton doctor`")
     return got
-
-
-def _judged(size: int, seconds: float, lanes: int) -> Finding:
-    gbit = size * 8 / seconds / 1e9
-    found = f"{gbit:.1f} Gbit/s ({size / seconds / 1e9:.2f} GB/s) over {lanes} lanes"
-    if gbit < MIN_GBIT:
-        return warning(
-            "lanes", found, "Try more --kv-lanes; look at the cards' speed, MTU and net.core.*mem_max."
-        )
-    return good("lanes", found)
-
-
-def _in_threads(work: Callable[[int], None], count: int) -> None:
-    """Runs `work` in one thread per lane. When all have ended, raises the exception of the first failure."""
-    with ThreadPoolExecutor(count) as threads:
-        list(threads.map(work, range(count)))

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ from baton.cluster import check_model, model
 from baton.cluster.gpus import nvidia_smi, visible_gpus
 from baton.cluster.options.clients import DoctorOptions
 from baton.cluster.options.engine import EngineOptions
+from baton.cluster.options.roles import FrontOptions
+from baton.cluster.supervision.plan import check_ports
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.machine import available_memory, usable_cpus
 
@@ -174,17 +175,12 @@ def limits(root: Path) -> Iterator[Finding]:
 
 def ports(options: DoctorOptions) -> Iterator[Finding]:
     for port in options.check_port:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((options.host, port))
-            except OSError as error:
-                yield bad(
-                    f"port {port}", f"{options.host}: {error.strerror}",
-                    "Stop the process that listens there, or use another port.",
-                )  # fmt: skip
-            else:
-                yield good(f"port {port}", f"free on {options.host}")
+        try:
+            check_ports(FrontOptions(host=options.host, port=port))
+        except ValueError as error:
+            yield bad(f"port {port}", str(error), "Stop the process that listens there, or use another port.")
+        else:
+            yield good(f"port {port}", f"free on {options.host}")
 
 
 def secret(options: DoctorOptions) -> Iterator[Finding]:

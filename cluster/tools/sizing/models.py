@@ -17,7 +17,6 @@ _LLAMA_4: dict[str, Any] = {
     "vocab_size": 202048,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
     "eos_token_id": [200001, 200007, 200008],
     "torch_dtype": "bfloat16",
 }
@@ -44,7 +43,6 @@ _GPT_OSS: dict[str, Any] = {
         "truncate": False,
         "original_max_position_embeddings": 4096,
     },
-    "tie_word_embeddings": False,
     "eos_token_id": [200002, 199999, 200012],
     "torch_dtype": "bfloat16",
 }
@@ -68,7 +66,6 @@ MODELS: dict[str, dict[str, Any]] = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-        "tie_word_embeddings": False,
         "eos_token_id": 128001,
         "torch_dtype": "bfloat16",
     },
@@ -88,7 +85,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
         "eos_token_id": 151645,
         "torch_dtype": "bfloat16",
     },

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from baton.cluster.tools.sizing.speeds import Speeds
 from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.simulator.prefill import Setting, Simulation
+from baton.simulator.step_worker import quantile
 from baton.simulator.trace import Session, Trace, Turn
 
 SEED = 1
@@ -22,9 +22,8 @@ class Latency:
     p99: float
 
 
-def quantiles(values: Sequence[float]) -> Latency:
-    ordered = sorted(values)
-    return Latency(*(ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in (0.5, 0.99)))
+def quantiles(counts: Counter[float]) -> Latency:
+    return Latency(quantile(counts, 0.5), quantile(counts, 0.99))
 
 
 def prefill(speeds: Speeds, *, workers: int, rate: float, tokens: int) -> Latency:
@@ -33,7 +32,7 @@ def prefill(speeds: Speeds, *, workers: int, rate: float, tokens: int) -> Latenc
     sessions = [Session(key, (Turn(tokens, (), 0.0),), 0) for key in _keys(count)]
     setting = Setting(workers, 1, 1, rate, 0.0, speeds.prefill, warm_up=0.2, seed=SEED)
     outcome = Simulation(Trace("plan", sessions), PREFILL_POLICIES["sticky"], setting).run()
-    return quantiles(outcome.ttft)
+    return quantiles(Counter(outcome.ttft))
 
 
 def _keys(count: int) -> list[int]:
@@ -65,12 +64,10 @@ def decode(speeds: Speeds, *, rate: float, prompt: int, output: int, slots: int)
     """
     rng = random.Random(SEED)
     now, arrival, steps, busy, most = 0.0, rng.expovariate(rate), 0, 0.0, 0
-    ends: deque[int] = (
-        deque()
-    )  # step in which each running request ends: in order, since all are equally long
+    ends: deque[int] = deque()  # the last step of each running request: in order, as all are equally long
     positions, waited, came = 0, 0, 0
     waiting = 0
-    gaps: list[tuple[float, int]] = []  # (seconds, requests that saw them)
+    gaps: Counter[float] = Counter()  # seconds → requests that saw them
     wanted = REQUESTS + 2 * slots
     while came < wanted:
         while arrival <= now:
@@ -90,16 +87,8 @@ def decode(speeds: Speeds, *, rate: float, prompt: int, output: int, slots: int)
         positions += len(ends)
         most = max(most, len(ends))
         if came > wanted // 5:
-            gaps.append((seconds, len(ends)))
+            gaps[seconds] += len(ends)
         while ends and ends[0] <= steps:
             ends.popleft()
             positions -= prompt + output
-    gaps.sort()
-    total, seen, found = sum(n for _, n in gaps), 0, []
-    bounds = [0.5 * total, 0.99 * total]
-    for seconds, n in gaps:
-        seen += n
-        while bounds and seen >= bounds[0]:
-            found.append(seconds)
-            bounds.pop(0)
-    return Decoded(Latency(*found), waited / came, busy / now, most)
+    return Decoded(quantiles(gaps), waited / came, busy / now, most)

@@ -8,9 +8,6 @@ With a scale for each group of 128 columns, the product of each group is multipl
 x take cuBLAS, too, if W has a scale for each block of 128 × 128 and the device is one of Hopper's: cuBLAS
 knows this format from CUDA 12.9 on. All multiply the same FP8 numbers, so the number of rows changes only the
 order of the sum.
-
-A program handles a tile of y, and one of SPLITS parts of the columns. As in `skinny_linear`, the rows of W
-are the large side of the tensor core product (yᵀ = W xᵀ).
 """
 
 from functools import cache
@@ -18,22 +15,10 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.engine.kernels import FP8, FP8_GROUP, Quantized
-from baton.engine.kernels.fp8 import group_scales, outer_scales
-from baton.engine.kernels.launch import inputs_ready, launch_options
-from baton.engine.kernels.split_k import (
-    SHARED_BYTES,
-    Tiling,
-    add_parts,
-    counters,
-    parts_of,
-    splits,
-    store_transposed,
-)
+from baton.engine.kernels.split_k import SHARED_BYTES, Tiling, counters, multiply, splits
 
 MAX_FEW_ROWS = 128
 BLOCK_N = 64
@@ -124,81 +109,5 @@ class Fp8Linear:
         """The product by the kernel alone."""
         (rows, inner), size = x.values.shape, len(self._weight)
         shape = tiling(rows, inner, size, self._multiprocessors, grouped=self._grouped)
-        tiles = triton.cdiv(size, shape.block_n)
-        out = torch.empty(rows, size, dtype=self._dtype, device=x.values.device)
-        parts = parts_of(out, shape.splits, tiles, shape.block_n, shape.block_m)
-        _fp8_linear[(triton.cdiv(rows, shape.block_m), tiles, shape.splits)](
-            TensorDescriptor.from_tensor(x.values, [shape.block_m, shape.block_k]),
-            x.scales,
-            TensorDescriptor.from_tensor(self._weight, [shape.block_n, shape.block_k]),
-            self._scales,
-            self._bias,
-            parts,
-            self._finished,
-            out,
-            rows,
-            size,
-            inner,
-            GROUPED=self._grouped,
-            BLOCKS=self._by_block,
-            **shape.options(),
-            **launch_options(),
-        )
-        return out
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _fp8_linear(
-    x_tiles,
-    x_scales,
-    weight_tiles,
-    weight_scales,
-    bias,
-    parts,
-    finished,
-    out,
-    rows,
-    size,
-    inner,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUPED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    inputs_ready()
-    # Programs of the same rows of W are neighbours, so that W is read once.
-    first_row = tl.program_id(0) * BLOCK_M
-    tile, split = tl.program_id(1), tl.program_id(2)
-    row, column = first_row + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, is_column = row < rows, column < size
-    steps = tl.cdiv(inner, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    begin, end = split * steps // SPLITS, (split + 1) * steps // SPLITS
-    of_group_w = size // BLOCK_K if BLOCKS else size  # scales
-    x_at_group, w_at_group, of_x, of_w = 0, 0, 0, 0
-    if GROUPED:
-        x_at_group = x_scales + row * steps + begin
-        first_w = tile * BLOCK_N // BLOCK_K if BLOCKS else column
-        w_at_group = weight_scales + begin * of_group_w + first_w
-        of_x, of_w = group_scales(x_at_group, w_at_group, True, is_row, is_column, BLOCKS)
-    for step in tl.range(begin, end):
-        w = weight_tiles.load([tile * BLOCK_N, step * BLOCK_K])  # past the end: zeros
-        x = x_tiles.load([first_row, step * BLOCK_K])
-        if GROUPED:
-            scales = outer_scales(of_x, of_w, True, BLOCKS)
-            x_at_group += 1
-            w_at_group += of_group_w
-            of_x, of_w = group_scales(x_at_group, w_at_group, step + 1 < end, is_row, is_column, BLOCKS)
-            acc += tl.dot(w, tl.trans(x)) * scales
-        else:
-            acc = tl.dot(w, tl.trans(x), acc)
-    is_last = True
-    if SPLITS > 1:
-        acc, is_last = add_parts(acc, parts, finished, tile, tl.num_programs(1), split, SPLITS)
-    if is_last:
-        if not GROUPED:
-            a, b = group_scales(x_scales + row, weight_scales + column, True, is_row, is_column, False)
-            acc *= outer_scales(a, b, True, False)
-        store_transposed(acc, bias, out, first_row, tile * BLOCK_N, rows, size)
+        scales = x.scales, self._scales
+        return multiply(x.values, self._weight, self._bias, self._dtype, shape, self._finished, scales)

@@ -12,11 +12,8 @@ A word of 16 bits holds the codes of four columns: i, i + WORDS, i + 2 WORDS and
 32 bits holds two of them (as in Marlin, https://github.com/IST-DASLab/marlin). The code is the lowest bits
 of the mantissa of 2ⁿ + code, which needs no conversion.
 
-As in `skinny_linear`, the rows of W are the large side of the tensor core product (yᵀ = W xᵀ). A program
-handles a tile of y, and one of SPLITS parts of the columns.
+A program handles a tile of y, and one of SPLITS parts of the columns (`split_k`).
 """
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.engine.kernels import Kernels, LinearMethod
 from baton.engine.kernels.launch import COMPILED, inputs_ready, launch_options
 from baton.engine.kernels.quantized import int4_gemv
-from baton.engine.kernels.silu import silu_mul
-from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
+from baton.engine.kernels.split_k import SHARED_BYTES, Tiling, add_parts, counters, parts_of, store_transposed
 
 MAX_FEW_ROWS = 256
 MAX_BLOCK_M = 128
@@ -41,14 +38,6 @@ MAX_SPLITS = 8
 MAX_STAGES = 6
 
 
-class Tiling(NamedTuple):
-    block_m: int  # rows of x
-    block_n: int  # rows of W
-    splits: int  # parts of the columns
-    warps: int
-    stages: int  # blocks loaded ahead
-
-
 def tiling(rows: int, blocks: int, words: int, size: int, multiprocessors: int) -> Tiling:
     """The tiling for x of these rows and W of `size` rows, with `blocks` blocks of columns."""
     block_m = max(16, triton.next_power_of_2(min(rows, MAX_BLOCK_M)))
@@ -57,10 +46,10 @@ def tiling(rows: int, blocks: int, words: int, size: int, multiprocessors: int) 
     splits = max(1, min(each * multiprocessors // tiles, blocks, MAX_SPLITS))
     sharing = min(each, triton.cdiv(tiles * splits, multiprocessors))
     stages = SHARED_BYTES // sharing // (2 * words * (block_n + 4 * block_m))
-    return Tiling(block_m, block_n, splits, warps, max(2, min(MAX_STAGES, stages)))
+    return Tiling(block_m, block_n, words, splits, warps, max(2, min(MAX_STAGES, stages)))
 
 
-class Int4Linear:
+class Int4Linear(LinearMethod):
     """A linear product with INT4 weights. Its calls must be in one stream."""
 
     def __init__(
@@ -97,11 +86,10 @@ class Int4Linear:
             return self.triton(x)
         return F.linear(x, self.dequantized(), self._bias)
 
-    def silu_mul(self, x: Tensor) -> Tensor:
-        """`Kernels.silu_mul` of the product."""
+    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
         if len(x) <= int4_gemv.MAX_ROWS:
             return self._gemv(x, gated=True)
-        return silu_mul(self(x))
+        return super().silu_mul(x, kernels)
 
     def _gemv(self, x: Tensor, *, gated: bool) -> Tensor:
         weight = self._packed, self._scales, self._zeros, self._bias
@@ -129,12 +117,7 @@ class Int4Linear:
             self._size,
             blocks,
             GROUP=self._group,
-            BLOCK_M=shape.block_m,
-            BLOCK_N=shape.block_n,
-            WORDS=words,
-            SPLITS=shape.splits,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
+            **shape.options(),
             **launch_options(),
         )
         return out
@@ -216,21 +199,22 @@ def _int4_linear(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
+    """BLOCK_K: words at a time."""
     inputs_ready()
     # Programs of the same rows of W are neighbours, so that W is read once.
     first_m, first_n, split = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in tl.range(split * blocks // SPLITS, (split + 1) * blocks // SPLITS):
-        words = word_tiles.load([first_n, block * WORDS])  # past the end: zeros
+        words = word_tiles.load([first_n, block * BLOCK_K])  # past the end: zeros
         scale, zero = None, None
         # With `acc` as its operand, each instruction would wait for the one before it.
         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i in tl.static_range(4):
-            column = (4 * block + i) * WORDS
-            if i * WORDS % GROUP == 0:
+            column = (4 * block + i) * BLOCK_K
+            if i * BLOCK_K % GROUP == 0:
                 scale = tl.reshape(scale_tiles.load([column // GROUP, first_n]), (BLOCK_N,))
                 if zero_tiles is not None:
                     zero = tl.reshape(zero_tiles.load([column // GROUP, first_n]), (BLOCK_N,))

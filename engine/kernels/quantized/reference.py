@@ -39,6 +39,7 @@ def quantize(x: Tensor, *, grouped: bool) -> Quantized:
     size = x.shape[1]
     width = FP8_GROUP if grouped else size
     groups = F.pad(x.float(), (0, -size % width)).unflatten(1, (-1, width))
+    # A row of zeros has no scale of 0.
     scales = groups.abs().amax(dim=2).clamp_min(2.0**-100) / torch.finfo(FP8).max
     return Quantized((groups / scales[:, :, None]).flatten(1)[:, :size].to(FP8), scales)
 

@@ -21,27 +21,18 @@ WARPS = 4
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """As `Kernels.greedy`; the logits may have any float dtype and need dense rows only."""
-    return _race(logits, None, None, None, None)
+    return draw(logits)
 
 
 def draw(
     logits: Tensor,
-    temperature: Tensor,
-    keys: Tensor,
+    temperature: Tensor | None = None,
+    keys: Tensor | None = None,
     probs: Tensor | None = None,
     least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Kernels.draw`; logits and probs need dense rows only. keys are those of `draw_keys`."""
-    return _race(logits, temperature, keys, probs, least)
-
-
-def _race(
-    logits: Tensor,
-    temperatures: Tensor | None,
-    keys: Tensor | None,
-    probs: Tensor | None,
-    least: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    """As `Kernels.draw`; logits and probs need dense rows only. keys are those of `draw_keys`. `temperature`
+    None: greedy."""
     rows, vocabulary = logits.shape
     parts, device = triton.cdiv(vocabulary, BLOCK), logits.device
     assert logits.stride(1) == 1, "the kernel assumes dense rows"
@@ -53,7 +44,7 @@ def _race(
     finite = torch.empty(rows, dtype=torch.bool, device=device)
     _best_of_part[(rows, parts)](
         logits,
-        temperatures,
+        temperature,
         keys,
         probs,
         least,
@@ -63,7 +54,7 @@ def _race(
         vocabulary,
         logits.stride(0),
         0 if probs is None else probs.stride(0),
-        DRAWN=temperatures is not None,
+        DRAWN=temperature is not None,
         LIMITED=probs is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,

@@ -40,9 +40,7 @@ def passes(pivots: int) -> int:
 
 
 def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[rows] float32: the smallest probability that a token may have, for probs [rows, vocabulary] float32
-    with dense rows. top_k [rows] int32, at least 1 (vocabulary: no limit). top_p [rows] float32, a share of
-    the sum after top_k (above 1: no limit). min_p [rows] float32, a share of the largest probability."""
+    """As `Kernels.thresholds`; probs need dense rows only. top_k is at least 1."""
     rows, vocabulary = probs.shape
     assert probs.stride(1) == 1, "the kernel assumes dense rows"
     tiles, device = triton.cdiv(vocabulary, BLOCK), probs.device

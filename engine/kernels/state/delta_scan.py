@@ -21,7 +21,7 @@ from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.state.gated_delta import EPS
 from baton.engine.kernels.state.mamba2 import StateLayer
 from baton.engine.kernels.state.plan import TritonStatePlan
-from baton.engine.kernels.state.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, state_at
+from baton.engine.kernels.state.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, shape_of, state_at
 from baton.engine.kernels.state.state_update import time_step
 
 SOLVE_WARPS = 4
@@ -42,18 +42,11 @@ def scan(
     assert plan.scans is not None, "the plan has chunks"
     _, heads, head_dim, size = state.shape
     tokens = plan.tokens
-    count, columns = len(rows), max(LEAST, triton.next_power_of_2(size))
+    count = len(rows)
     dims = max(LEAST, min(DIMS, triton.next_power_of_2(head_dim)))
     systems = torch.empty(2, count, heads, tokens, dtype=rows.dtype, device=rows.device)  # T and P
     factors = torch.empty(FACTORS, heads, count, device=rows.device)
-    shape = {
-        "HEADS": heads,
-        "GROUP": heads // layer.groups,
-        "HEAD_DIM": head_dim,
-        "SIZE": size,
-        "COLUMNS": columns,
-        "TOKENS": tokens,
-    }
+    shape = shape_of(layer, state, tokens)
     _solve[(len(plan.scans), heads)](
         rows,
         beside,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
-from baton.engine.kernels.state.mamba2 import Mamba2
+from baton.engine.kernels.state.mamba2 import Mamba2, StateLayer
 from baton.engine.kernels.state.plan import TritonStatePlan
 from baton.engine.kernels.state.state_update import time_step
 
@@ -26,6 +26,19 @@ LARGEST_FEW = 128  # columns of a state: more do not fit into shared memory with
 LEAST = 16  # of a dimension of a product in Triton
 
 
+def shape_of(layer: StateLayer, state: Tensor, tokens: int) -> dict[str, int]:
+    """What the kernels of a scan know of the state when they are compiled. `tokens`: of a chunk."""
+    _, heads, head_dim, size = state.shape
+    return {
+        "HEADS": heads,
+        "GROUP": heads // layer.groups,
+        "HEAD_DIM": head_dim,
+        "SIZE": size,
+        "COLUMNS": max(LEAST, triton.next_power_of_2(size)),
+        "TOKENS": tokens,
+    }
+
+
 def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TritonStatePlan, y: Tensor) -> None:
     """rows [rows, channels] after the convolution, dt [rows, heads], y [rows, heads · head_dim]: dense
     rows at any stride. The plan has chunks."""
@@ -34,14 +47,7 @@ def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TritonSta
     count, tokens = len(rows), plan.tokens
     steps = torch.empty(2, heads, count, device=rows.device)  # Δ, and the sums s of a chunk
     products = torch.empty(count, layer.groups, tokens, dtype=rows.dtype, device=rows.device)
-    shape = {
-        "HEADS": heads,
-        "GROUP": heads // layer.groups,
-        "HEAD_DIM": head_dim,
-        "SIZE": size,
-        "COLUMNS": max(LEAST, triton.next_power_of_2(size)),
-        "TOKENS": tokens,
-    }
+    shape = shape_of(layer, state, tokens)
     _prepare[(len(plan.scans), layer.groups + triton.cdiv(heads, PREPARED_HEADS))](
         rows,
         dt,

@@ -20,12 +20,11 @@ from baton.router.api.fields import (
     few_members,
     invalid,
     text,
-    unsupported,
 )
 from baton.router.api.messages import FUNCTION_NAME
 from baton.router.api.sampling import Body, SamplingBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
-from baton.router.api.validation import COUNT_TOKENS, MESSAGES, refuse, refusing, validate
+from baton.router.api.validation import COUNT_TOKENS, MESSAGES, refusing, validate
 
 NO_EFFECT = "no effect"
 _TOOL_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -124,13 +123,7 @@ class AnthropicTool(Part):
     input_schema: dict[str, Any]
     description: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if kind not in (None, "custom"):
-            raise unsupported(f"tools of type {kind!r} are not supported")
-        return refuse(data, _TOOL_FIELDS, nested=True)
+    _refuse_unsupported = refusing(_TOOL_FIELDS, nested=True, tools=(None, "custom"))
 
     @property
     def for_chat(self) -> dict[str, Any]:

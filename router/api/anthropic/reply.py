@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import RootModel
 
-from baton.router.api.responses import ResponseModel
+from baton.router.api.responses import ResponseModel, one_of
 from baton.router.errors import ApiError
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -73,64 +73,31 @@ class AnthropicErrorResponse(ResponseModel):
     request_id: str
 
 
-class MessageStart(ResponseModel):
-    type: Literal["message_start"]
-    message: AnthropicMessage
-
-
-class BlockStart(ResponseModel):
-    type: Literal["content_block_start"]
-    index: int
-    content_block: OutputBlock
-
-
-class ThinkingDelta(ResponseModel):
-    type: Literal["thinking_delta"]
-    thinking: str
-
-
-class TextDelta(ResponseModel):
-    type: Literal["text_delta"]
-    text: str
-
-
-class InputJsonDelta(ResponseModel):
-    type: Literal["input_json_delta"]
-    partial_json: str
-
-
-class BlockDelta(ResponseModel):
-    type: Literal["content_block_delta"]
-    index: int
-    delta: ThinkingDelta | TextDelta | InputJsonDelta
-
-
-class BlockStop(ResponseModel):
-    type: Literal["content_block_stop"]
-    index: int
-
-
 class MessageEnd(ResponseModel):
     stop_reason: StopReason
     stop_sequence: str | None
 
 
-class MessageDelta(ResponseModel):
-    type: Literal["message_delta"]
-    delta: MessageEnd
-    usage: MessageUsage
+_Delta = one_of(
+    {
+        "ThinkingDelta": {"type": Literal["thinking_delta"], "thinking": str},
+        "TextDelta": {"type": Literal["text_delta"], "text": str},
+        "InputJsonDelta": {"type": Literal["input_json_delta"], "partial_json": str},
+    }
+)
+_Event = one_of(
+    {
+        "MessageStart": {"type": Literal["message_start"], "message": AnthropicMessage},
+        "BlockStart": {"type": Literal["content_block_start"], "index": int, "content_block": OutputBlock},
+        "BlockDelta": {"type": Literal["content_block_delta"], "index": int, "delta": _Delta},
+        "BlockStop": {"type": Literal["content_block_stop"], "index": int},
+        "MessageDelta": {"type": Literal["message_delta"], "delta": MessageEnd, "usage": MessageUsage},
+        "MessageStop": {"type": Literal["message_stop"]},
+    }
+)
 
 
-class MessageStop(ResponseModel):
-    type: Literal["message_stop"]
-
-
-class MessageEvent(
-    RootModel[
-        MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
-        | AnthropicErrorResponse
-    ]
-):  # fmt: skip
+class MessageEvent(RootModel[_Event | AnthropicErrorResponse]):
     """One event of a stream. There is no [DONE] at the end."""
 
 

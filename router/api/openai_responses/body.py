@@ -33,7 +33,7 @@ from baton.router.api.fields import (
 from baton.router.api.messages import FUNCTION_NAME, Function
 from baton.router.api.sampling import OpenAIBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
-from baton.router.api.validation import RESPONSES, refuse, refusing, validate
+from baton.router.api.validation import RESPONSES, refusing, validate
 from baton.router.errors import InvalidRequest
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -178,13 +178,7 @@ class TextConfig(ClosedPart):
 class FunctionTool(Function):
     type: Literal["function"]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_tools(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if kind != "function":
-            raise unsupported(f"tools of type {kind!r} are not supported")
-        return refuse(data, {"allowed_callers": (["direct"],)}, nested=True)
+    _refuse_other_tools = refusing({"allowed_callers": (["direct"],)}, nested=True, tools=("function",))
 
     @property
     def for_chat(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import RootModel
 
-from baton.router.api.responses import ResponseModel, TokenLogprob
+from baton.router.api.responses import ResponseModel, TokenLogprob, one_of
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -118,70 +118,47 @@ class DeletedResponse(ResponseModel):
     deleted: Literal[True]
 
 
-class TypedEvent(ResponseModel):
-    sequence_number: int
-    """Counts the events of a stream from 0."""
+_NUMBER = {"sequence_number": int}
+"""Counts the events of a stream from 0."""
+_ITEM: dict[str, Any] = _NUMBER | {"item_id": str, "output_index": int}
+_PART = _ITEM | {"content_index": int}
+_LOGPROBS = (list[TokenLogprob] | None, None)
+_LIFECYCLE = Literal[
+    "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
+]  # fmt: skip
+_Event = one_of(
+    {
+        "LifecycleEvent": _NUMBER | {"type": _LIFECYCLE, "response": ResponseObject},
+        "ItemEvent": _NUMBER
+        | {
+            "type": Literal["response.output_item.added", "response.output_item.done"],
+            "output_index": int,
+            "item": OutputItem,
+        },
+        "PartEvent": _PART
+        | {
+            "type": Literal["response.content_part.added", "response.content_part.done"],
+            "part": OutputTextPart | ReasoningPart,
+        },
+        "TextDeltaEvent": _PART
+        | {
+            "type": Literal["response.output_text.delta", "response.reasoning_text.delta"],
+            "delta": str,
+            "logprobs": _LOGPROBS,
+        },
+        "TextDoneEvent": _PART
+        | {
+            "type": Literal["response.output_text.done", "response.reasoning_text.done"],
+            "text": str,
+            "logprobs": _LOGPROBS,
+        },
+        "ArgumentsDeltaEvent": _ITEM
+        | {"type": Literal["response.function_call_arguments.delta"], "delta": str},
+        "ArgumentsDoneEvent": _ITEM
+        | {"type": Literal["response.function_call_arguments.done"], "name": str, "arguments": str},
+    }
+)
 
 
-class LifecycleEvent(TypedEvent):
-    type: Literal[
-        "response.created", "response.in_progress", "response.completed", "response.incomplete",
-        "response.failed",
-    ]  # fmt: skip
-    response: ResponseObject
-
-
-class ItemEvent(TypedEvent):
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int
-    item: OutputItem
-
-
-class PartEvent(TypedEvent):
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    item_id: str
-    output_index: int
-    content_index: int
-    part: OutputTextPart | ReasoningPart
-
-
-class TextDeltaEvent(TypedEvent):
-    type: Literal["response.output_text.delta", "response.reasoning_text.delta"]
-    item_id: str
-    output_index: int
-    content_index: int
-    delta: str
-    logprobs: list[TokenLogprob] | None = None
-
-
-class TextDoneEvent(TypedEvent):
-    type: Literal["response.output_text.done", "response.reasoning_text.done"]
-    item_id: str
-    output_index: int
-    content_index: int
-    text: str
-    logprobs: list[TokenLogprob] | None = None
-
-
-class ArgumentsDeltaEvent(TypedEvent):
-    type: Literal["response.function_call_arguments.delta"]
-    item_id: str
-    output_index: int
-    delta: str
-
-
-class ArgumentsDoneEvent(TypedEvent):
-    type: Literal["response.function_call_arguments.done"]
-    item_id: str
-    output_index: int
-    name: str
-    arguments: str
-
-
-class ResponseEvent(
-    RootModel[
-        LifecycleEvent | ItemEvent | PartEvent | TextDeltaEvent | TextDoneEvent | ArgumentsDeltaEvent
-        | ArgumentsDoneEvent
-    ]
-):  # fmt: skip
+class ResponseEvent(RootModel[_Event]):
     """One event of a stream. There is no [DONE] at the end."""

@@ -1,5 +1,4 @@
-"""What builders of responses share: their interface, the parts and blocks of an output, and the entries of
-logprobs."""
+"""What builders of responses share: the parts and blocks of an output, and the entries of logprobs."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -11,43 +10,14 @@ import msgspec
 from baton.router.active_request import ActiveRequest
 from baton.router.api.bodies import ChatOptions
 from baton.router.api.messages import NamedTool
-from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
 from baton.router.tools.parser import Part
-from baton.router.tools.reasoning import ReasoningParser, Text
+from baton.router.tools.reasoning import ReasoningParser
 from baton.rpc import worker_pb2 as pb
 
 Event = dict[str, Any]
 encode = msgspec.json.Encoder().encode
-
-
-class ResponseBuilder:
-    """Builds the response to one request. It is either whole or a stream of server-sent events."""
-
-    def add_prompt(self, index: int, part: pb.PromptLogprobs) -> None:
-        """Adds log probabilities of the next tokens of the prompt, before the first delta of the choice."""
-        raise NotImplementedError
-
-    def add(self, index: int, delta: Delta) -> None:
-        """Adds the next delta of the choice `index` to the whole response."""
-        raise NotImplementedError
-
-    def whole(self) -> dict[str, Any]:
-        """Returns the whole response. Every choice must have its last delta."""
-        raise NotImplementedError
-
-    def events(self, index: int, delta: Delta) -> bytes:
-        """Returns the events of the next delta of the choice `index`."""
-        raise NotImplementedError
-
-    def end(self) -> bytes:
-        """Returns the events at the end of a stream."""
-        raise NotImplementedError
-
-    def failed(self, error: ApiError) -> bytes:
-        """Returns the events at the end of a stream that fails."""
-        raise NotImplementedError
 
 
 def event(payload: Any) -> bytes:
@@ -83,16 +53,10 @@ class LogprobEntries:
         }
         return msgspec.Raw(encode(entry))
 
-    def of_completion(self, delta: Delta) -> tuple[str, float, msgspec.Raw]:
-        """Returns the token's name, its logprob, and the alternatives by name."""
-        logprobs = delta.token.logprobs or pb.TokenLogprobs()
-        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        return self.of_echo(delta.token.token_id, logprobs.logprob, top)
-
-    def of_echo(
+    def of_completion(
         self, token_id: int, logprob: float, top: Iterable[tuple[int, float]]
     ) -> tuple[str, float, msgspec.Raw]:
-        """As `of_completion`, for any token and its alternatives."""
+        """Returns the token's name, its logprob, and the alternatives by name."""
         names = {self.name(i): max(other, LOWEST_LOGPROB) for i, other in top}
         name, logprob = self.name(token_id), max(logprob, LOWEST_LOGPROB)
         # As in OpenAI's API, the token itself is always among them. As in vLLM, it is the first one.
@@ -159,10 +123,11 @@ class OutputParser:
         """Takes the text of the next token. Returns the parts that are certain. `last`: none follows."""
         parts: list[Part] = []
         if self._reasoning is not None:
-            pushed = self._reasoning.push(text)
-            self.reasoning_tokens += bool(pushed.reasoning)
-            held = self._reasoning.finish() if last else Text()
-            reasoning, text = pushed.reasoning + held.reasoning, pushed.content + held.content
+            reasoning, text = self._reasoning.push(text)
+            self.reasoning_tokens += bool(reasoning)
+            if last:
+                held_reasoning, held_text = self._reasoning.finish()
+                reasoning, text = reasoning + held_reasoning, text + held_text
             if self._withheld is not None:
                 self._withheld.append(reasoning)
                 reasoning = ""
@@ -203,7 +168,7 @@ class Block:
         return "".join(self.texts)
 
 
-class BlocksBuilder(ResponseBuilder):
+class BlocksBuilder:
     """Follows the blocks of a request's one choice. A subclass turns each change into typed events.
 
     A block opens, grows, and closes before the next one opens.

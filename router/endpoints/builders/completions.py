@@ -10,7 +10,7 @@ import msgspec
 from baton.router import prompt_logprobs
 from baton.router.active_request import ActiveRequest
 from baton.router.api.bodies import CompletionOptions
-from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, ResponseBuilder, event
+from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, event
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
@@ -31,7 +31,7 @@ class ChoicePart:
     last: Delta
 
 
-class ChoicesBuilder(ResponseBuilder):
+class ChoicesBuilder:
     """Builds completions. `id` and `created` are the same in all chunks of a stream."""
 
     kind: str  # "object" of a whole response
@@ -55,6 +55,7 @@ class ChoicesBuilder(ResponseBuilder):
         self._parts: dict[int, ChoicePart] = {}
 
     def add_prompt(self, index: int, part: pb.PromptLogprobs) -> None:
+        """Adds log probabilities of the next tokens of the prompt, before the first delta of the choice."""
         prompt = self._request.prompts[index // self._request.body.n]
         of_tokens = zip(prompt[part.position :], prompt_logprobs.read(part), strict=False)
         for token_id, logprob in of_tokens:
@@ -76,7 +77,7 @@ class ChoicesBuilder(ResponseBuilder):
         part.last = delta
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(index, part) for index, part in sorted(self._parts.items())]
+        choices = [self._choice(index, part, whole=True) for index, part in sorted(self._parts.items())]
         return {
             **self._frame,
             "object": self.kind,
@@ -86,7 +87,7 @@ class ChoicesBuilder(ResponseBuilder):
         }
 
     def events(self, index: int, delta: Delta) -> bytes:
-        chunk = self._chunk([self._chunk_choice(index, self._part(index, delta))])
+        chunk = self._chunk([self._choice(index, self._part(index, delta), whole=False)])
         if delta.first:
             chunk |= self._extra()
         if self._usage_in_each_chunk:
@@ -124,12 +125,8 @@ class ChoicesBuilder(ResponseBuilder):
             "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
         }
 
-    def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        """Returns a choice of a whole response."""
-        raise NotImplementedError
-
-    def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        """Returns a choice of a chunk."""
+    def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:
+        """Returns a choice of a response that is `whole`, or of a chunk."""
         raise NotImplementedError
 
     def _logprob(self, index: int, delta: Delta) -> Any:
@@ -161,23 +158,15 @@ class CompletionBuilder(ChoicesBuilder):
     def _add_prompt_token(self, index: int, token_id: int, logprob: PromptLogprob) -> None:
         super()._add_prompt_token(index, token_id, logprob)
         if self._echo_top is not None:
-            entry = self._entries.of_echo(token_id, logprob.logprob, logprob.top[: self._echo_top])
+            entry = self._entries.of_completion(token_id, logprob.logprob, logprob.top[: self._echo_top])
             self._echo_logprobs[index].append((*entry, self._offset(index, token_id)))
-
-    def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        asked = self._prompt_top is not None
-        prompt_logprobs = self._prompt_logprobs[index] if asked else None
-        ids = {"token_ids": None, "prompt_token_ids": None}
-        return {**ids, **self._any_choice(index, part, first=True), "prompt_logprobs": prompt_logprobs}
-
-    def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        return self._any_choice(index, part, first=part.last.first)
 
     def _echoed(self, index: int) -> str:
         return self._echo[index // self._n] if self._echo else ""
 
-    def _any_choice(self, index: int, part: ChoicePart, *, first: bool) -> dict[str, Any]:
+    def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:
         last, text = part.last, "".join(part.texts)
+        first = whole or last.first
         logprobs: dict[str, Any] | None = None
         if self._logprobs:
             entries = [*self._echo_logprobs[index], *part.logprobs] if first else part.logprobs
@@ -191,6 +180,10 @@ class CompletionBuilder(ChoicesBuilder):
         }
         if last.finish_reason:
             choice["stop_reason"] = last.stop_reason
+        if whole:
+            scored = self._prompt_top is not None
+            choice["prompt_logprobs"] = self._prompt_logprobs[index] if scored else None
+            choice |= {"token_ids": None, "prompt_token_ids": None}
         if self._token_ids:
             choice["token_ids"] = part.token_ids
             if first:
@@ -198,7 +191,9 @@ class CompletionBuilder(ChoicesBuilder):
         return choice
 
     def _logprob(self, index: int, delta: Delta) -> Entry:
-        return *self._entries.of_completion(delta), self._offset(index, delta.token.token_id)
+        token_id, logprobs = delta.token.token_id, delta.token.logprobs or pb.TokenLogprobs()
+        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        return *self._entries.of_completion(token_id, logprobs.logprob, top), self._offset(index, token_id)
 
     def _offset(self, index: int, token_id: int) -> int:
         """Returns where the next token of a choice begins in its text."""
@@ -227,7 +222,9 @@ class ChatBuilder(ChoicesBuilder):
         logprobs = None if self._prompt_top is None else self._prompt_logprobs[0]
         return {"prompt_token_ids": ids, "prompt_logprobs": logprobs}
 
-    def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+    def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:
+        if whole:
+            return self._whole_choice(index, part)
         delta = part.last
         parts = self._parsed(index, delta)
         reasoning, content = _text(parts, "reasoning"), _text(parts, "content")
@@ -242,7 +239,7 @@ class ChatBuilder(ChoicesBuilder):
             message["tool_calls"] = calls
         return {"index": index, "delta": message, **self._rest(index, part)}
 
-    def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+    def _whole_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         parts = self._said[index]
         reasoning, content, calls = _text(parts, "reasoning"), _text(parts, "content"), _whole_calls(parts)
         if calls or reasoning:

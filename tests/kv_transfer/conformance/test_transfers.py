@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import baton.kv_transfer as kv
+from baton.kv_transfer import spawn
 from baton.kv_transfer.wait import wait
 from tests.kv_transfer.conftest import Pair, until
 
@@ -343,7 +344,7 @@ def test_drain_lets_what_runs_end(make_pair: Any) -> None:
     unknown = os.urandom(16)
     early = pair.decode.fetch(pair.prefill, unknown, 10)
     pair.until(lambda: pair.prefill.sender.has_fetch(unknown), "the FETCH that waits")
-    pair.prefill.service.send(kv.encode(kv.Drain(60.0)))
+    pair.prefill.service.send(spawn.encode(spawn.Drain(60.0)))
     assert pair.event(early) == kv.FetchFailed(early, "busy")
     late = pair.decode.fetch(pair.prefill, os.urandom(16), 10)
     assert pair.event(late) == kv.FetchFailed(late, "busy")
@@ -354,7 +355,7 @@ def test_drain_lets_what_runs_end(make_pair: Any) -> None:
     def drained() -> bool:
         if not wait([pair.prefill.service.fileno()], 0):
             return False  # both engines go on meanwhile: the ACK is theirs
-        return kv.decode_from_transfer(pair.prefill.service.recv(1 << 16)) == kv.Drained(0)
+        return spawn.decode_from_transfer(pair.prefill.service.recv(1 << 16)) == spawn.Drained(0)
 
     pair.until(drained, "Drained")
     pair.assert_whole()

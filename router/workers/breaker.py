@@ -1,41 +1,6 @@
-"""An attempt at a worker, and whether the attempts there fail too often. Pure: no I/O and no clock."""
+"""Whether the attempts at a worker fail too often. Pure: no I/O and no clock."""
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from baton.machine.tracing import Span
-from baton.router.policy.prefill_loads import PrefillWork
-from baton.rpc import worker_pb2 as pb
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The stream of an attempt ended."""
-
-    attempt_id: bytes
-
-
-AttemptEvent = pb.TokenEvent | pb.PromptLogprobs | pb.Reserved | pb.PrefillStarted | pb.AttemptFailed | Lost
-OnEvent = Callable[[AttemptEvent], None]
-"""Tells a generation what happened to one of its attempts. Called on the event loop; must not wait."""
-
-
-@dataclass(slots=True)
-class Attempt:
-    """submitted ─▶ first token (prefill work is over) ─▶ ended
-    └─ failed, cancelled, or lost with the stream ─▶ ended
-    """
-
-    name: str
-    """The request id that the client knows."""
-    on_event: OnEvent
-    span: Span
-    tokens: int = 0
-    """KV positions that a decode reserves. 0 for a prefill."""
-    work: PrefillWork | None = None
-    """The prompt that the worker still computes. None after the first token, and if it fetches the KV."""
-
 
 FAILURES = 3
 WINDOW_S = 30.0

@@ -1,0 +1,128 @@
+"""The checkpoints of families that store some tensors in another form than most."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from baton.engine.loader.rearranged import Piece, Rearranged, in_heads
+
+EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+LINEAR = re.compile(r"(.*)\.(block_sparse_moe|shared_mlp)\.(in|out)put_linear\.weight")
+
+
+class Phi3Checkpoint(Rearranged):
+    """Phi-3: one tensor has the rows of query, key and value, and one those of gate and up."""
+
+    def _rows(self, kind: str) -> Mapping[str, Tensor]:
+        config = self.config
+        match kind:
+            case "gate_up_proj":
+                gate, up = torch.arange(2 * config.intermediate_size).chunk(2)
+                return {"gate_proj": gate, "up_proj": up}
+            case "qkv_proj":
+                queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+                q, k, v = torch.arange(queries + 2 * keys).split((queries, keys, keys))
+                return {"q_proj": in_heads(q, self._order), "k_proj": in_heads(k, self._order), "v_proj": v}
+        return super()._rows(kind)
+
+
+class Glm4Checkpoint(Phi3Checkpoint):
+    """GLM-4, dense: as Phi-3, but with tensors for query, key and value."""
+
+    interleaved = True
+
+
+class Gemma3Checkpoint(Rearranged):
+    """Gemma 3."""
+
+    adds_one = True
+
+
+class Llama4Checkpoint(Rearranged):
+    """Llama 4: `gate_up_proj` [experts, hidden_size, 2 · inner] and `down_proj` [experts, inner, hidden_size]
+    have all experts of a layer."""
+
+    interleaved = True
+
+    def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
+        fused = EXPERTS.fullmatch(name)
+        if fused is None:
+            yield from super()._split(name, stored)
+            return
+        names = [f"{fused[1]}.{{}}.{part}_proj.weight" for part in projections(fused[2])]
+        shape, read = self._files.shape(stored), partial(self._read_expert, transposed=True)
+        yield from self._by_expert(stored, (*shape[:1], *reversed(shape[1:])), names, read)
+
+
+class HybridCheckpoint(Rearranged):
+    """Bamba and GraniteMoeHybrid: `input_linear` [2 · inner, hidden_size] has gate and up of an MLP. A layer
+    has one for all its experts, too, with a dimension of experts before the others."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "model.final_layernorm.": "model.norm.",
+        ".pre_ff_layernorm.": ".post_attention_layernorm.",
+        ".feed_forward.": ".mlp.",
+        ".block_sparse_moe.router.layer.": ".mlp.gate.",
+    }
+
+    def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
+        fused = LINEAR.fullmatch(name)
+        if fused is None:
+            yield from super()._split(name, stored)
+            return
+        layer, kind, shape = fused[1], fused[2], self._files.shape(stored)
+        names = [f"{part}_proj.weight" for part in projections(fused[3])]
+        if kind == "block_sparse_moe":
+            names = [f"{layer}.mlp.experts.{{}}.{name}" for name in names]
+            yield from self._by_expert(stored, shape, names, self._read_expert)
+            return
+        mlp = f"{layer}.mlp.shared_expert" if self.config.experts else f"{layer}.mlp"
+        rows = torch.arange(shape[0] if shape else 0).chunk(len(names))
+        if len(rows) < len(names):
+            raise self._unfit(stored)
+        yield from self._by_rows(stored, {f"{mlp}.{n}": own for n, own in zip(names, rows, strict=True)})
+
+
+def projections(kind: str) -> Sequence[str]:
+    """The projections in a tensor of experts, by how its name begins."""
+    return ("gate", "up") if kind in ("gate_up", "in") else ("down",)
+
+
+class Qwen3NextCheckpoint(Rearranged):
+    """Qwen3-Next: each group of value heads has its queries, keys, values and gates in a row, and each query
+    head has its gate. The channels of the convolution are queries, keys and values: here they come in the
+    order of `gated_delta`. The layers that predict several tokens (`mtp`) are left out."""
+
+    left_out = "mtp."
+    adds_one = True
+
+    def _rows(self, kind: str) -> Mapping[str, Tensor]:
+        config, state = self.config, self.config.state
+        assert state is not None, "the loader sets it for this architecture"
+        shared, keys = state.num_heads // state.groups, state.groups * state.state_size
+        match kind:
+            case "in_proj_qkvz":
+                sizes = [state.state_size] * 2 + [shared * state.head_dim] * 2
+                names = ("in_proj_" + part for part in "qkvz")
+                return dict(zip(names, _split(state.groups, sizes), strict=True))
+            case "in_proj_ba":
+                return dict(zip(("in_proj_b", "in_proj_a"), _split(state.groups, [shared] * 2), strict=True))
+            case "conv1d":
+                queries, of_keys, values = torch.arange(state.channels).split((keys, keys, state.inner_size))
+                return {kind: torch.cat((values, of_keys, queries))}
+            case "q_proj":
+                queries, gates = _split(config.num_heads, [config.head_dim] * 2)
+                return {kind: in_heads(queries, self._order), "gate_proj": gates}
+            case "q_norm" | "k_norm":
+                return {kind: self._order}
+        return super()._rows(kind)
+
+
+def _split(count: int, sizes: Sequence[int]) -> list[Tensor]:
+    """The rows of each of several parts, of which each of `count` heads or groups has all in a row."""
+    rows = torch.arange(count * sum(sizes)).view(count, -1)
+    return [part.flatten() for part in rows.split(list(sizes), dim=1)]
