@@ -83,6 +83,8 @@ class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
     address: str  # of the service's socket
     heartbeat_fd: int
     trace_path: str | None
+    engine_args: Sequence[str] = ()
+    """As in `WorkerConfig`."""
 
 
 C = TypeVar("C", bound=RankProcessConfig)

@@ -83,7 +83,7 @@ class WorkerTree:
             make_directory("--trace-dir", Path(config.trace_dir))
         self.engine_link = EngineLink(config.run_dir)
         self._heartbeat = Heartbeat.create()
-        ranks = config.engine.tensor_parallel_size
+        ranks = config.ranks
         self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
         self._sending = _Ends.create(config)
         self._receiving = _Ends.create(config)
@@ -107,8 +107,9 @@ class WorkerTree:
             address=self.engine_link.address,
             heartbeat_fd=self._heartbeat.fd,
             trace_path=config.trace_path("engine"),
+            engine_args=config.engine_args or (),
         )
-        for rank in range(1, config.engine.tensor_parallel_size):
+        for rank in range(1, config.ranks):
             of_rank = RankProcessConfig(**self._rank_config(f"rank {rank}", rank))
             popen = spawn(RANK_MODULE, msgspec.json.encode(of_rank), pass_fds=of_rank.fds)
             self._ranks.append(ChildProcess(of_rank.name, popen))
@@ -338,7 +339,7 @@ class _Ends:
     @classmethod
     def create(cls, config: WorkerConfig) -> "_Ends":
         engine, transfer = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
-        engine, others = engine.of_ranks(config.engine.tensor_parallel_size)
+        engine, others = engine.of_ranks(config.ranks)
         return cls([engine, *others], transfer)
 
     def close(self) -> None:
