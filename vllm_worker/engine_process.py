@@ -63,6 +63,7 @@ def _environment(config: EngineProcessConfig) -> None:
     settings = {
         "VLLM_CONFIGURE_LOGGING": "0",  # its lines look like all others
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # its process need not import all again
         "VLLM_PROCESS_NAME_PREFIX": f"{config.title}: {config.name}",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, as Baton's own engine
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the CPUs
@@ -278,6 +279,8 @@ def _engine_args(config: EngineProcessConfig, attach: str) -> AsyncEngineArgs:
         "--scheduling-policy", "priority", "--structured-outputs-config", json.dumps({"backend": "guidance"}),
         "--disable-log-stats",
     ]  # fmt: skip
+    if config.engine.tensor_parallel_size == 1:
+        defaults += ["--distributed-executor-backend", "uni"]
     parsed = parser.parse_args([*defaults, *command_line(config.engine, config.engine_args)])
     args = AsyncEngineArgs.from_cli_args(parsed)
     args.kv_transfer_config = KVTransferConfig(
