@@ -245,21 +245,24 @@ class _Generator:
     ) -> AsyncIterator[Any]:
         """As `roles.Generate`."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        if (structure := fields.pop("structured_outputs", None)) is not None:
-            fields["structured_outputs"] = StructuredOutputsParams(**structure)
-        params = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
         prompt = TokensPrompt(prompt_token_ids=[*request.prompt_ids, *request.output_ids])
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt.hex()
-        outputs = self._llm.generate(prompt, params, request.id.hex(), priority=priority)
         try:
+            if (structure := fields.pop("structured_outputs", None)) is not None:
+                fields["structured_outputs"] = StructuredOutputsParams(**structure)
+            params = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
+            outputs = self._llm.generate(prompt, params, request.id.hex(), priority=priority)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield output
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
         except EngineDeadError as error:
             raise EngineGone from error
 
@@ -279,8 +282,6 @@ def _engine_args(config: EngineProcessConfig, attach: str) -> AsyncEngineArgs:
         "--scheduling-policy", "priority", "--structured-outputs-config", json.dumps({"backend": "guidance"}),
         "--disable-log-stats",
     ]  # fmt: skip
-    if config.engine.tensor_parallel_size == 1:
-        defaults += ["--distributed-executor-backend", "uni"]
     parsed = parser.parse_args([*defaults, *command_line(config.engine, config.engine_args)])
     args = AsyncEngineArgs.from_cli_args(parsed)
     args.kv_transfer_config = KVTransferConfig(

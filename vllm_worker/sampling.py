@@ -6,17 +6,19 @@ refused by name.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Protocol
 
-from baton.engine import EngineRequest, Logprobs, PromptLogprobs
+from baton.engine import EngineRequest, Logprobs, PromptLogprobs, StructuredOutput
 from baton.engine.api.request import PROMPT_PIECE
 
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 """Golden ratio: seeds of one request at different lengths have nothing in common."""
-_STRUCTURES = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
+_WHITESPACE = r"[ \n\r\t]{1,32}"
+"""As `engine.grammar`."""
 
 
 class FlatLogprobs(Protocol):
@@ -68,8 +70,19 @@ def sampling(request: EngineRequest, *, only_first: bool, scores_prompt: bool) -
     if scores_prompt:
         fields["prompt_logprobs"] = params.prompt_logprobs
     if (structure := params.structured_output) is not None:
-        fields["structured_outputs"] = {_STRUCTURES[structure.kind]: structure.text}
+        fields["structured_outputs"] = _structure(structure)
     return fields
+
+
+def _structure(structure: StructuredOutput) -> dict[str, str]:
+    """Returns the fields of vLLM's StructuredOutputsParams. Its backend `guidance` reads all kinds as Baton's
+    engine does."""
+    if structure.kind == "json_schema":
+        schema = json.loads(structure.text)
+        if isinstance(schema, dict):
+            schema.setdefault("x-guidance", {"whitespace_pattern": _WHITESPACE})
+        return {"json": json.dumps(schema)}
+    return {structure.kind: structure.text}
 
 
 def _check(request: EngineRequest) -> None:
