@@ -303,9 +303,10 @@ class Roles:
         if attempt.decode:
             now = time.monotonic()
             self._attempts.report(messages.Decoded(attempt.origin, attempt.joined_at, now, attempt.sampled))
-        elif attempt.handover and not attempt.freed:
-            attempt.closed = True
-            self._tell(Close(attempt.id))  # its token is the last
+        elif attempt.handover:  # its token is the last
+            attempt.stream, attempt.closed = None, True
+            if not attempt.freed:
+                self._tell(Close(attempt.id))
 
     def _failed(self, attempt: VLLMAttempt) -> None:
         """vLLM has ended the request with an error."""
