@@ -83,9 +83,9 @@ class BatonConnector(KVConnectorBase_V1):
     # ------------------------------------------------------------ in the scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        [reachable] = metadata.values()
-        assert isinstance(reachable, Reachable)
-        self._planner.address = Address(reachable.host, reachable.port, reachable.incarnation)
+        for reachable in metadata.values():  # none with `attach`
+            assert isinstance(reachable, Reachable)
+            self._planner.address = Address(reachable.host, reachable.port, reachable.incarnation)
 
     def on_new_request(self, request: Request) -> None:
         self._planner.expect(request.request_id, request.kv_transfer_params, request.num_prompt_tokens)

@@ -63,6 +63,7 @@ def _environment(config: EngineProcessConfig) -> None:
     settings = {
         "VLLM_CONFIGURE_LOGGING": "0",  # its lines look like all others
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # as `first_token` needs
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # its process need not import all again
         "VLLM_PROCESS_NAME_PREFIX": f"{config.title}: {config.name}",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, as Baton's own engine
@@ -291,6 +292,9 @@ def _engine_args(config: EngineProcessConfig, attach: str) -> AsyncEngineArgs:
         kv_load_failure_policy="fail",
         kv_connector_extra_config={"attach": attach},
     )
+    args.logits_processors = [
+        *(args.logits_processors or ()), "baton.vllm_worker.first_token:RepeatFirstToken",
+    ]  # fmt: skip
     return args
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.engine import EngineRequest, EngineStats, Output
-from baton.vllm_worker.attachment import Close, Expect, Freed, FromConnector, Landed, Lost, ToConnector
+from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost
 from baton.vllm_worker.sampling import logprobs_at, prompt_logprobs, sampling
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
@@ -29,6 +29,10 @@ from baton.worker.messages import Code, PrefillSource, RequestCounts, ToEngine, 
 Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncIterator[Any]]
 """(request, fields of SamplingParams, priority): yields vLLM's RequestOutputs. Raises ValueError if the request
 is wrong, and EngineGone."""
+
+
+_SERVED = ("acked", "finished")
+"""Why a prefill is freed that has sent, or will send, its token to its router."""
 
 
 class EngineGone(Exception):
@@ -75,7 +79,7 @@ class Roles:
         self,
         attempts: Attempts,
         generate: Generate,
-        tell: Callable[[ToConnector], None],
+        tell: Callable[[Close], None],
         computing: Callable[[Collection[bytes]], None],
         soon: Callable[[], None],
         *,
@@ -150,7 +154,6 @@ class Roles:
             return
         params: dict[str, Any] | None = None
         if message.handover:
-            self._tell(Expect(attempt.id))
             params = {"do_remote_decode": True, "prefill_id": attempt.id.hex()}
         if self._start(attempt, params) and message.handover and message.report_start:
             self._attempts.prefill_started(attempt)
@@ -184,8 +187,6 @@ class Roles:
         try:
             fields = sampling(request, only_first=attempt.handover, scores_prompt=attempt.source is None)
         except ValueError as error:
-            if attempt.handover:
-                self._tell(Close(attempt.id))
             self._refuse(attempt, Code.INVALID, str(error))
             return False
         if kv_transfer_params is not None:
@@ -306,7 +307,7 @@ class Roles:
         elif attempt.handover:  # its token is the last
             attempt.stream, attempt.closed = None, True
             if not attempt.freed:
-                self._tell(Close(attempt.id))
+                self._tell(Close(attempt.id, "finished"))
 
     def _failed(self, attempt: VLLMAttempt) -> None:
         """vLLM has ended the request with an error."""
@@ -341,11 +342,11 @@ class Roles:
             self._attempts.fail(prefill, Code.DROPPED, "not fetched before the hold deadline")
         elif reason == "reused":
             self._attempts.fail(prefill, Code.INVALID, "this id was used before: draw a new one")
-        elif reason != "acked":  # if not closed by this worker, vLLM has preempted it
+        elif reason not in _SERVED:  # if not closed by this worker, vLLM has preempted it
             self._attempts.fail(prefill, Code.DROPPED, "preempted: other requests needed its blocks")
         if prefill.task is None:
             del self._table[prefill.id]
-        elif reason != "acked":
+        elif reason not in _SERVED:
             self._close(prefill)
 
 

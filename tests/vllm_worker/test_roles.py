@@ -12,7 +12,7 @@ import pytest
 
 from baton.engine import EngineRequest, SamplingParams
 from baton.kv_transfer import InjectStats
-from baton.vllm_worker.attachment import Close, Expect, Freed, Landed, Lost
+from baton.vllm_worker.attachment import Close, Freed, Landed, Lost
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts
@@ -114,7 +114,6 @@ async def worker() -> Worker:
 
 async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None:
     worker.roles.handle(messages.Prefill(7, work(P), handover=True, report_start=True))
-    assert worker.told == [Expect(P)]
     assert worker.of(messages.PrefillStarted)
     await worker.settle()
     assert worker.fields[P]["max_tokens"] == 1
@@ -140,17 +139,18 @@ async def test_a_prefill_whose_token_is_the_last_is_closed(worker: Worker, first
     worker.roles.handle(messages.Prefill(7, work(P, max_tokens=last), handover=True))
     await worker.says(P, output([5], first[0]))
     assert worker.tokens() == [(0, 5, first[1])]
-    assert worker.told == [Expect(P), Close(P)]
-    worker.roles.heard(Freed(P, "cancelled"))
+    assert worker.told == [Close(P, "finished")]
+    worker.roles.heard(Freed(P, "finished"))
     assert worker.idle
     assert not worker.failures(), "its router has the token"
 
 
-async def test_freed_before_vllms_answer(worker: Worker) -> None:
+@pytest.mark.parametrize("reason", ["acked", "finished"])
+async def test_freed_before_vllms_answer(worker: Worker, reason: str) -> None:
     """The connector's socket may be faster than vLLM's."""
     worker.roles.handle(messages.Prefill(7, work(P), handover=True))
     await worker.settle()
-    worker.roles.heard(Freed(P, "acked"))
+    worker.roles.heard(Freed(P, reason))
     assert not worker.idle
     await worker.says(P, output([5], "length"))
     assert worker.tokens() == [(0, 5, "")]
@@ -243,7 +243,7 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     await worker.says(P, output([5], "length"))
     worker.roles.handle(messages.Decode(7, work(D), source(OURS)))
     await worker.says(D, output([5]), output([6], "stop"))
-    assert worker.told == [Expect(P), Close(P)]
+    assert worker.told == [Close(P)]
     worker.roles.heard(Freed(P, "cancelled"))
     assert worker.tokens() == [(0, 5, ""), (0, 5, ""), (1, 6, "stop")]
     assert worker.failures() == [Code.HANDED_BACK]
@@ -278,7 +278,7 @@ async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
     await worker.says(P, output([5], "length"))
     worker.roles.handle(messages.Cancel(7, P))
     worker.roles.handle(messages.CancelStream(7))
-    assert worker.told == [Expect(P), Close(P)]
+    assert worker.told == [Close(P)]
     assert not worker.idle
     worker.roles.heard(Freed(P, "cancelled"))
     assert worker.idle
@@ -300,5 +300,5 @@ async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[Code
 async def test_a_request_that_vllm_cannot_have_is_refused(worker: Worker) -> None:
     worker.roles.handle(messages.Prefill(7, work(P, output_ids=[4], presence_penalty=1.0), handover=True))
     assert worker.failures() == [Code.INVALID]
-    assert worker.told == [Expect(P), Close(P)], "a FETCH may wait for it"
+    assert not worker.told, "vLLM never had it"
     assert worker.idle
