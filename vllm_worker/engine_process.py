@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import uvloop
 
 from baton.content import content_root, vocabulary_fingerprint
-from baton.engine import EngineConfig, EngineRequest
+from baton.engine import EngineConfig, EngineRequest, SamplingParams
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker.attachment import Attach, ConnectorLink
 from baton.vllm_worker.options import command_line
 from baton.vllm_worker.roles import EngineGone, Roles
+from baton.vllm_worker.sampling import sampling
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig, start
@@ -64,7 +65,6 @@ def _environment(config: EngineProcessConfig) -> None:
         "VLLM_CONFIGURE_LOGGING": "0",  # its lines look like all others
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # as `first_token` needs
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # its process need not import all again
         "VLLM_PROCESS_NAME_PREFIX": f"{config.title}: {config.name}",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, as Baton's own engine
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the CPUs
@@ -95,14 +95,14 @@ class EngineProcess:
         self._ended = loop.create_future()
         ticking = asyncio.create_task(self._tick())
         try:
-            llm, ready = await self._start()
+            generator, ready = await self._start()
         except ValueError as error:
             self._link.send(messages.StartFailed(str(error)))
             self._link.close()
             return EXIT_START_FAILED
         self._roles = Roles(
             self._attempts,
-            _Generator(llm).generate,
+            generator.generate,
             self._connector.send,
             self._heartbeat.set_step,
             self._soon,
@@ -120,14 +120,14 @@ class EngineProcess:
         listening.cancel()
         if code == 0:
             await asyncio.to_thread(self._link.wait_for_exit)
-            llm.shutdown(timeout=0)
+            generator.llm.shutdown(timeout=0)
             self._connector.close()
             self._link.close()
         return code
 
     # ------------------------------------------------------------ start
 
-    async def _start(self) -> tuple[AsyncLLM, EngineReady]:
+    async def _start(self) -> tuple[_Generator, EngineReady]:
         """Raises ValueError if vLLM does not start."""
         engine = self._config.engine
         loop = asyncio.get_running_loop()
@@ -140,22 +140,30 @@ class EngineProcess:
         except Exception as error:
             log.exception("vLLM does not start")
             raise ValueError(f"--engine vllm: vLLM does not start: {error}; see the worker's log") from error
-        finally:
-            self._thread.submit(lambda: None)
         attach = await attaching
+        generator = _Generator(llm)
+        self._send(messages.Progress("warming up vLLM", 0.8))
+        await generator.warm_up()
         self._send(messages.Progress("reading the model's fingerprint", 0.9))
         ready = await asyncio.to_thread(_ready, engine, attach, llm)
-        return llm, ready
+        return generator, ready
 
     def _start_vllm(self) -> AsyncLLM:
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         device = self._config.engine.device
         if current_platform.device_type != device:
             raise ValueError(f"--device {device}: this vLLM computes on {current_platform.device_type}")
+        method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         args = _engine_args(self._config, self._connector.path)
-        return AsyncLLM.from_engine_args(args, stat_loggers=[self._stat_logger()])
+        vllm_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        # On CPUs vLLM has just set "spawn", and each of its processes would import all again.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+        return AsyncLLM.from_vllm_config(
+            vllm_config, stat_loggers=[self._stat_logger()], disable_log_stats=True
+        )
 
     def _stat_logger(self) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -239,26 +247,37 @@ class _Generator:
     """Requests for vLLM."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+        self.llm = llm
+
+    async def warm_up(self) -> None:
+        """vLLM compiles some functions when they are first needed, for longer than a step may take."""
+        for params in (
+            SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1, temperature=0.0, ignore_eos=True),
+            SamplingParams(max_tokens=2, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, ignore_eos=True),
+        ):
+            request = EngineRequest(os.urandom(16), [0, 0], sampling=params)
+            fields = sampling(request, only_first=False, scores_prompt=True)
+            async for _ in self.generate(request, fields, 0):
+                pass
 
     async def generate(
         self, request: EngineRequest, fields: dict[str, Any], priority: int
     ) -> AsyncIterator[Any]:
         """As `roles.Generate`."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams as VLLMSamplingParams
         from vllm.exceptions import VLLMValidationError
-        from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        prompt = TokensPrompt(prompt_token_ids=[*request.prompt_ids, *request.output_ids])
+        ids = [*request.prompt_ids, *request.output_ids]
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt.hex()
         try:
             if (structure := fields.pop("structured_outputs", None)) is not None:
                 fields["structured_outputs"] = StructuredOutputsParams(**structure)
-            params = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
-            outputs = self._llm.generate(prompt, params, request.id.hex(), priority=priority)
+            params = VLLMSamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
+            outputs = self.llm.generate(prompt, params, request.id.hex(), priority=priority)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield output
@@ -281,7 +300,6 @@ def _engine_args(config: EngineProcessConfig, attach: str) -> AsyncEngineArgs:
     parser = AsyncEngineArgs.add_cli_args(Parser(prog="vllm"))
     defaults = [
         "--scheduling-policy", "priority", "--structured-outputs-config", json.dumps({"backend": "guidance"}),
-        "--disable-log-stats",
     ]  # fmt: skip
     parsed = parser.parse_args([*defaults, *command_line(config.engine, config.engine_args)])
     args = AsyncEngineArgs.from_cli_args(parsed)

@@ -32,13 +32,15 @@ class Load:
     def step(self, scheduler: Any, iteration: Any, now: float, *, prefills: bool) -> None:
         """A step has ended. vLLM's statistics of it may be None. `prefills`: prompts were computed in it."""
         seconds, self._stepped_at = now - self._stepped_at, now
-        if self.running and iteration is not None:  # since the step before, vLLM was not idle
-            self.steps.add(seconds)
-            if not prefills:
-                self.decodes.add(seconds)
-                self.fastest = min(self.fastest, seconds)
         if iteration is not None:
             self.preemptions += iteration.num_preempted_reqs
+            if gaps := iteration.inter_token_latencies_iter:  # as vLLM's process saw them
+                seconds = min(gaps)
+                if not prefills:
+                    self.decodes.add(seconds)
+                    self.fastest = min(self.fastest, seconds)
+            if gaps or self.running:  # since the step before, vLLM was not idle
+                self.steps.add(seconds)
         if scheduler is not None:
             self.usage = scheduler.kv_cache_usage
             self.running = scheduler.num_running_reqs
