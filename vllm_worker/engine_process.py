@@ -253,7 +253,9 @@ class _Generator:
         """vLLM compiles some functions when they are first needed, for longer than a step may take."""
         for params in (
             SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1, temperature=0.0, ignore_eos=True),
-            SamplingParams(max_tokens=2, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, ignore_eos=True),
+            SamplingParams(
+                max_tokens=2, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, ignore_eos=True
+            ),
         ):
             request = EngineRequest(os.urandom(16), [0, 0], sampling=params)
             fields = sampling(request, only_first=False, scores_prompt=True)
@@ -327,7 +329,9 @@ def _ready(engine: EngineConfig, attach: Attach, llm: AsyncLLM) -> EngineReady:
         try:
             fingerprint = model_fingerprint(engine, model.max_model_len)
         except ValueError as error:
-            log.info("Baton's engine does not have this model, so that vLLM workers are a pool alone: %s", error)
+            log.info(
+                "Baton's engine does not have this model, so that vLLM workers are a pool alone: %s", error
+            )
     dtype = f"torch.{attach.layout.dtype}"
     return EngineReady(
         model_fingerprint=fingerprint,

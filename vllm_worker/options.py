@@ -37,8 +37,8 @@ def check_version(*, untested: bool) -> None:
     if not untested and not TESTED[0] <= found <= TESTED[1]:
         first, last = (".".join(map(str, each)) for each in TESTED)
         raise ValueError(
-            f"--engine vllm: vLLM {version} is installed, and Baton is tested with {first} to {last}; install "
-            "one of these, or try this one with --vllm-untested"
+            f"--engine vllm: vLLM {version} is installed, and Baton is tested with {first} to {last}; "
+            "install one of these, or try this one with --vllm-untested"
         )
 
 

@@ -27,8 +27,8 @@ from baton.worker.engine_process.attempts import Attempt, Attempts
 from baton.worker.messages import Code, PrefillSource, RequestCounts, ToEngine, Work
 
 Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncIterator[Any]]
-"""(request, fields of SamplingParams, priority): yields vLLM's RequestOutputs. Raises ValueError if the request
-is wrong, and EngineGone."""
+"""(request, fields of SamplingParams, priority): yields vLLM's RequestOutputs. Raises ValueError if the
+request is wrong, and EngineGone."""
 
 
 _SERVED = ("acked", "finished")
@@ -256,8 +256,8 @@ class Roles:
             first = not attempt.answered
             repeated = first and attempt.source is not None
             queued, computing = _times(output.metrics) if first and not repeated else (0.0, 0.0)
-            index = len(attempt.request.output_ids) + attempt.sampled + (
-                not first and attempt.source is not None
+            index = (
+                len(attempt.request.output_ids) + attempt.sampled + (not first and attempt.source is not None)
             )
             result = Output(
                 attempt.id, index, token, logprobs, last, output.num_cached_tokens or 0, queued, computing

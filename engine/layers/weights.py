@@ -346,7 +346,7 @@ class DeclaredWeights(Weights):
     """Checks what the headers of the files say about the tensors; allocates no memory. With `sampled` it
     reads what the fingerprint covers, else no weight."""
 
-    def __init__(self, checkpoint: Checkpoint, weight_format: PlainFormat, *, sampled: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, weight_format: PlainFormat, *, sampled: bool = False) -> None:
         cpu = torch.device("cpu")
         super().__init__(checkpoint, torch.float32, cpu, lambda *_: None, weight_format, Ranks())
         self.device = torch.device("meta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ def test_options_have_vllms_names() -> None:
         config(num_blocks=50, max_num_seqs=3, enable_prefix_caching=True, load_format="dummy", device="cuda"),
         ["--enforce-eager"],
     )
-    pairs = dict(zip(line, line[1:], strict=False))
+    pairs = dict(pairwise(line))
     assert pairs["--model"] == "some/model"
     assert pairs["--num-gpu-blocks-override"] == "50"
     assert pairs["--max-num-seqs"] == "3"
@@ -47,7 +48,8 @@ def test_what_vllm_cannot_have_is_refused_by_name(fields: dict[str, Any], names:
 
 
 @pytest.mark.parametrize(
-    "more", ["--max-num-seqs 4", "--max_num_seqs=4", "--no-enable-prefix-caching", "--num-gpu-blocks-override 9"]
+    "more",
+    ["--max-num-seqs 4", "--max_num_seqs=4", "--no-enable-prefix-caching", "--num-gpu-blocks-override 9"],
 )
 def test_options_of_baton_are_given_to_baton(more: str) -> None:
     with pytest.raises(ValueError, match="is an option of Baton, too"):

@@ -91,7 +91,8 @@ class Worker:
 
 
 def work(attempt_id: bytes, tokens: int = 20, output_ids: Sequence[int] = (), **params: Any) -> Work:
-    sampling = SamplingParams(**{"max_tokens": 8} | params)
+    wanted: dict[str, Any] = {"max_tokens": 8} | params
+    sampling = SamplingParams(**wanted)
     request = EngineRequest(attempt_id, [1] * tokens, list(output_ids), sampling)
     return Work(request, 60.0, Origin(attempt_id, "r", "", 0.0))
 
@@ -201,9 +202,7 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
 
 
 @pytest.mark.parametrize(("reason", "code"), [("gone", Code.HANDED_BACK), ("finished", Code.FINISHED)])
-async def test_kv_that_does_not_come_hands_the_request_back(
-    worker: Worker, reason: str, code: Code
-) -> None:
+async def test_kv_that_does_not_come_hands_the_request_back(worker: Worker, reason: str, code: Code) -> None:
     worker.roles.handle(messages.Decode(7, work(D), source()))
     await worker.settle()
     worker.roles.heard(Lost(D, reason))
@@ -258,9 +257,7 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
         (lambda: messages.Retarget(7, D, source(), []), Code.HANDED_BACK),
     ],
 )
-async def test_ends_that_a_router_wants(
-    worker: Worker, ends: Callable[[], Any], code: Code | None
-) -> None:
+async def test_ends_that_a_router_wants(worker: Worker, ends: Callable[[], Any], code: Code | None) -> None:
     worker.roles.handle(messages.Decode(7, work(D), source()))
     await worker.says(D, output([5]))
     worker.roles.handle(messages.Cancel(8, D))  # of another router
