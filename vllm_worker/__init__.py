@@ -12,7 +12,16 @@ Life of a request between two vLLM servers, behind a proxy that was made for vLL
     slices leave                             --------->  slices are injected, verified
     blocks are freed                         <--- ACK -  the last position is computed, and the next tokens
 
-This is the only package that knows vLLM. `connector`, which vLLM loads, is the only module that imports it.
-`plan` decides for vLLM's scheduler, without vLLM and torch. `transfers` moves the KV, in the process with the
-model.
+And of a worker with vLLM as its engine (`--engine vllm`)::
+
+    prefill worker                                      decode worker
+    --------------                                      -------------
+    Prefill ─▶ `roles` ─▶ AsyncLLM, one token           Decode ─▶ `roles`: room? ─▶ Reserved
+    each layer: `save_kv_layer`              --------->  slices are injected while the prefill computes
+    its token leaves; its blocks stay        --------->  `first_token` repeats it, and AsyncLLM goes on
+    `Freed` from the connector               <--- ACK -  `Landed` from the connector
+
+This is the only package that knows vLLM. `connector` and `first_token`, which vLLM loads, and
+`engine_process` import it. `plan` decides for vLLM's scheduler, without vLLM and torch. `transfers` moves the
+KV, in the process with the model. `options` and `sampling` translate to vLLM's words.
 """

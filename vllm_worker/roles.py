@@ -194,6 +194,7 @@ class Roles:
         # Decodes first, then by priority; of these, requests that have waited elsewhere.
         priority = 2 * request.priority + (not request.retried) - (attempt.source is not None) * (1 << 40)
         attempt.task = asyncio.create_task(self._run(attempt, fields, priority))
+        attempt.task.add_done_callback(lambda _: self._left(attempt))  # also if it never ran
         self._computes()
         return True
 
@@ -202,12 +203,17 @@ class Roles:
         del self._table[attempt.id]
         self._attempts.fail(attempt, code, text)
 
+    def stop(self) -> None:
+        """The worker ends. All attempts have failed."""
+        for attempt in self._table.values():
+            self._close(attempt)
+
     def _cancel(self, attempt: VLLMAttempt) -> None:
         self._attempts.cancelled(attempt)
         self._close(attempt)
 
     def _close(self, attempt: VLLMAttempt) -> None:
-        """Ends an attempt. A handover stays until the connector reads its blocks no more."""
+        """Ends an attempt that its router needs no more."""
         if attempt.closed:
             return
         attempt.closed = True
@@ -229,11 +235,13 @@ class Roles:
             self._attempts.fail(attempt, Code.INVALID, str(error))
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base
             self._attempts.fail(attempt, Code.ENGINE, f"vLLM: {error!r}")
-        finally:
-            attempt.task = None
-            if not attempt.handover or not attempt.answered or attempt.freed:
-                del self._table[attempt.id]
-            self._computes()
+
+    def _left(self, attempt: VLLMAttempt) -> None:
+        """vLLM has the request no more. A handover stays until the connector reads its blocks no more."""
+        attempt.task = None
+        if not attempt.handover or not attempt.answered or attempt.freed:
+            del self._table[attempt.id]
+        self._computes()
 
     def _output(self, attempt: VLLMAttempt, output: Any) -> None:
         [completion] = output.outputs

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,8 @@ class Reference:
 
     @torch.inference_mode()
     def tokens(self, prompt: list[int], count: int) -> list[int]:
-        ids = self._model.generate(
-            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False
-        )
+        generate: Any = self._model.generate
+        ids = generate(torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
         return ids[0, len(prompt) :].tolist()
 
     @torch.inference_mode()
@@ -131,7 +130,7 @@ class VLLMCluster:
         with self._post(fields) as response:
             return json.load(response)["choices"][0]
 
-    def stream(self, **fields: Any) -> Iterator[list[int]]:
+    def stream(self, **fields: Any) -> Generator[list[int]]:
         """The tokens of each event."""
         with self._post({"stream": True} | fields) as response:
             for line in response:
@@ -163,6 +162,7 @@ class VLLMCluster:
         processes = tree(self.process.pid)
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(STOP_S) == 0, self.output()
+        assert self.output().splitlines()[-2:] == ["Stopping …", "Stopped."], "nothing had to be killed"
         assert not any(map(alive, processes))
 
     def kill(self) -> None:

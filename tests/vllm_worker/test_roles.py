@@ -270,6 +270,17 @@ async def test_ends_that_a_router_wants(worker: Worker, ends: Callable[[], Any],
     assert worker.idle
 
 
+async def test_an_attempt_that_ends_before_vllm_has_it(worker: Worker) -> None:
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.attempts.fail_all(Code.DRAINING, "the worker shuts down")
+    worker.roles.stop()
+    await worker.settle()
+    assert worker.idle
+    assert not worker.fields
+    assert worker.failures() == [Code.DRAINING] * 2
+
+
 async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
     worker.roles.handle(messages.Prefill(7, work(P), handover=True))
     await worker.says(P, output([5], "length"))

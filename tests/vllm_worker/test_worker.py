@@ -1,4 +1,4 @@
-"""`baton serve --engine vllm`: streams through the router are those of transformers, whatever process dies."""
+"""`baton serve --engine vllm`: streams are those of transformers, whatever process dies."""
 
 from __future__ import annotations
 
