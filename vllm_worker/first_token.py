@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 class RepeatFirstToken(LogitsProcessor):
-    """For requests that have a `decode_id` in their `kv_transfer_params`."""
+    """For requests that have in their `kv_transfer_params` a `decode_id`, or the `first_token` that this
+    worker has sampled itself."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        # By row of the batch: the decode id, and the output, to which vLLM appends.
-        self._rows: dict[int, tuple[bytes, list[int]]] = {}
+        # By row of the batch: the decode id or the token, and the output, to which vLLM appends.
+        self._rows: dict[int, tuple[bytes | int, list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -40,8 +41,8 @@ class RepeatFirstToken(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """`logits`: [rows, vocabulary]. Later steps of the sampler leave one token as it is."""
-        for row, (decode_id, _) in self._rows.items():
-            token = get_kv_transfer_group().first_token(decode_id)
+        for row, (known, _) in self._rows.items():
+            token = known if isinstance(known, int) else get_kv_transfer_group().first_token(known)
             logits[row] = -float("inf")
             logits[row, token] = 0.0
         return logits
@@ -49,10 +50,12 @@ class RepeatFirstToken(LogitsProcessor):
 
 def _repeats(
     params: SamplingParams, prompt: list[int] | None, output: list[int]
-) -> tuple[bytes, list[int]] | None:
-    """Returns None for a request without a first token from elsewhere, or that has it already: it may come
-    again after a preemption."""
+) -> tuple[bytes | int, list[int]] | None:
+    """Returns None for a request without a known first token, or that has it already: it may come again after
+    a preemption."""
     said = (params.extra_args or {}).get("kv_transfer_params") or {}
-    if output or "decode_id" not in said:
+    if output:
         return None
-    return bytes.fromhex(said["decode_id"]), output
+    if "first_token" in said:
+        return said["first_token"], output
+    return (bytes.fromhex(said["decode_id"]), output) if "decode_id" in said else None

@@ -51,6 +51,8 @@ class VLLMAttempt(Attempt):
     """None: vLLM has finished the request."""
     answered: bool = False
     """vLLM has sampled a token."""
+    token: int = 0
+    """The last one."""
     freed: bool = False
     """Of a handover: the connector reads its blocks no more."""
     lost: str = ""
@@ -170,6 +172,8 @@ class Roles:
                 text = f"there is no prefill {source.prefill_id.hex()[:8]} on this worker"
                 self._refuse(attempt, Code.HANDED_BACK, text)
                 return
+            else:
+                params = {"first_token": prefill.token}
         needed = sum(map(self._blocks_of, self._table.values()))
         if needed > self._blocks:
             self.counts.no_room += 1
@@ -270,7 +274,7 @@ class Roles:
             result = Output(
                 attempt.id, index, token, logprobs, last, output.num_cached_tokens or 0, queued, computing
             )
-            attempt.answered = True
+            attempt.answered, attempt.token = True, token
             if repeated:
                 self._joined(attempt)
             else:

@@ -242,6 +242,7 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     await worker.says(P, output([5], "length"))
     worker.roles.handle(messages.Decode(7, work(D), source(OURS)))
     await worker.says(D, output([5]), output([6], "stop"))
+    assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {"first_token": 5}
     assert worker.told == [Close(P)]
     worker.roles.heard(Freed(P, "cancelled"))
     assert worker.tokens() == [(0, 5, ""), (0, 5, ""), (1, 6, "stop")]
