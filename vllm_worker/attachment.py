@@ -55,6 +55,12 @@ class Close(Local):
     reason: Reason = "cancelled"  # "finished": the first token is the last
 
 
+class Started(Local):
+    """Connector → engine process: the first chunk of a prefill with `report_start` is in the next step."""
+
+    prefill_id: bytes
+
+
 class Landed(Local):
     """Connector → engine process: all KV of the request is in its blocks."""
 
@@ -77,7 +83,7 @@ class Freed(Local):
     reason: str
 
 
-FromConnector = Landed | Lost | Freed
+FromConnector = Started | Landed | Lost | Freed
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -79,6 +79,8 @@ class EngineProcess:
         self._attempts = Attempts(self._send)
         self._heartbeat = Heartbeat(config.heartbeat_fd)
         self._connector = ConnectorLink([config.arenas], config.heartbeat_fd)
+        # vLLM's process dies with the thread that starts it. This one lives on, while it can be reached.
+        self._thread = ThreadPoolExecutor(1, "vllm")
         self._flushes = False  # soon
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._roles: Roles | None = None
@@ -120,10 +122,8 @@ class EngineProcess:
         """Raises ValueError if vLLM does not start."""
         self._send(messages.Progress("starting vLLM", 0.0))
         attaching = asyncio.create_task(self._connector.attached())
-        # vLLM's process dies with the thread that starts it, and this one lives on.
-        thread = ThreadPoolExecutor(1, "vllm")
         try:
-            vllm = await asyncio.get_running_loop().run_in_executor(thread, self._start_vllm)
+            vllm = await asyncio.get_running_loop().run_in_executor(self._thread, self._start_vllm)
         except ValueError:
             raise
         except Exception as error:

@@ -90,6 +90,8 @@ class Plan:
     """Prefill ids of routers, of prompts that wait to be scheduled."""
     opened: dict[bytes, str] = field(default_factory=dict)
     """Prefill ids of prompts that start, and their requests."""
+    started: list[bytes] = field(default_factory=list)
+    """Those of them that a router waits for."""
     chunks: list[Chunk] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
     committed: dict[bytes, int] = field(default_factory=dict)
@@ -111,6 +113,8 @@ class _Prompt:
     """Empty until the first chunk is scheduled, and after a preemption."""
     block_ids: list[int] = field(default_factory=list)
     preempted: bool = False
+    awaited: bool = False
+    """A router waits for its start."""
 
 
 class Planner:
@@ -130,7 +134,8 @@ class Planner:
         """vLLM has a new request."""
         if params and params.get("do_remote_decode"):
             fixed_id = bytes.fromhex(params["prefill_id"]) if self._named else b""
-            self._prompts[request_id] = _Prompt(prompt_tokens, fixed_id)
+            awaited = params.get("report_start", False)
+            self._prompts[request_id] = _Prompt(prompt_tokens, fixed_id, awaited=awaited)
             if fixed_id:
                 self._plan.expected.append(fixed_id)
 
@@ -187,6 +192,8 @@ class Planner:
         if not prompt.prefill_id:
             prompt.prefill_id = prompt.fixed_id or self._new_id()
             self._plan.opened[prompt.prefill_id] = request_id
+            if prompt.awaited:
+                self._plan.started.append(prompt.prefill_id)
             start = 0
         if start < stop:
             self._plan.chunks.append(

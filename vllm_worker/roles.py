@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.engine import EngineRequest, EngineStats, Output
-from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost
+from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost, Started
 from baton.vllm_worker.sampling import logprobs_at, prompt_logprobs, sampling
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
@@ -157,8 +157,9 @@ class Roles:
         params: dict[str, Any] | None = None
         if message.handover:
             params = {"do_remote_decode": True, "prefill_id": attempt.id.hex()}
-        if self._start(attempt, params) and message.handover and message.report_start:
-            self._attempts.prefill_started(attempt)
+            if message.report_start:
+                params["report_start"] = True
+        self._start(attempt, params)
 
     def _decode(self, message: messages.Decode) -> None:
         attempt = _attempt(message.stream, message.work, decode=True, source=message.source)
@@ -337,6 +338,9 @@ class Roles:
 
     def heard(self, message: FromConnector) -> None:
         match message:
+            case Started(prefill_id):
+                if (attempt := self._table.get(prefill_id)) is not None:
+                    self._attempts.prefill_started(attempt)
             case Landed(decode_id, stats):
                 if (attempt := self._table.get(decode_id)) is not None:
                     attempt.first_token_at = stats.commit_at

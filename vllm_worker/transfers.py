@@ -39,7 +39,7 @@ from baton.kv_transfer import (
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Freed, FromConnector, Landed, Lost
+from baton.vllm_worker.attachment import Freed, FromConnector, Landed, Lost, Started
 from baton.vllm_worker.plan import Address, Fetch, Plan, log
 
 _TICK = 0.25
@@ -131,16 +131,22 @@ class Attendant:
         """`worker`: to the engine process of a worker, which is told of each event."""
         self._sender = sender
         self._worker = worker
-        self._orders: queue.SimpleQueue[Callable[[Receiver], None] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[Receiver], object] | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, args=(open_receiver,), name="baton kv", daemon=True)
         self._thread.start()
 
-    def order(self, call: Callable[[Receiver], None] | None) -> None:
+    def order(self, call: Callable[[Receiver], object] | None) -> None:
         """Calls this in the thread. None: ends the thread."""
         self._orders.put(call)
         os.eventfd_write(self._wake, 1)
+
+    def tell(self, messages: Sequence[Started]) -> None:
+        """Sends messages to the engine process."""
+        worker = self._worker
+        if worker is not None:  # else a client has asked for them
+            self.order(lambda _: [worker.post(message) for message in messages])
 
     def events(self, within: float = 0.0) -> list[Event]:
         """Returns what came since the last call. Waits so many seconds for the first event.
@@ -246,6 +252,8 @@ class Transfers:
             self._sender.expect(prefill_id)
         for prefill_id, request_id in plan.opened.items():
             self._requests[prefill_id] = request_id
+        if plan.started:
+            self._attendant.tell([Started(prefill_id) for prefill_id in plan.started])
         opened = set(plan.opened)
         for chunk in plan.chunks:
             missing = -(-chunk.num_tokens // self._block_size) - len(chunk.block_ids)

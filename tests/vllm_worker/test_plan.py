@@ -161,3 +161,15 @@ def test_clients_cannot_choose_ids(planner: Planner) -> None:
     planner.expect("a", PREFILLS | {"prefill_id": "any text"}, 100)
     planner.scheduled("a", [4], 0, 100, anew=True)
     assert planner.take().opened == {prefill_id(1): "a"}
+
+
+def test_a_router_waits_for_the_start_of_a_prompt(planner: Planner) -> None:
+    """Which may wait in vLLM's queue."""
+    planner.expect("p", PREFILLS | {"report_start": True}, 100)
+    planner.expect("q", PREFILLS, 100)
+    assert planner.take().started == []
+    planner.scheduled("p", [1], 0, 50, anew=True)
+    planner.scheduled("q", [2], 0, 50, anew=True)
+    assert planner.take().started == [prefill_id(1)]
+    planner.scheduled("p", [3], 50, 50, anew=False)
+    assert planner.take().started == []

@@ -12,7 +12,7 @@ import pytest
 
 from baton.engine import EngineRequest, SamplingParams
 from baton.kv_transfer import InjectStats
-from baton.vllm_worker.attachment import Close, Freed, Landed, Lost
+from baton.vllm_worker.attachment import Close, Freed, Landed, Lost, Started
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts
@@ -115,12 +115,15 @@ async def worker() -> Worker:
 
 async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None:
     worker.roles.handle(messages.Prefill(7, work(P), handover=True, report_start=True))
-    assert worker.of(messages.PrefillStarted)
     await worker.settle()
+    assert not worker.of(messages.PrefillStarted), "it may wait in vLLM's queue"
+    worker.roles.heard(Started(P))
+    assert worker.of(messages.PrefillStarted)
     assert worker.fields[P]["max_tokens"] == 1
     assert worker.fields[P]["extra_args"]["kv_transfer_params"] == {
         "do_remote_decode": True,
         "prefill_id": P.hex(),
+        "report_start": True,
     }
     assert worker.computing == [P]
     assert worker.roles.status(0).stats.tokens_waiting == 20
