@@ -12,9 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.kv_transfer import ArenaEnd, Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer import Heartbeat, TransferConfig, channel_pair, spawn_transfer
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
 from baton.vllm_worker.attachment import Close, ConnectorLink, Freed, FromConnector, Landed, Lost
+from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
 
 SLOTS, SLOT_BYTES = 16, 1 << 20
@@ -25,21 +26,17 @@ WITHIN = 30.0
 class Worker:
     """What a service process and an engine process do, around a real engine."""
 
-    def __init__(self, model: Path, role: str, **options: Any) -> None:
+    def __init__(self, model: Path, role: str, ranks: int, **options: Any) -> None:
         self.incarnation = int.from_bytes(os.urandom(8))
         self.heard: list[FromConnector] = []
         self._heartbeat = Heartbeat.create()
-        ours, self._theirs = zip(*(ArenaEnd.pair(SLOTS, SLOT_BYTES) for _ in range(2)), strict=True)
-        sends, receives = ([os.dup(fd) for fd in end.fds] for end in ours)
-        for end in ours:
-            end.close_channels()
-        arenas = Arenas(sends, receives, SLOTS, SLOT_BYTES, exports=True, adopts=False)
-        self.link = ConnectorLink([arenas], self._heartbeat.fd)
+        arenas, self._theirs = make_arenas(ranks, SLOTS, SLOT_BYTES)
+        self.link = ConnectorLink(arenas, self._heartbeat.fd)
         connector = {
             "kv_role": role, "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"attach": self.link.path},
         }  # fmt: skip
-        self.server = Server(model, kv_transfer_config=connector, **options)
+        self.server = Server(model, kv_transfer_config=connector, tensor_parallel_size=ranks, **options)
         self._service, self._transfer_service = channel_pair()
         self._more = asyncio.Event()
 
@@ -111,11 +108,12 @@ class Worker:
 
 
 @contextlib.asynccontextmanager
-async def pair(model: Path, **decode_options: Any) -> AsyncIterator[tuple[Worker, Worker]]:
-    prefill = Worker(model, "kv_producer")
+async def pair(model: Path, ranks: int, **decode_options: Any) -> AsyncIterator[tuple[Worker, Worker]]:
+    prefill = Worker(model, "kv_producer", ranks)
     decode = Worker(
         model,
         "kv_consumer",
+        ranks,
         logits_processors=["baton.vllm_worker.first_token:RepeatFirstToken"],
         **decode_options,
     )
@@ -132,14 +130,25 @@ SAMPLED: dict[str, Any] = {"temperature": 2.0, "max_tokens": 1, "ignore_eos": Tr
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"async_scheduling": False}, marks=pytest.mark.long)], ids=str
+    ("ranks", "options"),
+    [
+        (1, {}),
+        pytest.param(1, {"async_scheduling": False}, marks=pytest.mark.long),
+        pytest.param(2, {}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
-async def test_a_decode_repeats_the_first_token_and_goes_on(tmp_path: Path, options: dict[str, Any]) -> None:
+async def test_a_decode_repeats_the_first_token_and_goes_on(
+    tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
     """Decode would sample another token: it is greedy. Blocks are few, so vLLM preempts requests. Others are
     in its batch that have no first token."""
     model = save_model(tmp_path)
     prompts, others = prompts_of([3, 700, *range(100, 128, 4)], 1), prompts_of([50, 120], 2)
-    async with pair(model, num_gpu_blocks_override=12, max_model_len=1024, **options) as (prefill, decode):
+    async with pair(model, ranks, num_gpu_blocks_override=12, max_model_len=1024, **options) as (
+        prefill,
+        decode,
+    ):
         prefill_ids, decode_ids = ([os.urandom(16) for _ in prompts] for _ in range(2))
         prefills: list[Request] = [
             (prompt, SAMPLED, prefill.sends(x)) for prompt, x in zip(prompts, prefill_ids, strict=True)
