@@ -78,7 +78,7 @@ class EngineProcess:
         self._link = ServiceLink(config.address)
         self._attempts = Attempts(self._send)
         self._heartbeat = Heartbeat(config.heartbeat_fd)
-        self._connector = ConnectorLink([config.arenas], config.heartbeat_fd)
+        self._connector = ConnectorLink([config.arenas, *config.rank_arenas], config.heartbeat_fd)
         # vLLM's process dies with the thread that starts it. This one lives on, while it can be reached.
         self._thread = ThreadPoolExecutor(1, "vllm")
         self._flushes = False  # soon

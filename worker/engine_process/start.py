@@ -66,6 +66,12 @@ class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
     trace_path: str | None
     engine_args: Sequence[str] = ()
     """As in `WorkerConfig`."""
+    rank_arenas: Sequence[Arenas] = ()
+    """Of the other ranks, if this process passes them on."""
+
+    @property
+    def fds(self) -> Sequence[int]:
+        return *super().fds, *chain.from_iterable(arenas.fds for arenas in self.rank_arenas)
 
 
 C = TypeVar("C", bound=RankProcessConfig)

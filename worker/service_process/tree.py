@@ -107,6 +107,7 @@ class WorkerTree:
             heartbeat_fd=self._heartbeat.fd,
             trace_path=config.trace_path("engine"),
             engine_args=config.engine_args or (),
+            rank_arenas=[self._arenas(rank) for rank in range(config.ranks, len(self._sending.ranks))],
         )
         for rank in range(1, config.ranks):
             of_rank = RankProcessConfig(**self._rank_config(f"rank {rank}", rank))
@@ -153,16 +154,19 @@ class WorkerTree:
             "files": self._rank_files,
             "logging": config.logging(self._incarnation, process),
             "engine": self._engine_config,
-            "arenas": Arenas(
-                self._sending.ranks[rank].fds,
-                self._receiving.ranks[rank].fds,
-                config.kv_slots,
-                config.kv_slot_bytes,
-                self._exported,
-                self._adopted,
-            ),
+            "arenas": self._arenas(rank),
             "offload_fds": [[end.fileno() for end in ends] for ends in offload],
         }
+
+    def _arenas(self, rank: int) -> Arenas:
+        return Arenas(
+            self._sending.ranks[rank].fds,
+            self._receiving.ranks[rank].fds,
+            self._config.kv_slots,
+            self._config.kv_slot_bytes,
+            self._exported,
+            self._adopted,
+        )
 
     def _close_offload_ends(self) -> None:
         for end in chain(*chain(*self._offload_ends)):
@@ -338,7 +342,7 @@ class _Ends:
     @classmethod
     def create(cls, config: WorkerConfig) -> "_Ends":
         engine, transfer = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
-        engine, others = engine.of_ranks(config.ranks)
+        engine, others = engine.of_ranks(config.engine.tensor_parallel_size)
         return cls([engine, *others], transfer)
 
     def close(self) -> None:
