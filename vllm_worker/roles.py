@@ -6,8 +6,13 @@
      refused               failed, cancelled
 
 Blocks are vLLM's. A decode is accepted if the blocks of all attempts fit beside it, so that vLLM starts it
-soon. Decodes go before prefills in vLLM's queue: blocks of held prefills come back when decodes elsewhere
-start, and these must not wait for prompts that wait for blocks.
+soon. What waits for what:
+
+    prompt in vLLM's queue ─▶ blocks of a held prefill ─▶ FETCH of its decode ─▶ room on another worker
+    decode in vLLM's queue ─▶ blocks of running requests ─▶ nothing
+
+Decodes go before prompts in vLLM's queue, and their blocks are counted before. So no decode waits for a
+prompt. Two workers that both hold prefills for the other may both have no room: the hold deadline ends that.
 """
 
 from __future__ import annotations
