@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -16,14 +17,18 @@ import psutil
 import torch
 
 from baton.bench.chaos.cluster import free_port, leaks_when_idle
+from baton.cluster.supervision.calls import set_pool
+from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.processes import alive
+from baton.rpc.channel import connect
 from tests.system.machine import titled, tree, until
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 """`make venv-vllm` makes it."""
 VOCABULARY = 300
-START_S, STOP_S = 500.0, 60.0
+START_S, STOP_S, CALL_S = 500.0, 60.0, 10.0
+SECRET = "of the tests, and of no other cluster"
 
 
 def save_model(directory: Path) -> Path:
@@ -92,7 +97,7 @@ class VLLMCluster:
         self._output = directory / "serve.log"
         # vLLM keeps files of one run for the next in its cache.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-        environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "BATON_CLUSTER_SECRET": SECRET}
         with self._output.open("wb") as out:
             self.process = subprocess.Popen(
                 [
@@ -147,6 +152,13 @@ class VLLMCluster:
             {"content-type": "application/json"},
         )
         return urllib.request.urlopen(request, timeout=300)
+
+    def flip(self, role: str, pool: Pool) -> None:
+        async def call() -> None:
+            async with connect(self.workers()[role]["address"], SECRET.encode()) as channel:
+                await set_pool(channel, pool, CALL_S)
+
+        asyncio.run(call())
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """Their reports, by role."""

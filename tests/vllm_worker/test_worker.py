@@ -96,6 +96,38 @@ def test_a_stream_goes_on_when_a_process_is_killed(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_drains_ends_its_streams(cluster: VLLMCluster, reference: Reference, role: str) -> None:
+    restarts = cluster.output().count(f"{role} 0: ready after")
+    [prompt], tokens = prompts_of([200], 8), []
+    right = reference.tokens(prompt, 600)
+    for some in cluster.stream(prompt=prompt, max_tokens=600):
+        if len(tokens) < 20 <= len(tokens) + len(some):
+            cluster.process_of(f"{role} 0").terminate()
+        tokens += some
+    assert tokens == right
+    cluster.until_restarted(f"{role} 0", restarts + 1)
+    cluster.assert_whole()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_workers_that_changed_their_pools(cluster: VLLMCluster, reference: Reference) -> None:
+    """KV goes the other way. A flip interrupts nothing."""
+    prompts = prompts_of([50, 300, 700], 9)
+    right = [reference.tokens(prompt, 100) for prompt in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        for flipped in (True, False):
+            running = [pool.submit(streamed, cluster, prompt=prompt, max_tokens=100) for prompt in prompts]
+            cluster.flip("prefill", "decode" if flipped else "prefill")
+            cluster.flip("decode", "prefill" if flipped else "decode")
+            running += [pool.submit(streamed, cluster, prompt=prompt, max_tokens=100) for prompt in prompts]
+            assert [each.result() for each in running] == right * 2
+    cluster.assert_whole()
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_thirty_prompts_at_once(model: Path, reference: Reference, tmp_path: Path) -> None:
     """Twice: then with prefix hits. And half of the streams are left by their clients."""
