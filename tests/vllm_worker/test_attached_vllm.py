@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from baton.kv_transfer import Heartbeat, TransferConfig, channel_pair, spawn_transfer
-from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
+from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
 from baton.vllm_worker.attachment import Close, ConnectorLink, Freed, FromConnector, Landed, Lost
 from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
@@ -83,6 +83,14 @@ class Worker:
         found, self.heard = self.heard[:count], self.heard[count:]
         return found
 
+    async def until_asked(self, count: int) -> None:
+        """Returns when so many FETCHes wait for prefills of this worker."""
+        async with asyncio.timeout(WITHIN):
+            while True:  # the process reports once a second
+                report = decode_from_transfer(await asyncio.to_thread(self._service.recv, MAX_MESSAGE))
+                if isinstance(report, TransferStats) and report.fetches_waiting >= count:
+                    return
+
     def sends(self, prefill_id: bytes) -> dict[str, Any]:
         return {"do_remote_decode": True, "prefill_id": prefill_id.hex()}
 
@@ -142,9 +150,11 @@ async def test_a_decode_repeats_the_first_token_and_goes_on(
     tmp_path: Path, ranks: int, options: dict[str, Any]
 ) -> None:
     """Decode would sample another token: it is greedy. Blocks are few, so vLLM preempts requests. Others are
-    in its batch that have no first token."""
+    in its batch that have no first token. Two prompts begin with a block that one step computes."""
     model = save_model(tmp_path)
-    prompts, others = prompts_of([3, 700, *range(100, 128, 4)], 1), prompts_of([50, 120], 2)
+    block, *prompts = prompts_of([128, 1, 60, 3, 700, *range(100, 128, 4)], 1)
+    prompts[:2] = [block + prompts[0], block + prompts[1]]
+    others = prompts_of([50, 120], 2)
     async with pair(model, ranks, num_gpu_blocks_override=12, max_model_len=1024, **options) as (
         prefill,
         decode,
@@ -160,7 +170,9 @@ async def test_a_decode_repeats_the_first_token_and_goes_on(
         ]
         plain: list[Request] = [(prompt, greedy, None) for prompt in others]
         decodes = [plain[0], *decodes, plain[1]]
-        first, found = await asyncio.gather(prefill.answers(prefills), decode.answers(decodes))
+        decoding = asyncio.create_task(decode.answers(decodes))
+        await prefill.until_asked(2)
+        first, found = await asyncio.gather(prefill.answers(prefills), decoding)
         landed = await decode.until_heard(len(prompts))
         assert {x.decode_id for x in landed if isinstance(x, Landed)} == set(decode_ids)
         freed = await prefill.until_heard(len(prompts))
