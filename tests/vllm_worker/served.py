@@ -68,12 +68,13 @@ class Reference:
         from transformers import LlamaForCausalLM
 
         self._model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model.generation_config.eos_token_id = None  # requests ignore it
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
     @torch.inference_mode()
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         generate: Any = self._model.generate
-        ids = generate(torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        ids = generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
         return ids[0, len(prompt) :].tolist()
 
     @torch.inference_mode()
