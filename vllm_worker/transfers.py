@@ -268,7 +268,7 @@ class Transfers:
     def saved(self, layer: int) -> None:
         """The step has written the KV of this layer."""
         self._heartbeat.tick()
-        self._layers_ready += 1
+        self._layers_ready += bool(self._plan.chunks)
         for chunk in self._plan.chunks:
             self._sender.ready(chunk.prefill_id, layer, chunk.start, chunk.stop)
 

@@ -306,7 +306,8 @@ class TwoRanks(Server):
         self.transfers.begin(plan)
         for layer in range(LAYERS):
             self.transfers.saved(layer)
-            self.copier.layer_done(layer)
+            if plan.chunks:
+                self.copier.layer_done(layer)
         self.transfers.fetch()
         self.idle(finished)
 
@@ -323,6 +324,7 @@ def test_each_rank_copies_its_heads(servers: tuple[Server, Server], sender: str)
     prefill, decode = (two, servers[1]) if sender == "two ranks" else (servers[0], two)
     there, here, prefill_id, tokens = [7, 3, 30], [5, 1, 22], b"p" * 16, 40
     decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), here, 0, tokens)]))
+    prefill.step(Plan())
     for start, stop in ((0, 20), (20, tokens)):
         opened = {} if start else {prefill_id: "a"}
         prefill.step(Plan(opened=opened, chunks=[Chunk(prefill_id, there, start, stop, tokens)]))
