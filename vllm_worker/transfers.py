@@ -171,7 +171,9 @@ class Attendant:
                     receiver.shutdown()
                     return
                 for event in (*receiver.poll(), *self._sender.poll()):
-                    assert not isinstance(event, ContentWanted), "vLLM's prefix cache is not served"
+                    if isinstance(event, ContentWanted):  # vLLM's prefix cache is not served
+                        self._sender.close(event.pin_id, "gone")
+                        continue
                     self._events.put(event)
                     if worker is not None:
                         worker.post(_report(event))

@@ -280,6 +280,19 @@ def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> Non
     assert prefill.told(1) == [Freed(prefill_id, "cancelled")]
 
 
+def test_a_peer_that_wants_what_is_cached_is_refused(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    address = prefill.process.address
+    decode.transfers._attendant.order(
+        lambda receiver: receiver.fetch_content(
+            decode_id_of("c"), chunks=[b"c" * 16], first_chunk=0, block_ids=[1, 2, 3, 4],
+            kv_address=f"{address.host}:{address.port}", incarnation=address.incarnation,
+        )
+    )  # fmt: skip
+    assert decode.told(1) == [Lost(decode_id_of("c"), "gone")]
+    prefill.idle()
+
+
 class TwoRanks(Server):
     """An engine whose two ranks have a half of the heads each."""
 
