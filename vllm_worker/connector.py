@@ -82,6 +82,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._planner = Planner(named=bool(self._settings.attach))
         self._transfers: Transfers | None = None  # of rank 0
         self._copier: RankCopier | None = None  # of each other rank
+        self._plan = Plan()
         self._first_tokens: dict[bytes, int] = {}  # by decode id, as in `Plan`
         self._process: TransferProcess | None = None
 
@@ -210,6 +211,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: Plan) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._plan = connector_metadata
         self._first_tokens.update(connector_metadata.first_tokens)
         for decode_id in connector_metadata.forgotten:
             self._first_tokens.pop(decode_id, None)
@@ -229,7 +231,7 @@ class BatonConnector(KVConnectorBase_V1):
         layer = layer_number(layer_name)
         if self._transfers is not None:
             self._transfers.saved(layer)
-        elif self._copier is not None:
+        elif self._copier is not None and self._plan.chunks:  # as rank 0 counts
             self._copier.layer_done(layer)
 
     def wait_for_save(self) -> None:

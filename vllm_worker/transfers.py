@@ -177,7 +177,9 @@ class Attendant:
                     receiver.shutdown()
                     return
                 for event in (*receiver.poll(), *self._sender.poll()):
-                    assert not isinstance(event, ContentWanted), "vLLM's prefix cache is not served"
+                    if isinstance(event, ContentWanted):  # vLLM's prefix cache is not served
+                        self._sender.close(event.pin_id, "gone")
+                        continue
                     self._events.put(event)
                     if worker is not None:
                         worker.post(_report(event))
@@ -276,7 +278,7 @@ class Transfers:
     def saved(self, layer: int) -> None:
         """The step has written the KV of this layer."""
         self._heartbeat.tick()
-        self._layers_ready += 1
+        self._layers_ready += bool(self._plan.chunks)
         for chunk in self._plan.chunks:
             self._sender.ready(chunk.prefill_id, layer, chunk.start, chunk.stop)
 

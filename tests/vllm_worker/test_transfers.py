@@ -280,6 +280,19 @@ def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> Non
     assert prefill.told(1) == [Freed(prefill_id, "cancelled")]
 
 
+def test_a_peer_that_wants_what_is_cached_is_refused(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    address = prefill.process.address
+    decode.transfers._attendant.order(
+        lambda receiver: receiver.fetch_content(
+            decode_id_of("c"), chunks=[b"c" * 16], first_chunk=0, block_ids=[1, 2, 3, 4],
+            kv_address=f"{address.host}:{address.port}", incarnation=address.incarnation,
+        )
+    )  # fmt: skip
+    assert decode.told(1) == [Lost(decode_id_of("c"), "gone")]
+    prefill.idle()
+
+
 class TwoRanks(Server):
     """An engine whose two ranks have a half of the heads each."""
 
@@ -306,7 +319,8 @@ class TwoRanks(Server):
         self.transfers.begin(plan)
         for layer in range(LAYERS):
             self.transfers.saved(layer)
-            self.copier.layer_done(layer)
+            if plan.chunks:
+                self.copier.layer_done(layer)
         self.transfers.fetch()
         self.idle(finished)
 
@@ -323,6 +337,7 @@ def test_each_rank_copies_its_heads(servers: tuple[Server, Server], sender: str)
     prefill, decode = (two, servers[1]) if sender == "two ranks" else (servers[0], two)
     there, here, prefill_id, tokens = [7, 3, 30], [5, 1, 22], b"p" * 16, 40
     decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), here, 0, tokens)]))
+    prefill.step(Plan())
     for start, stop in ((0, 20), (20, tokens)):
         opened = {} if start else {prefill_id: "a"}
         prefill.step(Plan(opened=opened, chunks=[Chunk(prefill_id, there, start, stop, tokens)]))
