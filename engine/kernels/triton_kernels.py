@@ -98,10 +98,11 @@ class TritonKernels(Kernels):
         slots: Tensor | None = None,
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        gate_up, down, on_input = experts.gate_up, experts.down, experts.scoring is Scoring.SIGMOID_ON_INPUT
+        gate_up, down, choice = experts.gate_up, experts.down, experts.choice
+        on_input = choice.scoring is Scoring.SIGMOID_ON_INPUT
         count = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
         held = range(experts.first, experts.first + count)
-        shuffled = shuffle(logits, counts, experts.num_chosen, experts.scoring, slots, held)
+        shuffled = shuffle(logits, counts, choice, slots, held)
         inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
         gated = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         inner = grouped_linear(
@@ -118,7 +119,7 @@ class TritonKernels(Kernels):
             grouped = down.grouped if isinstance(down, Fp8Experts) else None
             inner = silu.silu_mul(inner, grouped, experts.activation)
         y = grouped_linear(inner, down, shuffled, experts.down_bias, dtype=x.dtype, weighted=False)
-        if on_input and experts.num_chosen == 1 and count == len(counts):
+        if on_input and choice.num_chosen == 1 and count == len(counts):
             return y if shared is None else y.add_(shared())
         return combine(y, shuffled.weights, None if shared is None else shared(), weighted=not on_input)
 

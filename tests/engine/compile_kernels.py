@@ -45,6 +45,7 @@ def main() -> None:
         FP8,
         KV,
         AttentionMetadata,
+        Choice,
         Experts,
         Fp8Experts,
         Fp8KV,
@@ -168,19 +169,18 @@ def main() -> None:
             x, logits = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 16, dtype=dtype)
             gate_up = torch.zeros(16, 2 * 768, 2048, dtype=dtype)
             down = torch.zeros(16, 2048, 768, dtype=dtype)
-            for chosen, scoring in ((8, Scoring.NORMALIZED_SOFTMAX), (1, Scoring.SIGMOID_ON_INPUT)):
-                counts, experts = torch.zeros(16, dtype=torch.int32), Experts(gate_up, down, chosen, scoring)
+            for choice in (Choice(8, Scoring.NORMALIZED_SOFTMAX), Choice(1, Scoring.SIGMOID_ON_INPUT)):
+                counts, experts = torch.zeros(16, dtype=torch.int32), Experts(gate_up, down, choice)
                 kernels.mix_experts(x, logits, experts, counts)
                 kernels.mix_experts(x, logits, experts, counts, shared=x.clone)
                 for groups, rows in ((1, 1), (16, 1), (16, 128)):
                     of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768 // rows))
                     of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048 // rows))
-                    kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, chosen, scoring), counts)
+                    kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, choice), counts)
             experts = Experts(
                 gate_up,
                 down,
-                4,
-                Scoring.NORMALIZED_SOFTMAX,
+                Choice(4, Scoring.NORMALIZED_SOFTMAX),
                 gate_up_bias=gate_up[:, :, 0].contiguous(),
                 down_bias=down[:, :, 0].contiguous(),
                 activation=ClampedSwiGLU(1.702, 7.0),
