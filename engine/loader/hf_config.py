@@ -62,6 +62,8 @@ STATES = {"BambaForCausalLM": mamba2_config, GRANITE: mamba2_config, QWEN3_NEXT:
 LATENT = tuple(FIRST_DENSE)
 """Architectures with multi-head latent attention."""
 
+FURTHER = "num_nextn_predict_layers"
+
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -116,7 +118,7 @@ def model_config_from_hf(
         local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,
         latent=latent,
         quantization=_quantization(settings, architecture),
-        further_layers=settings.get("num_nextn_predict_layers") or 0 if latent else 0,
+        further_layers=settings.integer(FURTHER) if latent and settings.get(FURTHER) else 0,
     )
     shape.check(source)
     return shape

@@ -9,6 +9,8 @@ from baton.engine.model_config import ExpertsConfig, LatentConfig, Scoring
 DEEPSEEK_V2 = "DeepseekV2ForCausalLM"
 FIRST_DENSE = {DEEPSEEK_V2: 0, "DeepseekV3ForCausalLM": 3, "Glm4MoeLiteForCausalLM": 1}
 """How many layers come before those with experts, where the configuration does not say."""
+KINDS = ("dense", "sparse")
+"""Of layers, in the words of transformers."""
 
 
 def latent_config(settings: Settings, rope: Settings) -> LatentConfig:
@@ -65,8 +67,8 @@ def _layers(settings: Settings, architecture: str) -> tuple[int, ...]:
     if kinds is None:
         dense = settings.get("first_k_dense_replace")
         dense = FIRST_DENSE[architecture] if dense is None else dense
-        kinds = ["dense" if i < dense else "sparse" for i in range(count)] if type(dense) is int else dense
-    if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {"dense", "sparse"}:
+        kinds = [KINDS[i >= dense] for i in range(count)] if type(dense) is int else dense
+    if not isinstance(kinds, list) or len(kinds) != count or any(x not in KINDS for x in kinds):
         raise ValueError(
             f"{settings.source}: mlp_layer_types or first_k_dense_replace must say which of the {count} "
             f"layers are dense, not {kinds!r}"

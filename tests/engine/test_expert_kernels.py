@@ -29,14 +29,24 @@ def expert_logits(tokens: int, leaning: Tensor) -> Tensor:
 @pytest.mark.parametrize("leaning", [*LEANINGS.values(), SATURATED], ids=[*LEANINGS, "saturated"])
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (5, 2), (300, 4)])
 @pytest.mark.parametrize("scoring", Scoring)
-def test_shuffle(kernel_device: str, leaning: Tensor, tokens: int, chosen: int, scoring: Scoring) -> None:
-    """Each pair is in the list of its expert, once. 300 tokens take several programs."""
+@pytest.mark.parametrize("groups", [(1, 1), (3, 2)], ids=["one group", "two of three groups"])
+def test_shuffle(
+    kernel_device: str, leaning: Tensor, tokens: int, chosen: int, scoring: Scoring, groups: tuple[int, int]
+) -> None:
+    """Each pair is in the list of its expert, once. 300 tokens take several programs. Equal scores are told
+    apart by their biases."""
     from baton.engine.kernels.moe.shuffle import shuffle
 
-    logits = expert_logits(tokens, leaning)
-    expected = route(logits, Choice(chosen, scoring))
+    if scoring is Scoring.SIGMOID_ON_INPUT and groups != (1, 1):
+        pytest.skip("the kernel has no groups for it")
+    logits, bias = expert_logits(tokens, leaning), None
+    if scoring.is_biased:
+        bias = normal(6, seed=4)
+    choice = Choice(chosen, scoring, *groups, 2.5 if groups > (1, 1) else 1.0, bias)
+    expected = route(logits, choice)
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
-    shuffled = shuffle(logits.to(kernel_device), counts, Choice(chosen, scoring))
+    on_device = choice._replace(bias=None if bias is None else bias.to(kernel_device))
+    shuffled = shuffle(logits.to(kernel_device), counts, on_device)
     weights, counts, pairs = (x.cpu() for x in (shuffled.weights, shuffled.counts, shuffled.pairs))
     torch.testing.assert_close(weights, expected.weights)
     assert counts.tolist() == expected.experts.flatten().bincount(minlength=6).tolist()

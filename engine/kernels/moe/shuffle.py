@@ -107,7 +107,7 @@ def _shuffle(
     x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
     x = tl.where(real[:, None], x, 0.0)  # a row of −∞ would give NaN
     x = tl.where(x == x, x, -float("inf"))  # padding rows may have NaN; each choice must be an expert
-    ranked = scores = x
+    ranked, scores = x, x
     if bias is not None:
         scores = tl.sigmoid(x)
         ranked = scores + tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
