@@ -208,6 +208,15 @@ class LatentConfig:
         """Numbers of a token in the cache."""
         return self.rank + self.rope_dim
 
+    @property
+    def least_expanded(self) -> int:
+        """The least queries of a chunk for which keys and values of the heads are made of the latents. For
+        fewer, making those of a position takes more multiplications than it saves: a query of a head then
+        multiplies by a key and a value in place of a latent, which is both, and its rotated part."""
+        made = self.nope_dim + self.value_dim
+        saved = 2 * self.rank - made
+        return made * self.rank // saved + 1 if saved > 0 else 1
+
     def parameters(self, hidden_size: int, heads: int) -> int:
         """Number of parameters in the matrices of a layer."""
         query = heads * (self.nope_dim + self.rope_dim)
@@ -280,6 +289,15 @@ class ModelConfig:
     quantization: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     """`quantization_config` of the checkpoint. None: its matrices are plain. Not in the repr, which the
     fingerprint covers: the format that `engine.loader.formats` chooses is in the fingerprint itself."""
+
+    @property
+    def kernel_head_dim(self) -> int:
+        """The size of the heads that the kernels of a GPU attend to. Those that are made of latents are
+        padded to a power of two."""
+        latent = self.latent
+        if latent is None or any(size.bit_count() != 1 for size in (latent.rank, latent.rope_dim)):
+            return self.head_dim
+        return 1 << (latent.nope_dim + latent.rope_dim - 1).bit_length()
 
     def check(self, source: str) -> None:
         """Raises `ValueError` naming `source`, the checkpoint, if this shape is not supported."""

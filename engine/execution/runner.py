@@ -261,9 +261,10 @@ class ModelRunner:
         """Writes the KV of all tokens. Returns the hidden state of each, [tokens, hidden_size]."""
         kernels = self._kernels
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
+        latent = self._config.latent
         latent_plan: Any = None
-        if self._config.latent:
-            latent_plan = kernels.plan_latent(attention, heads, self._dtype)
+        if latent is not None:
+            latent_plan = kernels.plan_latent(attention, heads, latent, self._dtype)
         plans = {
             span: kernels.plan(attention, heads, kv_heads, self._dtype, span)
             for span in {layer.span for layer in self._attention if layer.kind == "attention"}
@@ -284,11 +285,11 @@ class ModelRunner:
             return kernels.attention(q, kv, plans[self._attention[index].span], sinks, scale)
 
         def attend_latent(
-            layer: int, q: Tensor, latent: Tensor, shared: Tensor, rotary: Tensor, heads: LatentHeads
+            layer: int, q: Tensor, cached: Tensor, shared: Tensor, rotary: Tensor, heads: LatentHeads
         ) -> Tensor:
             kv = self.kv_cache[self._index[layer]]
             assert isinstance(kv, Tensor), "no latent is in FP8"
-            kernels.write_latent(q, latent, shared, rotary, kv, attention.slots)
+            kernels.write_latent(q, cached, shared, rotary, kv, attention.slots)
             layer_done(layer)
             return kernels.latent_attention(q, kv, latent_plan, heads)
 
@@ -299,7 +300,7 @@ class ModelRunner:
         step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
         if not self._state:
             with computing(step):
-                return self.model(known, positions, attend_latent if self._config.latent else attend)
+                return self.model(known, positions, attend_latent if latent else attend)
         states = kernels.plan_states(attention, self._dtype)
 
         def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:

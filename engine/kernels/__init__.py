@@ -51,7 +51,7 @@ from baton.engine.kernels.sampling.reference import SMALLEST_TEMPERATURE, draw, 
 from baton.engine.kernels.state import gated_delta, mamba2
 from baton.engine.kernels.state.gated_delta import GatedDelta
 from baton.engine.kernels.state.mamba2 import LayerState, Mamba2, StateLayer
-from baton.engine.model_config import Span
+from baton.engine.model_config import LatentConfig, Span
 
 __all__ = [
     "FP8",
@@ -84,7 +84,6 @@ class Kernels:
     quantize = staticmethod(quantize)
     fp8_linear = staticmethod(fp8_linear)
     write_latent = staticmethod(latent.write_latent)
-    latent_attention = staticmethod(latent.latent_attention)
     mix_states = staticmethod(mamba2.mix_states)
     norm_gate = staticmethod(gated_delta.norm_gate)
     gated_squares = staticmethod(mamba2.gated_squares)
@@ -195,9 +194,16 @@ class Kernels:
         the products of queries and keys. Returns [tokens, num_heads, head_dim]."""
         return paged_attention(q, kv, plan, sinks, scale)
 
-    def plan_latent(self, metadata: AttentionMetadata, num_heads: int, dtype: torch.dtype) -> Any:
+    def plan_latent(
+        self, metadata: AttentionMetadata, num_heads: int, shape: LatentConfig, dtype: torch.dtype
+    ) -> Any:
         """The plan that `latent_attention` needs, the same for all layers of a step."""
-        return plan_attention(metadata, None, dtype)
+        return latent.LatentPlan(plan_attention(metadata, None, dtype), shape.least_expanded)
+
+    def latent_attention(self, q: Tensor, kv: Tensor, plan: Any, heads: LatentHeads) -> Tensor:
+        """As `attention`, with q [tokens, heads, nope_dim + rope_dim] as `write_latent` leaves it. Returns
+        [tokens, heads, value_dim]."""
+        return latent.latent_attention(q, kv, plan, heads)
 
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
         """The plan that `mix_states` needs, the same for all layers of a step."""

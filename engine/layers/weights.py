@@ -166,7 +166,7 @@ class Weights:
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
-        self.kernels = kernels_for(device, checkpoint.config.head_dim)
+        self.kernels = kernels_for(device, checkpoint.config.kernel_head_dim)
         self._format = weight_format
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())

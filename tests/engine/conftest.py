@@ -253,7 +253,7 @@ TINY_LATENT: dict[str, Any] = {
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
+    "qk_rope_head_dim": 16,
     "v_head_dim": 16,
     "n_routed_experts": 8,
     "n_shared_experts": 2,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import Kernels, LatentHeads
+from baton.engine.model_config import LatentConfig
 from tests.engine.attention_step import Step
 from tests.engine.kernel_checks import F32, close, normal
 
@@ -37,6 +38,7 @@ class LatentStep:
         self.rotary = torch.stack((cos.repeat(1, 2), torch.cat((-sin, sin), dim=1)), dim=1)
         up = (normal(heads, nope + value, rank, seed=90) / rank**0.5).to(dtype)
         self.heads = LatentHeads(up, nope, (nope + rope) ** -0.5)
+        self.shape = LatentConfig(None, *dims, self.heads.scale)
 
     def run(self, kernels: Kernels, device: str, *, exact: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Attention's output, the cache, and the rotated queries; with `exact` all in float64."""
@@ -53,7 +55,7 @@ class LatentStep:
         )
         kv, q = put(self.kv), put(self.q)
         kernels.write_latent(q, put(self.latent), put(self.shared), put(self.rotary), kv, metadata.slots)
-        plan = kernels.plan_latent(metadata, q.shape[1], torch.float64 if exact else self.dtype)
+        plan = kernels.plan_latent(metadata, q.shape[1], self.shape, torch.float64 if exact else self.dtype)
         heads = self.heads._replace(up=put(self.heads.up))
         return kernels.latent_attention(q, kv, plan, heads), kv, q
 

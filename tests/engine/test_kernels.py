@@ -114,6 +114,7 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
         ("Gemma3", {"num_hidden_layers": 2, "sliding_window": 4}),
         ("Olmo2", {"num_hidden_layers": 1}),
         ("Bamba", {"num_hidden_layers": 2}),
+        ("DeepseekV3", {"num_hidden_layers": 2}),
         ("Qwen3Next", {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),
     ],
 )

@@ -13,11 +13,13 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.engine import EngineRequest, SamplingParams
-from baton.engine.kernels import Kernels, LatentHeads
+from baton.engine.kernels import Kernels
+from baton.engine.model_config import LatentConfig
 from baton.engine.models import cache_bytes_per_token
 from tests.device import DEVICE
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, run, save_tiny, tokens_of
+from tests.engine.latent_step import LatentStep
 from tests.engine.test_models import scores
 from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
 
@@ -61,7 +63,7 @@ def test_a_pair_gives_the_tokens_of_one_rank(
     prompts += [[*prompts[-1][:130], *prompts[1]]]
     requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
     expected = tokens_of(load(tmp_path, device=DEVICE, num_blocks=60), requests)
-    layout = kv.KVLayout(3, 1, 40, "float32", kind="latent")
+    layout = kv.KVLayout(3, 1, 48, "float32", kind="latent")
     settings: dict[str, Any] = {"enable_prefix_caching": True, "exports": exports}
     prefill = Side(
         tmp_path, layout, prefill_ranks, block_size=16, num_blocks=60, max_num_batched_tokens=50, **settings
@@ -80,7 +82,7 @@ def test_a_pair_gives_the_tokens_of_one_rank(
 def test_a_token_has_one_latent_in_each_layer(tmp_path: Path) -> None:
     save_tiny(tmp_path, "DeepseekV3")
     engine = load(tmp_path)
-    assert cache_bytes_per_token(engine.cache_spec) == 3 * (32 + 8) * 4
+    assert cache_bytes_per_token(engine.cache_spec) == 3 * (32 + 16) * 4
     with pytest.raises(ValueError, match="--kv-cache-dtype fp8: DeepseekV3ForCausalLM caches latents"):
         load(tmp_path, kv_cache_dtype="fp8")
 
@@ -107,20 +109,17 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 )
 def test_chunks_are_expanded_from_the_length_that_pays(nope: int, rank: int, value: int, least: int) -> None:
     """For each position and head, as many multiplications are saved as making its key and value costs."""
-    heads = LatentHeads(torch.empty(16, nope + value, rank, device="meta"), nope, 1.0)
-    assert heads.least_expanded(64) == least
-    assert (
-        (least - 1) * (2 * rank - nope - value) <= rank * (nope + value) < least * (2 * rank - nope - value)
-    )
+    shape = LatentConfig(None, rank, nope, 64, value, 1.0)
+    assert shape.least_expanded == least
+    saved = 2 * rank - nope - value
+    assert (least - 1) * saved <= rank * (nope + value) < least * saved
 
 
 def test_absorbed_and_expanded_attention_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.engine.latent_step import LatentStep
-
     step = LatentStep([(20, 21), (0, 5), (3, 40), (60, 95)])
     found = []
     for least in (1, 1000):
-        monkeypatch.setattr(LatentHeads, "least_expanded", lambda heads, rope_dim, least=least: least)
+        monkeypatch.setattr(LatentConfig, "least_expanded", least)
         found.append(step.run(Kernels(), "cpu", exact=True)[0])
     torch.testing.assert_close(found[0], found[1])
     torch.testing.assert_close(found[0], step.expected())

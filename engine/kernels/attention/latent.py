@@ -12,8 +12,8 @@ So there are two ways to the same result, which differ by rounding only:
                 one key (c, r), and its value is c: the cache is read as it is
 
 A decode is absorbed: it is bound by reading the cache. A chunk of a prompt is expanded from
-`LatentHeads.least_expanded` queries on: its products of queries and keys are smaller, and pay for making keys
-and values.
+`LatentConfig.least_expanded` queries on: its products of queries and keys are smaller, and pay for making
+keys and values.
 """
 
 from typing import NamedTuple
@@ -58,12 +58,12 @@ class LatentHeads(NamedTuple):
         shared = cached[:, None, rank:].expand(-1, heads, -1)
         return torch.cat((made[..., : self.nope_dim], shared), dim=2), made[..., self.nope_dim :]
 
-    def least_expanded(self, rope_dim: int) -> int:
-        """The least queries of a chunk that is expanded: for fewer, making the keys and values of a position
-        takes more multiplications than it saves. A query of a head has to multiply by a key and a value."""
-        _, made, rank = self.up.shape
-        saved = (2 * rank + rope_dim) - (made + rope_dim)
-        return made * rank // saved + 1 if saved > 0 else 1
+
+class LatentPlan(NamedTuple):
+    """The plan for `latent_attention`, the same for all layers of a step."""
+
+    groups: TorchPlan
+    least_expanded: int
 
 
 def write_latent(
@@ -83,17 +83,15 @@ def write_latent(
     kv.flatten(0, 3).index_copy_(0, slots, torch.cat((latent, turned[:, -1]), dim=1))
 
 
-def latent_attention(q: Tensor, kv: Tensor, plan: TorchPlan, heads: LatentHeads) -> Tensor:
-    """As `paged_attention`, with q [tokens, heads, nope_dim + rope_dim] as `write_latent` leaves it. Returns
-    [tokens, heads, value_dim]."""
+def latent_attention(q: Tensor, kv: Tensor, plan: LatentPlan, heads: LatentHeads) -> Tensor:
+    """See `Kernels.latent_attention`."""
     rank = heads.up.shape[2]
-    least = heads.least_expanded(kv.shape[4] - rank)
     parts = []
-    for group in plan.decodes:
+    for group in plan.groups.decodes:
         latents = decode_group(heads.absorb(q[group.rows]), kv, group, None, heads.scale)
         parts.append(heads.values(latents[..., :rank]))
-    for group in plan.prefills:
-        if len(q[group.rows]) >= least:
+    for group in plan.groups.prefills:
+        if len(q[group.rows]) >= plan.least_expanded:
             parts.append(_expanded(q[group.rows], kv, group, heads))
         else:
             latents = prefill_group(heads.absorb(q[group.rows]), kv, group, None, heads.scale)
