@@ -151,7 +151,8 @@ class ModelRunner:
         """Captures graphs, which replay steps from now on; the cache must stay where it is."""
         assert self.table_width is not None, "a CPU has no graphs"
         config = self._config
-        tile = SHORT.tokens(config.num_heads // config.num_kv_heads)
+        # A chunk of latents is expanded or absorbed by its length, which a graph does not know.
+        tile = 0 if config.latent else SHORT.tokens(config.num_heads // config.num_kv_heads)
         programs = self._kernels.tile_programs(config.num_kv_heads)
         widths = Widths(
             self.table_width, config.hidden_size, config.vocab_size, tile, programs, self.chunk_tokens

@@ -51,6 +51,7 @@ def main() -> None:
         Fp8KV,
         GatedDelta,
         HeadNorm,
+        LatentHeads,
         LayerState,
         Mamba2,
         parts,
@@ -64,7 +65,7 @@ def main() -> None:
     from baton.engine.kernels.skinny_linear import SkinnyLinear
     from baton.engine.kernels.sum_norm import SumNorm
     from baton.engine.kernels.triton_kernels import TritonKernels
-    from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
+    from baton.engine.model_config import ClampedSwiGLU, LatentConfig, Scoring, Span
     from baton.kv_transfer.device import copy_kernels
     from baton.kv_transfer.device.copy_kernels import Pages
 
@@ -186,6 +187,26 @@ def main() -> None:
                 activation=ClampedSwiGLU(1.702, 7.0),
             )
             kernels.mix_experts(x, logits, experts, counts)
+
+    print("-- latent attention")
+    for heads, nope, value in ((16, 128, 128), (20, 192, 256), (128, 128, 128)):  # V2-Lite, GLM-4.7-Flash, V3
+        for dtype in (torch.bfloat16, torch.float32):
+            shape = LatentConfig(1536, 512, nope, 64, value, 1.0)
+            kernels, rows = TritonKernels(torch.device("cpu"), 256), 64 + 500
+            metadata = AttentionMetadata(
+                64,
+                torch.zeros(rows, dtype=torch.int64),
+                torch.zeros(66, 16, dtype=torch.int32),
+                torch.ones(66, dtype=torch.int32),
+                64,
+                [(0, 20), (0, 480)],
+            )
+            q = torch.zeros(rows, heads, nope + 64, dtype=dtype)
+            cached, shared = q.new_zeros(rows, 512), q.new_zeros(rows, 64)
+            kv, up = q.new_zeros(1, 8, 64, 1, 576), q.new_zeros(heads, nope + value, 512)
+            kernels.write_latent(q, cached, shared, torch.zeros(rows, 2, 64), kv, metadata.slots)
+            plan = kernels.plan_latent(metadata, heads, shape, dtype)
+            kernels.latent_attention(q, kv, plan, LatentHeads(up, nope, 1.0))
 
     print("-- Mamba-2")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

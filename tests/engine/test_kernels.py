@@ -147,4 +147,5 @@ def test_all_kernels_compile_for_an_h200(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("_prefill") == ran.stdout.count("_split") == 14
+    found = [ran.stdout.count(name) for name in ("_prefill", "_split", "_attend_absorbed")]
+    assert found == [20, 14, 12]

@@ -1,9 +1,9 @@
 """Latent attention (`latent`) in Triton.
 
-*Absorbed.* `_split` has a program for each piece of a context and each block of query heads. It reads a tile
-of the cache once: the tile is the keys, and its latents are the values. Keys and dimensions are the large
-sides of the products, as in `decode`, which also cuts the contexts of decodes and combines the pieces. A
-short chunk of a prompt is absorbed, too: each of its queries is a row with a context of its own.
+*Absorbed.* `_attend_absorbed` has a program for each piece of a context and each block of query heads. It
+reads a tile of the cache once: the tile is the keys, and its latents are the values. Keys and dimensions are
+the large sides of the products, as in `decode`, which also cuts the contexts of decodes and combines the
+pieces. A short chunk of a prompt is absorbed, too: each of its queries is a row with a context of its own.
 
 *Expanded.* The keys and values of all positions of a chunk go to scratch memory, and `prefill` attends to
 them. The scratch memory always has room for `MOST_EXPANDED` positions, so the rehearsal of the largest steps
@@ -114,7 +114,7 @@ def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads, out: Te
     latents = q.new_empty(rows, num_heads, rank)
     partial = torch.empty((count, num_heads, rank), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
-    _split[(triton.cdiv(num_heads, ROWS), count)](
+    _attend_absorbed[(triton.cdiv(num_heads, ROWS), count)](
         q,
         kv,
         part.tables,
@@ -154,7 +154,7 @@ def _expanded(q: Tensor, kv: Tensor, part: ExpandedChunk, heads: LatentHeads, ou
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _split(
+def _attend_absorbed(
     q,
     cache,
     block_tables,
