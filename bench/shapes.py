@@ -26,6 +26,8 @@ _MODEL_TYPES = {
     "Llama4ForConditionalGeneration": "llama4",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "BambaForCausalLM": "bamba",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
 }
