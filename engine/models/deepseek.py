@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FP8, LatentHeads
+from baton.engine.kernels import FP8, LatentHeads, LinearMethod
 from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import whole
 from baton.engine.layers.weights import Stack, Weights
@@ -21,20 +21,19 @@ class LatentAttention:
     def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
         latent = config.latent
         assert latent is not None, "the loader sets it for this architecture"
-        self.latent = latent
-        self.kernels = weights.kernels
         heads = weights.ranks.part(config.num_heads)
         self.head_dim = latent.nope_dim + latent.rope_dim
-        hidden, cached = whole(config.hidden_size), whole(config.head_dim)
-        first, rows = ("q_proj", heads.of(self.head_dim)), whole(latent.rank)
+        hidden, queries = whole(config.hidden_size), heads.of(self.head_dim)
+        first, rows = "q_proj", queries
+        self.query: LinearMethod | None = None
         if latent.query_rank is not None:
-            first, rows = ("q_a_proj", whole(latent.query_rank)), whole(latent.query_rank)
-            self.query = weights.linear([f"{name}.q_b_proj"], [heads.of(self.head_dim)], rows)
-            norm = RMSNorm(weights, f"{name}.q_a_layernorm", rows.size, NORM_EPS, summed=True)
+            first, rows = "q_a_proj", whole(latent.query_rank)
+            self.query = weights.linear([f"{name}.q_b_proj"], [queries], rows)
+            norm = RMSNorm(weights, f"{name}.q_a_layernorm", latent.query_rank, NORM_EPS, summed=True)
             self.query_norm = InputNorm(weights, norm, self.query)
-        self.sizes = [first[1].length, latent.rank, latent.rope_dim]
-        names = [f"{name}.{first[0]}", f"{name}.kv_a_proj_with_mqa"]
-        self.input = weights.linear(names, [first[1], cached], hidden)
+        names = [f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"]
+        self.input = weights.linear(names, [rows, whole(latent.size)], hidden)
+        self.sizes = [rows.length, latent.rank, latent.rope_dim]
         self.norm = RMSNorm(weights, f"{name}.kv_a_layernorm", latent.rank, NORM_EPS, summed=True)
         made = heads.of(latent.nope_dim + latent.value_dim)
         up = weights.dense(Stack([f"{name}.kv_b_proj"], [made], whole(latent.rank)))
@@ -43,7 +42,7 @@ class LatentAttention:
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: AttendLatent) -> Tensor:
         q, cached, shared = (part.contiguous() for part in self.input(x).split(self.sizes, dim=1))
-        if self.latent.query_rank is not None:
+        if self.query is not None:
             q = self.query(self.query_norm(q))
         q = q.unflatten(1, (-1, self.head_dim))
         return self.out(attend(layer, q, self.norm(cached), shared, rotary, self.heads).flatten(1))

@@ -47,9 +47,12 @@ def test_a_context_that_the_scratch_memory_does_not_hold_is_absorbed(
 
     monkeypatch.setattr(LatentConfig, "least_expanded", 1)
     monkeypatch.setattr(latent_kernels, "MOST_EXPANDED", 128)
-    step = LatentStep([(126, 128), (126, 129)])
+    monkeypatch.setattr(latent_kernels, "MOST_ABSORBED", 4)
+    step = LatentStep([(126, 128), (120, 129)])
     plan = triton_kernels.plan_latent(step.metadata, 4, step.shape, F32)
-    assert [isinstance(part, latent_kernels.Absorbed) for part in plan] == [False, True]
+    rows = [(type(part), part.rows) for part in plan]
+    absorbed = [(latent_kernels.Absorbed, slice(*x)) for x in ((2, 6), (6, 10), (10, 11))]
+    assert rows == [(latent_kernels.ExpandedChunk, slice(0, 2)), *absorbed]
     step.check(triton_kernels, DEVICE)
 
 

@@ -7,7 +7,7 @@ pieces. A short chunk of a prompt is absorbed, too: each of its queries is a row
 
 *Expanded.* The keys and values of all positions of a chunk go to scratch memory, and `prefill` attends to
 them. The scratch memory always has room for `MOST_EXPANDED` positions, so the rehearsal of the largest steps
-counts it. Chunks with more positions are absorbed.
+counts it. Chunks with more positions are absorbed, `MOST_ABSORBED` queries at a time.
 """
 
 from collections.abc import Sequence
@@ -33,6 +33,9 @@ ROWS = 16  # query heads of a program
 WARPS = 4
 STAGES = 3
 MOST_EXPANDED = 8192
+MOST_ABSORBED = (
+    512  # queries of a chunk at a time: their partial results are larger than those of other kernels
+)
 SCRATCH_BLOCK = 128  # positions; the tiles of `prefill` divide it
 
 
@@ -67,11 +70,14 @@ def plan_latent(
         plan.append(Absorbed(slice(decodes), pieces, metadata.block_tables))
     row = decodes
     for request, (start, stop) in enumerate(metadata.prefills, decodes):
-        rows, table = slice(row, row + stop - start), metadata.block_tables[request]
-        row = rows.stop
+        table, first = metadata.block_tables[request], row - start
+        row += stop - start
         if stop - start < least_expanded or stop > MOST_EXPANDED:
             programs = PIECES_PER_SM * multiprocessors // blocks_of_heads
-            plan.append(Absorbed(rows, _pieces(start, stop, programs, device), table))
+            for begin in range(start, stop, MOST_ABSORBED):
+                end = min(begin + MOST_ABSORBED, stop)
+                rows = slice(first + begin, first + end)
+                plan.append(Absorbed(rows, _pieces(begin, end, programs, device), table))
             continue
         at = torch.arange(stop, device=device)
         shape = shape_for([(start, stop)])
@@ -79,7 +85,7 @@ def plan_latent(
         tiles = Tiles(torch.from_numpy(work).to(device, non_blocking=True), shape, None)
         scratch = torch.arange(triton.cdiv(stop, SCRATCH_BLOCK), dtype=torch.int32, device=device)
         slots = table.long()[at // size] * size + at % size
-        plan.append(ExpandedChunk(rows, slots, scratch[None], tiles))
+        plan.append(ExpandedChunk(slice(first + start, row), slots, scratch[None], tiles))
     return plan
 
 
@@ -98,16 +104,16 @@ def _pieces(start: int, stop: int, programs: int, device: torch.device) -> Piece
 
 
 def latent_attention(q: Tensor, kv: Tensor, plan: LatentPlan, heads: LatentHeads) -> Tensor:
-    out = q.new_empty(*q.shape[:2], heads.up.shape[1] - heads.nope_dim)
-    for part in plan:
-        if isinstance(part, Absorbed):
-            _absorbed(q[part.rows], kv, part, heads, out[part.rows])
-        else:
-            _expanded(q[part.rows], kv, part, heads, out[part.rows])
-    return out
+    found = [
+        _absorbed(q[part.rows], kv, part, heads)
+        if isinstance(part, Absorbed)
+        else _expanded(q[part.rows], kv, part, heads)
+        for part in plan
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads, out: Tensor) -> None:
+def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads) -> Tensor:
     rank, (_, _, block_size, _, size) = heads.up.shape[2], kv.shape
     q = heads.absorb(q)
     (rows, num_heads, _), count = q.shape, len(part.pieces.work)
@@ -136,10 +142,10 @@ def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads, out: Te
         **launch_options(),
     )
     combine(partial, lse, part.pieces, latents)
-    out.copy_(heads.values(latents))
+    return heads.values(latents)
 
 
-def _expanded(q: Tensor, kv: Tensor, part: ExpandedChunk, heads: LatentHeads, out: Tensor) -> None:
+def _expanded(q: Tensor, kv: Tensor, part: ExpandedChunk, heads: LatentHeads) -> Tensor:
     keys, values = heads.expand(kv.flatten(0, 3).index_select(0, part.slots))
     positions, num_heads, size = keys.shape
     padded = triton.next_power_of_2(size)
@@ -149,8 +155,10 @@ def _expanded(q: Tensor, kv: Tensor, part: ExpandedChunk, heads: LatentHeads, ou
     )  # fmt: skip
     scratch.keys.flatten(0, 2)[:positions].copy_(F.pad(keys, (0, padded - size)))
     scratch.values.flatten(0, 2)[:positions].copy_(values)
+    out = torch.empty_like(q[..., : values.shape[2]], memory_format=torch.contiguous_format)
     q = F.pad(q, (0, padded - size))
     prefill_attention(q, scratch, part.table, part.tiles, out, None, None, heads.scale)
+    return out
 
 
 @triton.jit(do_not_specialize=["table_stride"])
