@@ -295,8 +295,10 @@ class ModelConfig:
         """The size of the heads that the kernels of a GPU attend to. Those that are made of latents are
         padded to a power of two."""
         latent = self.latent
-        if latent is None or any(size.bit_count() != 1 for size in (latent.rank, latent.rope_dim)):
+        if latent is None:
             return self.head_dim
+        if any(size.bit_count() > 1 for size in (latent.rank, latent.rope_dim, latent.value_dim)):
+            return self.head_dim  # which they refuse
         return 1 << (latent.nope_dim + latent.rope_dim - 1).bit_length()
 
     def check(self, source: str) -> None:

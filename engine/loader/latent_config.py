@@ -82,10 +82,12 @@ def not_supported(settings: Settings, architecture: str) -> Iterator[str]:
     methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
     supported = {
         "attention_bias": (False,),
+        "attention_chunk_size": (),
         "moe_layer_freq": (1,),
         "norm_topk_prob": (False,) if v2 else (True, False),
         "rope_interleave": (True,),
         "scoring_func": ("softmax",) if v2 else ("sigmoid",),
+        "sliding_window": (),
         "topk_method": methods,
     }
     for name, values in supported.items():

@@ -80,6 +80,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DeepseekV3", {"attention_bias": True}, "attention_bias True of DeepseekV3ForCausalLM is not supported"),
     ("DeepseekV3", {"topk_method": "greedy"}, "topk_method 'greedy' of DeepseekV3ForCausalLM is not"),
     ("DeepseekV3", {"rope_interleave": False}, "rope_interleave False of DeepseekV3ForCausalLM is not"),
+    ("DeepseekV3", {"sliding_window": 24}, "sliding_window 24 of DeepseekV3ForCausalLM is not"),
     ("DeepseekV3", {"topk_group": 1}, "num_experts_per_tok 3 of 8 experts, in 1 of 4 groups, is not"),
     ("DeepseekV3", {"n_group": 8}, "num_experts_per_tok 3 of 8 experts, in 2 of 8 groups, is not"),
     ("DeepseekV3", {"v_head_dim": 33}, r"query heads of 16 \+ 16 dimensions with values of 33 are not"),

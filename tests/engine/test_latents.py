@@ -5,6 +5,7 @@
 import os
 import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
+from baton.cluster.tools.sizing.models import MODELS
 from baton.engine import EngineRequest, SamplingParams
+from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.kernels import Kernels
+from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import LatentConfig
 from baton.engine.models import cache_bytes_per_token
 from tests.device import DEVICE
@@ -21,6 +25,7 @@ from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, 
 from tests.engine.conftest import request_of, run, save_tiny, tokens_of
 from tests.engine.latent_step import LatentStep
 from tests.engine.test_models import scores
+from tests.engine.test_tiers import TURNS, answers
 from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
 
 FAMILIES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
@@ -79,6 +84,22 @@ def test_a_pair_gives_the_tokens_of_one_rank(
         assert ("shared_memory" in transports) == exports
 
 
+def test_tokens_are_the_same_with_a_tier_and_preemptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
+    save_tiny(tmp_path, "DeepseekV3")
+    expected = answers(load(tmp_path, num_blocks=200, block_size=4), TURNS)
+    engine = load(
+        tmp_path, num_blocks=30, block_size=4, enable_prefix_caching=True, max_num_seqs=4,
+        host_cache_size=1 << 20,
+    )  # fmt: skip
+    assert answers(engine, TURNS) == expected
+    stats = engine.stats()
+    assert stats.preemptions
+    assert stats.offload[-1].loaded_tokens > 100
+
+
 def test_a_token_has_one_latent_in_each_layer(tmp_path: Path) -> None:
     save_tiny(tmp_path, "DeepseekV3")
     engine = load(tmp_path)
@@ -110,6 +131,9 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 def test_chunks_are_expanded_from_the_length_that_pays(nope: int, rank: int, value: int, least: int) -> None:
     """For each position and head, as many multiplications are saved as making its key and value costs."""
     shape = LatentConfig(None, rank, nope, 64, value, 1.0)
+    model = replace(model_config_from_hf(MODELS["glm-4.7-flash"], {}, ""), latent=shape)
+    assert model.kernel_head_dim == 256
+    assert replace(model, latent=replace(shape, rank=500)).kernel_head_dim == 576, "a GPU refuses it"
     assert shape.least_expanded == least
     saved = 2 * rank - nope - value
     assert (least - 1) * saved <= rank * (nope + value) < least * saved
