@@ -171,11 +171,12 @@ class VLLMCluster:
         assert leaks_when_idle(self.url) == {}
 
     def stop(self) -> None:
-        """Asserts a clean end after SIGTERM."""
+        """Asserts the end after SIGTERM. A worker that a test has killed may just be starting again."""
         processes = tree(self.process.pid)
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(STOP_S) == 0, self.output()
-        assert self.output().splitlines()[-2:] == ["Stopping …", "Stopped."], "nothing had to be killed"
+        assert self.output().endswith("Stopped.\n")
+        assert "did not end in time" not in self.output(), "no process of vLLM outlives its worker"
         assert not any(map(alive, processes))
 
     def kill(self) -> None:
