@@ -131,7 +131,7 @@ class Tool(Part):
         """The JSON schema of the arguments, as workers enforce it."""
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
         spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-        schema = {**spaced, **(self.function.parameters or nothing)}
+        schema = {**spaced, "type": "object", **(self.function.parameters or nothing)}
         schema.pop("$schema", None)  # as `grammar_child` reads it
         return json.dumps(schema)
 

@@ -33,16 +33,21 @@ class Structure:
         return pb.StructuredOutput(**{self.kind: self.text})
 
 
-def calls_or_answer(calls: str, answer: Structure) -> str:
+def calls_or_answer(calls: str, answer: Structure, before: str = "") -> str:
     """Returns a Lark grammar for tool calls or an answer: its rule `start` is that of `calls`, or `answer`.
 
-    `answer` is a JSON schema.
+    `answer` is a JSON schema. `before`: the Lark expression of what precedes an answer.
     """
-    schema = json.loads(answer.text)
+    either = f"start: calls | answer\n{calls.replace('start:', 'calls:', 1)}"
+    return f"{either}\nanswer: {before} object\nobject: {json_rule(answer)}"
+
+
+def json_rule(structure: Structure) -> str:
+    """Returns the Lark expression of a JSON schema."""
+    schema = json.loads(structure.text)
     object_ = schema if isinstance(schema, dict) else {"allOf": [schema]}
     spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-    rule = json.dumps({**spaced, **object_})
-    return f"start: calls | answer\n{calls.replace('start:', 'calls:', 1)}\nanswer: %json {rule}"
+    return f"%json {json.dumps({**spaced, **object_})}"
 
 
 class JsonSchema(Part):

@@ -25,7 +25,7 @@ from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools.reasoning import Beginning, beginning_after, continues_reasoning
+from baton.router.tools.reasoning import Beginning
 
 Raw = bytes | bytearray
 Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
@@ -177,10 +177,10 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes
         encode = tokenizer.encode
     prompt = _encoded(tokenizer, text, body, served, encode)
     beginning: Beginning = "answer"
-    if tokenizer.reasoning_parser is not None:
+    if (way := tokenizer.reasoning) is not None:
         if not body.continue_final_message:
-            beginning = beginning_after(text, tokenizer.reasoning_parser)
-        elif continues_reasoning(body.messages[-1].content):
+            beginning = way.beginning_after(text)
+        elif way.continues_reasoning(body.messages[-1].content):
             beginning = "reasoning"
     return Prepared(body, [prompt], [], beginning)
 
