@@ -260,6 +260,7 @@ class FrontOptions(ServerTlsOptions):
         "that file.",
         "auto|vllm|PATH",
     )
+    enable_per_request_metrics: bool = opt(False, "Tell clients how long the parts of their request took.")
     allowed_origins: list[str] = opt(
         [], "Let pages of these origins use the API in a browser (CORS); * is any.", "ORIGIN", shown="none"
     )

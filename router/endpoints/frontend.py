@@ -165,10 +165,12 @@ class Frontend:
             traceparent=valid_traceparent(headers.get("traceparent")),
         )
 
-    async def convert(self, kind: Converted, raw: bytes | bytearray, entry: Entry) -> bytes:
+    async def convert(
+        self, kind: Converted, raw: bytes | bytearray, entry: Entry, history: bytes = b""
+    ) -> bytes:
         """Returns the response to an endpoint that only counts or converts, or to a peek. Raises ApiError."""
         async with _deadline(self._services.config.request_timeout, time.monotonic()):
-            response = await self._preparer.prepare(kind, raw, self._served, entry.key)
+            response = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
         assert isinstance(response, bytes)
         return response
 

@@ -29,7 +29,7 @@ from baton.router.tools.reasoning import Beginning
 
 Raw = bytes | bytearray
 Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
-Converted = Literal["tokenize", "detokenize", "count_tokens", "peek"]
+Converted = Literal["tokenize", "detokenize", "count_tokens", "input_tokens", "peek"]
 Kind = Generated | Converted
 """What the bytes are: the JSON body of an HTTP endpoint, or the message of a gRPC call.
 
@@ -44,6 +44,7 @@ _BODIES: dict[Kind, type[Body]] = {
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
     "count_tokens": CountTokensBody,
+    "input_tokens": ResponsesBody,
 }
 
 
@@ -148,6 +149,8 @@ def prepare(
         match body:
             case ChatBody():
                 prepared = _chat(body, tokenizer, served, salt)
+            case ResponsesBody() if kind == "input_tokens":
+                prepared = _count_tokens(body.chat(history), tokenizer, {"object": "response.input_tokens"})
             case ResponsesBody():
                 prepared = _chat(body.chat(history), tokenizer, served, salt)
                 prepared = replace(_bounded(prepared, served), repeated=body.repeated)
@@ -234,9 +237,10 @@ def _detokenize(body: DetokenizeBody, tokenizer: ModelTokenizer) -> bytes:
     return msgspec.json.encode({"prompt": text})
 
 
-def _count_tokens(body: ChatBody, tokenizer: ModelTokenizer) -> bytes:
+def _count_tokens(body: ChatBody, tokenizer: ModelTokenizer, more: dict[str, str] | None = None) -> bytes:
     text = _rendered(tokenizer, body, body.messages)
-    return msgspec.json.encode({"input_tokens": len(tokenizer.encode(text, add_special_tokens=False))})
+    count = len(tokenizer.encode(text, add_special_tokens=False))
+    return msgspec.json.encode({**(more or {}), "input_tokens": count})
 
 
 def _check_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> None:

@@ -202,6 +202,41 @@ async def test_the_sum_of_a_stream_is_the_whole_response(calling: Cluster, count
                 assert entries == choice["logprobs"]["content"]
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_tool_choice_may_name_the_tools_that_are_allowed(calling: Cluster):
+    body = {"messages": CHAT, "tools": TOOLS, "max_tokens": 2}
+    for mode in ("auto", "required"):
+        status, result = await calling.post("/v1/chat/completions", **body, tool_choice=allowed(mode, "now"))
+        assert status == 200, result
+        prompt = calling.tokenizer.decode(list(calling.sent.prompt_ids), skip_special_tokens=False)
+        assert json.dumps([TOOLS[1]]) in prompt
+        assert "get_weather" not in prompt
+        grammar = calling.sent.sampling.structured_output.grammar
+        assert ("now" in grammar) == (mode == "required")
+        assert "get_weather" not in grammar
+    status, result = await calling.post(
+        "/v1/responses", input="Hi", max_output_tokens=2,
+        tools=[{"type": "function", "name": "now"}, {"type": "function", "name": "later"}],
+        tool_choice={
+            "type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}],
+        },
+    )  # fmt: skip
+    assert (status, result["tool_choice"]["mode"]) == (200, "required")
+    assert "later" not in calling.sent.sampling.structured_output.grammar
+    for choice in (
+        allowed("auto", "then"),
+        allowed("auto"),
+        {"type": "allowed_tools"},
+        allowed("never", "now"),
+    ):
+        status, result = await calling.post("/v1/chat/completions", **body, tool_choice=choice)
+        assert (status, result["error"]["param"].partition(".")[0]) == (400, "tool_choice"), result
+
+
 async def test_tools_are_in_the_prompt_unless_tool_choice_is_none(calling: Cluster):
     for choice in (None, "auto", "none"):
         await calling.post(
