@@ -58,8 +58,16 @@ class StreamOptions(BaseModel):
         return self.usage_at_the_end and self.continuous_usage_stats
 
 
+_STREAMED: list[Any] = [
+    {"properties": {"stream_options": {"type": "null"}}},
+    {"properties": {"stream": {"const": True}}, "required": ["stream"]},
+]
+
+
 class GenerationBody(OpenAIBody):
     """The fields that chat and text completions share."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": _STREAMED})
 
     stream_options: StreamOptions | None = None
     n: Nullable[Annotated[int, Field(ge=1, le=MAX_CHOICES)]] = 1
@@ -303,8 +311,16 @@ class ChatBody(ChatOptions):
     messages: Annotated[Items[Message], Field(min_length=1)]
 
 
+_PROMPT_OR_MESSAGES: list[Any] = [
+    {"properties": {given: {"not": {"type": "null"}}, other: {"type": "null"}}, "required": [given]}
+    for given, other in (("prompt", "messages"), ("messages", "prompt"))
+]
+
+
 class TokenizeBody(RenderedBody):
     """POST /tokenize: a prompt or messages."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": _PROMPT_OR_MESSAGES})
 
     prompt: str | None = None
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None

@@ -3,7 +3,15 @@
 import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AliasChoices, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from baton.router.api.fields import Items, Part, TextPart, invalid, text
 from baton.router.api.validation import refusing
@@ -41,7 +49,22 @@ class ToolCall(Part):
     function: CalledFunction
 
 
+_NO_CALLS = {"tool_calls": {"type": ["array", "null"], "maxItems": 0}}
+_NO_RESULT = {"tool_call_id": {"type": "null"}}
+_BY_ROLE: list[Any] = [
+    {
+        "properties": {"role": {"const": "tool"}, "tool_call_id": {"type": "string"}} | _NO_CALLS,
+        "required": ["tool_call_id"],
+    },
+    {"properties": {"role": {"const": "assistant"}} | _NO_RESULT},
+    {"properties": {"role": {"enum": ["system", "developer", "user"]}} | _NO_CALLS | _NO_RESULT},
+]
+"""What `Message._check_tool_fields` checks, as JSON schemas."""
+
+
 class Message(Part):
+    model_config = ConfigDict(json_schema_extra={"anyOf": _BY_ROLE})
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart] | None)] = ""
     name: str | None = None

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from baton.router.api.fields import Items, Part, invalid, one_of
 from baton.router.api.messages import WHITESPACE
@@ -64,8 +64,25 @@ class JsonSchema(Part):
     strict: bool | None = None
 
 
+_WITH_SCHEMA: list[Any] = [
+    {"properties": {"type": {"enum": ["text", "json_object"]}}},
+    {
+        "properties": {
+            "json_schema": {
+                "type": "object",
+                "required": ["schema"],
+                "properties": {"schema": {"type": ["object", "boolean"]}},
+            }
+        },
+        "required": ["json_schema"],
+    },
+]
+
+
 class ResponseFormat(Part):
     """OpenAI's field `response_format`."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": _WITH_SCHEMA})
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
