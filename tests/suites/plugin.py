@@ -79,7 +79,7 @@ class RemoteOpenAIServer:
 
     def __init__(self, model: str, args: list[str] = [], **_: Any) -> None:  # noqa: B006
         self.model = model
-        self.host, _, port = URL.rpartition("//")[2].partition(":")
+        self.host, _colon, port = URL.rpartition("//")[2].partition(":")
         self.port = int(port)
         self.url_root = URL
 
