@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,10 @@ class Server:
         return [(tokens, params) for tokens, params in found]
 
     def kill(self) -> None:
+        """Kills all processes of the engine: without a worker, some outlive the first one."""
+        if self.process.poll() is None:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                process.kill()
         self.process.kill()
         self.process.communicate()
 

@@ -107,9 +107,10 @@ class Worker:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         children = psutil.Process(self.server.process.pid).children(recursive=True)
-        self.server.kill()
+        self.server.process.kill()
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, WITHIN)
         assert not alive, "they die with the engine process"
+        self.server.kill()
         self._service.close()
         await asyncio.to_thread(self.transfer.wait)
         self.link.close()

@@ -77,6 +77,5 @@ def test_a_prompt_whose_prefill_server_was_killed_is_computed(servers: Servers) 
     """The last test of this module: the server is not started again."""
     prompts = prompts_of([40, 200], 9)
     prefilled = servers.prefilled(prompts)
-    servers.prefill.process.kill()
-    servers.prefill.process.wait()
+    servers.prefill.kill()
     assert servers.decoded(prompts, prefilled) == generated(servers.model, prompts)
