@@ -2,11 +2,10 @@
 
 Workers report once a second to one router, and more often to several (`report_seconds`). Between reports the
 queue of a worker is estimated: the reported tokens, plus what this router sent since, less what the worker
-computes in that time at its reported speed. It is at most
-this router's own waiting tokens and what other routers had in the last report. It is at least this router's
-own waiting tokens, less what the worker should have computed of the first prompt.
-Work that other routers sent since is unknown. So a policy must not simply send everything to the worker that
-seems idle: `sticky` spreads sessions by a ring, `two_choices` draws.
+computes in that time at its reported speed. It is at most this router's own waiting tokens and what other
+routers had in the last report. It is at least this router's own waiting tokens, less what the worker should
+have computed of the first prompt. Work that other routers sent since is unknown. So a policy must not simply
+send everything to the worker that seems idle: `sticky` spreads sessions by a ring.
 """
 
 import math

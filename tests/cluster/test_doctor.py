@@ -175,10 +175,10 @@ def test_one_node_has_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_metadata_of_nixl_that_workers_do_not_take() -> None:
     memory: Any = None
-    theirs = msgspec.msgpack.encode((1, 2, ["nixl", "", bytes(5000), 4, 4096, bytes(16)]))
+    theirs = msgspec.msgpack.encode((1, 2, ["nixl", "", [bytes(5000)], 4, 4096, bytes(16)]))
     size, _, why = nixl._read(memory, theirs)
     assert (size, why) == (
-        0, "the memory of the other node: Expected `bytes` of length <= 4096 - at `$[2][2]`"
+        0, "the memory of the other node: Expected `bytes` of length <= 4096 - at `$[2][2][0]`"
     )  # fmt: skip
 
 

@@ -26,8 +26,8 @@ Start = Callable[..., RoleProcess]
 def start(tmp_path: Path, environment: dict[str, str], stopping: Callable[[RoleProcess], None]) -> Start:
     """Starts a role with these variables in its environment."""
 
-    def begin(**more: str) -> RoleProcess:
-        policy = RestartPolicy(first_delay=0.01)
+    def begin(first_delay: float = 0.01, **more: str) -> RoleProcess:
+        policy = RestartPolicy(first_delay=first_delay)
         process = RoleProcess([*FAKE, "prefill"], environment | more, tmp_path / "log", policy)
         stopping(process)
         process.launch()
@@ -75,7 +75,15 @@ async def test_the_roles_own_words_say_why_it_cannot_start(start: Start) -> None
     assert state.error == "--dtype: int1 is not a type"
 
 
-async def test_a_crash_loop_is_told_and_slows_down(start: Start) -> None:
+async def test_a_role_that_crashed_waits_before_its_next_start(start: Start) -> None:
+    process = start(first_delay=0.5, MISBEHAVIOUR="crash")
+    await until(process, lambda s: s.phase == "waiting")
+    crashed = time.monotonic()
+    await until(process, lambda s: s.phase == "starting")
+    assert time.monotonic() - crashed > 0.3
+
+
+async def test_a_crash_loop_is_told(start: Start) -> None:
     process = start(MISBEHAVIOUR="crash")
     state = await until(process, lambda s: s.crash_loop)
     assert state.restarts == 5

@@ -83,7 +83,8 @@ async def test_cancel_before_anything_is_computed(workers: Workers) -> None:
         await pair.prefill.cancel(prefill_id)
         await pair.decode.cancel(decode_id)
         await pair.decode.token(blocking)
-    await assert_whole(*workers)
+        await pair.decode.cancel(blocking)
+        await assert_whole(*workers)
 
 
 async def test_cancel_stops_a_prefill_between_its_chunks(workers: Workers) -> None:

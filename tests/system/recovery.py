@@ -19,6 +19,8 @@ SHORT = cases(8, 24)  # half of them greedy, half seeded
 GRAMMAR = '{"structured_outputs": {"regex": "([a-z]{2,7} ){99}"}, "ignore_eos": false}'
 SHORT[1:3] = [replace(case, options=GRAMMAR) for case in SHORT[1:3]]  # one of each kind
 LONG = cases(4, 6, repeat=5)  # prompts of some hundred tokens, in chunks of 64: a second and more of prefill
+LONGEST = cases(4, 6, repeat=20)[2]
+"""Its prefill takes so long that a decode worker can be stopped before all of its KV has come."""
 MIXED = [*LONG, *SHORT[:4]]
 _STEP = 0.02  # seconds between looks at what no event tells
 

@@ -11,7 +11,7 @@ import pytest
 from baton.bench.chaos.cluster import Worker
 from baton.bench.chaos.streams import Case, new_session, read
 
-from .recovery import LONG, MIXED, SHORT, Broken, each_has
+from .recovery import LONGEST, MIXED, SHORT, Broken, each_has
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ async def test_streams_go_on_elsewhere(
 async def test_decode_killed_before_its_ack_costs_no_second_prefill(broken: Broken) -> None:
     """Another decode worker takes the KV that is still held."""
     await asyncio.to_thread(broken.all_back)
-    case, victim = LONG[2], broken.cluster.workers[0]
+    case, victim = LONGEST, broken.cluster.workers[0]
     before = broken.tokens_prefilled()
     await broken.ride([case])
     cost = broken.tokens_prefilled() - before

@@ -26,7 +26,7 @@ FAILURES = [
 ]
 WORKERS = {
     "prefill": SHORT_STEPS | {"tensor_parallel_size": SIZES["prefill"]},
-    "decode": SHORT_STEPS | {"tensor_parallel_size": SIZES["decode"], "block_size": 48},
+    "decode": SHORT_STEPS | {"tensor_parallel_size": SIZES["decode"], "block_size": 64},
     "spare": SHORT_STEPS | {"tensor_parallel_size": 1, "block_size": 32},
 }
 LENGTH = 3600
