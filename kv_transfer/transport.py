@@ -35,11 +35,11 @@ class PagedKV:
     scales: Sequence[torch.Tensor] = ()
     """Of each layer with KV, if the layout has scales: [2, num_blocks, KV heads of this rank, block_size]
     float32."""
-    rows: Sequence[Sequence[torch.Tensor]] = ()
-    """In place of `layers`, on CPUs: K and V of each layer as tensors with strides of their own."""
     states: Sequence[Sequence[torch.Tensor]] = ()
     """Of each state of the layout, of each layer with states: [slots, rows, heads of this rank, head_dim].
     Heads and their numbers are neighbours. The slots and rows need not be."""
+    rows: Sequence[Sequence[torch.Tensor]] = ()
+    """In place of `layers`, on CPUs: K and V of each layer as tensors with strides of their own."""
 
     @property
     def heads(self) -> Sequence[Range]:

@@ -24,17 +24,15 @@ from baton.kv_transfer import (
     Heartbeat,
     Injected,
     PagedKV,
-    Ready,
     Receiver,
     Released,
     TraceWriter,
     TransferConfig,
     Transport,
     channel_pair,
-    decode_from_transfer,
     spawn_transfer,
 )
-from baton.kv_transfer.spawn import MAX_MESSAGE
+from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
 from baton.vllm_worker.plan import Address, Fetch, Plan, log
 
 _TICK = 0.25

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from baton.kv_transfer import KVLayout
 from baton.vllm_worker.caches import layer_number, paged_kv
 
 BLOCKS, BLOCK, HEADS, DIM = 5, 16, 3, 8
@@ -18,7 +19,7 @@ def test_k_and_v_are_found_in_each_layout(shape: tuple[int, ...]) -> None:
     kv = paged_kv(
         {"model.layers.1.attn": cache, "model.layers.0.attn": torch.zeros(shape)}, BLOCK, HEADS, DIM
     )
-    assert kv.layout.fingerprint == "kv6 layers=2 kv_heads=3 head_dim=8"
+    assert kv.layout == KVLayout(2, HEADS, DIM, "float32")
     assert kv.layers[1].shape == (2, BLOCKS, BLOCK, HEADS, DIM), "in the order of layers"
     for row in range(2):
         expected = cache[row, 3] if shape[0] == 2 else cache[3, row]

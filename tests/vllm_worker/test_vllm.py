@@ -115,7 +115,7 @@ def test_tokens_are_those_of_one_engine(servers: Servers, lengths: list[int]) ->
 def generated(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     from transformers import LlamaForCausalLM
 
-    reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference: Any = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     found = []
     for prompt in prompts:
         with torch.inference_mode():

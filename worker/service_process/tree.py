@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from baton.engine.execution.rank_files import RankFiles
-from baton.kv_transfer import ArenaEnd, Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer import ArenaEnd, Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.system import describe_exit, make_directory, url_host
@@ -29,7 +29,6 @@ from baton.worker.engine_process.start import (
     EXIT_START_FAILED,
     EXIT_TRANSFER_GONE,
     RANK_MODULE,
-    Arenas,
     EngineProcessConfig,
     RankProcessConfig,
 )
