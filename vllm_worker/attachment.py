@@ -24,9 +24,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.kv_transfer import Arenas, Heartbeat, InjectStats, KVLayout
+from baton.kv_transfer import Arenas, Heartbeat, InjectStats, KVLayout, TraceWriter, Transport
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.protocol.local_messages import Local
+from baton.kv_transfer.protocol.messages import Reason
 from baton.kv_transfer.spawn import die_with_parent
 
 _MOST_BYTES = 1 << 16
@@ -46,16 +47,12 @@ class Attach(Local):
     model_fingerprint: str
 
 
-class Expect(Local):
-    """Engine process → connector: the prefill is accepted. A FETCH may come before vLLM schedules it."""
-
-    prefill_id: bytes
-
-
 class Close(Local):
-    """Engine process → connector: the router needs the prefill no more. `Freed` follows if it was opened."""
+    """Engine process → connector: the router needs the prefill no more. `Freed` follows if its blocks are in
+    use. vLLM itself tells the connector of prefills that begin, and that it aborts."""
 
     prefill_id: bytes
+    reason: Reason = "cancelled"  # "finished": the first token is the last
 
 
 class Landed(Local):
@@ -80,7 +77,6 @@ class Freed(Local):
     reason: str
 
 
-ToConnector = Expect | Close
 FromConnector = Landed | Lost | Freed
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -122,7 +118,7 @@ class ConnectorLink:
         assert first is not None, "each rank has attached"
         return first
 
-    def send(self, message: ToConnector) -> None:
+    def send(self, message: Close) -> None:
         """Raises ChannelClosed if the connector's process has ended."""
         self._channels[0].send(message)
 
@@ -162,7 +158,7 @@ class ConnectorLink:
 class WorkerLink:
     """The connector's end. Owns the descriptors."""
 
-    arenas: Arenas
+    transport: Transport
     heartbeat: Heartbeat
     channel: Channel
 
@@ -180,7 +176,10 @@ class WorkerLink:
         if not data:
             raise ConnectionResetError(f"{path}: the worker ended")
         arenas = msgspec.msgpack.decode(data, type=Arenas).with_fds(fds[:-1])
-        return cls(arenas, Heartbeat(fds[-1]), Channel(sock, ToConnector))
+        transport = Transport(
+            *arenas.ends(), TraceWriter(None, ""), exports=arenas.exports, adopts=arenas.adopts
+        )
+        return cls(transport, Heartbeat(fds[-1]), Channel(sock, Close))
 
 
 def _uid_of_peer(sock: socket.socket) -> int:

@@ -7,6 +7,9 @@
 It takes and returns the same request parameters as vLLM's NixlConnector, so it works behind proxies that were
 made for that one. vLLM makes two connectors in each server: one for its scheduler, one for the process with
 the model.
+
+In a worker of Baton the connector has `"kv_connector_extra_config": {"attach": PATH}` and policy "fail". The
+worker has the transfer process (`attachment`), and a router draws the ids of prefills and decodes (`plan`).
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
+from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
 from baton.vllm_worker.plan import Address, Plan, Planner
-from baton.vllm_worker.transfers import Settings, Transfers
+from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +62,9 @@ class BatonConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._refuse_what_is_unknown()
         self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
-        self._planner = Planner()
+        self._planner = Planner(named=bool(self._settings.attach))
         self._transfers: Transfers | None = None
+        self._process: TransferProcess | None = None
 
     def _refuse_what_is_unknown(self) -> None:
         groups, parallel = self._kv_cache_config.kv_cache_groups, self._vllm_config.parallel_config
@@ -81,6 +86,9 @@ class BatonConnector(KVConnectorBase_V1):
         [reachable] = metadata.values()
         assert isinstance(reachable, Reachable)
         self._planner.address = Address(reachable.host, reachable.port, reachable.incarnation)
+
+    def on_new_request(self, request: Request) -> None:
+        self._planner.expect(request.request_id, request.kv_transfer_params, request.num_prompt_tokens)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         count = self._planner.to_fetch(
@@ -120,23 +128,33 @@ class BatonConnector(KVConnectorBase_V1):
         return planner.take()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        complete = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-        first_token = request.output_token_ids[0] if complete else None
-        return self._planner.finished(request.request_id, first_token)
+        match request.status:
+            case RequestStatus.FINISHED_LENGTH_CAPPED:
+                return self._planner.finished(request.request_id, request.output_token_ids[0])
+            case RequestStatus.FINISHED_STOPPED:
+                return self._planner.finished(request.request_id, None, "finished")
+        return self._planner.finished(request.request_id, None)
 
     # ------------------------------------------------------------ in the process with the model
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        config = self._vllm_config
+        config, settings = self._vllm_config, self._settings
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         kv = paged_kv(kv_caches, spec.block_size, spec.num_kv_heads, spec.head_size)
-        name = f"vllm {self._kv_transfer_config.kv_role.removeprefix('kv_')} {os.getpid()}"
-        self._transfers = Transfers(
-            kv, self._settings, name, _fingerprint(config), _secret(self._settings.host)
-        )
+        model = _fingerprint(config)
+        if settings.attach:
+            attach = Attach(0, kv.layout, kv.block_size, self._kv_cache_config.num_blocks, model)
+            link = WorkerLink.open(settings.attach, attach)
+            transport, heartbeat, worker = link.transport, link.heartbeat, link.channel
+        else:
+            name = f"vllm {self._kv_transfer_config.kv_role.removeprefix('kv_')} {os.getpid()}"
+            process = TransferProcess(kv, settings, name, model, _secret(settings.host))
+            transport, heartbeat, worker = process.transport, process.heartbeat, None
+            self._process = process
+        self._transfers = Transfers(kv, transport, heartbeat, timeout=settings.timeout, worker=worker)
 
-    def get_handshake_metadata(self) -> Reachable:
-        return Reachable(**asdict(self._running.address))
+    def get_handshake_metadata(self) -> Reachable | None:
+        return None if self._process is None else Reachable(**asdict(self._process.address))
 
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
         self._running.preempt(kv_connector_metadata.preempted)
@@ -169,6 +187,13 @@ class BatonConnector(KVConnectorBase_V1):
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def first_token(self, decode_id: bytes) -> int:
+        """As in `Transfers`."""
+        return self._running.first_token(decode_id)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -3,6 +3,10 @@
 The scheduler allocates the blocks of a prompt chunk by chunk, and may take them away again (preemption). So
 each step's `Plan` names the blocks of all prompts that it computes for decode servers. A prompt that starts
 again after a preemption gets a new prefill id: nothing of the old one can be mixed with it.
+
+A router draws ids of prefills and decodes (`prefill_id`, `decode_id`, `attempt` in kv_transfer_params), and
+submits to both sides at once. So a FETCH may come before its prompt is scheduled. A preemption ends a prefill
+with an id of a router: the worker hands it back.
 """
 
 from __future__ import annotations
@@ -11,8 +15,10 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+Ended = Literal["finished", "cancelled"]
+"""Why a prefill is not handed over. "finished": its first token is the last."""
 log = logging.getLogger("vllm.baton")
 """Below vLLM's logger, so its lines look like vLLM's."""
 
@@ -66,6 +72,9 @@ class Fetch:
     """Positions [start, stop) that a decode server takes from a prefill server."""
 
     request_id: str
+    decode_id: bytes
+    attempt: int
+    """Among the decode attempts of the request."""
     source: Source
     block_ids: Sequence[int]
     start: int
@@ -76,8 +85,10 @@ class Fetch:
 class Plan:
     """The metadata of one step, from vLLM's scheduler to each of its workers."""
 
+    expected: list[bytes] = field(default_factory=list)
+    """Prefill ids of routers, of prompts that wait to be scheduled."""
     opened: dict[bytes, str] = field(default_factory=dict)
-    """Prefill ids that are new, and their requests."""
+    """Prefill ids of prompts that start, and their requests."""
     cached: list[Chunk] = field(default_factory=list)
     """Their positions that need no computation."""
     chunks: list[Chunk] = field(default_factory=list)
@@ -86,7 +97,8 @@ class Plan:
     """First tokens of prompts that have finished."""
     preempted: list[bytes] = field(default_factory=list)
     """Prefill ids that have lost their blocks: nothing may read these when the step begins."""
-    aborted: list[bytes] = field(default_factory=list)
+    aborted: dict[bytes, Ended] = field(default_factory=dict)
+    """Prefill ids that nothing more is sent of."""
 
 
 @dataclass(slots=True)
@@ -94,21 +106,34 @@ class _Prompt:
     """A prompt that a decode server will fetch."""
 
     num_tokens: int
+    fixed_id: bytes
+    """Drawn by a router. Empty: ids are drawn here."""
     prefill_id: bytes = b""
     """Empty until the first chunk is scheduled, and after a preemption."""
     block_ids: list[int] = field(default_factory=list)
+    preempted: bool = False
 
 
 class Planner:
     """The connector's half in vLLM's scheduler."""
 
-    def __init__(self, new_id: Callable[[], bytes] = lambda: os.urandom(16)) -> None:
+    def __init__(self, *, named: bool = False, new_id: Callable[[], bytes] = lambda: os.urandom(16)) -> None:
+        """`named`: requests come from a router, with ids of prefills and decodes. Else clients send them."""
         self.address: Address | None = None
-        """Of this server. Set once its workers have started."""
+        """Of this server. Set once its workers have started. None: routers know where it is."""
+        self._named = named
         self._new_id = new_id
         self._prompts: dict[str, _Prompt] = {}
         self._sources: dict[str, Source] = {}  # until blocks are allocated
         self._plan = Plan()
+
+    def expect(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
+        """vLLM has a new request."""
+        if params and params.get("do_remote_decode"):
+            fixed_id = bytes.fromhex(params["prefill_id"]) if self._named else b""
+            self._prompts[request_id] = _Prompt(prompt_tokens, fixed_id)
+            if fixed_id:
+                self._plan.expected.append(fixed_id)
 
     def to_fetch(
         self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int, computed: int
@@ -136,13 +161,16 @@ class Planner:
     ) -> None:
         """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
         prompt."""
-        if params and params.get("do_remote_decode"):
-            self._prompts.setdefault(request_id, _Prompt(prompt_tokens))
         source = self._sources.pop(request_id, None)
         if to_fetch and source is not None:
-            fetch = Fetch(request_id, source, block_ids, prompt_tokens - to_fetch, prompt_tokens)
-            self._plan.fetches.append(fetch)
             assert params is not None, "there is a source"
+            decode_id, attempt = self._new_id(), 1
+            if self._named:
+                decode_id, attempt = bytes.fromhex(params["decode_id"]), params["attempt"]
+            start = prompt_tokens - to_fetch
+            self._plan.fetches.append(
+                Fetch(request_id, decode_id, attempt, source, block_ids, start, prompt_tokens)
+            )
             params["do_remote_prefill"] = False  # after a preemption the prompt is computed here
 
     def scheduled(
@@ -150,14 +178,15 @@ class Planner:
     ) -> None:
         """The step computes `count` tokens of the request after the first `computed`. `anew`: `new_blocks`
         replace the blocks of the request, since it is new or starts again after a preemption."""
-        if (prompt := self._prompts.get(request_id)) is None:
+        prompt = self._prompts.get(request_id)
+        if prompt is None or (prompt.preempted and prompt.fixed_id):
             return
         if anew:
             prompt.block_ids = []
         prompt.block_ids += new_blocks
         stop = min(computed + count, prompt.num_tokens)
         if not prompt.prefill_id:
-            prompt.prefill_id = self._new_id()
+            prompt.prefill_id = prompt.fixed_id or self._new_id()
             self._plan.opened[prompt.prefill_id] = request_id
             if computed:
                 self._plan.cached.append(self._chunk(prompt, 0, min(computed, stop)))
@@ -172,27 +201,34 @@ class Planner:
         prompt = self._prompts.get(request_id)
         if prompt is not None and prompt.prefill_id:
             self._plan.preempted.append(prompt.prefill_id)
-            prompt.prefill_id = b""
+            prompt.prefill_id, prompt.preempted = b"", True
 
     def take(self) -> Plan:
         """Returns the plan of the step."""
         plan, self._plan = self._plan, Plan()
         return plan
 
-    def finished(self, request_id: str, first_token: int | None) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended. `first_token`: None if it was aborted.
+    def finished(
+        self, request_id: str, first_token: int | None, reason: Ended = "cancelled"
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended. `first_token`: None if it ended for `reason`, and nothing is handed over.
 
         Returns whether its blocks must stay until they are sent, and the parameters with which a decode
-        server fetches them."""
+        server fetches them, if a proxy needs these."""
         self._sources.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
-        if prompt is None or not prompt.prefill_id:
+        if prompt is None:
+            return False, None
+        if not prompt.prefill_id:
+            if prompt.fixed_id and not prompt.preempted:
+                self._plan.aborted[prompt.fixed_id] = reason
             return False, None
         if first_token is None:
-            self._plan.aborted.append(prompt.prefill_id)
+            self._plan.aborted[prompt.prefill_id] = reason
             return True, None
         self._plan.committed[prompt.prefill_id] = first_token
-        assert self.address is not None, "the workers start before the first request"
+        if self.address is None:
+            return True, None
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,

@@ -1,7 +1,10 @@
 """Moves the KV of vLLM's requests: the connector's half in the process with the model.
 
-Threads: vLLM's calls everything of `Transfers`. The sender has a pump thread of its own. The receiver belongs
-to one thread (`Injector`), so KV is injected while vLLM computes.
+Threads: vLLM's calls everything of `Transfers`. The sender has a pump thread of its own. Another thread
+(`Attendant`) has the receiver, so KV is injected while vLLM computes. It also reads what the sender reports
+and what the worker wants, and tells the worker at once: vLLM may have no step soon.
+
+The transfer process is a child of vLLM (`TransferProcess`), or that of a worker (`attachment`).
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import subprocess
 import threading
 import time
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from baton.kv_transfer import (
     ArenaEnd,
     Closed,
+    ContentWanted,
     FetchFailed,
     FirstToken,
     Heartbeat,
@@ -26,13 +29,17 @@ from baton.kv_transfer import (
     PagedKV,
     Receiver,
     Released,
+    Sender,
     TraceWriter,
     TransferConfig,
     Transport,
     channel_pair,
     spawn_transfer,
 )
+from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
+from baton.kv_transfer.wait import wait
+from baton.vllm_worker.attachment import Freed, FromConnector, Landed, Lost
 from baton.vllm_worker.plan import Address, Fetch, Plan, log
 
 _TICK = 0.25
@@ -55,6 +62,9 @@ class Settings:
     encrypt: bool = False
     timeout: float = 60.0
     """Seconds for the KV of a request to come. Then its prompt is computed here."""
+    attach: str = ""
+    """Socket of a worker (`attachment`), which has a transfer process. The settings above are then its own,
+    but for `timeout`."""
     prefills: bool = True
     """False: the server only decodes. vLLM may then use full CUDA graphs, which call no hooks of layers."""
 
@@ -66,8 +76,8 @@ class TransferProcess:
         """Returns when it can be reached. Raises ValueError if the settings are wrong, and RuntimeError if
         the process ends."""
         self.incarnation = int.from_bytes(os.urandom(8))
-        self._heartbeat = Heartbeat.create()
-        self._heartbeat.tick()
+        self.heartbeat = Heartbeat.create()
+        self.heartbeat.tick()
         ours, theirs = zip(
             *(ArenaEnd.pair(settings.slots, settings.slot_bytes) for _ in range(2)), strict=True
         )
@@ -78,7 +88,7 @@ class TransferProcess:
             port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt,
         )  # fmt: skip
         self.process: subprocess.Popen[bytes] = spawn_transfer(
-            config, sending=theirs[0], receiving=theirs[1], heartbeat=self._heartbeat, service=service,
+            config, sending=theirs[0], receiving=theirs[1], heartbeat=self.heartbeat, service=service,
             secret=secret,
         )  # fmt: skip
         for end in theirs:
@@ -99,7 +109,7 @@ class TransferProcess:
         """Shows the transfer process that this process lives, and reads its reports."""
         self._service.settimeout(_TICK)
         while not self._ended.is_set():
-            self._heartbeat.tick()
+            self.heartbeat.tick()
             with contextlib.suppress(TimeoutError):
                 if not self._service.recv(MAX_MESSAGE):
                     return
@@ -111,16 +121,20 @@ class TransferProcess:
         self.process.wait()
 
 
-class Injector:
-    """The thread that has the receiver. Its methods may be called from other threads."""
+Event = Injected | FetchFailed | Closed | Released
 
-    def __init__(self, open_receiver: Callable[[], Receiver]) -> None:
+
+class Attendant:
+    """The thread that has the receiver. Its methods may be called from vLLM's thread."""
+
+    def __init__(self, open_receiver: Callable[[], Receiver], sender: Sender, worker: Channel | None) -> None:
+        """`worker`: to the engine process of a worker, which is told of each event."""
+        self._sender = sender
+        self._worker = worker
         self._orders: queue.SimpleQueue[Callable[[Receiver], None] | None] = queue.SimpleQueue()
-        self._events: queue.SimpleQueue[Injected | FetchFailed | Closed | Exception] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(
-            target=self._run, args=(open_receiver,), name="baton inject", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(open_receiver,), name="baton kv", daemon=True)
         self._thread.start()
 
     def order(self, call: Callable[[Receiver], None] | None) -> None:
@@ -128,14 +142,17 @@ class Injector:
         self._orders.put(call)
         os.eventfd_write(self._wake, 1)
 
-    def events(self) -> list[Injected | FetchFailed | Closed]:
-        """Returns what ended since the last call. Raises the exception with which the thread ended."""
-        found: list[Injected | FetchFailed | Closed] = []
-        while not self._events.empty():
-            event = self._events.get()
-            if isinstance(event, Exception):
-                raise RuntimeError("KV cannot be received any more") from event
-            found.append(event)
+    def events(self, within: float = 0.0) -> list[Event]:
+        """Returns what came since the last call. Waits so many seconds for the first event.
+
+        Raises RuntimeError if the thread has ended."""
+        found: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self._events.get(within > 0 and not found, within)
+                if isinstance(event, Exception):
+                    raise RuntimeError("KV cannot be moved any more") from event
+                found.append(event)
         return found
 
     def close(self) -> None:
@@ -144,17 +161,24 @@ class Injector:
 
     def _run(self, open_receiver: Callable[[], Receiver]) -> None:
         try:
-            receiver = open_receiver()
-            poll = select.poll()
-            poll.register(self._wake, select.POLLIN)
-            poll.register(receiver.fileno(), select.POLLIN)
+            receiver, worker = open_receiver(), self._worker
+            watched = [self._wake, receiver.fileno(), self._sender.fileno()]
+            if worker is not None:
+                watched.append(worker.fileno())
             while True:
-                within = receiver.poll_within
-                if poll.poll(None if within is None else 1e3 * within) and self._woken(receiver):
+                full = [worker.fileno()] if worker is not None and worker.full else []
+                if self._wake in wait(watched, receiver.poll_within, full) and self._woken(receiver):
                     receiver.shutdown()
                     return
-                for event in receiver.poll():
+                for event in (*receiver.poll(), *self._sender.poll()):
+                    assert not isinstance(event, ContentWanted), "vLLM's prefix cache is not served"
                     self._events.put(event)
+                    if worker is not None:
+                        worker.post(_report(event))
+                if worker is not None:
+                    worker.flush()
+                    for message in worker.receive():
+                        self._sender.close(message.prefill_id, message.reason)
         except Exception as error:  # noqa: BLE001  any error: `events` raises it in vLLM's thread
             self._events.put(error)
 
@@ -170,32 +194,56 @@ class Injector:
         return False
 
 
+def _report(event: Event) -> FromConnector:
+    match event:
+        case Injected(decode_id, _, stats):
+            return Landed(decode_id, stats)
+        case FetchFailed(decode_id, reason):
+            return Lost(decode_id, reason)
+        case Closed(decode_id):
+            return Lost(decode_id, "cancelled")
+        case Released(prefill_id, reason):
+            return Freed(prefill_id, reason)
+
+
 class Transfers:
     """Sends and fetches what the plans of vLLM's scheduler say."""
 
-    def __init__(self, kv: PagedKV, settings: Settings, name: str, model: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        kv: PagedKV,
+        transport: Transport,
+        heartbeat: Heartbeat,
+        *,
+        timeout: float,
+        worker: Channel | None = None,
+    ) -> None:
+        """`worker` as in `Attendant`."""
         self._block_size = kv.block_size
-        self._timeout = settings.timeout
-        self._process = TransferProcess(kv, settings, name, model, secret)
-        self.address = self._process.address
-        transport = self._process.transport
+        self._timeout = timeout
+        self._heartbeat = heartbeat
         self._sender = transport.sender(kv)
-        self._injector = Injector(lambda: transport.receiver(kv))
+        self._attendant = Attendant(lambda: transport.receiver(kv), self._sender, worker)
         self._plan = Plan()
         # Sending.
         self._requests: dict[bytes, str] = {}  # by prefill id, until nothing reads the blocks
         self._ended: set[bytes] = set()  # prefill ids: vLLM has given the blocks to this connector
         self._released: set[bytes] = set()  # before that
-        # Fetching, by decode id.
-        self._fetches: dict[bytes, Fetch] = {}
-        self._decode_ids: dict[str, bytes] = {}
-        self._deadlines: dict[bytes, float] = {}  # time.monotonic(), in order
-        self._late: set[bytes] = set()
+        # Fetching.
+        self._fetches: dict[bytes, Fetch] = {}  # by decode id, while blocks may be written
+        self._fetch_ends: list[Injected | FetchFailed | Closed] = []  # that vLLM is not told of yet
+        self._deadlines: dict[bytes, float] = {}  # by decode id: time.monotonic(), in order
+        self._late: set[bytes] = set()  # decode ids
         self._failed_blocks: set[int] = set()
+        self._decode_ids: dict[str, bytes] = {}  # by request id, until the request ends
+        self._first_tokens: dict[bytes, int] = {}  # by decode id, of these requests
 
     def begin(self, plan: Plan) -> None:
         """A step begins. Its preempted prompts have been handled."""
+        self._heartbeat.tick()
         self._plan = plan
+        for prefill_id in plan.expected:
+            self._sender.expect(prefill_id)
         for prefill_id, request_id in plan.opened.items():
             self._requests[prefill_id] = request_id
         opened = set(plan.opened)
@@ -212,36 +260,40 @@ class Transfers:
         for prefill_id, token in plan.committed.items():
             self._sender.commit(prefill_id, FirstToken(token))
             self._ended.add(prefill_id)
-        for prefill_id in plan.aborted:
-            self._sender.close(prefill_id, "cancelled")
-            self._ended.add(prefill_id)
+        for prefill_id, reason in plan.aborted.items():
+            self._sender.close(prefill_id, reason)
+            if prefill_id in self._requests:
+                self._ended.add(prefill_id)
 
     def saved(self, layer: int) -> None:
         """The step has written the KV of this layer."""
+        self._heartbeat.tick()
         for chunk in self._plan.chunks:
             self._sender.ready(chunk.prefill_id, layer, chunk.start, chunk.stop)
 
     def fetch(self) -> None:
         """Starts the fetches of the step."""
         for fetch in self._plan.fetches:
-            decode_id = os.urandom(16)
-            self._fetches[decode_id] = fetch
-            self._decode_ids[fetch.request_id] = decode_id
-            self._deadlines[decode_id] = time.monotonic() + self._timeout
-            self._injector.order(_fetcher(decode_id, fetch))
+            self._fetches[fetch.decode_id] = fetch
+            self._decode_ids[fetch.request_id] = fetch.decode_id
+            self._deadlines[fetch.decode_id] = time.monotonic() + self._timeout
+            self._attendant.order(_fetcher(fetch))
+
+    def first_token(self, decode_id: bytes) -> int:
+        """Returns the token that the prefill server has sampled for a request with KV from there."""
+        return self._first_tokens[decode_id]
 
     def preempt(self, prefill_ids: Sequence[bytes]) -> None:
         """Returns when nothing reads the blocks of these prefills. Other prompts will write to them."""
         for prefill_id in prefill_ids:
             self._sender.close(prefill_id, "cancelled")
         until = time.monotonic() + _PREEMPTED_WITHIN
-        waits = {prefill_id for prefill_id in prefill_ids if prefill_id in self._requests} - self._released
-        while waits:
+        while waits := {x for x in prefill_ids if x in self._requests} - self._released:
             if time.monotonic() > until:
-                raise RuntimeError(f"copies of a preempted prompt did not end in {_PREEMPTED_WITHIN:g} s")
-            select.select([self._sender.fileno()], [], [], 0.01)
-            self._poll_sender()
-            waits -= self._released
+                raise RuntimeError(
+                    f"copies of {len(waits)} preempted prompts did not end in {_PREEMPTED_WITHIN:g} s"
+                )
+            self._take_events(0.1)
         for prefill_id in prefill_ids:
             self._requests.pop(prefill_id, None)
             self._released.discard(prefill_id)
@@ -250,24 +302,30 @@ class Transfers:
         """`finished`: requests that have ended since the last call. Returns requests whose blocks nothing
         reads any more, and requests whose fetch has ended."""
         for request_id in finished:
-            if decode_id := self._decode_ids.get(request_id):
-                self._injector.order(_canceller(decode_id))
-        self._poll_sender()
+            if (decode_id := self._decode_ids.pop(request_id, None)) is not None:
+                self._first_tokens.pop(decode_id, None)
+                if decode_id in self._fetches:
+                    self._attendant.order(_canceller(decode_id))
+        self._take_events()
         sent = self._released & self._ended
         self._released -= sent
         self._ended -= sent
         self._cancel_late()
         received = set()
-        for event in self._injector.events():
+        for event in self._fetch_ends:
             fetch = self._fetches.pop(event.decode_id)
-            del self._decode_ids[fetch.request_id]
             self._deadlines.pop(event.decode_id, None)
             received.add(fetch.request_id)
-            if isinstance(event, FetchFailed) or event.decode_id in self._late:
-                self._late.discard(event.decode_id)
+            is_late = event.decode_id in self._late
+            self._late.discard(event.decode_id)
+            if isinstance(event, Injected):
+                if fetch.request_id in self._decode_ids:
+                    self._first_tokens[event.decode_id] = event.first_token.token_id
+            elif isinstance(event, FetchFailed) or is_late:
                 reason = event.reason if isinstance(event, FetchFailed) else f"in {self._timeout:g} s"
                 log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
                 self._failed_blocks |= set(fetch.block_ids[fetch.start // self._block_size :])
+        self._fetch_ends.clear()
         return {self._requests.pop(prefill_id) for prefill_id in sent}, received
 
     def _cancel_late(self) -> None:
@@ -276,7 +334,7 @@ class Transfers:
             decode_id = next(iter(self._deadlines))
             del self._deadlines[decode_id]
             self._late.add(decode_id)
-            self._injector.order(_canceller(decode_id))
+            self._attendant.order(_canceller(decode_id))
 
     def take_failed_blocks(self) -> set[int]:
         """Returns the blocks without KV of the fetches that failed since the last call."""
@@ -284,22 +342,25 @@ class Transfers:
         return failed
 
     def close(self) -> None:
+        self._attendant.close()
         self._sender.shutdown()
-        self._injector.close()
-        self._process.close()
 
-    def _poll_sender(self) -> None:
-        self._released |= {event.prefill_id for event in self._sender.poll() if isinstance(event, Released)}
+    def _take_events(self, within: float = 0.0) -> None:
+        for event in self._attendant.events(within):
+            if isinstance(event, Released):
+                self._released.add(event.prefill_id)
+            else:
+                self._fetch_ends.append(event)
 
 
-def _fetcher(decode_id: bytes, fetch: Fetch) -> Callable[[Receiver], None]:
+def _fetcher(fetch: Fetch) -> Callable[[Receiver], None]:
     source = fetch.source
     return lambda receiver: receiver.fetch(
-        decode_id,
+        fetch.decode_id,
         prefill_id=source.prefill_id,
         kv_address=f"{source.address.host}:{source.address.port}",
         incarnation=source.address.incarnation,
-        attempt=1,
+        attempt=fetch.attempt,
         block_ids=fetch.block_ids,
         num_tokens=fetch.stop,
         start=fetch.start,

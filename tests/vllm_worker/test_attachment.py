@@ -17,7 +17,7 @@ import pytest
 from baton.kv_transfer import ArenaEnd, Arenas, Heartbeat, InjectStats, KVLayout
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker import attachment
-from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, Expect, Freed, Landed, Lost, WorkerLink
+from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, Freed, Landed, Lost, WorkerLink
 
 SLOTS, SLOT_BYTES = 2, 1 << 16
 SAYS = Attach(0, KVLayout(3, 2, 8, "float32"), 16, 40, "model")
@@ -62,7 +62,7 @@ def connector(path: str, rank: int, then: Callable[[WorkerLink], None]) -> Any:
 
 
 def answers(link: WorkerLink) -> None:
-    sending, receiving = link.arenas.ends()
+    sending, receiving = link.transport.sending, link.transport.receiving
     sending.arena.slot(1)[:4] = b"sent"
     link.heartbeat.tick()
     for rank in sending.ranks:
@@ -72,8 +72,8 @@ def answers(link: WorkerLink) -> None:
     received: list[Any] = []
     while len(received) < 2:
         received += link.channel.receive()
-    assert received == [Expect(b"p"), Close(b"q")]
-    assert link.arenas.exports
+    assert received == [Close(b"p"), Close(b"q", "finished")]
+    assert link.transport.exports
     assert receiving.channel.recv(100) == b"to the engine"
     link.channel.send(Landed(b"d", STATS), Lost(b"e", "gone"), Freed(b"p", "acked"))
 
@@ -88,8 +88,8 @@ async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens
     assert bytes(sending.arena.slot(1)[:4]) == b"sent"
     assert worker.heartbeat.ticks == 1
     receiving.channel.send(b"to the engine")
-    worker.link.send(Expect(b"p"))
-    worker.link.send(Close(b"q"))
+    worker.link.send(Close(b"p"))
+    worker.link.send(Close(b"q", "finished"))
     found: list[Any] = []
     while len(found) < 3:
         found += await worker.link.receive()
@@ -110,12 +110,12 @@ async def test_each_rank_gets_its_own_arenas() -> None:
     worker = Worker(2)
 
     def first(link: WorkerLink) -> None:
-        sending, _ = link.arenas.ends()
+        sending = link.transport.sending
         [rank] = sending.ranks
         assert rank.recv(100) == b"from rank 1"
 
     def second(link: WorkerLink) -> None:
-        sending, _ = link.arenas.ends()
+        sending = link.transport.sending
         assert not sending.ranks
         sending.channel.send(b"from rank 1")
 
@@ -132,19 +132,19 @@ async def test_messages_wait_while_the_connector_does_not_read() -> None:
     count = 20_000
 
     def reads(link: WorkerLink) -> None:
-        sending, _ = link.arenas.ends()
+        sending = link.transport.sending
         assert sending.channel.recv(100) == b"", "the test closes the other end"
         link.channel.sock.setblocking(True)
-        received: list[Expect] = []
+        received: list[Close] = []
         while len(received) < count:
             received += link.channel.receive()
-        assert received == [Expect(i.to_bytes(16)) for i in range(count)]
+        assert received == [Close(i.to_bytes(16)) for i in range(count)]
         link.channel.send(Freed(b"p", "all read"))
 
     connector(worker.link.path, 0, reads)
     await worker.link.attached()
     for i in range(count):
-        worker.link.send(Expect(i.to_bytes(16)))
+        worker.link.send(Close(i.to_bytes(16)))
     for end in worker.transfer:
         end.close_channels()
     assert await worker.link.receive() == [Freed(b"p", "all read")]

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from baton.kv_transfer import PagedKV
+from baton.kv_transfer import PagedKV, channel_pair
+from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.wait import wait
+from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost
 from baton.vllm_worker.caches import paged_kv
 from baton.vllm_worker.plan import Address, Chunk, Fetch, Plan, Source
-from baton.vllm_worker.transfers import Settings, Transfers
+from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
+KINDS = Close, FromConnector
 SECRET = b"a secret of these two servers"
 WITHIN = 20.0
 
@@ -30,9 +34,25 @@ class Server:
         shape = BLOCKS, HEADS, BLOCK, 2 * DIM
         caches = {f"layers.{i}.attn": torch.rand(shape, generator=generator) for i in range(LAYERS)}
         self.kv: PagedKV = paged_kv(caches, BLOCK, HEADS, DIM)
-        self.transfers = Transfers(self.kv, Settings(timeout=timeout), name, model, SECRET)
+        self.process = TransferProcess(self.kv, Settings(), name, model, SECRET)
+        worker, self.worker = (Channel(end, kind) for end, kind in zip(channel_pair(), KINDS, strict=True))
+        self.transfers = Transfers(
+            self.kv, self.process.transport, self.process.heartbeat, timeout=timeout, worker=worker
+        )
         self.sent: set[str] = set()
         self.received: set[str] = set()
+
+    def close(self) -> None:
+        self.transfers.close()
+        self.process.close()
+
+    def told(self, count: int) -> list[Any]:
+        """The next messages to the worker's engine process."""
+        found: list[Any] = []
+        while len(found) < count:
+            assert wait([self.worker.fileno()], WITHIN), f"{found} have come"
+            found += self.worker.receive()
+        return found
 
     def step(self, plan: Plan, finished: set[str] | None = None) -> None:
         self.transfers.begin(plan)
@@ -56,7 +76,7 @@ def servers() -> Iterator[tuple[Server, Server]]:
     prefill, decode = Server("prefill", 0), Server("decode", 1)
     yield prefill, decode
     for server in (prefill, decode):
-        server.transfers.close()
+        server.close()
 
 
 def until(what: Callable[[], bool], *servers: Server) -> None:
@@ -68,8 +88,16 @@ def until(what: Callable[[], bool], *servers: Server) -> None:
         time.sleep(0.002)
 
 
+def fetch(request: str, there: Source, block_ids: list[int], start: int, stop: int) -> Fetch:
+    return Fetch(request, decode_id_of(request), 1, there, block_ids, start, stop)
+
+
+def decode_id_of(request: str) -> bytes:
+    return request.encode().ljust(16)
+
+
 def source(server: Server, prefill_id: bytes) -> Source:
-    return Source(server.transfers.address, prefill_id)
+    return Source(server.process.address, prefill_id)
 
 
 def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tuple[Server, Server]) -> None:
@@ -86,7 +114,7 @@ def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tupl
             chunks=[Chunk(prefill_id, there[:3], 32, 40, tokens)],
         )
     )
-    decode.step(Plan(fetches=[Fetch("b", source(prefill, prefill_id), here, 16, tokens)]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), here, 16, tokens)]))
     prefill.step(Plan(chunks=[Chunk(prefill_id, there, 40, tokens, tokens)]))
     prefill.step(Plan(committed={prefill_id: 42}), {"a"})
     until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
@@ -100,9 +128,9 @@ def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tupl
 
 def test_the_blocks_of_a_fetch_that_fails_are_named(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    address = prefill.transfers.address
+    address = prefill.process.address
     stale = Source(Address(address.host, address.port, address.incarnation ^ 1), b"p" * 16)
-    decode.step(Plan(fetches=[Fetch("b", stale, [4, 5, 6], 16, 40)]))
+    decode.step(Plan(fetches=[fetch("b", stale, [4, 5, 6], 16, 40)]))
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {5, 6}
     assert decode.transfers.take_failed_blocks() == set()
@@ -114,10 +142,10 @@ def test_a_prompt_whose_kv_does_not_come_is_computed(servers: tuple[Server, Serv
     decode = Server("impatient", 3, timeout=0.5)
     prefill_id = b"p" * 16
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
-    decode.step(Plan(fetches=[Fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
-    decode.transfers.close()
+    decode.close()
 
 
 def test_blocks_of_an_aborted_prompt_are_free_when_nothing_reads_them(servers: tuple[Server, Server]) -> None:
@@ -125,8 +153,8 @@ def test_blocks_of_an_aborted_prompt_are_free_when_nothing_reads_them(servers: t
     prefill, decode = servers
     prefill_id = b"p" * 16
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
-    decode.step(Plan(fetches=[Fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
-    prefill.step(Plan(aborted=[prefill_id]), {"a"})
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    prefill.step(Plan(aborted={prefill_id: "cancelled"}), {"a"})
     until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
     assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
 
@@ -135,10 +163,10 @@ def test_a_request_that_ends_while_it_is_fetched_gets_its_blocks_back(servers: t
     prefill, decode = servers
     prefill_id = b"p" * 16
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
-    decode.step(Plan(fetches=[Fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     decode.idle({"b"})
     until(lambda: decode.received == {"b"}, decode)
-    prefill.step(Plan(aborted=[prefill_id]), {"a"})
+    prefill.step(Plan(aborted={prefill_id: "cancelled"}), {"a"})
     until(lambda: prefill.sent == {"a"}, prefill)
 
 
@@ -149,14 +177,14 @@ def test_nothing_reads_the_blocks_of_a_preempted_prompt(servers: tuple[Server, S
     for turn in range(5):
         old, new, request = rng.randbytes(16), rng.randbytes(16), f"request {turn}"
         prefill.step(Plan(opened={old: request}, chunks=[Chunk(old, [1, 2, 3], 0, 48, 60)]))
-        decode.step(Plan(fetches=[Fetch(f"lost {turn}", source(prefill, old), [1, 2, 3, 4], 0, 60)]))
+        decode.step(Plan(fetches=[fetch(f"lost {turn}", source(prefill, old), [1, 2, 3, 4], 0, 60)]))
         prefill.transfers.preempt([old])
         for rows in prefill.kv.rows:
             for row in rows:
                 row[[1, 2, 3]] = float(turn)
         whole = prefill.of([9, 8, 7, 6], 0, 60)
         prefill.step(Plan(opened={new: request}, chunks=[Chunk(new, [9, 8, 7, 6], 0, 60, 60)]))
-        decode.step(Plan(fetches=[Fetch(f"got {turn}", source(prefill, new), [11, 12, 13, 14], 0, 60)]))
+        decode.step(Plan(fetches=[fetch(f"got {turn}", source(prefill, new), [11, 12, 13, 14], 0, 60)]))
         prefill.step(Plan(committed={new: 1}), {request})
         wanted = {f"lost {turn}", f"got {turn}"}
         until(lambda: decode.received >= wanted and request in prefill.sent, prefill, decode)  # noqa: B023
@@ -179,7 +207,7 @@ def test_a_preemption_waits_for_a_copy_that_is_under_way(
 
     monkeypatch.setattr(HostPool, "_gather", slowly)
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2, 3], 0, 48, 60)]))
-    decode.step(Plan(fetches=[Fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
     assert copying.wait(WITHIN)
     prefill.transfers.preempt([prefill_id])
     assert not copying.is_set()
@@ -189,7 +217,66 @@ def test_a_preemption_waits_for_a_copy_that_is_under_way(
 def test_servers_with_other_models_do_not_share_kv(servers: tuple[Server, Server]) -> None:
     prefill, _ = servers
     other = Server("other", 2, "another model")
-    other.step(Plan(fetches=[Fetch("b", source(prefill, b"p" * 16), [4], 0, 16)]))
+    other.step(Plan(fetches=[fetch("b", source(prefill, b"p" * 16), [4], 0, 16)]))
     until(lambda: other.received == {"b"}, other)
     assert other.transfers.take_failed_blocks() == {4}
-    other.transfers.close()
+    other.close()
+
+
+def test_the_worker_hears_what_happens_without_a_step_of_vllm(servers: tuple[Server, Server]) -> None:
+    """The FETCH comes before the prompt is scheduled."""
+    prefill, decode = servers
+    prefill_id = b"p" * 16
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
+    ticks = prefill.process.heartbeat.ticks
+    prefill.step(Plan(expected=[prefill_id]))
+    assert prefill.process.heartbeat.ticks > ticks + LAYERS
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
+    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
+    [landed] = decode.told(1)
+    assert isinstance(landed, Landed)
+    assert (landed.decode_id, landed.stats.tokens) == (decode_id_of("b"), 20)
+    assert prefill.told(1) == [Freed(prefill_id, "acked")]
+    decode.idle()
+    assert decode.transfers.first_token(decode_id_of("b")) == 42
+    decode.idle({"b"})
+    with pytest.raises(KeyError):
+        decode.transfers.first_token(decode_id_of("b"))
+
+
+def test_the_worker_closes_a_prefill_that_vllm_has_finished(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    held, ending = b"h" * 16, b"e" * 16
+    prefill.step(
+        Plan(
+            opened={held: "a", ending: "b"},
+            chunks=[Chunk(held, [1, 2], 0, 20, 20), Chunk(ending, [3, 4], 0, 20, 20)],
+        )
+    )
+    decode.step(Plan(fetches=[fetch("d", source(prefill, ending), [1, 2], 0, 20)]))
+    prefill.step(Plan(committed={held: 42}), {"a"})
+    prefill.worker.send(Close(held))
+    assert prefill.told(1) == [Freed(held, "cancelled")]
+    until(lambda: prefill.sent == {"a"}, prefill)
+    prefill.worker.send(Close(ending, "finished"))
+    assert prefill.told(1) == [Freed(ending, "finished")]
+    assert decode.told(1) == [Lost(decode_id_of("d"), "finished")]
+    prefill.step(Plan(aborted={ending: "finished"}), {"b"})
+    until(lambda: prefill.sent == {"a", "b"}, prefill)
+
+
+def test_a_prompt_that_is_aborted_before_it_starts_is_not_waited_for(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    prefill_id = b"p" * 16
+    prefill.step(Plan(expected=[prefill_id]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
+    prefill.step(Plan(aborted={prefill_id: "cancelled"}))
+    assert decode.told(1) == [Lost(decode_id_of("b"), "cancelled")]
+
+
+def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> None:
+    prefill, _ = servers
+    prefill_id = b"p" * 16
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
+    prefill.transfers.preempt([prefill_id])
+    assert prefill.told(1) == [Freed(prefill_id, "cancelled")]
