@@ -4,7 +4,7 @@
 #     bash examples/vllm_router.sh MODEL
 set -euo pipefail
 model=$1
-trap 'kill $(jobs -p)' EXIT
+trap 'kill $(jobs -p); wait' EXIT
 BATON_CLUSTER_SECRET=$(openssl rand -hex 32)
 export BATON_CLUSTER_SECRET
 

@@ -17,6 +17,7 @@ from urllib.error import URLError
 
 import pytest
 
+from baton.bench.chaos.cluster import free_port
 from baton.vllm_worker.transfers import Settings
 from tests.docs.test_commands import wrong
 from tests.pages import ROOT
@@ -95,7 +96,13 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def running(model: Path) -> Iterator[subprocess.Popen[bytes]]:
+def port() -> int:
+    """The servers take those above, by 100 and 200."""
+    return free_port()
+
+
+@pytest.fixture
+def running(model: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     (model / "proxy.py").write_text(PROXY)
     serve = [
         PYTHON,
@@ -106,7 +113,7 @@ def running(model: Path) -> Iterator[subprocess.Popen[bytes]]:
         "--model",
     ]
     environment = {
-        "SERVE": shlex.join(map(str, serve)), "PYTHON": str(PYTHON), "HOME": str(model),
+        "SERVE": shlex.join(map(str, serve)), "PYTHON": str(PYTHON), "HOME": str(model), "PORT": str(port),
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     script = subprocess.Popen(
@@ -117,29 +124,29 @@ def running(model: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield script
     finally:
-        os.killpg(script.pid, signal.SIGINT)
+        os.killpg(script.pid, signal.SIGTERM)
         script.wait(60)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_proxy_for_nixl_connector(running: subprocess.Popen[bytes], model: Path) -> None:
+def test_a_proxy_for_nixl_connector(running: subprocess.Popen[bytes], model: Path, port: int) -> None:
     """The decode server computes the same prompt alone, too: it gives the same text."""
     body = {"model": str(model), "prompt": "one two three " * 30, "max_tokens": 16, "temperature": 0}
     url = "http://127.0.0.1:{}/v1/completions"
 
-    def text(port: int) -> tuple[str, Any]:
+    def text(port_of: int) -> tuple[str, Any]:
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(url.format(port), json.dumps(body).encode(), headers)
+        request = urllib.request.Request(url.format(port_of), json.dumps(body).encode(), headers)
         answer = json.load(urllib.request.urlopen(request))
         return answer["choices"][0]["text"], answer.get("params")
 
     while True:
         assert running.poll() is None
         try:
-            found, params = text(8000)
+            found, params = text(port)
             break
         except URLError:
             time.sleep(0.2)
     assert params["do_remote_prefill"] is True
-    assert (found, None) == text(8200)
+    assert (found, None) == text(port + 200)
