@@ -4,7 +4,8 @@
 2. The connector, once vLLM has its KV cache, opens a `WorkerLink`. It says what the KV looks like (`Attach`),
    and gets the arenas and the heartbeat.
 3. `ConnectorLink.attached` returns. Then the service can start the transfer process.
-4. Messages go both ways until one of the processes ends. The connector's process dies with its parent.
+4. Messages go both ways until one of the processes ends. vLLM's processes with connectors die with their
+   parents.
 
 The constructor of vLLM's engine returns after step 3, so it runs in a thread beside `attached`. If the engine
 cannot start, `attached` does not return. A process that vLLM starts dies with the *thread* that started it:
@@ -28,7 +29,6 @@ from baton.kv_transfer import Arenas, Heartbeat, InjectStats, KVLayout, TraceWri
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import Reason
-from baton.kv_transfer.spawn import die_with_parent
 
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 250
@@ -164,10 +164,7 @@ class WorkerLink:
 
     @classmethod
     def open(cls, path: str, attach: Attach) -> WorkerLink:
-        """Returns when the engine process has answered. From then on this process dies with its parent.
-
-        Raises OSError if the engine process has ended, or does not answer."""
-        die_with_parent(os.getppid())  # if the parent has ended already, so has the other end of the socket
+        """Returns when the engine process has answered. Raises OSError if it ends, or does not answer."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(_ATTACHED_WITHIN)
         sock.connect(path)

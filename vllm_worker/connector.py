@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from baton.kv_transfer.spawn import die_with_parent
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
@@ -62,6 +63,8 @@ class BatonConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._refuse_what_is_unknown()
         self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        if self._settings.attach:
+            die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
         self._planner = Planner(named=bool(self._settings.attach))
         self._transfers: Transfers | None = None
         self._process: TransferProcess | None = None
@@ -83,9 +86,9 @@ class BatonConnector(KVConnectorBase_V1):
     # ------------------------------------------------------------ in the scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        [reachable] = metadata.values()
-        assert isinstance(reachable, Reachable)
-        self._planner.address = Address(reachable.host, reachable.port, reachable.incarnation)
+        for reachable in metadata.values():  # none in a worker of Baton
+            assert isinstance(reachable, Reachable)
+            self._planner.address = Address(reachable.host, reachable.port, reachable.incarnation)
 
     def on_new_request(self, request: Request) -> None:
         self._planner.expect(request.request_id, request.kv_transfer_params, request.num_prompt_tokens)

@@ -1,11 +1,11 @@
 """Makes a decode worker repeat the first token, which its prefill worker has sampled.
 
 vLLM computes the last position of a prompt again when its KV has come, and samples. This class leaves it no
-choice. So all state of vLLM that depends on the output (penalties, grammar, seeds, `min_tokens`) is that of one
-engine. The router drops the repeated token by its index.
+choice. So all state of vLLM that depends on the output (penalties, grammar, seeds, `min_tokens`) is that of
+one engine. The router drops the repeated token by its index.
 
-It is for `logits_processors` of vLLM's engine. Only its model runner V1 has this interface in all versions that
-are tested: set `VLLM_USE_V2_MODEL_RUNNER=0`.
+It is for `logits_processors` of vLLM's engine. Only its model runner V1 has this interface in all versions
+that are tested: set `VLLM_USE_V2_MODEL_RUNNER=0`.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions of a prompt that the step computes, or that were in the prefix cache before its first one."""
+    """Positions of a prompt that the step computes. Those of the prefix cache are in the first chunk: another
+    prompt of the same step may compute them."""
 
     prefill_id: bytes
     block_ids: Sequence[int]
@@ -89,8 +90,6 @@ class Plan:
     """Prefill ids of routers, of prompts that wait to be scheduled."""
     opened: dict[bytes, str] = field(default_factory=dict)
     """Prefill ids of prompts that start, and their requests."""
-    cached: list[Chunk] = field(default_factory=list)
-    """Their positions that need no computation."""
     chunks: list[Chunk] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
     committed: dict[bytes, int] = field(default_factory=dict)
@@ -184,17 +183,15 @@ class Planner:
         if anew:
             prompt.block_ids = []
         prompt.block_ids += new_blocks
-        stop = min(computed + count, prompt.num_tokens)
+        start, stop = computed, min(computed + count, prompt.num_tokens)
         if not prompt.prefill_id:
             prompt.prefill_id = prompt.fixed_id or self._new_id()
             self._plan.opened[prompt.prefill_id] = request_id
-            if computed:
-                self._plan.cached.append(self._chunk(prompt, 0, min(computed, stop)))
-        if computed < stop:
-            self._plan.chunks.append(self._chunk(prompt, computed, stop))
-
-    def _chunk(self, prompt: _Prompt, start: int, stop: int) -> Chunk:
-        return Chunk(prompt.prefill_id, tuple(prompt.block_ids), start, stop, prompt.num_tokens)
+            start = 0
+        if start < stop:
+            self._plan.chunks.append(
+                Chunk(prompt.prefill_id, tuple(prompt.block_ids), start, stop, prompt.num_tokens)
+            )
 
     def preempted(self, request_id: str) -> None:
         """The blocks of the request are free, from this step on."""

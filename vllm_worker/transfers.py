@@ -247,7 +247,7 @@ class Transfers:
         for prefill_id, request_id in plan.opened.items():
             self._requests[prefill_id] = request_id
         opened = set(plan.opened)
-        for chunk in (*plan.cached, *plan.chunks):
+        for chunk in plan.chunks:
             missing = -(-chunk.num_tokens // self._block_size) - len(chunk.block_ids)
             blocks = [*chunk.block_ids, *[0] * missing]  # of positions that are not ready yet
             if chunk.prefill_id in opened:
@@ -255,8 +255,6 @@ class Transfers:
                 self._sender.open(chunk.prefill_id, blocks, chunk.num_tokens)
             else:
                 self._sender.extend(chunk.prefill_id, blocks, chunk.num_tokens)
-        for chunk in plan.cached:
-            self._sender.ready(chunk.prefill_id, None, chunk.start, chunk.stop)
         for prefill_id, token in plan.committed.items():
             self._sender.commit(prefill_id, FirstToken(token))
             self._ended.add(prefill_id)

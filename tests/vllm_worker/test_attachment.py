@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import signal
@@ -162,24 +161,4 @@ async def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         assert stranger.recv(100) == b""
     process.kill()
     process.join()
-    worker.link.close()
-
-
-def test_the_process_with_the_connector_dies_with_its_parent() -> None:
-    """`kill -9` of an engine process ends vLLM, too."""
-    worker = Worker()
-
-    def engine_process() -> None:
-        connector(worker.link.path, 0, waits)
-        asyncio.run(worker.link.attached())
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    process = fork.Process(target=engine_process)
-    process.start()
-    process.join(WITHIN)
-    assert process.exitcode == -signal.SIGKILL
-    worker.close_given()
-    for end in worker.transfer:
-        end.channel.settimeout(WITHIN)
-        assert end.channel.recv(100) == b"", "no process has the other end"
     worker.link.close()

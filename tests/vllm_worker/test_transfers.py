@@ -101,7 +101,7 @@ def source(server: Server, prefill_id: bytes) -> Source:
 
 
 def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tuple[Server, Server]) -> None:
-    """The first chunk was cached before. The decode server has the first block, too."""
+    """The decode server has the first block, too."""
     prefill, decode = servers
     there, here, prefill_id, tokens = [7, 3, 30, 8, 12], [5, 1, 22, 6, 39], b"p" * 16, 77
     whole = prefill.of(there, 0, tokens)
@@ -110,8 +110,7 @@ def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tupl
     prefill.step(
         Plan(
             opened={prefill_id: "a"},
-            cached=[Chunk(prefill_id, there[:3], 0, 32, tokens)],
-            chunks=[Chunk(prefill_id, there[:3], 32, 40, tokens)],
+            chunks=[Chunk(prefill_id, there[:3], 0, 40, tokens)],
         )
     )
     decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), here, 16, tokens)]))

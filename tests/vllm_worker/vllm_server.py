@@ -1,10 +1,11 @@
 """A vLLM engine as a process of its own Python, since vLLM's packages do not fit ours.
 
-    .venv-vllm/bin/python tests/vllm_worker/vllm_server.py MODEL [ROLE] < pipe
+    .venv-vllm/bin/python tests/vllm_worker/vllm_server.py MODEL OPTIONS < pipe
 
-`ROLE` is a `kv_role` of vLLM; without it there is no connector. It prints an empty line when it is up. Each
-line of its input is a list of requests, as JSON: [prompt, max_tokens, kv_transfer_params or null]. The answer
-is a line, too: of each request [tokens, kv_transfer_params or null].
+`OPTIONS`: arguments of vLLM's engine, as JSON; `kv_transfer_config` has those of its own class. The process
+prints an empty line when it is up. Each line of its input is a list of requests, as JSON: [prompt, fields of
+SamplingParams, kv_transfer_params or null]. The answer is a line, too: of each request [tokens,
+kv_transfer_params or null], and then how many preemptions there were so far.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ os.environ |= {
 }
 
 
-def main(model: str, role: str = "") -> None:
+def main(model: str, options: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM writes log lines to stdout
 
@@ -31,41 +32,38 @@ def main(model: str, role: str = "") -> None:
     from vllm.config import KVTransferConfig
     from vllm.inputs import TokensPrompt
 
-    connector: dict[str, Any] = {}
-    if role:
-        connector["kv_transfer_config"] = KVTransferConfig(
+    arguments: dict[str, Any] = json.loads(options)
+    if connector := arguments.get("kv_transfer_config"):
+        arguments["kv_transfer_config"] = KVTransferConfig(
             kv_connector="BatonConnector",
             kv_connector_module_path="baton.vllm_worker.connector",
-            kv_role=role,
-            kv_load_failure_policy="recompute",
+            **connector,
         )
-    engine = LLM(
-        model,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=2048,
-        max_num_batched_tokens=256,
-        distributed_executor_backend="uni",
-        **connector,
-    )
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 256,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": False,
+    }
+    engine = LLM(model, **defaults | arguments)
     print(file=answers, flush=True)
     for line in sys.stdin:
         requests = json.loads(line)
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _, _ in requests]
         params = [
             SamplingParams(
-                temperature=0,
-                max_tokens=count,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={"kv_transfer_params": said} if said else None,
+                detokenize=False, extra_args={"kv_transfer_params": said} if said else None, **fields
             )
-            for _, count, said in requests
+            for _, fields, said in requests
         ]
         outputs = engine.generate(prompts, params, use_tqdm=False)
         told = [[list(x.outputs[0].token_ids), x.kv_transfer_params] for x in outputs]
-        print(json.dumps(told), file=answers, flush=True)
+        counts: Any = engine.get_metrics()
+        preemptions = sum(x.value for x in counts if x.name == "vllm:num_preemptions")
+        print(json.dumps([told, preemptions]), file=answers, flush=True)
 
 
 if __name__ == "__main__":
