@@ -18,14 +18,24 @@ if TYPE_CHECKING:
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def paged_kv(caches: Mapping[str, torch.Tensor], block_size: int, heads: int, head_dim: int) -> PagedKV:
-    """Returns the cache of a model with attention layers alone.
+def paged_kv(
+    caches: Mapping[str, torch.Tensor],
+    block_size: int,
+    heads: int,
+    head_dim: int,
+    *,
+    all_heads: int,
+    rank: int = 0,
+    ranks: int = 1,
+) -> PagedKV:
+    """Returns the cache of a model with attention layers alone, as a rank has it.
 
     Args:
         caches: by name of the layer, each with a number in its name.
         block_size: tokens of a block.
         heads: KV heads that the tensors have.
         head_dim: of K and of V.
+        all_heads: KV heads of the model.
 
     Raises ValueError for a layout or a dtype that is not known.
     """
@@ -34,10 +44,10 @@ def paged_kv(caches: Mapping[str, torch.Tensor], block_size: int, heads: int, he
     dtype = layers[0][0].dtype
     if dtype not in _DTYPES:
         raise ValueError(f"vLLM keeps KV as {dtype}: start it with --kv-cache-dtype auto")
-    layout = KVLayout(len(layers), heads, head_dim, _DTYPES[dtype])
+    layout = KVLayout(len(layers), all_heads, head_dim, _DTYPES[dtype])
     stacked = [rows for rows in layers if isinstance(rows, torch.Tensor)]
     apart = [rows for rows in layers if not isinstance(rows, torch.Tensor)]
-    return PagedKV(stacked, block_size, layout, str(layers[0][0].device), rows=apart)
+    return PagedKV(stacked, block_size, layout, str(layers[0][0].device), rank, ranks, rows=apart)
 
 
 def layer_number(name: str) -> int:

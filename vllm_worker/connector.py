@@ -27,9 +27,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
+from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.spawn import die_with_parent
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
 from baton.vllm_worker.attachment import Attach, WorkerLink
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -55,18 +59,31 @@ class Reachable(KVConnectorHandshakeMetadata):
     incarnation: int
 
 
+@dataclass
+class FirstTokens(KVConnectorWorkerMetadata):
+    """What rank 0 tells the scheduler after a step, by request id. Other ranks tell nothing."""
+
+    tokens: dict[str, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FirstTokens:
+        raise AssertionError("only one rank has first tokens")
+
+
 class BatonConnector(KVConnectorBase_V1):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         """Raises ValueError for what is not supported."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self._refuse_what_is_unknown()
         self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._refuse_what_is_unknown()
         if self._settings.attach:
             die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
         self._planner = Planner(named=bool(self._settings.attach))
-        self._transfers: Transfers | None = None
+        self._transfers: Transfers | None = None  # of rank 0
+        self._copier: RankCopier | None = None  # of each other rank
+        self._plan = Plan()
+        self._first_tokens: dict[bytes, int] = {}  # by decode id, as in `Plan`
         self._process: TransferProcess | None = None
 
     def _refuse_what_is_unknown(self) -> None:
@@ -76,9 +93,12 @@ class BatonConnector(KVConnectorBase_V1):
             raise ValueError(
                 f"BatonConnector moves full attention of one shape, and this model has {', '.join(kinds)}"
             )
-        if parallel.world_size != 1:
+        if parallel.world_size != parallel.tensor_parallel_size:
+            raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
+        if parallel.world_size != 1 and not self._settings.attach:
             raise ValueError(
-                f"BatonConnector supports one GPU a server; vLLM was started with {parallel.world_size}"
+                f"BatonConnector supports one GPU a server, and vLLM was started with {parallel.world_size}: "
+                "use a worker of Baton, `baton serve --engine vllm`"
             )
         if self._vllm_config.speculative_config is not None:
             raise ValueError("BatonConnector does not support speculative decoding: start vLLM without it")
@@ -92,6 +112,13 @@ class BatonConnector(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         self._planner.expect(request.request_id, request.kv_transfer_params, request.num_prompt_tokens)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if isinstance(meta := connector_output.kv_connector_worker_meta, FirstTokens):
+            self._planner.landed(meta.tokens)
+
+    def get_finished_count(self) -> int:
+        return 1  # rank 0 speaks for all
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         count = self._planner.to_fetch(
@@ -143,12 +170,30 @@ class BatonConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, settings = self._vllm_config, self._settings
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        kv = paged_kv(kv_caches, spec.block_size, spec.num_kv_heads, spec.head_size)
+        kv = paged_kv(
+            kv_caches,
+            spec.block_size,
+            spec.num_kv_heads,
+            spec.head_size,
+            all_heads=config.model_config.get_total_num_kv_heads(),
+            rank=get_tensor_model_parallel_rank(),
+            ranks=config.parallel_config.tensor_parallel_size,
+        )
         model = _fingerprint(config)
         if settings.attach:
-            attach = Attach(0, kv.layout, kv.block_size, self._kv_cache_config.num_blocks, model)
+            num_blocks = self._kv_cache_config.num_blocks
+            attach = Attach(kv.rank, kv.layout, kv.block_size, num_blocks, model)
             link = WorkerLink.open(settings.attach, attach)
             transport, heartbeat, worker = link.transport, link.heartbeat, link.channel
+            if kv.rank:
+                self._copier = RankCopier(
+                    kv,
+                    transport.sending,
+                    transport.receiving,
+                    exports=transport.exports,
+                    adopts=transport.adopts,
+                )
+                return
         else:
             name = f"vllm {self._kv_transfer_config.kv_role.removeprefix('kv_')} {os.getpid()}"
             process = TransferProcess(kv, settings, name, model, _secret(settings.host))
@@ -160,14 +205,22 @@ class BatonConnector(KVConnectorBase_V1):
         return None if self._process is None else Reachable(**asdict(self._process.address))
 
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
-        self._running.preempt(kv_connector_metadata.preempted)
+        """Other ranks need not wait: nothing of a preempted prefill is used, whatever they still copy."""
+        if self._transfers is not None:
+            self._transfers.preempt(kv_connector_metadata.preempted)
 
     def bind_connector_metadata(self, connector_metadata: Plan) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._running.begin(connector_metadata)
+        self._plan = connector_metadata
+        self._first_tokens.update(connector_metadata.first_tokens)
+        for decode_id in connector_metadata.forgotten:
+            self._first_tokens.pop(decode_id, None)
+        if self._transfers is not None:
+            self._transfers.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._running.fetch()
+        if self._transfers is not None:
+            self._transfers.fetch()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Requests are scheduled when all of their KV has come."""
@@ -175,16 +228,28 @@ class BatonConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._running.saved(layer_number(layer_name))
+        layer = layer_number(layer_name)
+        if self._transfers is not None:
+            self._transfers.saved(layer)
+        elif self._copier is not None and self._plan.chunks:  # as rank 0 counts
+            self._copier.layer_done(layer)
 
     def wait_for_save(self) -> None:
         """Blocks stay until they are sent: `request_finished` says so."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        return self._running.ended(finished_req_ids)
+        return (set(), set()) if self._transfers is None else self._transfers.ended(finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._running.take_failed_blocks()
+        return set() if self._transfers is None else self._transfers.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> FirstTokens | None:
+        tokens = {} if self._transfers is None else self._transfers.take_first_tokens()
+        return FirstTokens(tokens) if tokens else None
+
+    def first_token(self, decode_id: bytes) -> int:
+        """Returns the token that the prefill worker has sampled for a request with KV from there."""
+        return self._first_tokens[decode_id]
 
     def shutdown(self) -> None:
         if self._transfers is not None:
@@ -194,19 +259,10 @@ class BatonConnector(KVConnectorBase_V1):
             self._process.close()
             self._process = None
 
-    def first_token(self, decode_id: bytes) -> int:
-        """As in `Transfers`."""
-        return self._running.first_token(decode_id)
-
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """`save_kv_layer` is not called inside of a full CUDA graph."""
         return _settings(extra_config).prefills
-
-    @property
-    def _running(self) -> Transfers:
-        assert self._transfers is not None, "vLLM registers its caches first"
-        return self._transfers
 
 
 def _settings(extra: dict[str, Any]) -> Settings:

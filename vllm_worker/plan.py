@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -98,6 +98,11 @@ class Plan:
     """Prefill ids that have lost their blocks: nothing may read these when the step begins."""
     aborted: dict[bytes, Ended] = field(default_factory=dict)
     """Prefill ids that nothing more is sent of."""
+    first_tokens: dict[bytes, int] = field(default_factory=dict)
+    """By decode id: those of requests of a router with KV that has come. Every rank samples, so each needs
+    them."""
+    forgotten: list[bytes] = field(default_factory=list)
+    """Decode ids of requests that have ended."""
 
 
 @dataclass(slots=True)
@@ -124,6 +129,7 @@ class Planner:
         self._new_id = new_id
         self._prompts: dict[str, _Prompt] = {}
         self._sources: dict[str, Source] = {}  # until blocks are allocated
+        self._decode_ids: dict[str, bytes] = {}  # of requests of a router, until they end
         self._plan = Plan()
 
     def expect(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
@@ -166,11 +172,18 @@ class Planner:
             decode_id, attempt = self._new_id(), 1
             if self._named:
                 decode_id, attempt = bytes.fromhex(params["decode_id"]), params["attempt"]
+                self._decode_ids[request_id] = decode_id
             start = prompt_tokens - to_fetch
             self._plan.fetches.append(
                 Fetch(request_id, decode_id, attempt, source, block_ids, start, prompt_tokens)
             )
             params["do_remote_prefill"] = False  # after a preemption the prompt is computed here
+
+    def landed(self, first_tokens: Mapping[str, int]) -> None:
+        """KV has come for these requests, and the token that follows their prompts."""
+        for request_id, token in first_tokens.items():
+            if (decode_id := self._decode_ids.get(request_id)) is not None:
+                self._plan.first_tokens[decode_id] = token
 
     def scheduled(
         self, request_id: str, new_blocks: Sequence[int], computed: int, count: int, *, anew: bool
@@ -213,6 +226,8 @@ class Planner:
         Returns whether its blocks must stay until they are sent, and the parameters with which a decode
         server fetches them, if a proxy needs these."""
         self._sources.pop(request_id, None)
+        if (decode_id := self._decode_ids.pop(request_id, None)) is not None:
+            self._plan.forgotten.append(decode_id)
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return False, None

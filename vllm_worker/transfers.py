@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.kv_transfer import (
     ArenaEnd,
@@ -171,7 +171,9 @@ class Attendant:
                     receiver.shutdown()
                     return
                 for event in (*receiver.poll(), *self._sender.poll()):
-                    assert not isinstance(event, ContentWanted), "vLLM's prefix cache is not served"
+                    if isinstance(event, ContentWanted):  # vLLM's prefix cache is not served
+                        self._sender.close(event.pin_id, "gone")
+                        continue
                     self._events.put(event)
                     if worker is not None:
                         worker.post(_report(event))
@@ -219,6 +221,8 @@ class Transfers:
         worker: Channel | None = None,
     ) -> None:
         """`worker` as in `Attendant`."""
+        self._layers_ready = 0
+        kv = replace(kv, layers_ready=lambda: self._layers_ready)
         self._block_size = kv.block_size
         self._timeout = timeout
         self._heartbeat = heartbeat
@@ -235,8 +239,8 @@ class Transfers:
         self._deadlines: dict[bytes, float] = {}  # by decode id: time.monotonic(), in order
         self._late: set[bytes] = set()  # decode ids
         self._failed_blocks: set[int] = set()
-        self._decode_ids: dict[str, bytes] = {}  # by request id, until the request ends
-        self._first_tokens: dict[bytes, int] = {}  # by decode id, of these requests
+        self._decode_ids: dict[str, bytes] = {}  # of these fetches, by request id
+        self._first_tokens: dict[str, int] = {}  # by request id: that came since the last step
 
     def begin(self, plan: Plan) -> None:
         """A step begins. Its preempted prompts have been handled."""
@@ -266,6 +270,7 @@ class Transfers:
     def saved(self, layer: int) -> None:
         """The step has written the KV of this layer."""
         self._heartbeat.tick()
+        self._layers_ready += bool(self._plan.chunks)
         for chunk in self._plan.chunks:
             self._sender.ready(chunk.prefill_id, layer, chunk.start, chunk.stop)
 
@@ -276,10 +281,6 @@ class Transfers:
             self._decode_ids[fetch.request_id] = fetch.decode_id
             self._deadlines[fetch.decode_id] = time.monotonic() + self._timeout
             self._attendant.order(_fetcher(fetch))
-
-    def first_token(self, decode_id: bytes) -> int:
-        """Returns the token that the prefill server has sampled for a request with KV from there."""
-        return self._first_tokens[decode_id]
 
     def preempt(self, prefill_ids: Sequence[bytes]) -> None:
         """Returns when nothing reads the blocks of these prefills. Other prompts will write to them."""
@@ -300,10 +301,8 @@ class Transfers:
         """`finished`: requests that have ended since the last call. Returns requests whose blocks nothing
         reads any more, and requests whose fetch has ended."""
         for request_id in finished:
-            if (decode_id := self._decode_ids.pop(request_id, None)) is not None:
-                self._first_tokens.pop(decode_id, None)
-                if decode_id in self._fetches:
-                    self._attendant.order(_canceller(decode_id))
+            if (decode_id := self._decode_ids.get(request_id)) is not None:
+                self._attendant.order(_canceller(decode_id))
         self._take_events()
         sent = self._released & self._ended
         self._released -= sent
@@ -312,13 +311,13 @@ class Transfers:
         received = set()
         for event in self._fetch_ends:
             fetch = self._fetches.pop(event.decode_id)
+            del self._decode_ids[fetch.request_id]
             self._deadlines.pop(event.decode_id, None)
             received.add(fetch.request_id)
             is_late = event.decode_id in self._late
             self._late.discard(event.decode_id)
             if isinstance(event, Injected):
-                if fetch.request_id in self._decode_ids:
-                    self._first_tokens[event.decode_id] = event.first_token.token_id
+                self._first_tokens[fetch.request_id] = event.first_token.token_id
             elif isinstance(event, FetchFailed) or is_late:
                 reason = event.reason if isinstance(event, FetchFailed) else f"in {self._timeout:g} s"
                 log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
@@ -338,6 +337,11 @@ class Transfers:
         """Returns the blocks without KV of the fetches that failed since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def take_first_tokens(self) -> dict[str, int]:
+        """Returns those of fetches that ended since the last call, by request id."""
+        tokens, self._first_tokens = self._first_tokens, {}
+        return tokens
 
     def close(self) -> None:
         self._attendant.close()

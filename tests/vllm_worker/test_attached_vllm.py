@@ -12,9 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.kv_transfer import ArenaEnd, Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
-from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
+from baton.kv_transfer import Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
 from baton.vllm_worker.attachment import Close, ConnectorLink, Freed, FromConnector, Landed, Lost
+from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
 
 SLOTS, SLOT_BYTES = 16, 1 << 20
@@ -25,21 +26,17 @@ WITHIN = 30.0
 class Worker:
     """What a service process and an engine process do, around a real engine."""
 
-    def __init__(self, model: Path, role: str, **options: Any) -> None:
+    def __init__(self, model: Path, role: str, ranks: int, **options: Any) -> None:
         self.incarnation = int.from_bytes(os.urandom(8))
         self.heard: list[FromConnector] = []
         self._heartbeat = Heartbeat.create()
-        ours, self._theirs = zip(*(ArenaEnd.pair(SLOTS, SLOT_BYTES) for _ in range(2)), strict=True)
-        sends, receives = ([os.dup(fd) for fd in end.fds] for end in ours)
-        for end in ours:
-            end.close_channels()
-        arenas = Arenas(sends, receives, SLOTS, SLOT_BYTES, exports=True, adopts=False)
-        self.link = ConnectorLink([arenas], self._heartbeat.fd)
+        arenas, self._theirs = make_arenas(ranks, SLOTS, SLOT_BYTES)
+        self.link = ConnectorLink(arenas, self._heartbeat.fd)
         connector = {
             "kv_role": role, "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"attach": self.link.path},
         }  # fmt: skip
-        self.server = Server(model, kv_transfer_config=connector, **options)
+        self.server = Server(model, kv_transfer_config=connector, tensor_parallel_size=ranks, **options)
         self._service, self._transfer_service = channel_pair()
         self._more = asyncio.Event()
 
@@ -86,6 +83,14 @@ class Worker:
         found, self.heard = self.heard[:count], self.heard[count:]
         return found
 
+    async def until_asked(self, count: int) -> None:
+        """Returns when so many FETCHes wait for prefills of this worker."""
+        async with asyncio.timeout(WITHIN):
+            while True:  # the process reports once a second
+                report = decode_from_transfer(await asyncio.to_thread(self._service.recv, MAX_MESSAGE))
+                if isinstance(report, TransferStats) and report.fetches_waiting >= count:
+                    return
+
     def sends(self, prefill_id: bytes) -> dict[str, Any]:
         return {"do_remote_decode": True, "prefill_id": prefill_id.hex()}
 
@@ -111,11 +116,12 @@ class Worker:
 
 
 @contextlib.asynccontextmanager
-async def pair(model: Path, **decode_options: Any) -> AsyncIterator[tuple[Worker, Worker]]:
-    prefill = Worker(model, "kv_producer")
+async def pair(model: Path, ranks: int, **decode_options: Any) -> AsyncIterator[tuple[Worker, Worker]]:
+    prefill = Worker(model, "kv_producer", ranks)
     decode = Worker(
         model,
         "kv_consumer",
+        ranks,
         logits_processors=["baton.vllm_worker.first_token:RepeatFirstToken"],
         **decode_options,
     )
@@ -132,14 +138,27 @@ SAMPLED: dict[str, Any] = {"temperature": 2.0, "max_tokens": 1, "ignore_eos": Tr
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"async_scheduling": False}, marks=pytest.mark.long)], ids=str
+    ("ranks", "options"),
+    [
+        (1, {}),
+        pytest.param(1, {"async_scheduling": False}, marks=pytest.mark.long),
+        pytest.param(2, {}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
-async def test_a_decode_repeats_the_first_token_and_goes_on(tmp_path: Path, options: dict[str, Any]) -> None:
+async def test_a_decode_repeats_the_first_token_and_goes_on(
+    tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
     """Decode would sample another token: it is greedy. Blocks are few, so vLLM preempts requests. Others are
-    in its batch that have no first token."""
+    in its batch that have no first token. Two prompts begin with a block that one step computes."""
     model = save_model(tmp_path)
-    prompts, others = prompts_of([3, 700, *range(100, 128, 4)], 1), prompts_of([50, 120], 2)
-    async with pair(model, num_gpu_blocks_override=12, max_model_len=1024, **options) as (prefill, decode):
+    block, *prompts = prompts_of([128, 1, 60, 3, 700, *range(100, 128, 4)], 1)
+    prompts[:2] = [block + prompts[0], block + prompts[1]]
+    others = prompts_of([50, 120], 2)
+    async with pair(model, ranks, num_gpu_blocks_override=12, max_model_len=1024, **options) as (
+        prefill,
+        decode,
+    ):
         prefill_ids, decode_ids = ([os.urandom(16) for _ in prompts] for _ in range(2))
         prefills: list[Request] = [
             (prompt, SAMPLED, prefill.sends(x)) for prompt, x in zip(prompts, prefill_ids, strict=True)
@@ -151,7 +170,9 @@ async def test_a_decode_repeats_the_first_token_and_goes_on(tmp_path: Path, opti
         ]
         plain: list[Request] = [(prompt, greedy, None) for prompt in others]
         decodes = [plain[0], *decodes, plain[1]]
-        first, found = await asyncio.gather(prefill.answers(prefills), decode.answers(decodes))
+        decoding = asyncio.create_task(decode.answers(decodes))
+        await prefill.until_asked(2)
+        first, found = await asyncio.gather(prefill.answers(prefills), decoding)
         landed = await decode.until_heard(len(prompts))
         assert {x.decode_id for x in landed if isinstance(x, Landed)} == set(decode_ids)
         freed = await prefill.until_heard(len(prompts))

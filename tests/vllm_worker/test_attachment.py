@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from baton.kv_transfer import ArenaEnd, Arenas, Heartbeat, InjectStats, KVLayout
+from baton.kv_transfer import Heartbeat, InjectStats, KVLayout
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker import attachment
 from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, Freed, Landed, Lost, WorkerLink
+from tests.vllm_worker.arenas import make_arenas
 
 SLOTS, SLOT_BYTES = 2, 1 << 16
 SAYS = Attach(0, KVLayout(3, 2, 8, "float32"), 16, 40, "model")
@@ -30,21 +31,8 @@ class Worker:
 
     def __init__(self, ranks: int = 1) -> None:
         self.heartbeat = Heartbeat.create()
-        pairs = [ArenaEnd.pair(SLOTS, SLOT_BYTES) for _ in range(2)]
-        self.transfer = [theirs for _, theirs in pairs]
-        ends = [[first, *others] for first, others in (ours.of_ranks(ranks) for ours, _ in pairs)]
-        self.given: list[Arenas] = []
-        for sending, receiving in zip(*ends, strict=True):
-            sends, receives = ([os.dup(fd) for fd in end.fds] for end in (sending, receiving))
-            self.given.append(Arenas(sends, receives, SLOTS, SLOT_BYTES, exports=True, adopts=False))
-            sending.close_channels()
-            receiving.close_channels()
-        self.link = ConnectorLink(self.given, self.heartbeat.fd)
-
-    def close_given(self) -> None:
-        for arenas in self.given:
-            for fd in arenas.fds:
-                os.close(fd)
+        arenas, self.transfer = make_arenas(ranks, SLOTS, SLOT_BYTES)
+        self.link = ConnectorLink(arenas, self.heartbeat.fd)
 
 
 def connector(path: str, rank: int, then: Callable[[WorkerLink], None]) -> Any:

@@ -17,7 +17,11 @@ BLOCKS, BLOCK, HEADS, DIM = 5, 16, 3, 8
 def test_k_and_v_are_found_in_each_layout(shape: tuple[int, ...]) -> None:
     cache = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     kv = paged_kv(
-        {"model.layers.1.attn": cache, "model.layers.0.attn": torch.zeros(shape)}, BLOCK, HEADS, DIM
+        {"model.layers.1.attn": cache, "model.layers.0.attn": torch.zeros(shape)},
+        BLOCK,
+        HEADS,
+        DIM,
+        all_heads=HEADS,
     )
     assert kv.layout == KVLayout(2, HEADS, DIM, "float32")
     assert kv.layers[1].shape == (2, BLOCKS, BLOCK, HEADS, DIM), "in the order of layers"
@@ -34,7 +38,7 @@ def test_on_cpus_keys_are_transposed() -> None:
     for i in range(DIM):
         flat[3, head, 0, i * BLOCK + token] = 1 + i
         flat[3, head, 1, token * DIM + i] = 100 + i
-    [(keys, values)] = paged_kv({"model.layers.0.attn": cache}, BLOCK, HEADS, DIM).rows
+    [(keys, values)] = paged_kv({"model.layers.0.attn": cache}, BLOCK, HEADS, DIM, all_heads=HEADS).rows
     assert keys[3, token, head].tolist() == [1 + i for i in range(DIM)]
     assert values[3, token, head].tolist() == [100 + i for i in range(DIM)]
     assert keys.count_nonzero() == values.count_nonzero() == DIM
@@ -49,7 +53,7 @@ def test_on_cpus_keys_are_transposed() -> None:
 )
 def test_what_is_not_known_is_refused(cache: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        paged_kv({"model.layers.0.attn": cache}, BLOCK, HEADS, DIM)
+        paged_kv({"model.layers.0.attn": cache}, BLOCK, HEADS, DIM, all_heads=HEADS)
 
 
 def test_a_layer_has_one_number() -> None:

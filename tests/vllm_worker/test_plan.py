@@ -155,6 +155,10 @@ class TestIdsOfARouter:
         planner.allocated("b", fetched, 100, [3, 8], 100)
         source = Source(HERE, prefill_id(77))
         assert planner.take().fetches == [Fetch("b", prefill_id(9), 3, source, [3, 8], 0, 100)]
+        planner.landed({"b": 42, "it has ended": 43})
+        assert planner.take() == Plan(first_tokens={prefill_id(9): 42})
+        planner.finished("b", 42)
+        assert planner.take() == Plan(forgotten=[prefill_id(9)])
 
 
 def test_clients_cannot_choose_ids(planner: Planner) -> None:

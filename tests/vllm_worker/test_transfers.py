@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from baton.kv_transfer import PagedKV, channel_pair
+from baton.kv_transfer import PagedKV, Transport, channel_pair
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.wait import wait
 from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost
 from baton.vllm_worker.caches import paged_kv
@@ -33,7 +34,7 @@ class Server:
         generator = torch.Generator().manual_seed(seed)
         shape = BLOCKS, HEADS, BLOCK, 2 * DIM
         caches = {f"layers.{i}.attn": torch.rand(shape, generator=generator) for i in range(LAYERS)}
-        self.kv: PagedKV = paged_kv(caches, BLOCK, HEADS, DIM)
+        self.kv: PagedKV = paged_kv(caches, BLOCK, HEADS, DIM, all_heads=HEADS)
         self.process = TransferProcess(self.kv, Settings(), name, model, SECRET)
         worker, self.worker = (Channel(end, kind) for end, kind in zip(channel_pair(), KINDS, strict=True))
         self.transfers = Transfers(
@@ -237,10 +238,8 @@ def test_the_worker_hears_what_happens_without_a_step_of_vllm(servers: tuple[Ser
     assert (landed.decode_id, landed.stats.tokens) == (decode_id_of("b"), 20)
     assert prefill.told(1) == [Freed(prefill_id, "acked")]
     decode.idle()
-    assert decode.transfers.first_token(decode_id_of("b")) == 42
-    decode.idle({"b"})
-    with pytest.raises(KeyError):
-        decode.transfers.first_token(decode_id_of("b"))
+    assert decode.transfers.take_first_tokens() == {"b": 42}
+    assert decode.transfers.take_first_tokens() == {}
 
 
 def test_the_worker_closes_a_prefill_that_vllm_has_finished(servers: tuple[Server, Server]) -> None:
@@ -279,3 +278,71 @@ def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> Non
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
     prefill.transfers.preempt([prefill_id])
     assert prefill.told(1) == [Freed(prefill_id, "cancelled")]
+
+
+def test_a_peer_that_wants_what_is_cached_is_refused(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    address = prefill.process.address
+    decode.transfers._attendant.order(
+        lambda receiver: receiver.fetch_content(
+            decode_id_of("c"), chunks=[b"c" * 16], first_chunk=0, block_ids=[1, 2, 3, 4],
+            kv_address=f"{address.host}:{address.port}", incarnation=address.incarnation,
+        )
+    )  # fmt: skip
+    assert decode.told(1) == [Lost(decode_id_of("c"), "gone")]
+    prefill.idle()
+
+
+class TwoRanks(Server):
+    """An engine whose two ranks have a half of the heads each."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape, half = (BLOCKS, HEADS // 2, BLOCK, 2 * DIM), HEADS // 2
+        self.ranks = [
+            paged_kv(
+                {f"layers.{i}.attn": torch.rand(shape, generator=generator) for i in range(LAYERS)},
+                BLOCK, half, DIM, all_heads=HEADS, rank=rank, ranks=2,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        self.process = TransferProcess(self.ranks[0], Settings(), name, "model", SECRET)
+        transport = self.process.transport
+        sending, [other_sending] = transport.sending.of_ranks(2)
+        receiving, [other_receiving] = transport.receiving.of_ranks(2)
+        self.copier = RankCopier(self.ranks[1], other_sending, other_receiving, exports=True)
+        first = Transport(sending, receiving, transport.trace, exports=True)
+        self.transfers = Transfers(self.ranks[0], first, self.process.heartbeat, timeout=60)
+        self.sent, self.received = set(), set()
+
+    def step(self, plan: Plan, finished: set[str] | None = None) -> None:
+        self.transfers.begin(plan)
+        for layer in range(LAYERS):
+            self.transfers.saved(layer)
+            if plan.chunks:
+                self.copier.layer_done(layer)
+        self.transfers.fetch()
+        self.idle(finished)
+
+    def of(self, blocks: list[int], start: int, stop: int) -> list[torch.Tensor]:
+        halves = [
+            [row[blocks].flatten(0, 1)[start:stop] for rows in kv.rows for row in rows] for kv in self.ranks
+        ]
+        return [torch.cat(both, dim=1) for both in zip(*halves, strict=True)]
+
+
+@pytest.mark.parametrize("sender", ["one rank", "two ranks"])
+def test_each_rank_copies_its_heads(servers: tuple[Server, Server], sender: str) -> None:
+    two = TwoRanks("ranks", 7)
+    prefill, decode = (two, servers[1]) if sender == "two ranks" else (servers[0], two)
+    there, here, prefill_id, tokens = [7, 3, 30], [5, 1, 22], b"p" * 16, 40
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), here, 0, tokens)]))
+    prefill.step(Plan())
+    for start, stop in ((0, 20), (20, tokens)):
+        opened = {} if start else {prefill_id: "a"}
+        prefill.step(Plan(opened=opened, chunks=[Chunk(prefill_id, there, start, stop, tokens)]))
+    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
+    until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
+    assert decode.transfers.take_failed_blocks() == set()
+    assert all(map(torch.equal, decode.of(here, 0, tokens), prefill.of(there, 0, tokens)))
+    two.close()

@@ -18,6 +18,8 @@ from typing import Any
 os.environ |= {
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # the child need not import all again
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines and ranks share the CPUs
+    "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
