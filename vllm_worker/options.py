@@ -30,8 +30,8 @@ def check_version(*, untested: bool) -> None:
     version = _installed()
     if version is None:
         raise ValueError(
-            "--engine vllm: vLLM is not installed in this Python; run `pip install 'baton-llm[vllm]'`, or "
-            "`make venv-vllm` in a checkout and then `.venv-vllm/bin/baton`"
+            "--engine vllm: vLLM is not installed in this Python; in Baton's source directory run "
+            "`pip install -e '.[vllm]'`, or for CPUs `make venv-vllm` and then `.venv-vllm/bin/baton`"
         )
     found = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if not untested and not TESTED[0] <= found <= TESTED[1]:
