@@ -161,7 +161,8 @@ class Roster:
 
         Runs again when an open breaker may have closed. uvloop fires timers up to a millisecond early, so the
         breaker may still be open then, and the timer is set once more."""
-        for pool, ready in self._ready.items():
+        for pool in sorted(POOL_NAMES, key=worker.ready_in):  # the one that it leaves is first
+            ready = self._ready[pool]
             all_open = ready.all_open
             ready.workers.pop(worker, None)
             if timer := ready.open.pop(worker, None):
