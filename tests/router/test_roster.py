@@ -148,6 +148,18 @@ def test_what_is_kept_is_what_would_be_computed_anew(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("first", POOLS)
+async def test_a_worker_that_moves_tells_its_new_pool_of_its_load(first: "pb.Pool") -> None:
+    roster, [worker, other] = made(2)
+    attach(roster, worker, first)
+    attach(roster, other, first)
+    for pool in (POOLS[first == POOLS[0]], first):
+        worker.report(pb.WorkerStatus(health="HEALTH_SERVING", pool=pool, blocks_free=40))
+        roster.availability_changed(worker)
+        worker.load.sent(100)
+        check(roster, [worker, other])
+
+
 def calls_of_changes(count: int) -> int:
     """Calls of functions while 8 workers come, drain, flip, fail and go beside `count` others."""
     roster, workers = made(count + 8)
