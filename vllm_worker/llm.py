@@ -112,6 +112,9 @@ class VLLM:
         try:
             if (structure := fields.pop("structured_outputs", None)) is not None:
                 fields["structured_outputs"] = StructuredOutputsParams(**structure)
+            if self._engine.device == "cpu":
+                # vLLM's worker dies when it rewinds the generator of a chunk, which torch cannot do on CPUs.
+                fields.pop("seed", None)
             params = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
             outputs = self._llm.generate(prompt, params, request.id.hex(), priority=priority)
             async with contextlib.aclosing(outputs):

@@ -10,7 +10,7 @@ import json
 from array import array
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from baton.engine import EngineRequest, Logprobs, PromptLogprobs, StructuredOutput
 from baton.engine.api.request import PROMPT_PIECE
@@ -19,16 +19,6 @@ _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 """Golden ratio: seeds of one request at different lengths have nothing in common."""
 _WHITESPACE = r"[ \n\r\t]{1,32}"
 """As `engine.grammar`."""
-
-
-class FlatLogprobs(Protocol):
-    """vLLM's class of this name: the logprobs of position i are [start_indices[i], end_indices[i])."""
-
-    start_indices: list[int]
-    end_indices: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int | None]
 
 
 def sampling(request: EngineRequest, *, only_first: bool, scores_prompt: bool) -> dict[str, Any]:
@@ -102,8 +92,8 @@ def _check(request: EngineRequest) -> None:
             )
 
 
-def logprobs_at(flat: FlatLogprobs, position: int, alternatives: int) -> Logprobs:
-    """Returns the log probabilities of the token at `position`."""
+def logprobs_at(flat: Any, position: int, alternatives: int) -> Logprobs:
+    """Returns the log probabilities of the token at `position`. `flat`: vLLM's FlatLogprobs."""
     start, stop = flat.start_indices[position], flat.end_indices[position]
     stop = min(stop, start + 1 + alternatives)
     ids, values = flat.token_ids[start + 1 : stop], flat.logprobs[start + 1 : stop]
@@ -111,7 +101,7 @@ def logprobs_at(flat: FlatLogprobs, position: int, alternatives: int) -> Logprob
 
 
 def prompt_logprobs(
-    request_id: bytes, flat: FlatLogprobs, prompt_tokens: int, alternatives: int
+    request_id: bytes, flat: Any, prompt_tokens: int, alternatives: int
 ) -> Iterator[PromptLogprobs]:
     """Yields the log probabilities of a prompt, in pieces that a router can take."""
     for first in range(1, prompt_tokens, PROMPT_PIECE):

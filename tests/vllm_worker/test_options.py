@@ -80,5 +80,5 @@ def test_only_tested_versions(monkeypatch: pytest.MonkeyPatch, version: str, err
 
 
 def test_vllm_is_not_in_this_environment() -> None:
-    with pytest.raises(ValueError, match=r"pip install 'baton-llm\[vllm\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '.\[vllm\]'"):
         check_version(untested=True)

@@ -43,7 +43,7 @@ def streamed(cluster: VLLMCluster, **fields: Any) -> list[int]:
 @pytest.mark.timeout(900)
 def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
     """Chunked, with a prefix hit, and with what the router does: streams, stop strings, log probabilities."""
-    short, middle, long, chunked = prompts_of([3, 40, 130, 300], 5)
+    short, middle, long, chunked, sampled = prompts_of([3, 40, 130, 300, 310], 5)
     again = [*long, 7, 8, 9]
     expected = {len(p): reference.tokens(p, TOKENS) for p in (short, middle, long, chunked, again)}
 
@@ -59,9 +59,11 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
     assert choice["finish_reason"] == "stop"
     assert choice["text"] == reference.text(expected[300]).partition(word)[0]
 
+    assert len(streamed(cluster, prompt=sampled, max_tokens=3, temperature=1)) == 3
+
     workers = cluster.workers()
     prompts = {role: worker["status"]["prompt_tokens"] for role, worker in workers.items()}
-    assert prompts == {"prefill": 3 + 40 + 130 + 133 + 300, "decode": 0}, "all KV was handed over"
+    assert prompts == {"prefill": 3 + 40 + 130 + 133 + 300 + 310, "decode": 0}, "all KV was handed over"
     cluster.assert_whole()
 
 
