@@ -42,7 +42,7 @@ class Source:
 
     @classmethod
     def parse(cls, params: dict[str, Any]) -> Source:
-        """Raises ValueError for parameters that `Planner.finished` has not made."""
+        """Raises ValueError for parameters that `params` has not made."""
         try:
             host, port = str(params["remote_host"]), int(params["remote_port"])
             incarnation = int(params["remote_engine_id"], 16)
@@ -52,6 +52,19 @@ class Source:
         if not 0 < port < 1 << 16 or not 0 <= incarnation < 1 << 64 or len(prefill_id) != 16:
             raise ValueError(f"{params!r} names no prefill of Baton's connector")
         return cls(Address(host, port, incarnation), prefill_id)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """`kv_transfer_params` with which a decode server fetches the prefill. Names are NixlConnector's."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": f"{self.address.incarnation:016x}",
+            "remote_request_id": self.prefill_id.hex(),
+            "remote_host": self.address.host,
+            "remote_port": self.address.port,
+            "remote_block_ids": [],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +261,4 @@ class Planner:
         self._plan.committed[prompt.prefill_id] = first_token
         if self.address is None:
             return True, None
-        return True, {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": f"{self.address.incarnation:016x}",
-            "remote_request_id": prompt.prefill_id.hex(),
-            "remote_host": self.address.host,
-            "remote_port": self.address.port,
-            "remote_block_ids": [],
-        }
+        return True, Source(self.address, prompt.prefill_id).params

@@ -25,6 +25,7 @@ from typing import Any
 
 from baton.engine import EngineRequest, EngineStats, Output
 from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost, Started
+from baton.vllm_worker.plan import Address, Source
 from baton.vllm_worker.sampling import logprobs_at, prompt_logprobs, sampling
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
@@ -379,17 +380,8 @@ def _attempt(stream: int, work: Work, **more: Any) -> VLLMAttempt:
 
 def _fetch(source: PrefillSource, decode_id: bytes) -> dict[str, Any]:
     host, _, port = source.kv_address.rpartition(":")
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": f"{source.incarnation:016x}",
-        "remote_request_id": source.prefill_id.hex(),
-        "remote_host": host,
-        "remote_port": int(port),
-        "remote_block_ids": [],
-        "decode_id": decode_id.hex(),
-        "attempt": source.attempt,
-    }
+    prefill = Source(Address(host, int(port), source.incarnation), source.prefill_id)
+    return {**prefill.params, "decode_id": decode_id.hex(), "attempt": source.attempt}
 
 
 def _computes_prompt(attempt: VLLMAttempt) -> bool:

@@ -160,8 +160,9 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     written = Written(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         "\n",
-        begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>",
-    )  # fmt: skip
+        begin=DeepSeekV31Parser.around[0],
+        end=DeepSeekV31Parser.around[1],
+    )
 
 
 class KimiParser(MarkedParser):
