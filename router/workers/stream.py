@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import grpc
 import grpc.aio
@@ -180,8 +180,7 @@ class WorkerStream:
     def _receive(self, message: pb.WorkerMessage) -> None:
         match message.WhichOneof("kind"):
             case "step":
-                for event in message.step.tokens:
-                    self._receive_token(event)
+                self._receive_tokens(message.step.tokens)
             case "prompt_logprobs":
                 self._receive_prompt_logprobs(message.prompt_logprobs)
             case "reserved":
@@ -205,16 +204,18 @@ class WorkerStream:
         else:
             self.worker.on_load()
 
-    def _receive_token(self, event: pb.TokenEvent) -> None:
-        attempt = self.worker.attempts.get(event.attempt_id)
-        if attempt is None:
-            return
-        if defect := token_defect(event, self.worker.description.vocab_size):
-            self._reject(event.attempt_id, defect)
-            return
-        if attempt.work is not None:
-            self.worker.prefilled(attempt, computed=True)
-        attempt.on_event(attempt, event)
+    def _receive_tokens(self, events: Iterable[pb.TokenEvent]) -> None:
+        vocab_size, attempts = self.worker.description.vocab_size, self.worker.attempts
+        for event in events:
+            attempt = attempts.get(event.attempt_id)
+            if attempt is None:
+                continue
+            if defect := token_defect(event, vocab_size):
+                self._reject(event.attempt_id, defect)
+                continue
+            if attempt.work is not None:
+                self.worker.prefilled(attempt, computed=True)
+            attempt.on_event(attempt, event)
 
     def _receive_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
         if defect := prompt_logprobs.defect(message, self.worker.description.vocab_size):
