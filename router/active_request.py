@@ -286,6 +286,7 @@ class ActiveRequest:
 
     def _close(self, seconds: float) -> None:
         metrics = self.services.metrics
+        self._token_queue.close()
         for generation, choice, job in zip(self._generations, self.choices, self._jobs, strict=False):
             cut = not generation.done
             generation.cancel()

@@ -317,6 +317,7 @@ class AttemptPair:
         """Cancels both. All tokens that come now are dropped."""
         self.end_prefill()
         self.end_decode(cancel=True)
+        self._on_event = lambda *_: None  # it refers to the generation
 
 
 MAX_FAILURES = 3

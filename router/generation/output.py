@@ -54,6 +54,10 @@ class TokenQueue:
         self._consumes = False  # `_consume` will run
         self._consumed_at = 0.0  # by the clock of the loop
 
+    def close(self) -> None:
+        """Nothing is consumed any more. Drops what refers to the request."""
+        self.consume, self._on_full = None, lambda: None
+
     def put(self, index: int, item: Token | ApiError) -> None:
         """`index` is the number of the generation in its request."""
         self._items.append((index, item))

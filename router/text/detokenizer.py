@@ -35,7 +35,7 @@ class _Prefix:
         """The sorted stop strings from `low` to `high` begin with it."""
         self.low, self.high, self.length = low, high, length
         self.next: dict[int, _Prefix] = {}  # by the byte that follows, as far as texts had it
-        self.fallback = self  # the longest of its proper ends that some stop string begins with
+        self.fallback: _Prefix | None = None  # the longest proper end that some stop string begins with
         self.stop = b""  # the longest stop string that it ends with
 
 
@@ -63,7 +63,7 @@ class StopStrings:
         passed: list[tuple[_Prefix, _Prefix | None]] = []
         while (found := state.next.get(byte)) is None:
             passed.append((state, self._longer(state, byte)))
-            if state is self.start:
+            if state.fallback is None:
                 found = state
                 break
             state = state.fallback
