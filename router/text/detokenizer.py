@@ -14,12 +14,20 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._inside = False  # a character
+        self._texts = tokenizer.whole_texts[skip_special_tokens]
 
     def push(self, token_id: int) -> str:
         """Returns the characters that the token completes."""
+        if not self._inside and (known := self._texts.get(token_id)) is not None:
+            return known
         if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        began, self._inside = self._inside, bool(self._utf8.getstate()[0])
+        if not began and not self._inside:
+            self._texts[token_id] = text
+        return text
 
     def finish(self) -> str:
         """Returns U+FFFD if the sequence ended inside a character, or else an empty text."""
@@ -54,9 +62,6 @@ class StopStrings:
         self._sorted = sorted(self.texts)
         self.start = _Prefix(0, len(self._sorted), 0)
         self.firsts = frozenset(stop[0] for stop in self._sorted)
-
-    def __bool__(self) -> bool:
-        return bool(self.texts)
 
     def follow(self, state: _Prefix, byte: int) -> _Prefix:
         """Returns the next state, and records it in `state.next` and in those of the fallbacks on the way."""
@@ -108,6 +113,8 @@ class StopFinder:
         Then no push may follow.
         """
         stops, state = self._stops, self._state
+        if not stops.firsts:
+            return text, None
         new = text.encode()
         if state is stops.start and stops.firsts.isdisjoint(new):
             return text, None
