@@ -75,6 +75,9 @@ class RouterProcessOptions:
     control_fd: int | None = opt(
         None, "This process' end of the socket pair to its supervisor.", "FD", hidden=True
     )
+    keys_fd: int | None = opt(
+        None, "Memory in which all processes count the use of API keys.", "FD", hidden=True
+    )
 
 
 @dataclass(frozen=True)

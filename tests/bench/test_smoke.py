@@ -262,7 +262,7 @@ def test_runs_router(
         "PERIODS": 1,
         # In such a short time the kernel may count no CPU time.
         "cpu_seconds": lambda pid: ends.cpu_seconds(pid) + time.monotonic(),
-        "large_requests": lambda: large,
+        "large_requests": lambda answer: large,
         "decisions": lambda workers, count, busy: few(busy=busy),
     }.items():
         monkeypatch.setattr(router, name, smaller)
