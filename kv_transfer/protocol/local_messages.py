@@ -289,6 +289,31 @@ class Copied(Local):
     rests: Mapping[int, int | None] = {}  # of slices that were pulled: each that is not 0, as `device.Rest`
 
 
+class StoreOrder(Local):
+    """Engine → store process. Without units: which of these objects exist? With them: write them to the store,
+    or read them from there. The units belong to the store process until it answers."""
+
+    session: int  # as in StoreOpened
+    ticket: int
+    is_urgent: bool  # a prompt waits
+    is_put: bool
+    names: tuple[bytes, ...]
+    units: tuple[int, ...] = ()
+
+
+class StoreAnswer(Local):
+    """Store process → engine: of each name, whether the object exists, was written, or was read and is right."""
+
+    ticket: int
+    done: list[bool]
+
+
+class StoreOpened(Local):
+    """Store process → engine: a new process is connected. It does no order of an earlier session."""
+
+    session: int
+
+
 class CopyBlocks(Local):
     """Rank 0 → another rank: copy blocks to their places in the memory of the host, or back."""
 
