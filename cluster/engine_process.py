@@ -4,6 +4,7 @@ It puts the engine and the two roles together. The package `worker` knows no rol
 each other.
 """
 
+import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ def run(config: EngineProcessConfig) -> int:
     from baton.worker.engine_process import loop
     from baton.worker.engine_process.paged_kv import paged_kv
     from baton.worker.engine_process.prefix_fetches import PrefixFetches
+    from baton.worker.engine_process.shared_store import SOURCE, StoreTier
 
     def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
         sink = SenderSink(parts.trace, parts.attempts)
@@ -29,6 +31,13 @@ def run(config: EngineProcessConfig) -> int:
         fetches = PrefixFetches(
             engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace
         )
+        if parts.config.store_fds:
+            arena_fd, channel = parts.config.store_fds
+            parts.store = store = StoreTier(
+                engine, arena_fd, socket.socket(fileno=channel), parts.config.incarnation, parts.counts,
+                parts.trace, parts.cached_chunks,
+            )  # fmt: skip
+            fetches.behind = store.fetches, SOURCE
         prefill = PrefillRole(parts, engine, sink, fetches)
         decode = DecodeRole(parts, engine, receiver, fetches, prefill.take, prefill.let_go)
         return engine, (prefill, decode)

@@ -29,8 +29,8 @@ class Mooncake(NamedTuple):
 
 
 def libraries(directory: Path) -> str:
-    """A value of LD_LIBRARY_PATH with libibverbs, which Mooncake needs and few systems have. The wheel of NIXL
-    brings one under another name, and what that needs."""
+    """A value of LD_LIBRARY_PATH with libibverbs, which Mooncake needs and few systems have. The wheel of
+    NIXL brings one under another name, and what that needs."""
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:

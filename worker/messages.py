@@ -262,6 +262,7 @@ class EngineStatus(_Message):
     counts: RequestCounts
     idle: bool  # there is no request in any phase, and no transfer reads or writes a block
     links: list[PrefixLink]
+    store_tokens_per_s: float = 0.0  # speed of recent fetches from the shared store; 0: not known
 
 
 class CacheChanged(_Message):

@@ -181,6 +181,12 @@ class TransferOptions:
     kv_encrypt: bool = opt(
         False, "Encrypt KV that moves over TCP (AES-256-GCM). All workers of a cluster must use it."
     )
+    kv_store: str | None = opt(
+        None,
+        "A store for KV that all workers share, and that outlives them: the master of a Mooncake Store.",
+        "mooncake://HOST:PORT",
+        shown="none",
+    )
     kv_bind: str | None = opt(
         None,
         "Interfaces or local addresses over which a worker spreads the lanes that it opens.",

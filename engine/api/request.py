@@ -162,6 +162,8 @@ class CachedBlock(NamedTuple):
     """Stands for all tokens up to the end of the block (`content`)."""
     chunks: Sequence[bytes]
     """The names of the 64-token chunks that end in it."""
+    first_chunk: int
+    """The position of the first of these in the prompt, in chunks."""
 
 
 class CachedPrefix(NamedTuple):

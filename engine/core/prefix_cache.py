@@ -58,7 +58,7 @@ class PrefixNames:
         """These blocks, with the chunks that end in them."""
         for index in indices:
             start, stop = (end * self._block_size // CHUNK_TOKENS for end in (index, index + 1))
-            yield CachedBlock(self.blocks[index], self.chunks[start:stop])
+            yield CachedBlock(self.blocks[index], self.chunks[start:stop], start)
 
 
 class _Cached(NamedTuple):

@@ -290,8 +290,8 @@ class Copied(Local):
 
 
 class StoreOrder(Local):
-    """Engine → store process. Without units: which of these objects exist? With them: write them to the store,
-    or read them from there. The units belong to the store process until it answers."""
+    """Engine → store process. Without units: which of these objects exist? With them: write them, or read
+    them. The units belong to the store process until it answers."""
 
     session: int  # as in StoreOpened
     ticket: int
@@ -302,7 +302,7 @@ class StoreOrder(Local):
 
 
 class StoreAnswer(Local):
-    """Store process → engine: of each name, whether the object exists, was written, or was read and is right."""
+    """Store process → engine: of each name, whether its object exists, was written, or is read and right."""
 
     ticket: int
     done: list[bool]

@@ -5,9 +5,9 @@
     fetches what prompts lack    ── exists, get ▶ reads and verifies  ◀── objects ──
     scatters verified units      ◀── answers ──
 
-An object is the KV of one chunk of 64 tokens, all layers, in the layout of the wire. So it fits any block size
-and any number of ranks. `chunk_object` seals it. A *unit* is the memory of one object, in an arena that both
-processes map. Nothing in the store is trusted, and any object may vanish: a wrong or a missing one is a miss.
+An object is the KV of one chunk of 64 tokens, all layers, in the layout of the wire. So it fits any block
+size and any number of ranks. `chunk_object` seals it. A *unit* is the memory of one object, in an arena that
+both processes map. Nothing in the store is trusted, and any object may vanish: a wrong one is a miss.
 
 The store's client has a process of its own, since its calls may block for seconds and its library may crash.
 The service starts the process again if it ends. It runs without torch.
@@ -17,7 +17,6 @@ To add a store, write a `StoreBackend` and name it in `BACKENDS`.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,9 +30,15 @@ from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.config import PAGE
 from baton.kv_transfer.layout import KVLayout
 
+STORE_MODULE = "baton.kv_transfer.shared_store"
+"""Run with `-m`, it is the store process."""
 MEMORY = 64 << 20
 """Bytes of units. They bound what is under way to the store and from it."""
 FEWEST_UNITS, MOST_UNITS = 4, 64
+
+
+EXIT_UNUSABLE = 2
+"""Exit code of a store process if its client cannot be loaded."""
 
 
 class StoreGone(Exception):
@@ -41,8 +46,8 @@ class StoreGone(Exception):
 
 
 class StoreBackend:
-    """The client of a store. Two threads call it at the same time. Keys are text, objects are bytes. Each call
-    returns one result for each key, and raises `StoreGone` if the store cannot be reached."""
+    """The client of a store. Two threads call it at the same time. Each call returns one result for each key,
+    and raises `StoreGone` if the store cannot be reached."""
 
     def __init__(self, url: SplitResult, options: Mapping[str, str], memory: memoryview) -> None:
         """Connects. `memory` has all places of `put` and `get`. Raises `StoreGone`."""
@@ -62,9 +67,8 @@ class StoreBackend:
         raise NotImplementedError
 
 
-BACKENDS = {"mooncake": ("baton.kv_transfer.shared_store.mooncake", "mooncake", ("libibverbs.so.1",))}
-"""By the scheme of `--kv-store`: the module with the class `Backend`, the Python package that it needs, and the
-system's libraries that this one needs."""
+BACKENDS = {"mooncake": ("baton.kv_transfer.shared_store.mooncake", "mooncake")}
+"""By the scheme of `--kv-store`: the module with the class `Backend`, and the package that it needs."""
 
 
 def parse(url: str) -> tuple[SplitResult, Mapping[str, str]]:
@@ -80,25 +84,17 @@ def parse(url: str) -> tuple[SplitResult, Mapping[str, str]]:
 
 
 def check(url: str) -> None:
-    """Raises ValueError if the URL names no store, or what its client needs is not installed."""
-    _, package, libraries = BACKENDS[parse(url)[0].scheme]
+    """Raises ValueError if the URL names no store, or its Python package is not installed."""
+    _, package = BACKENDS[parse(url)[0].scheme]
     if find_spec(package) is None:
         raise ValueError(
             f"--kv-store: the package {package} is not installed; run `pip install -e '.[store]'` in Baton's "
             "source directory"
         )
-    for library in libraries:
-        try:
-            ctypes.CDLL(library)
-        except OSError as error:
-            raise ValueError(
-                f"--kv-store: {package} needs {library}, which the system lacks (Debian: apt install "
-                f"libibverbs1): {error}"
-            ) from error
 
 
 def open_backend(url: str, memory: memoryview) -> StoreBackend:
-    """Connects to the store. Raises `StoreGone`."""
+    """Connects to the store. Raises `StoreGone`, and `ImportError` if the system lacks a library."""
     found, options = parse(url)
     return import_module(BACKENDS[found.scheme][0]).Backend(found, options, memory)
 

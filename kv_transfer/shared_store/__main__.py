@@ -23,7 +23,7 @@ import setproctitle
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreOpened, StoreOrder
-from baton.kv_transfer.shared_store import StoreBackend, StoreGone, StoreStart, open_backend
+from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreBackend, StoreGone, StoreStart, open_backend
 from baton.kv_transfer.shared_store.chunk_object import SEAL_BYTES, ObjectSeal
 from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.wait import wait
@@ -94,7 +94,9 @@ class StoreProcess:
                 self._seal.seal(name, place)
             return backend.put(keys, places)
         found = backend.get(keys, places)
-        whole = [got and self._seal.open(name, place) for got, (name, place) in zip(found, named, strict=True)]
+        whole = [
+            got and self._seal.open(name, place) for got, (name, place) in zip(found, named, strict=True)
+        ]
         # A wrong object would keep the right one out. One that has just vanished is removed in vain.
         if wrong := [key for key, is_whole in zip(keys, whole, strict=True) if not is_whole]:
             backend.remove(wrong)
@@ -116,6 +118,9 @@ def main() -> None:
         try:
             backend = open_backend(start.url, arena.memory)
             break
+        except ImportError as error:
+            log.error("%s cannot be used: %s (Debian: apt install libibverbs1)", start.url, error)
+            sys.exit(EXIT_UNUSABLE)
         except StoreGone as error:
             if str(error) != reason:
                 reason = str(error)

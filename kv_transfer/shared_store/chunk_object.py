@@ -4,8 +4,8 @@
 
 The tag is that of AES-256-GCM over all before it. Without encryption the KV is authenticated data: its MAC
 takes a tenth of the time of a keyed hash. The key of the object in the store, and the key of the cipher,
-are keyed hashes of the identity of the KV and of its content name. So an object under another name, of another
-model or layout, or of another cluster has a wrong tag, and the store learns no name.
+are keyed hashes of the identity of the KV and of its content name. So an object under another name, of
+another model or layout, or of another cluster has a wrong tag, and the store learns no name.
 """
 
 from __future__ import annotations

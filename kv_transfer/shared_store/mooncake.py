@@ -1,7 +1,7 @@
 """Mooncake Store (https://github.com/kvcache-ai/Mooncake): `mooncake://MASTER:PORT[?protocol=&device=&host=]`.
 
-Workers own no memory of the store: their segment has 0 bytes, so the end of a worker loses nothing. Mooncake's
-calls release Python's lock. They block for seconds if the master or a store process hangs."""
+Workers own no memory of the store: their segment has 0 bytes, so the end of a worker loses nothing.
+Mooncake's calls release Python's lock. They block for seconds if the master or a store process hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RPC_FAILED = -900
 
 class Backend(StoreBackend):
     def __init__(self, url: SplitResult, options: Mapping[str, str], memory: memoryview) -> None:
-        os.environ.setdefault("GLOG_minloglevel", "3")  # else a line for each key that is not there
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # of the library
         from mooncake.store import MooncakeDistributedStore
 
         assert url.hostname is not None and url.port is not None, "checked by `parse`"  # noqa: PT018

@@ -119,7 +119,7 @@ class ChunkIndex:
             self.clear(row)
         self.discard(row, events.evicted)
         self.add(row, events.added)
-        for tier, chunks in zip(Tier, (events.device, events.host, events.disk), strict=True):
+        for tier, chunks in zip(Tier, (events.device, events.host, events.disk, events.store), strict=True):
             self.place(row, chunks, tier)
 
     def add(self, row: int, chunks: Collection[int]) -> None:

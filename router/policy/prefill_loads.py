@@ -151,7 +151,11 @@ class PrefillLoads:
         about the speed of another worker.
         """
         worker, tokens_waiting = self._worker(row), status.tokens_waiting
-        worker.load_speeds = {Tier.HOST: status.host_tokens_per_s, Tier.DISK: status.disk_tokens_per_s}
+        worker.load_speeds = {
+            Tier.HOST: status.host_tokens_per_s,
+            Tier.DISK: status.disk_tokens_per_s,
+            Tier.STORE: status.store_tokens_per_s,
+        }
         worker.others = max(0, tokens_waiting - worker.own)
         if alone and status.prefill_tokens_per_s > 0:
             first = not self._measured[row]

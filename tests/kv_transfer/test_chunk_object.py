@@ -17,7 +17,14 @@ def sealed(encrypt: bool = False) -> bytearray:
     return found
 
 
-def opens(found: bytearray, *, secret: bytes = SECRET, name: bytes = NAME, identity: str = "model", encrypt: bool = False) -> bool:  # fmt: skip
+def opens(
+    found: bytearray,
+    *,
+    secret: bytes = SECRET,
+    name: bytes = NAME,
+    identity: str = "model",
+    encrypt: bool = False,
+) -> bool:
     return ObjectSeal(secret, identity, encrypt=encrypt).open(name, memoryview(found))
 
 

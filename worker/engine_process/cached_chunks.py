@@ -25,12 +25,13 @@ class CachedChunks:
     """Learns of the prefix cache by the engine's `Hooks`. Collects changes until `take`, which the loop calls
     once per step.
 
-    The tier of a chunk is the fastest one that has a block in which it ends."""
+    The tier of a chunk is the fastest one that has a block in which it ends, or the chunk itself."""
 
     def __init__(self) -> None:
         self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
         self._tier_of: dict[bytes, Tier] = {}  # of these blocks
-        self._blocks: dict[int, list[Tier]] = {}  # chunk → of each cached block in which it ends, its tier
+        # Chunk → of each cached block in which it ends, its tier; and the store, if that has the chunk.
+        self._blocks: dict[int, list[Tier]] = {}
         self._changes: dict[int, Tier | None] = {}  # as in `CacheChanged`
 
     def cached(self, blocks: Iterable[CachedBlock]) -> None:
@@ -54,8 +55,13 @@ class CachedChunks:
             for chunk in chunks:
                 self._change(chunk, before, None)
 
+    def stored(self, name: bytes, is_there: bool) -> None:
+        """The shared store has this chunk, or is not known to have it any more."""
+        tiers = (None, Tier.STORE) if is_there else (Tier.STORE, None)
+        self._change(hint(name), *tiers)
+
     def _change(self, chunk: int, before: Tier | None, now: Tier | None) -> None:
-        """A block in which the chunk ends moves between two tiers. None: outside the cache."""
+        """The chunk, or a block in which it ends, moves between two tiers. None: outside the cache."""
         tiers = self._blocks.setdefault(chunk, [])
         fastest = min(tiers, default=None)
         if before is not None:

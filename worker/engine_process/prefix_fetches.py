@@ -15,13 +15,13 @@ missing, by the same rule.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import Engine, EngineRequest
-from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
+from baton.kv_transfer import Closed, FetchFailed, Injected, TraceWriter
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
 from baton.worker.messages import ContentSource, RequestCounts
@@ -33,6 +33,30 @@ SLACK = 1.0
 PAUSE = 10.0
 """Seconds without fetches from a worker that did not answer, or with which a transfer failed. Otherwise each
 prompt would wait for it again."""
+
+
+def _longest(expected: float, computing: float) -> float:
+    """Seconds that prompts wait for a fetch from another worker."""
+    return SLACK + 2 * computing if computing else LONGEST
+
+
+class FetchReceiver(Protocol):
+    """Brings KV by name: `Receiver` from other workers, `SharedStore` from the store."""
+
+    def fetch_content(
+        self,
+        fetch_id: bytes,
+        *,
+        chunks: Sequence[bytes],
+        first_chunk: int,
+        kv_address: str,
+        incarnation: int,
+        block_ids: Sequence[int],
+    ) -> None: ...
+
+    def cancel(self, fetch_id: bytes, /) -> None: ...
+
+    def began(self, fetch_id: bytes, /) -> bool: ...
 
 
 class _Waiting(NamedTuple):
@@ -56,17 +80,27 @@ class _Fetch:
 
 
 class PrefixFetches:
-    """Owns the imports of the engine, and their fetches at the receiver. Both roles share it."""
+    """Owns the imports of the engine, and their fetches at the receiver. Both roles share it.
+
+    Attributes:
+        behind: fetches from one more source, the shared store. None: there is none.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        receiver: Receiver,
+        receiver: FetchReceiver,
         incarnation: int,
         counts: RequestCounts,
         links: PrefixLinks,
         trace: TraceWriter,
+        *,
+        longest: Callable[[float, float], float] = _longest,
     ) -> None:
+        """`longest`: how long prompts wait for a fetch, from the seconds that it should take and those to
+        compute them. 0: not known."""
+        self.behind: tuple[PrefixFetches, ContentSource] | None = None
+        self._longest = longest
         self._engine = engine
         self._receiver = receiver
         self._incarnation = incarnation
@@ -75,6 +109,20 @@ class PrefixFetches:
         self._open: dict[bytes, _Fetch] = {}  # by key, those that prompts may wait for
         self._links = links
         self._trace = trace
+
+    def get(self, request: EngineRequest, source: ContentSource | None, then: Callable[[int], None]) -> bool:
+        """As `start`. What is still missing then is fetched from the source `behind`."""
+        if self.behind is None:
+            return source is not None and self.start(request, source, then)
+        fetches, last = self.behind
+
+        def fetched(tokens: int) -> None:
+            if not fetches.start(request, last, lambda more: then(tokens + more)):
+                then(tokens)
+
+        if source is not None and self.start(request, source, fetched):
+            return True
+        return fetches.start(request, last, then)
 
     def start(
         self, request: EngineRequest, source: ContentSource, then: Callable[[int], None], fetched: bytes = b""
@@ -105,7 +153,7 @@ class PrefixFetches:
         block_ids = exchange.start_import(fetch_id, missing)
         if block_ids is None:
             return False
-        until = now + (SLACK + 2 * seconds if seconds else LONGEST)
+        until = now + self._longest(link.expected(tokens), seconds)
         fetch = _Fetch(missing.first_chunk, key, tokens, source.tier, link, now, until)
         fetch.waiting[request.id] = _Waiting(request, None, then)
         self._fetches[fetch_id] = self._open[key] = fetch
@@ -121,6 +169,8 @@ class PrefixFetches:
 
     def cancel(self, request_id: bytes) -> None:
         """The request has ended. Its `then` is not called."""
+        if self.behind is not None:
+            self.behind[0].cancel(request_id)
         for fetch_id, fetch in self._fetches.items():
             if fetch.waiting.pop(request_id, None) is not None and not fetch.waiting:
                 self._give_up(fetch_id, fetch)

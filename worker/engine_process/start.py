@@ -83,6 +83,12 @@ class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
     address: str  # of the service's socket
     heartbeat_fd: int
     trace_path: str | None
+    store_fds: Sequence[int] = ()
+    """Of the shared store: memory for its units, and a socket to the store process. Empty: no store."""
+
+    @property
+    def fds(self) -> Sequence[int]:
+        return *super().fds, self.heartbeat_fd, *self.store_fds
 
 
 C = TypeVar("C", bound=RankProcessConfig)

@@ -70,6 +70,7 @@ class CacheFeed:
             device=moved[Tier.DEVICE],
             host=moved[Tier.HOST],
             disk=moved[Tier.DISK],
+            store=moved[Tier.STORE],
         )
         return pb.WorkerMessage(cache=events)
 
