@@ -92,7 +92,7 @@ def test_what_came_enters_the_cache_before_the_prompt_is_added(world: World) -> 
     assert [*world.imports.values()] == [4 * CHUNK_TOKENS], "one chunk was there, and three of four came"
     assert world.added == [b"r"]
     assert world.fetched == [3 * CHUNK_TOKENS]
-    assert world.counts.prefix_fetched_tokens == [3 * CHUNK_TOKENS, 0, 0]
+    assert world.counts.prefix_fetched_tokens == [3 * CHUNK_TOKENS, 0, 0, 0]
     assert world.counts.prefix_fetched_bytes == 3 * CHUNK_TOKENS * TOKEN_BYTES
     assert world.empty
 
