@@ -8,9 +8,12 @@ import pytest
 from baton.content import CHUNK_TOKENS
 from baton.engine import EngineRequest
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, TraceWriter
+from baton.kv_transfer.endpoint.shared_store import ASK
 from baton.worker.engine_process import prefix_fetches, prefix_links
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
+from baton.worker.engine_process.shared_store import SOURCE as STORE
+from baton.worker.engine_process.shared_store import longest
 from baton.worker.messages import ContentSource, RequestCounts
 
 TOKEN_BYTES = 100
@@ -48,6 +51,21 @@ class World:
         )  # fmt: skip
         self.began: set[bytes] = set()
         self.fetches = PrefixFetches(engine, receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""))
+
+    def put_behind(self) -> None:
+        """A store behind the other workers, with the same receiver."""
+        store = PrefixFetches(
+            self.engine, self.fetches._receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""),
+            longest=longest,
+        )  # fmt: skip
+        self.fetches.behind = store, STORE
+
+    def get(self, name: bytes, source: ContentSource | None) -> bool:
+        def then(fetched: int) -> None:
+            self.added.append(name)
+            self.fetched.append(fetched)
+
+        return self.fetches.get(EngineRequest(name, [1]), source, then)
 
     def find_missing(self, request: EngineRequest, most: int) -> SimpleNamespace | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
@@ -317,4 +335,59 @@ def test_each_worker_has_a_bandwidth_of_its_own(world: World, monkeypatch: pytes
     world.inject(4, 0.01)
     assert world.start(), "of many workers the oldest is forgotten"
     world.inject(4, 0.01)
+    assert world.empty
+
+
+def stats_of(chunks: int, now: float) -> InjectStats:
+    return InjectStats(TOKEN_BYTES, chunks * CHUNK_TOKENS, 1, now, now, now, now, now, now, now)
+
+
+def test_what_no_worker_has_comes_from_the_store(world: World) -> None:
+    assert not world.get(b"none", None), "there is no store, and no worker was named"
+    world.put_behind()
+    assert world.fetches.behind is not None
+    store, _ = world.fetches.behind
+    assert world.get(b"a", SOURCE)
+    world.missing[b"a"] = CHUNKS[2:]
+    world.inject(2, 0.1)
+    assert not world.added, "the store is asked for the rest"
+    store.handle(Injected(world.asked[-1], FirstToken(0), stats_of(1, world.now)))
+    assert (world.added, world.fetched) == ([b"a"], [3 * CHUNK_TOKENS])
+    assert world.counts.prefix_fetched_tokens == [2 * CHUNK_TOKENS, 0, 0, CHUNK_TOKENS]
+    assert world.get(b"b", None)
+    store.handle(FetchFailed(world.asked[-1], "gone"))
+    assert (world.added, world.fetched[1:]) == ([b"a", b"b"], [0])
+    assert len(world.asked) == 3
+    assert world.empty
+    assert not store._fetches
+
+
+def test_a_prompt_that_ends_waits_for_the_store_no_more(world: World) -> None:
+    world.put_behind()
+    assert world.fetches.behind is not None
+    store, _ = world.fetches.behind
+    assert world.get(b"a", None)
+    world.fetches.cancel(b"a")
+    assert world.cancelled == world.asked
+    store.handle(Closed(world.asked[0]))
+    assert not world.added
+    assert world.empty
+
+
+def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: World) -> None:
+    assert longest(0.0, 0.0) == prefix_fetches.LONGEST + ASK
+    assert longest(0.0, 3.0) == 3.0 + ASK
+    assert longest(1.0, 3.0) == 2.0 + ASK
+    assert longest(2.0, 3.0) == 3.0 + ASK, "and no later than it would be computed"
+    world.put_behind()
+    assert world.fetches.behind is not None
+    store, _ = world.fetches.behind
+    world.engine.prompt_tokens_per_s = 1000.0
+    assert world.get(b"a", None)
+    world.began.add(world.asked[0])
+    world.now = 0.256 + ASK + 0.001
+    store.expire()
+    assert (world.added, world.fetched) == ([b"a"], [0])
+    store.handle(Closed(world.asked[0]))
+    assert not world.get(b"b", None), "computing is faster"
     assert world.empty
