@@ -337,7 +337,8 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
     assert len(asking.status.prefix_links) == 2
     slow.change_cache([], tiers={Tier.STORE: chunks[6:]})
     await caching.until(lambda: index.slowest_tier(slow_row, chunks) is Tier.STORE)
-    assert await source(b=(slow, Tier.STORE, 1e9)) == from_fast, "a worker serves nothing of the store"
+    found = await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.STORE, 1e9))
+    assert found == from_fast, "a worker serves nothing of the store"
 
 
 async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
