@@ -23,6 +23,11 @@ class Mooncake(NamedTuple):
     store: subprocess.Popen[bytes]
     port: int
 
+    def kill(self) -> None:
+        for process in (self.master, self.store):
+            process.kill()
+            process.wait()
+
     @property
     def url(self) -> str:
         return f"mooncake://127.0.0.1:{self.port}"
@@ -46,14 +51,15 @@ def libraries(directory: Path) -> str:
 
 
 @contextmanager
-def mooncake(directory: Path) -> Iterator[Mooncake]:
-    """Runs both while the context is open. `LD_LIBRARY_PATH` must be set for them."""
+def mooncake(directory: Path, *, segment: int = SEGMENT, port: int = 0) -> Iterator[Mooncake]:
+    """Runs both while the context is open. `LD_LIBRARY_PATH` must be set for them. `segment`: bytes of the
+    store."""
     wheel = importlib.util.find_spec("mooncake")
     assert wheel is not None
     assert wheel.submodule_search_locations is not None
     [binaries] = wheel.submodule_search_locations
-    port, metrics = free_port(), free_port()
-    with (directory / "mooncake.log").open("wb") as log:
+    port, metrics = port or free_port(), free_port()
+    with (directory / "mooncake.log").open("ab") as log:
 
         def start(name: str, *flags: str) -> subprocess.Popen[bytes]:
             return subprocess.Popen([f"{binaries}/{name}", *flags], stdout=log, stderr=log)
@@ -65,16 +71,15 @@ def mooncake(directory: Path) -> Iterator[Mooncake]:
         _until_listening(port)
         own = free_port()
         store = start(
-            "mooncake_client", "--host=127.0.0.1", f"--port={own}", f"--global_segment_size={SEGMENT}",
+            "mooncake_client", "--host=127.0.0.1", f"--port={own}", f"--global_segment_size={segment}",
             f"--master_server_address=127.0.0.1:{port}", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp",
         )  # fmt: skip
+        running = Mooncake(master, store, port)
         try:
             _until_listening(own)
-            yield Mooncake(master, store, port)
+            yield running
         finally:
-            for process in (store, master):
-                process.kill()
-                process.wait()
+            running.kill()
 
 
 def _until_listening(port: int) -> None:

@@ -210,7 +210,7 @@ class SharedStore:
             order[1](done)
 
     def _reset(self, session: int) -> None:
-        """Another store process is connected: what the one before had to do has failed."""
+        """There is another store process: what the one before had to do has failed."""
         self._session = session
         orders, self._orders = self._orders, {}
         for units, then in orders.values():

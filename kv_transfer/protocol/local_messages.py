@@ -309,9 +309,10 @@ class StoreAnswer(Local):
 
 
 class StoreOpened(Local):
-    """Store process → engine: a new process is connected. It does no order of an earlier session."""
+    """Store process → engine: a new process has begun, and later that it is connected. It does no order of
+    an earlier session."""
 
-    session: int
+    session: int  # 0: it is not connected yet
 
 
 class CopyBlocks(Local):

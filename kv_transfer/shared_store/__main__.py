@@ -113,6 +113,7 @@ def main() -> None:
         logging.config.dictConfig(start.logging)
     arena = Arena(start.arena_fd, start.units.count * start.units.slots, start.units.slot_bytes)
     channel = Channel(socket.socket(fileno=start.channel_fd), StoreOrder)
+    channel.send(StoreOpened(0))  # else orders of the process before would seem to be under way
     reason = None
     while True:
         try:
