@@ -159,7 +159,7 @@ async def test_a_store_that_comes_back_is_used_again(
 
 
 @pytest.mark.long
-async def test_a_stopped_master_delays_a_prompt_once_and_little(
+async def test_a_stopped_master_holds_up_no_prompt(
     store: Mooncake, tmp_path: Path, expected: list[list[int]]
 ) -> None:
     with worker(tmp_path / "model", tmp_path / "1", store) as first:
