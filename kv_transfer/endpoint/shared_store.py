@@ -29,9 +29,6 @@ from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.shared_store import Units
 from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
 
-ASK = 0.05
-"""Seconds that a prompt waits for the store to say what it has. Then the store counts as slow, and is not
-asked for a while."""
 FETCHES = 64
 """Under way at most."""
 OFFERS = 1 << 14
@@ -61,7 +58,12 @@ class _Fetch:
 
 
 class SharedStore:
-    """Owns the units that the store process does not have. The engine's thread calls it. No call blocks."""
+    """Owns the units that the store process does not have. The engine's thread calls it. No call blocks.
+
+    Attributes:
+        written, refused: chunks that the store took, or did not.
+        missed: chunks that it had, and whose objects were wrong or gone when they were read.
+    """
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class SharedStore:
         self._asks = False  # what it has of some offers
         self._next_write = self._paused_until = 0.0  # time.monotonic()
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self.stored = self.failed = self.wrong = 0
+        self.written = self.refused = self.missed = 0
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -167,6 +169,10 @@ class SharedStore:
         return bool(wait and self._session) and time.monotonic() >= self._paused_until
 
     @property
+    def is_open(self) -> bool:
+        return bool(self._session)
+
+    @property
     def idle(self) -> bool:
         """Whether no copy reads or writes blocks."""
         return not self._copies and not self._fetches
@@ -185,7 +191,8 @@ class SharedStore:
             self._copies.popleft()[1]()
         now = time.monotonic()
         for fetch in list(self._fetches.values()):
-            self._go_on(fetch, now)
+            if fetch.stop is not None:
+                self._go_on(fetch, fetch.stop, now)
         if self._session and not self._channel.full:
             self._ask()
             if self._lacking and now >= max(self._next_write, self._paused_until):
@@ -218,29 +225,24 @@ class SharedStore:
 
     # Fetches
 
-    def _go_on(self, fetch: _Fetch, now: float) -> None:
-        if fetch.stop is None:
-            if now - fetch.asked_at > ASK:
-                self._end(fetch, FetchFailed(fetch.id, "the store is slow"))
-            return
-        while fetch.asked < fetch.stop and self._free and not self._channel.full:
-            count = min(fetch.stop - fetch.asked, len(self._free), max(1, self._cut.count // 4))
+    def _go_on(self, fetch: _Fetch, stop: int, now: float) -> None:
+        while fetch.asked < stop and self._free and not self._channel.full:
+            count = min(stop - fetch.asked, len(self._free), max(1, self._cut.count // 4))
             self._get(fetch, range(fetch.asked, fetch.asked + count))
             fetch.asked += count
         scattering = fetch.answered < fetch.asked
         if fetch.ended:
             if not self._copies:
                 self._end(fetch, Closed(fetch.id))
-        elif not scattering and fetch.asked >= fetch.stop:
-            self._end(fetch, self._injected(fetch, now) if fetch.stop else FetchFailed(fetch.id, "gone"))
+        elif not scattering and fetch.asked >= stop:
+            self._end(fetch, self._injected(fetch, stop, now) if stop else FetchFailed(fetch.id, "gone"))
 
     def _end(self, fetch: _Fetch, event: Injected | FetchFailed | Closed) -> None:
         fetch.stop, fetch.ended = 0, True
         del self._fetches[fetch.id]
         self._events.append(event)
 
-    def _injected(self, fetch: _Fetch, now: float) -> Injected:
-        chunks = fetch.stop or 0
+    def _injected(self, fetch: _Fetch, chunks: int, now: float) -> Injected:
         size = chunks * CHUNK_TOKENS * self._layout.bytes_per_token
         stats = InjectStats(
             bytes=size,
@@ -263,7 +265,7 @@ class SharedStore:
             for chunk, unit, right in zip(chunks, units, whole, strict=True):
                 assert fetch.stop is not None, "chunks are ordered when it is known"
                 if not right:
-                    self.wrong += 1
+                    self.missed += 1
                     self._forget(fetch.chunks[chunk])
                     fetch.stop = min(fetch.stop, chunk)
                 if chunk >= fetch.stop:
@@ -330,10 +332,10 @@ class SharedStore:
             self._free.append(unit)
             self._writing -= 1
             if all(done):
-                self.stored += 1
+                self.written += 1
                 self._knows(name)
             else:
-                self.failed += 1
+                self.refused += 1
                 self._paused_until = time.monotonic() + PAUSE
 
         self._copies.append((event, gathered))

@@ -79,7 +79,8 @@ def parse(url: str) -> tuple[SplitResult, Mapping[str, str]]:
     except ValueError:  # the port is none
         complete = False
     if not complete:
-        raise ValueError(f"--kv-store: {url!r} is no store; give {' or '.join(BACKENDS)}://HOST:PORT")
+        forms = " or ".join(f"{scheme}://HOST:PORT" for scheme in BACKENDS)
+        raise ValueError(f"--kv-store: {url!r} is no store; give {forms}")
     return found, MappingProxyType(dict(parse_qsl(found.query)))
 
 

@@ -8,12 +8,11 @@ import pytest
 from baton.content import CHUNK_TOKENS
 from baton.engine import EngineRequest
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, TraceWriter
-from baton.kv_transfer.endpoint.shared_store import ASK
 from baton.worker.engine_process import prefix_fetches, prefix_links
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
+from baton.worker.engine_process.shared_store import ASK, ASK_SHARE, limits
 from baton.worker.engine_process.shared_store import SOURCE as STORE
-from baton.worker.engine_process.shared_store import longest
 from baton.worker.messages import ContentSource, RequestCounts
 
 TOKEN_BYTES = 100
@@ -56,7 +55,7 @@ class World:
         """A store behind the other workers, with the same receiver."""
         store = PrefixFetches(
             self.engine, self.fetches._receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""),
-            longest=longest,
+            limits=limits,
         )  # fmt: skip
         self.fetches.behind = store, STORE
 
@@ -375,10 +374,11 @@ def test_a_prompt_that_ends_waits_for_the_store_no_more(world: World) -> None:
 
 
 def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: World) -> None:
-    assert longest(0.0, 0.0) == prefix_fetches.LONGEST + ASK
-    assert longest(0.0, 3.0) == 3.0 + ASK
-    assert longest(1.0, 3.0) == 2.0 + ASK
-    assert longest(2.0, 3.0) == 3.0 + ASK, "and no later than it would be computed"
+    assert limits(0.0, 0.0) == (ASK, ASK + prefix_fetches.LONGEST)
+    assert limits(0.0, 1.0) == (ASK, ASK + 1.0)
+    assert limits(0.1, 1.0) == (ASK, ASK + 0.2)
+    assert limits(0.9, 1.0) == (ASK, ASK + 1.0), "no later than it would be computed"
+    assert limits(0.1, 10.0) == (10 * ASK_SHARE, 10 * ASK_SHARE + 0.2)
     world.put_behind()
     assert world.fetches.behind is not None
     store, _ = world.fetches.behind
@@ -391,3 +391,21 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
     store.handle(Closed(world.asked[0]))
     assert not world.get(b"b", None), "computing is faster"
     assert world.empty
+
+
+def test_a_store_that_does_not_answer_is_not_asked_for_a_while(world: World) -> None:
+    world.put_behind()
+    assert world.fetches.behind is not None
+    store, _ = world.fetches.behind
+    world.engine.prompt_tokens_per_s = 1000.0
+    assert world.get(b"a", None)
+    world.now = ASK - 0.001
+    store.expire()
+    assert not world.added
+    world.now = ASK
+    store.expire()
+    assert (world.added, world.cancelled) == ([b"a"], world.asked)
+    store.handle(Closed(world.asked[0]))
+    assert not world.get(b"b", None)
+    world.now += prefix_fetches.PAUSE
+    assert world.get(b"c", None)

@@ -205,7 +205,7 @@ class Roles:
                     self._parts.counts,
                     idle and (store is None or store.idle),
                     self._parts.links.recent(time.monotonic()),
-                    0.0 if store is None else store.speed,
+                    None if store is None else store.stats,
                 )
                 self._parts.link.send(status)
             case messages.Cancel():

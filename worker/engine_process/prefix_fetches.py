@@ -35,9 +35,10 @@ PAUSE = 10.0
 prompt would wait for it again."""
 
 
-def _longest(expected: float, computing: float) -> float:
-    """Seconds that prompts wait for a fetch from another worker."""
-    return SLACK + 2 * computing if computing else LONGEST
+def _limits(expected: float, computing: float) -> tuple[float, float]:
+    """Those of fetches from another worker."""
+    longest = SLACK + 2 * computing if computing else LONGEST
+    return longest, longest
 
 
 class FetchReceiver(Protocol):
@@ -74,7 +75,8 @@ class _Fetch:
     tokens: int  # that are asked for
     tier: Tier
     link: Link
-    started: float  # time.monotonic()
+    started: float  # time.monotonic(), and the next
+    begins_by: float
     until: float
     waiting: dict[bytes, _Waiting] = field(default_factory=dict)  # by request id
 
@@ -95,12 +97,12 @@ class PrefixFetches:
         links: PrefixLinks,
         trace: TraceWriter,
         *,
-        longest: Callable[[float, float], float] = _longest,
+        limits: Callable[[float, float], tuple[float, float]] = _limits,
     ) -> None:
-        """`longest`: how long prompts wait for a fetch, from the seconds that it should take and those to
-        compute them. 0: not known."""
+        """`limits`: seconds in which a fetch must begin, and must end, from the seconds that it should take
+        and those to compute its tokens. 0: not known."""
         self.behind: tuple[PrefixFetches, ContentSource] | None = None
-        self._longest = longest
+        self._limits = limits
         self._engine = engine
         self._receiver = receiver
         self._incarnation = incarnation
@@ -153,8 +155,8 @@ class PrefixFetches:
         block_ids = exchange.start_import(fetch_id, missing)
         if block_ids is None:
             return False
-        until = now + self._longest(link.expected(tokens), seconds)
-        fetch = _Fetch(missing.first_chunk, key, tokens, source.tier, link, now, until)
+        begins, ends = self._limits(link.expected(tokens), seconds)
+        fetch = _Fetch(missing.first_chunk, key, tokens, source.tier, link, now, now + begins, now + ends)
         fetch.waiting[request.id] = _Waiting(request, None, then)
         self._fetches[fetch_id] = self._open[key] = fetch
         self._receiver.fetch_content(
@@ -214,8 +216,11 @@ class PrefixFetches:
         """Computes the prompts that wait for a fetch which takes too long."""
         now = time.monotonic()
         for fetch_id, fetch in self._fetches.items():
-            if fetch.waiting and fetch.until <= now:
-                if self._receiver.began(fetch_id):
+            if not fetch.waiting or now < fetch.begins_by:
+                continue
+            has_begun = self._receiver.began(fetch_id)
+            if not has_begun or now >= fetch.until:
+                if has_begun:
                     fetch.link.measured(fetch.tokens, 0.0, now - fetch.started, now)
                 else:
                     fetch.link.paused_until = now + PAUSE

@@ -1,26 +1,32 @@
 """The shared store beside the engine's loop: what enters the prefix cache is offered, what prompts lack is
 fetched."""
 
+import math
 import socket
 from collections.abc import Iterable
 
 from baton.content import Tier
 from baton.engine import CachedBlock, Engine
 from baton.kv_transfer import TraceWriter
-from baton.kv_transfer.endpoint.shared_store import ASK, SharedStore
+from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetches
 from baton.worker.engine_process.prefix_links import PrefixLinks
-from baton.worker.messages import ContentSource, RequestCounts
+from baton.worker.messages import ContentSource, RequestCounts, StoreStats
 
+ASK = 0.05
+"""Seconds that a prompt waits at least for the store to say what it has."""
+ASK_SHARE = 0.02
+"""Of the seconds that computing takes, how long a prompt may wait for that."""
 SOURCE = ContentSource("", 0, Tier.STORE)
 
 
-def longest(expected: float, computing: float) -> float:
-    """Seconds that a prompt waits for the store: twice as long as expected, but no longer than computing
-    takes. 0: not known."""
-    return ASK + min((seconds for seconds in (2 * expected, computing) if seconds), default=LONGEST)
+def limits(expected: float, computing: float) -> tuple[float, float]:
+    """Seconds in which the store must say what it has, and then twice those that reading should take, but no
+    more than computing takes. 0: not known."""
+    ask = max(ASK, ASK_SHARE * computing)
+    return ask, ask + min((seconds for seconds in (2 * expected, computing) if seconds), default=LONGEST)
 
 
 class StoreTier:
@@ -28,7 +34,6 @@ class StoreTier:
 
     Attributes:
         fetches: the prompts that wait for the store.
-        speed: tokens in a second of recent fetches. 0: not known.
     """
 
     def __init__(
@@ -54,11 +59,15 @@ class StoreTier:
         self._engine = engine
         links = PrefixLinks()
         self._link = links.to(SOURCE)
-        self.fetches = PrefixFetches(engine, self._store, incarnation, counts, links, trace, longest=longest)
+        self._link.paused_until = math.inf
+        self._was_open = False
+        self.fetches = PrefixFetches(engine, self._store, incarnation, counts, links, trace, limits=limits)
 
     @property
-    def speed(self) -> float:
-        return self._link.tokens_per_s.value
+    def stats(self) -> StoreStats:
+        store = self._store
+        speed = self._link.tokens_per_s.value
+        return StoreStats(store.is_open, speed, store.written, store.refused, store.missed)
 
     @property
     def fd(self) -> int:
@@ -82,6 +91,9 @@ class StoreTier:
 
     def pump(self) -> None:
         self._store.pump(busy=self._engine.has_work)
+        if self._store.is_open is not self._was_open:  # no prompt waits while it is closed
+            self._was_open = self._store.is_open
+            self._link.paused_until = 0.0 if self._was_open else math.inf
         for event in self._store.poll():
             self.fetches.handle(event)
         self.fetches.expire()

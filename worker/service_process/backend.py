@@ -95,7 +95,7 @@ class Backend:
             kv_transports=transfer.transports,
             host_tokens_per_s=loads.get(Tier.HOST, 0.0),
             disk_tokens_per_s=loads.get(Tier.DISK, 0.0),
-            store_tokens_per_s=engine.store_tokens_per_s,
+            store_tokens_per_s=0.0 if engine.store is None else engine.store.tokens_per_s,
             prefix_links=[
                 pb.PrefixLink(
                     incarnation=link.incarnation,

@@ -249,7 +249,7 @@ class WorkerTree:
 
     async def _keep_store(self, start: StoreStart) -> None:
         lines = msgspec.json.encode(start) + b"\n" + self._config.secret.hex().encode()
-        while True:
+        while not self._stopping:
             popen = spawn(STORE_MODULE, lines, pass_fds=(start.arena_fd, start.channel_fd))
             self._store = ChildProcess(f"{start.name} store", popen)
             code = await self._store.wait()
