@@ -4,7 +4,6 @@ It puts the engine and the two roles together. The package `worker` knows no rol
 each other.
 """
 
-import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,12 +31,8 @@ def run(config: EngineProcessConfig) -> int:
             engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace
         )
         if parts.config.store_fds:
-            arena_fd, channel = parts.config.store_fds
-            parts.store = store = StoreTier(
-                engine, arena_fd, socket.socket(fileno=channel), parts.config.incarnation, parts.counts,
-                parts.trace, parts.cached_chunks,
-            )  # fmt: skip
-            fetches.behind = store.fetches, SOURCE
+            parts.store = StoreTier(engine, parts.config, parts.counts, parts.trace, parts.cached_chunks)
+            fetches.behind = parts.store.fetches, SOURCE
         prefill = PrefillRole(parts, engine, sink, fetches)
         decode = DecodeRole(parts, engine, receiver, fetches, prefill.take, prefill.let_go)
         return engine, (prefill, decode)

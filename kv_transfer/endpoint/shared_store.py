@@ -158,8 +158,8 @@ class SharedStore:
     # Both
 
     @property
-    def waits(self) -> bool:
-        """Whether `pump` must be called soon, also if nothing comes from the store process."""
+    def copies(self) -> bool:
+        """Whether `move` must be called soon, also if nothing comes from the store process."""
         return bool(self._fetches or self._copies or self._lacking)
 
     @property
@@ -174,10 +174,10 @@ class SharedStore:
 
     @property
     def idle(self) -> bool:
-        """Whether no copy reads or writes blocks."""
-        return not self._copies and not self._fetches
+        """Whether no block is in use, and nothing is to be written."""
+        return not self._copies and not self._fetches and not self.writes
 
-    def pump(self, *, busy: bool) -> None:
+    def move(self, *, busy: bool) -> None:
         """Takes answers, and starts what is due. `busy`: requests run, so writes may take little time."""
         while messages := self._channel.receive():
             for message in messages:

@@ -138,7 +138,7 @@ class Worker:
 
     def until(self, condition: object, what: str) -> None:
         def pumped() -> bool:
-            self.store.pump(busy=False)
+            self.store.move(busy=False)
             assert callable(condition)
             return condition()
 

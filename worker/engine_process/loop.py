@@ -116,7 +116,7 @@ class Parts:
         entered = list(blocks)
         self.cached_chunks.cached(entered)
         if self.store is not None:
-            self.store.offer(entered)
+            self.store.entered(entered)
 
     def start_engine(
         self,
@@ -262,7 +262,7 @@ class Roles:
 def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump | StoreTier]) -> None:
     link = parts.link
     fds = [link.fileno(), engine.landings_fd, *roles.kv_fds]
-    fds += [] if parts.store is None else [parts.store.fd]
+    fds += [] if parts.store is None else [parts.store.fileno()]
     while True:
         idle = not engine.has_work
         seconds = seconds_to_wait(engine, roles, time.monotonic())

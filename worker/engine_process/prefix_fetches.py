@@ -15,13 +15,14 @@ missing, by the same rule.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import Engine, EngineRequest
-from baton.kv_transfer import Closed, FetchFailed, Injected, TraceWriter
+from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
+from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
 from baton.worker.messages import ContentSource, RequestCounts
@@ -39,25 +40,6 @@ def _limits(expected: float, computing: float) -> tuple[float, float]:
     """Those of fetches from another worker."""
     longest = SLACK + 2 * computing if computing else LONGEST
     return longest, longest
-
-
-class FetchReceiver(Protocol):
-    """Brings KV by name: `Receiver` from other workers, `SharedStore` from the store."""
-
-    def fetch_content(
-        self,
-        fetch_id: bytes,
-        *,
-        chunks: Sequence[bytes],
-        first_chunk: int,
-        kv_address: str,
-        incarnation: int,
-        block_ids: Sequence[int],
-    ) -> None: ...
-
-    def cancel(self, fetch_id: bytes, /) -> None: ...
-
-    def began(self, fetch_id: bytes, /) -> bool: ...
 
 
 class _Waiting(NamedTuple):
@@ -91,7 +73,7 @@ class PrefixFetches:
     def __init__(
         self,
         engine: Engine,
-        receiver: FetchReceiver,
+        receiver: Receiver | SharedStore,
         incarnation: int,
         counts: RequestCounts,
         links: PrefixLinks,

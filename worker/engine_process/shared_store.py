@@ -13,6 +13,7 @@ from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetches
 from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import ContentSource, RequestCounts, StoreStats
 
 ASK = 0.05
@@ -29,8 +30,8 @@ def limits(expected: float, computing: float) -> tuple[float, float]:
     return ask, ask + min((seconds for seconds in (2 * expected, computing) if seconds), default=LONGEST)
 
 
-class StoreTier:
-    """Owns the engine's end of the shared store.
+class StoreTier(SharedStore):
+    """The engine's end of the shared store, as the loop uses it.
 
     Attributes:
         fetches: the prompts that wait for the store.
@@ -39,9 +40,7 @@ class StoreTier:
     def __init__(
         self,
         engine: Engine,
-        arena_fd: int,
-        channel: socket.socket,
-        incarnation: int,
+        config: EngineProcessConfig,
         counts: RequestCounts,
         trace: TraceWriter,
         cached_chunks: CachedChunks,
@@ -52,8 +51,9 @@ class StoreTier:
             raise ValueError(
                 "--kv-store: needs the prefix cache, and a model without state layers; leave it out"
             )
-        self._store = SharedStore(
-            paged_kv(engine), arena_fd, channel,
+        arena_fd, channel = config.store_fds
+        super().__init__(
+            paged_kv(engine), arena_fd, socket.socket(fileno=channel),
             pin=exchange.pin, unpin=exchange.unpin, known=cached_chunks.stored,
         )  # fmt: skip
         self._engine = engine
@@ -61,42 +61,24 @@ class StoreTier:
         self._link = links.to(SOURCE)
         self._link.paused_until = math.inf
         self._was_open = False
-        self.fetches = PrefixFetches(engine, self._store, incarnation, counts, links, trace, limits=limits)
+        self.fetches = PrefixFetches(engine, self, config.incarnation, counts, links, trace, limits=limits)
 
     @property
     def stats(self) -> StoreStats:
-        store = self._store
         speed = self._link.tokens_per_s.value
-        return StoreStats(store.is_open, speed, store.written, store.refused, store.missed)
+        return StoreStats(self.is_open, speed, self.written, self.refused, self.missed)
 
-    @property
-    def fd(self) -> int:
-        """Readable when `pump` has something to do."""
-        return self._store.fileno()
-
-    @property
-    def copies(self) -> bool:
-        """Whether `pump` must be called soon in any case."""
-        return self._store.waits
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is to be written, and no block is in use."""
-        return self._store.idle and not self._store.writes
-
-    def offer(self, blocks: Iterable[CachedBlock]) -> None:
+    def entered(self, blocks: Iterable[CachedBlock]) -> None:
+        """These blocks are in the prefix cache now."""
         for block in blocks:
             for chunk, name in enumerate(block.chunks, block.first_chunk):
-                self._store.offer(name, chunk)
+                self.offer(name, chunk)
 
     def pump(self) -> None:
-        self._store.pump(busy=self._engine.has_work)
-        if self._store.is_open is not self._was_open:  # no prompt waits while it is closed
-            self._was_open = self._store.is_open
+        self.move(busy=self._engine.has_work)
+        if self.is_open is not self._was_open:  # no prompt waits while it is closed
+            self._was_open = self.is_open
             self._link.paused_until = 0.0 if self._was_open else math.inf
-        for event in self._store.poll():
+        for event in self.poll():
             self.fetches.handle(event)
         self.fetches.expire()
-
-    def close(self) -> None:
-        self._store.close()
