@@ -18,6 +18,8 @@ DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"
 """What benches of one GPU measure by default, and what they measure of mixtures of experts."""
 
 BAMBA, GRANITE = "bamba-9b", "granite-4.0-h-tiny"
+LATENT = "glm-4.7-flash"
+
 HYBRIDS = BAMBA, GRANITE
 """Models with state layers."""
 
@@ -26,6 +28,8 @@ _MODEL_TYPES = {
     "Llama4ForConditionalGeneration": "llama4",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "BambaForCausalLM": "bamba",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
 }

@@ -3,7 +3,8 @@ transfers, stores and memory planning read it.
 
 A *part* of a cache is an array [rows, heads, head_dim] in each layer. There is one array for each token, in
 the blocks of the request, or one for each request, in its slot. An attention layer has one part, with K and V
-as rows. A state layer has a part for each of its states.
+as rows. A *latent* has one row, and one head that all ranks hold: the vector from which every query head
+makes its key and its value. A state layer has a part for each of its states.
 
 To add a kind, add it to `KINDS`, give it a cache in `engine.models.cache_spec`, and the kernels that read it.
 """
@@ -30,6 +31,7 @@ class CacheKind:
 
 KINDS = {
     "attention": CacheKind(True, "kv_heads={0.heads} head_dim={0.head_dim}", rows=2),
+    "latent": CacheKind(True, "latent={0.head_dim}", rows=1),
     "state": CacheKind(False, "{0.name}={0.rows}x{0.heads}x{0.head_dim}:{0.dtype}"),
 }
 

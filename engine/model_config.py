@@ -75,6 +75,16 @@ class Scoring(Enum):
     """The same, scaled to a sum of 1."""
     SIGMOID_ON_INPUT = "sigmoid on input"
     """The sigmoid of the expert's logit. It multiplies the expert's input (Llama 4)."""
+    SIGMOID = "sigmoid"
+    """The same, but it multiplies the expert's output (DeepSeek-V3). The expert has a bias beside it, which
+    counts for the choice only."""
+    NORMALIZED_SIGMOID = "normalized sigmoid"
+    """The same, scaled to a sum of 1."""
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether experts have a bias that counts for the choice only."""
+        return self in (Scoring.SIGMOID, Scoring.NORMALIZED_SIGMOID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +127,13 @@ class ExpertsConfig:
     """Whether the router and the experts have biases."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by a gate."""
+    groups: int = 1
+    """The experts are in so many groups of equal size."""
+    groups_chosen: int = 1
+    """A token chooses its experts from so many groups: those with the best expert, or with the best two if
+    experts have a bias."""
+    scale: float = 1.0
+    """Of the weights of the chosen experts."""
 
     def read_by(self, tokens: int) -> float:
         """The expected number of experts that a step of `tokens` tokens reads in a layer, if each token
@@ -168,6 +185,46 @@ class StateConfig:
     def channels(self) -> int:
         """Of the convolution: x of all heads, B and C of all groups."""
         return self.inner_size + 2 * self.groups * self.state_size
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2024). The cache has one vector of a token for all heads: a
+    latent of `rank` numbers, and `rope_dim` rotated numbers of the key that all heads share."""
+
+    query_rank: int | None
+    """Numbers from which the queries of all heads are made. None: they are made from the hidden state."""
+    rank: int
+    nope_dim: int
+    """Of a query and of a key head, without positions. The `rope_dim` others are rotated, pair by pair."""
+    rope_dim: int
+    value_dim: int
+    """Of a value head."""
+    scale: float
+    """Of the products of queries and keys."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of a token in the cache."""
+        return self.rank + self.rope_dim
+
+    @property
+    def least_expanded(self) -> int:
+        """The least queries of a chunk for which keys and values of the heads are made of the latents. For
+        fewer, making those of a position takes more multiplications than it saves: a query of a head then
+        multiplies by a key and a value in place of a latent, which is both, and its rotated part."""
+        made = self.nope_dim + self.value_dim
+        saved = 2 * self.rank - made
+        return made * self.rank // saved + 1 if saved > 0 else 1
+
+    def parameters(self, hidden_size: int, heads: int) -> int:
+        """Number of parameters in the matrices of a layer."""
+        query = heads * (self.nope_dim + self.rope_dim)
+        made_from = hidden_size if self.query_rank is None else self.query_rank
+        queries = query * made_from + hidden_size * (self.query_rank or 0)
+        latents = hidden_size * (self.rank + self.rope_dim)
+        up = heads * self.rank * (self.nope_dim + self.value_dim)
+        return queries + latents + up + hidden_size * heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +281,25 @@ class ModelConfig:
     """None: a model without them."""
     local_rope: LocalRope | None = None
     """None: all layers have the same frequencies."""
+    latent: LatentConfig | None = None
+    """None: each KV head has its own keys and values. With latents, the model has one KV head, and `head_dim`
+    is the size of what a token has in the cache."""
+    further_layers: int = field(default=0, repr=False)
+    """Layers of the checkpoint behind the others, which predict further tokens. They are not loaded."""
     quantization: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     """`quantization_config` of the checkpoint. None: its matrices are plain. Not in the repr, which the
     fingerprint covers: the format that `engine.loader.formats` chooses is in the fingerprint itself."""
+
+    @property
+    def kernel_head_dim(self) -> int:
+        """The size of the heads that the kernels of a GPU attend to. Those that are made of latents are
+        padded to a power of two."""
+        latent = self.latent
+        if latent is None:
+            return self.head_dim
+        if any(size.bit_count() > 1 for size in (latent.rank, latent.rope_dim, latent.value_dim)):
+            return self.head_dim  # which they refuse
+        return 1 << (latent.nope_dim + latent.rope_dim - 1).bit_length()
 
     def check(self, source: str) -> None:
         """Raises `ValueError` naming `source`, the checkpoint, if this shape is not supported."""
@@ -298,7 +371,10 @@ class ModelConfig:
 
     def _parameters(self, experts: float) -> float:
         """Number of parameters with this many experts in each layer that has experts."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        if self.latent is not None:
+            attention = self.latent.parameters(self.hidden_size, self.num_heads)
+        else:
+            attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         dense, sparse = self.num_layers, 0.0
         if self.experts is not None:
             dense -= len(self.experts.layers)

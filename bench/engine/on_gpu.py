@@ -26,15 +26,13 @@ from baton.bench.contract import Report, Row
 from baton.bench.engine.drive import decode_step_seconds, drain, fill, median_ms, prefill_seconds, prompt
 from baton.bench.engine.floor import Floor, Fp8Floor
 from baton.bench.kernels.cases import BYTES_PER_S
-from baton.bench.shapes import DENSE, HYBRIDS, MOE, SHAPES, write_shape
+from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SHAPES, write_shape
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
 
 CONTEXT = 1064
 BUDGET, LONGEST = 16384, 131072
-OVER_FLOOR = 1.15
-"""Goal of a decode step of a model with state layers, in times of its floor."""
 COUNTED = 32
 """Decode steps that `.experts` is the mean of."""
 INT4_GROUP = 128
@@ -54,6 +52,7 @@ class Case:
         prefill: by (requests, tokens of each).
         floor: the products by cuBLAS; None: the time of the bytes.
         bytes, output_bytes: of a parameter, and of one of the output projection.
+        over_floor: what a decode step without a bound must take, in times of its floor.
     """
 
     name: str
@@ -62,6 +61,7 @@ class Case:
     floor: type[Floor] | None = Floor
     bytes: float = 2
     output_bytes: float = 2
+    over_floor: float | None = None
 
 
 DENSE_CASES = {
@@ -104,13 +104,33 @@ HYBRID_CASE = Case(
     _NO_BOUND,
     dict.fromkeys([(1, 2000), (1, 8000), (1, 32000), (1, 128000)]),
     floor=None,
+    over_floor=1.15,
 )
+LATENT_CASES = {
+    None: Case(
+        "engine.latent",
+        _NO_BOUND | {1: 3.4},
+        {(1, 2000): 45.0, (1, 8000): 150.0, (4, 2000): 140.0},
+        floor=None,
+        over_floor=1.35,
+    ),
+    "fp8": Case(
+        "engine.latent.fp8",
+        _NO_BOUND | {1: 3.0},
+        {(1, 2000): 40.0, (1, 8000): 125.0, (4, 2000): 115.0},
+        floor=None,
+        bytes=1,
+        over_floor=1.35,
+    ),
+}
 
 
 def case_of(args: argparse.Namespace) -> Case | None:
     """None if the shape is not measured in this format."""
     if args.model_shape in HYBRIDS:
         return None if args.quantization or args.kv_cache_dtype else HYBRID_CASE
+    if args.model_shape == LATENT:
+        return None if args.kv_cache_dtype else LATENT_CASES.get(args.quantization)
     if args.model_shape == MOE:
         return None if args.kv_cache_dtype else MOE_CASES.get(args.quantization)
     return DENSE_CASES.get((args.quantization, args.kv_cache_dtype))
@@ -159,11 +179,11 @@ def _decodes(
     for batch, must in case.decode.items():
         times = decode_step_seconds(engine, batch, CONTEXT, steps)
         name, took = f"{case.name}.decode.b{batch}", median_ms(times)
-        experts = experts_read(engine, batch, CONTEXT) if case in MOE_CASES.values() else None
+        experts = experts_read(engine, batch, CONTEXT) if engine.model_config.experts else None
         bound = bytes_moved(engine, case, batch, CONTEXT, experts) / BYTES_PER_S * 1e3
         floor = floors.get((batch,), bound)
         p99 = contract.percentile(times, 0.99) * 1e3
-        goal = OVER_FLOOR * floor if case is HYBRID_CASE else must
+        goal = case.over_floor * floor if must is None and case.over_floor else must
         report.add(Row(name, took, "ms", p99=p99, goal=goal))
         _add_floor(report, name, took, floor)
         if experts is not None:

@@ -8,19 +8,20 @@ import torch
 from baton.bench import kernels as about
 from baton.bench.contract import Report, parser
 from baton.bench.kernels.cases import Cases, DenseCases, Shape, graph_seconds, measure
+from baton.bench.kernels.latent import LatentCases, LatentShape
 from baton.bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
 from baton.bench.kernels.moe import MoeCases, MoeShape
 from baton.bench.kernels.quantized import Fp8Cases, Int4Cases
-from baton.bench.shapes import BAMBA, DENSE, MOE
+from baton.bench.shapes import BAMBA, DENSE, LATENT, MOE
 from baton.engine.kernels import kernels_for
 
-HEAD_DIM = {DENSE: Shape().head_dim, MOE: 128, BAMBA: Mamba2Shape().head_dim}
+HEAD_DIM = {DENSE: Shape().head_dim, MOE: 128, BAMBA: Mamba2Shape().head_dim, LATENT: 256}
 
 
 def main() -> int:
     arguments = parser(about.__doc__ or "", devices=("cuda",))
     arguments.add_argument(
-        "--model-shape", choices=(DENSE, MOE, BAMBA), default=DENSE, help="default: %(default)s"
+        "--model-shape", choices=(DENSE, MOE, BAMBA, LATENT), default=DENSE, help="default: %(default)s"
     )
     arguments.add_argument("--quantization", choices=("fp8", "int4"), help="the kernels of quantized weights")
     args = arguments.parse_args()
@@ -28,6 +29,8 @@ def main() -> int:
     kernels, short = kernels_for(device, HEAD_DIM[args.model_shape]), args.short
     if args.model_shape == MOE:
         cases: Cases[Any] = MoeCases(MoeShape(tokens=(1, 64, 2000)) if short else MoeShape(), kernels, device)
+    elif args.model_shape == LATENT:
+        cases = LatentCases(LatentShape(batches=(1, 64)) if short else LatentShape(), kernels, device)
     elif args.model_shape == BAMBA:
         of_layer = Mamba2Shape(batches=(1, 64), prompts=((1, 2000),)) if short else Mamba2Shape()
         cases = Mamba2Cases(of_layer, kernels, device)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.bench.kernels.cases import Case, Cases, Make, nbytes
 from baton.engine.kernels.moe.combine import combine
+from baton.engine.kernels.moe.experts import Choice
 from baton.engine.kernels.moe.grouped_linear import grouped_linear
 from baton.engine.kernels.moe.shuffle import shuffle
 from baton.engine.model_config import Scoring
@@ -51,7 +52,7 @@ class MoeCases(Cases[MoeShape]):
         over the experts of a token."""
         experts, chosen, inner = self.shape.experts, self.shape.chosen, x.shape[1]
         zeros = torch.zeros(experts, dtype=torch.int32, device=self.device)
-        shuffled = shuffle(self.normal(tokens, experts), zeros, chosen, Scoring.NORMALIZED_SOFTMAX)
+        shuffled = shuffle(self.normal(tokens, experts), zeros, Choice(chosen, Scoring.NORMALIZED_SOFTMAX))
         weight = self.normal(experts, size, inner)
         counts = shuffled.counts.tolist()
         lists = [pairs[:count] for pairs, count in zip(shuffled.pairs, counts, strict=True)]

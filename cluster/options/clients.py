@@ -50,8 +50,8 @@ class SizingOptions:
     slo: str = opt("ttft=1000,ttit=50", "Targets for the 99th percentile, in ms.", "TTFT_AND_TTIT")
     model: str = opt(
         "llama-3.1-8b",
-        "llama-3.1-8b, qwen3-30b-a3b, llama-4-scout, llama-4-maverick, gpt-oss-20b, gpt-oss-120b, a "
-        "Hugging Face directory, or a name on the hub.",
+        "llama-3.1-8b, qwen3-30b-a3b, glm-4.7-flash, deepseek-v3, llama-4-scout, llama-4-maverick, "
+        "gpt-oss-20b, gpt-oss-120b, a Hugging Face directory, or a name on the hub.",
         "MODEL",
     )
     prefill_tensor_parallel_size: int = opt(1, "GPUs of one prefill worker.", "N", check=between(1))

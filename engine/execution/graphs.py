@@ -64,12 +64,14 @@ class Widths(NamedTuple):
     table: int  # blocks
     hidden: int
     vocabulary: int
-    tile: int  # tokens of a tile of attention
+    tile: int  # tokens of a tile of attention; 0: no graph has chunks
     programs: int  # pieces of tiles that are computed at once
     scan: int  # tokens of a chunk of state layers; 0: no layer has states
 
     def pieces(self, rows: int) -> int:
         """The most pieces of tiles in a step of so many rows."""
+        if not self.tile:
+            return 0
         return max(rows // self.tile + CHUNKS, most_pieces(rows, self.tile, self.programs))
 
     def scans(self, rows: int) -> int:
@@ -155,8 +157,8 @@ class StepGraphs:
         self._widths = widths
         self._block_size = block_size
         self._batch_sizes = batch_sizes(requests)
-        with_chunks = chunk_sizes(min(LARGEST, max_num_batched_tokens))
-        rows = max(requests, *with_chunks)
+        with_chunks = chunk_sizes(min(LARGEST, max_num_batched_tokens)) if widths.tile else []
+        rows = max([requests, *with_chunks])
         self.hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
         """Of the rows of the last step, valid until the next one."""
         self._logits = torch.empty((requests, widths.vocabulary), dtype=torch.float32, device=device)

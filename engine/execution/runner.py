@@ -23,7 +23,7 @@ from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
-from baton.engine.kernels import KV, HeadNorm, Kernels, LayerState, StateLayer
+from baton.engine.kernels import KV, HeadNorm, Kernels, LatentHeads, LayerState, StateLayer
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.layers.current_step import CurrentStep, computing
@@ -151,7 +151,8 @@ class ModelRunner:
         """Captures graphs, which replay steps from now on; the cache must stay where it is."""
         assert self.table_width is not None, "a CPU has no graphs"
         config = self._config
-        tile = SHORT.tokens(config.num_heads // config.num_kv_heads)
+        # A chunk of latents is expanded or absorbed by its length, which a graph does not know.
+        tile = 0 if config.latent else SHORT.tokens(config.num_heads // config.num_kv_heads)
         programs = self._kernels.tile_programs(config.num_kv_heads)
         widths = Widths(
             self.table_width, config.hidden_size, config.vocab_size, tile, programs, self.chunk_tokens
@@ -261,9 +262,13 @@ class ModelRunner:
         """Writes the KV of all tokens. Returns the hidden state of each, [tokens, hidden_size]."""
         kernels = self._kernels
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
+        latent = self._config.latent
+        latent_plan: Any = None
+        if latent is not None:
+            latent_plan = kernels.plan_latent(attention, heads, latent, self._dtype)
         plans = {
             span: kernels.plan(attention, heads, kv_heads, self._dtype, span)
-            for span in {layer.span for layer in self._attention}
+            for span in {layer.span for layer in self._attention if layer.kind == "attention"}
         }
 
         def attend(
@@ -280,6 +285,15 @@ class ModelRunner:
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
             return kernels.attention(q, kv, plans[self._attention[index].span], sinks, scale)
 
+        def attend_latent(
+            layer: int, q: Tensor, cached: Tensor, shared: Tensor, rotary: Tensor, heads: LatentHeads
+        ) -> Tensor:
+            kv = self.kv_cache[self._index[layer]]
+            assert isinstance(kv, Tensor), "no latent is in FP8"
+            kernels.write_latent(q, cached, shared, rotary, kv, attention.slots)
+            layer_done(layer)
+            return kernels.latent_attention(q, kv, latent_plan, heads)
+
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)
         if (load := self.expert_load) is not None:
@@ -287,7 +301,7 @@ class ModelRunner:
         step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
         if not self._state:
             with computing(step):
-                return self.model(known, positions, attend)
+                return self.model(known, positions, attend_latent if latent else attend)
         states = kernels.plan_states(attention, self._dtype)
 
         def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:

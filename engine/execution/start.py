@@ -71,7 +71,7 @@ def start_rank(
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     runner = ModelRunner(
         model,
-        kernels_for(device, model_config.head_dim),
+        kernels_for(device, model_config.kernel_head_dim),
         model_config.of_rank(ranks.size),
         limits.cache,
         dtype=limits.dtype,

@@ -1,9 +1,10 @@
 """What a layer computes between its matrix products, on any device.
 
-    once a step    plan, plan_states                  where to read and write, for all layers of a kind
+    once a step    plan, plan_latent, plan_states      where to read and write, for all layers of a kind
     each layer     add_rms_norm → [QKV product] → rope_and_write → attention → [output product]
                    add_rms_norm → [gate-up product] → silu_mul → [down product]
                    or, with experts: add_rms_norm → [router's product] → mix_experts
+    with latents   [products of query and latent] → write_latent → latent_attention → [output product]
     with states    [input product] → mix_states → gated_rms_norm or norm_gate → [output product], in place of
                    attention
     with FP8       add_rms_norm, silu_mul or quantize, before fp8_linear
@@ -25,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.kernels.attention import latent
+from baton.engine.kernels.attention.latent import LatentHeads
 from baton.engine.kernels.attention.paged import (
     KV,
     AttentionMetadata,
@@ -34,7 +37,7 @@ from baton.engine.kernels.attention.paged import (
     parts,
     plan_attention,
 )
-from baton.engine.kernels.moe.experts import Experts, mix, route
+from baton.engine.kernels.moe.experts import Choice, Experts, mix, route
 from baton.engine.kernels.quantized.reference import (
     FP8,
     FP8_GROUP,
@@ -48,7 +51,7 @@ from baton.engine.kernels.sampling.reference import SMALLEST_TEMPERATURE, draw, 
 from baton.engine.kernels.state import gated_delta, mamba2
 from baton.engine.kernels.state.gated_delta import GatedDelta
 from baton.engine.kernels.state.mamba2 import LayerState, Mamba2, StateLayer
-from baton.engine.model_config import Span
+from baton.engine.model_config import LatentConfig, Span
 
 __all__ = [
     "FP8",
@@ -56,12 +59,14 @@ __all__ = [
     "KV",
     "SMALLEST_TEMPERATURE",
     "AttentionMetadata",
+    "Choice",
     "Experts",
     "Fp8Experts",
     "Fp8KV",
     "GatedDelta",
     "HeadNorm",
     "Kernels",
+    "LatentHeads",
     "LayerState",
     "LinearMethod",
     "Mamba2",
@@ -78,6 +83,7 @@ class Kernels:
 
     quantize = staticmethod(quantize)
     fp8_linear = staticmethod(fp8_linear)
+    write_latent = staticmethod(latent.write_latent)
     mix_states = staticmethod(mamba2.mix_states)
     norm_gate = staticmethod(gated_delta.norm_gate)
     gated_squares = staticmethod(mamba2.gated_squares)
@@ -124,13 +130,13 @@ class Kernels:
     ) -> Tensor:
         """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
-        x [tokens, size]. Each token has the experts with the largest logits [tokens, experts]. counts
-        [experts] int32 must be zero, and becomes the number of tokens of each expert. Returns [tokens, size].
+        x [tokens, size]. Each token chooses its experts by logits [tokens, experts]. counts [experts] int32
+        must be zero, and becomes the number of tokens of each expert. Returns [tokens, size].
 
         slots [tokens]: a row with slot −1 pads a graph. It has no expert, and its result is undefined. None:
         no row is padding. Inputs of weights in FP8 are quantized. The result of `shared` [tokens, size],
         which is called last, is added."""
-        routing = route(logits, experts.num_chosen, experts.scoring)
+        routing = route(logits, experts.choice)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
         gate_up, down = experts.gate_up, experts.down
         assert isinstance(gate_up, Tensor) == isinstance(down, Tensor), "experts have one format"
@@ -187,6 +193,17 @@ class Kernels:
         [num_heads]: logits that take part in the softmax of each head, without a value. `scale` multiplies
         the products of queries and keys. Returns [tokens, num_heads, head_dim]."""
         return paged_attention(q, kv, plan, sinks, scale)
+
+    def plan_latent(
+        self, metadata: AttentionMetadata, num_heads: int, shape: LatentConfig, dtype: torch.dtype
+    ) -> Any:
+        """The plan that `latent_attention` needs, the same for all layers of a step."""
+        return latent.LatentPlan(plan_attention(metadata, None, dtype), shape.least_expanded)
+
+    def latent_attention(self, q: Tensor, kv: Tensor, plan: Any, heads: LatentHeads) -> Tensor:
+        """As `attention`, with q [tokens, heads, nope_dim + rope_dim] as `write_latent` leaves it. Returns
+        [tokens, heads, value_dim]."""
+        return latent.latent_attention(q, kv, plan, heads)
 
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
         """The plan that `mix_states` needs, the same for all layers of a step."""

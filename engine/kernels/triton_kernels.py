@@ -23,7 +23,7 @@ from baton.engine.kernels import (
     parts,
     silu,
 )
-from baton.engine.kernels.attention import rope
+from baton.engine.kernels.attention import latent_kernels, rope
 from baton.engine.kernels.attention.decode import Pieces, decode_attention, partition
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
 from baton.engine.kernels.attention.paged import AttentionMetadata
@@ -38,7 +38,7 @@ from baton.engine.kernels.sampling import race
 from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
 from baton.engine.kernels.state.plan import TritonStatePlan, chunk_tokens, plan_states
-from baton.engine.model_config import Scoring, Span
+from baton.engine.model_config import LatentConfig, Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -69,6 +69,8 @@ class TritonKernels(Kernels):
     norm_gate = staticmethod(gated_norm.norm_gate)
     gated_squares = staticmethod(gated_norm.gated_squares)
     gated_rms_norm = staticmethod(gated_norm.gated_rms_norm)
+    write_latent = staticmethod(latent_kernels.write_latent)
+    latent_attention = staticmethod(latent_kernels.latent_attention)
     chunk_tokens = staticmethod(chunk_tokens)
     greedy = staticmethod(race.greedy)
     draw = staticmethod(race.draw)
@@ -98,10 +100,11 @@ class TritonKernels(Kernels):
         slots: Tensor | None = None,
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        gate_up, down, on_input = experts.gate_up, experts.down, experts.scoring is Scoring.SIGMOID_ON_INPUT
+        gate_up, down, choice = experts.gate_up, experts.down, experts.choice
+        on_input = choice.scoring is Scoring.SIGMOID_ON_INPUT
         count = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
         held = range(experts.first, experts.first + count)
-        shuffled = shuffle(logits, counts, experts.num_chosen, experts.scoring, slots, held)
+        shuffled = shuffle(logits, counts, choice, slots, held)
         inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
         gated = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         inner = grouped_linear(
@@ -118,7 +121,7 @@ class TritonKernels(Kernels):
             grouped = down.grouped if isinstance(down, Fp8Experts) else None
             inner = silu.silu_mul(inner, grouped, experts.activation)
         y = grouped_linear(inner, down, shuffled, experts.down_bias, dtype=x.dtype, weighted=False)
-        if on_input and experts.num_chosen == 1 and count == len(counts):
+        if on_input and choice.num_chosen == 1 and count == len(counts):
             return y if shared is None else y.add_(shared())
         return combine(y, shuffled.weights, None if shared is None else shared(), weighted=not on_input)
 
@@ -152,6 +155,11 @@ class TritonKernels(Kernels):
             tiles = Tiles(work, shape, finished if programs else None)
         prefills = () if metadata.tiles is not None else metadata.prefills
         return TritonPlan(decodes, metadata.block_size, metadata.block_tables, pieces, prefills, tiles, span)
+
+    def plan_latent(
+        self, metadata: AttentionMetadata, num_heads: int, shape: LatentConfig, dtype: torch.dtype
+    ) -> latent_kernels.LatentPlan:
+        return latent_kernels.plan_latent(metadata, num_heads, shape.least_expanded, self._multiprocessors)
 
     def tile_programs(self, num_kv_heads: int) -> int:
         return SHORT_PER_SM * self._multiprocessors // num_kv_heads

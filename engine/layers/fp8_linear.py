@@ -26,8 +26,9 @@ from baton.engine.layers.weights import OUTPUT, PlainFormat, Stack, Weights
 ALIGNED = 16
 """Both dimensions of W must be multiples of this."""
 
-KEPT_PLAIN = ("gate", "router")
-"""Products that matter most for their size: quantizing on load leaves them in the model's dtype."""
+KEPT_PLAIN = ("gate", "router", "kv_b_proj")
+"""Quantizing on load leaves these in the model's dtype: products that matter most for their size, and what
+`dense` reads."""
 
 
 class Scaled(NamedTuple):
@@ -84,6 +85,10 @@ class Fp8Format(PlainFormat):
             return torch.stack([exact(weight).to(weights.dtype) for weight in held])
         values = torch.stack([weight.values.view(torch.uint8) for weight in held]).view(FP8)
         return Fp8Experts(values, by_block(torch.stack([weight.scales for weight in held])))
+
+    def dense(self, weights: Weights, stack: Stack) -> Tensor:
+        weight = self._stacked(weights, stack)
+        return super().dense(weights, stack) if weight is None else exact(weight).to(weights.dtype)
 
     def _stacked(self, weights: Weights, stack: Stack) -> Scaled | None:
         """The rows of all projections. None: they are not quantized."""

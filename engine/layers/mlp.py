@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import Experts, Fp8Experts
+from baton.engine.kernels import Choice, Experts, Fp8Experts
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.ranks import Part, whole
-from baton.engine.layers.weights import Stack, Weights
+from baton.engine.layers.weights import DTYPES, Stack, Weights
 from baton.engine.model_config import ExpertsConfig, ModelConfig
 
 MOST_BESIDE = 64
@@ -68,6 +68,7 @@ class MoE:
         layer: int,
         name: str,
         router: str = "gate",
+        shared: str = "shared_expert",
     ) -> None:
         hidden = whole(config.hidden_size)
         own, inner = weights.ranks.expert_parts(experts.num_experts, experts.intermediate_size)
@@ -96,8 +97,7 @@ class MoE:
         self.experts = Experts(
             gate_up,
             down,
-            experts.num_chosen,
-            experts.scoring,
+            self._choice(experts, weights, f"{name}.{router}"),
             own.start,
             gate_up_bias,
             down_bias,
@@ -106,14 +106,23 @@ class MoE:
         self.shared, self.shared_gate, self.side = None, None, None
         if experts.shared_intermediate_size:
             size = experts.shared_intermediate_size
-            self.shared = GatedMLP(config, weights, f"{name}.shared_expert", size)
+            self.shared = GatedMLP(config, weights, f"{name}.{shared}", size)
             if experts.shared_gate:
-                self.shared_gate = weights.take(f"{name}.shared_expert_gate.weight", (1, config.hidden_size))
+                self.shared_gate = weights.take(f"{name}.{shared}_gate.weight", (1, config.hidden_size))
             if weights.device.type == "cuda":
                 self.side = _side_stream(weights.device)
         self.index = experts.layers.index(layer)
         """Among the layers with experts."""
         self.kernels = weights.kernels
+
+    @staticmethod
+    def _choice(experts: ExpertsConfig, weights: Weights, router: str) -> Choice:
+        bias = None
+        if experts.scoring.is_biased:
+            name, size = f"{router}.e_score_correction_bias", whole(experts.num_experts)
+            bias = weights.stored(name, [size], *DTYPES).float()
+        groups = experts.groups, experts.groups_chosen
+        return Choice(experts.num_chosen, experts.scoring, *groups, experts.scale, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         shared = None if self.shared is None else self._shared(x, self.shared)

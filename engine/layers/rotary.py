@@ -16,11 +16,12 @@ class Rotary:
     If only a part of a head is rotated, the pairs of dimensions that are not come last."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        size = config.head_dim if config.rotary_dim is None else config.rotary_dim
+        head_dim = config.latent.rope_dim if config.latent else config.head_dim
+        size = head_dim if config.rotary_dim is None else config.rotary_dim
         exponents = torch.arange(0, size, 2, dtype=torch.float32) / max(1, size)
         frequencies = 1.0 / config.rope_theta**exponents
         frequencies = self._scaled(frequencies, config, weights)
-        frequencies = F.pad(frequencies, (0, (config.head_dim - size) // 2))
+        frequencies = F.pad(frequencies, (0, (head_dim - size) // 2))
         angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if isinstance(config.rope_scaling, YarnScaling | LongRopeScaling):

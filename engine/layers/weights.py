@@ -141,6 +141,10 @@ class PlainFormat:
         stacked = weights.stack([*chain(*names)], [*chain(*parts)])
         return stacked.unflatten(0, (sum(stack.rows[0].length > 0 for stack in experts), -1))
 
+    def dense(self, weights: "Weights", stack: Stack) -> Tensor:
+        """Loads a matrix that is not only multiplied by rows, in the model's dtype."""
+        return weights.stack(*stack.weights)
+
     def tied(self, weights: "Weights", stack: Stack, embedding: Tensor) -> LinearMethod:
         """The output projection of a model that has no other one than its input embedding. `embedding` is the
         stack, in the model's dtype."""
@@ -162,7 +166,7 @@ class Weights:
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
-        self.kernels = kernels_for(device, checkpoint.config.head_dim)
+        self.kernels = kernels_for(device, checkpoint.config.kernel_head_dim)
         self._format = weight_format
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
@@ -180,6 +184,10 @@ class Weights:
     def experts(self, experts: Sequence[Stack]) -> Tensor | Fp8Experts:
         """The weights of several experts; see `PlainFormat.experts`."""
         return self._format.experts(self, experts)
+
+    def dense(self, stack: Stack) -> Tensor:
+        """See `PlainFormat.dense`."""
+        return self._format.dense(self, stack)
 
     def tied(self, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
         """See `PlainFormat.tied`."""

@@ -62,7 +62,9 @@ class HFCheckpoint(Checkpoint):
                 )
 
     def names(self) -> Collection[str]:
-        return self._file_of.keys()
+        layers = self.config.num_layers
+        further = tuple(f"model.layers.{layers + i}." for i in range(self.config.further_layers))
+        return [name for name in self._file_of if not name.startswith(further)]
 
     def file_of(self, name: str) -> str:
         return str(self._file_of.get(name, self.source))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from baton.engine.loader.hybrid_config import (
@@ -10,6 +11,7 @@ from baton.engine.loader.hybrid_config import (
     gated_delta_config,
     mamba2_config,
 )
+from baton.engine.loader.latent_config import FIRST_DENSE, latent_config, latent_experts, not_supported
 from baton.engine.loader.rope_config import (
     PARTLY_ROTATED,
     local_rope,
@@ -57,6 +59,11 @@ GPT_OSS = "GptOssForCausalLM"
 STATES = {"BambaForCausalLM": mamba2_config, GRANITE: mamba2_config, QWEN3_NEXT: gated_delta_config}
 """What reads the state layers of these architectures."""
 
+LATENT = tuple(FIRST_DENSE)
+"""Architectures with multi-head latent attention."""
+
+FURTHER = "num_nextn_predict_layers"
+
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -74,10 +81,12 @@ def model_config_from_hf(
     rope = Settings(rotation, source)
 
     num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
-    head_dim = settings.integer("head_dim", hidden_size // num_heads)
+    latent = latent_config(settings, rope) if architecture in LATENT else None
+    head_dim = settings.integer("head_dim", hidden_size // num_heads) if latent is None else latent.size
     context = settings.integer("max_position_embeddings", 2048)
     rotated = rotary_dim(settings, rope, architecture, head_dim)
-    scaling = rope_scaling(rope, context, (head_dim if rotated is None else rotated) // 2)
+    turned = latent.rope_dim if latent else head_dim if rotated is None else rotated
+    scaling = rope_scaling(rope, context, turned // 2)
     if isinstance(scaling, YarnScaling):  # the context before scaling may be the one that is named
         context = max(context, round(scaling.factor * scaling.original_context))
     norm_eps = settings.number("rms_norm_eps", 1e-6)
@@ -89,7 +98,7 @@ def model_config_from_hf(
         hidden_size=hidden_size,
         intermediate_size=settings.integer(INTERMEDIATE_SIZE.get(architecture, "intermediate_size")),
         num_heads=num_heads,
-        num_kv_heads=settings.integer("num_key_value_heads", num_heads),
+        num_kv_heads=1 if latent else settings.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         vocab_size=settings.integer("vocab_size"),
         max_model_len=context,
@@ -107,7 +116,9 @@ def model_config_from_hf(
         rotary_dim=rotated,
         multipliers=_multipliers(settings, architecture, hidden_size),
         local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,
+        latent=latent,
         quantization=_quantization(settings, architecture),
+        further_layers=settings.integer(FURTHER) if latent and settings.get(FURTHER) else 0,
     )
     shape.check(source)
     return shape
@@ -233,6 +244,7 @@ EXPERTS: dict[str, Callable[[Settings], ExpertsConfig | None]] = {
     **dict.fromkeys(LLAMA4, _llama4_experts),
     GPT_OSS: _gpt_oss_experts,
     GRANITE: _granite_experts,
+    **{name: partial(latent_experts, architecture=name) for name in LATENT},
 }
 """Reads the mixtures of experts of these architectures."""
 
@@ -278,6 +290,8 @@ def _not_supported(settings: Settings, rope: Any, architecture: str) -> Iterator
                 yield name
     if settings.get(key, activation) != activation:
         yield f"{key} {settings.get(key)!r}"
+    if architecture in LATENT:
+        yield from not_supported(settings, architecture)
     if settings.get("mlp_bias"):
         yield "mlp_bias"
     if not isinstance(rope, Mapping):

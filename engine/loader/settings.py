@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-COUNTED = ("num_hidden_layers", "num_experts", "num_local_experts")
+COUNTED = (
+    "num_hidden_layers",
+    "num_nextn_predict_layers",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)
 MOST_COUNTED = 4096
 """Of layers or experts. Lists have an entry for each."""
 

@@ -9,6 +9,7 @@ import torch
 
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
+from baton.engine.models.deepseek import DeepSeek
 from baton.engine.models.hybrids import Bamba, GraniteMoeHybrid, Qwen3Next
 from baton.engine.models.llama import Glm4, GptOss, Llama, Qwen2
 from baton.engine.models.llama4 import Llama4
@@ -20,6 +21,9 @@ MODELS: dict[str, type[Llama]] = {
     "MistralForCausalLM": Llama,
     "Phi3ForCausalLM": Llama,
     "Glm4ForCausalLM": Glm4,
+    "Glm4MoeLiteForCausalLM": DeepSeek,
+    "DeepseekV2ForCausalLM": DeepSeek,
+    "DeepseekV3ForCausalLM": DeepSeek,
     "Olmo2ForCausalLM": Olmo2,
     "Gemma3ForCausalLM": Gemma3,
     "Gemma3ForConditionalGeneration": Gemma3,  # its text model

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.content.cache_kinds import CachePart
+from baton.content.cache_kinds import KINDS, CachePart
 from baton.engine.kernels import FP8, KV, Fp8KV, LayerState, parts
 from baton.engine.model_config import Span
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCache:
-    """An attention layer: one K and one V vector for each token and KV head.
+    """An attention layer: one K and one V vector for each token and KV head, or one latent.
 
     The cache keeps all tokens of a request, also those before the span of its next query."""
 
@@ -22,20 +22,29 @@ class AttentionCache:
     """Type of the cache, which may be FP8. The weights may have another."""
     span: Span | None = None
     """The keys that a query sees. None: all up to its own."""
+    kind: str = "attention"
+    """A key of `KINDS` with one part."""
+
+    @property
+    def rows(self) -> int:
+        """K and V, or one latent."""
+        rows = KINDS[self.kind].rows
+        assert rows is not None, "a kind with KV has one part"
+        return rows
 
     @property
     def parts(self) -> tuple[CachePart, ...]:
-        return (CachePart("attention", "kv", 2, self.num_kv_heads, self.head_dim, _name(self.dtype)),)
+        return (CachePart(self.kind, "kv", self.rows, self.num_kv_heads, self.head_dim, _name(self.dtype)),)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> KV:
-        """Returns [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], not initialised. No kernel
+        """Returns [rows, num_blocks, block_size, num_kv_heads, head_dim], not initialised. No kernel
         reads a slot before it is written, and the system maps a page only when it is first written."""
         heads = self.num_kv_heads
-        shape = (2, num_blocks, block_size, heads, self.head_dim)
+        shape = (self.rows, num_blocks, block_size, heads, self.head_dim)
         values = torch.empty(shape, dtype=self.dtype, device=device)
         if self.dtype is not FP8:
             return values
-        return Fp8KV(values, torch.empty((2, num_blocks, heads, block_size), device=device))
+        return Fp8KV(values, torch.empty((self.rows, num_blocks, heads, block_size), device=device))
 
     def split(self, kv: KV) -> list[torch.Tensor]:
         """Values, and scales in FP8. They share the memory of `kv`."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import HeadNorm, LinearMethod
+from baton.engine.kernels import HeadNorm, LatentHeads, LinearMethod
 from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import whole
@@ -20,6 +20,9 @@ Attend = Callable[[int, Tensor, Tensor, HeadNorm | None, Tensor | None, float], 
 """(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads, sinks, scale) → output
 of attention [tokens, num_heads, head_dim]. Rotates qkv, writes KV to the layer's cache, and attends to the
 cache, within the span of the layer's `AttentionCache`. `scale` is that of `Kernels.attention`."""
+AttendLatent = Callable[[int, Tensor, Tensor, Tensor, Tensor, LatentHeads], Tensor]
+"""What models with latents get in place of it: (layer, q, latent, shared, rotary, heads) → output of
+attention, as in `Kernels.write_latent` and `latent_attention`."""
 
 
 class Norms(NamedTuple):
@@ -110,12 +113,13 @@ class LlamaLayer:
 
 
 class Llama:
-    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+    attention: ClassVar[type[Any]] = LlamaAttention
     norms: ClassVar[Norms] = Norms()
     gelu: ClassVar[bool] = False
     """As in `GatedMLP`."""
     mlp_name: ClassVar[str] = "mlp"
     router_name: ClassVar[str] = "gate"
+    shared_name: ClassVar[str] = "shared_expert"
 
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
@@ -134,7 +138,7 @@ class Llama:
         name, experts = f"model.layers.{layer}.{cls.mlp_name}", config.experts
         if experts is None or layer not in experts.layers:
             return GatedMLP(config, weights, name, config.intermediate_size, gelu=cls.gelu)
-        return MoE(config, experts, weights, layer, name, cls.router_name)
+        return MoE(config, experts, weights, layer, name, cls.router_name, cls.shared_name)
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.embedding = Embedding(config, weights, summed=self.norms.summed)

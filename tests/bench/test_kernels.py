@@ -74,6 +74,29 @@ def test_every_case_of_state_layers_runs(cases: Cases) -> None:
     assert rows["kernels.mamba2.decode.b2"].value == pytest.approx(moved / 1e9)
 
 
+def test_every_case_of_latents_runs(cases: Cases) -> None:
+    from baton.bench.kernels.latent import LatentCases, LatentShape
+
+    shape = LatentShape(
+        heads=(4,),
+        rank=32,
+        nope=16,
+        rope=16,
+        value=16,
+        batches=(2,),
+        context=100,
+        chunks=(5,),
+        dtype=torch.float16,
+    )
+    latent_cases = LatentCases(shape, cases.kernels, cases.device)
+    rows = {row.name: row for make in latent_cases for row in bench.measure(make, one_second_each)}
+    for name in ("absorbed_decode.h4.b2", "absorbed_chunk.h4.t5", "expanded_chunk.h4.t5"):
+        assert rows[f"kernels.{name}.time"].value == 1e6
+    # the latents of two blocks a request, queries of two tokens there and back, and what the heads make
+    moved = 2 * (2 * 128 * 48 + 2 * 2 * 4 * 32 + 4 * 32 * 32)
+    assert rows["kernels.absorbed_decode.h4.b2"].value == pytest.approx(moved / 1e9)
+
+
 def test_every_case_of_fp8_runs(cases: Cases) -> None:
     from baton.bench.kernels.quantized import Fp8Cases
 

@@ -77,6 +77,17 @@ def test_a_llama4_has_the_published_numbers_of_parameters() -> None:
         Speeds(H200, scout).kv_room(0.9)
 
 
+def test_a_latent_is_held_by_each_rank() -> None:
+    flash, v3 = shape("glm-4.7-flash"), shape("deepseek-v3")
+    assert v3.num_parameters == pytest.approx(671e9, rel=0.001)
+    assert v3.parameters_read(1) == pytest.approx(38.0e9, rel=0.05), "the active parameters"
+    assert flash.num_parameters == pytest.approx(29.9e9, rel=0.01)
+    speeds = [Speeds(H200, flash, ranks=ranks) for ranks in (1, 4)]
+    assert [x.kv_bytes_per_token for x in speeds] == [47 * 1152, 4 * 47 * 1152]
+    mixture = Speeds(H200, shape("qwen3-30b-a3b"))
+    assert speeds[0].kv_bytes_per_token == pytest.approx(0.55 * mixture.kv_bytes_per_token, rel=0.01)
+
+
 def test_windows_bound_the_kv_that_a_layer_reads() -> None:
     model = shape("gpt-oss-20b")
     assert model.num_parameters == pytest.approx(20.9e9, rel=0.01)

@@ -45,11 +45,13 @@ def main() -> None:
         FP8,
         KV,
         AttentionMetadata,
+        Choice,
         Experts,
         Fp8Experts,
         Fp8KV,
         GatedDelta,
         HeadNorm,
+        LatentHeads,
         LayerState,
         Mamba2,
         parts,
@@ -63,7 +65,7 @@ def main() -> None:
     from baton.engine.kernels.skinny_linear import SkinnyLinear
     from baton.engine.kernels.sum_norm import SumNorm
     from baton.engine.kernels.triton_kernels import TritonKernels
-    from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
+    from baton.engine.model_config import ClampedSwiGLU, LatentConfig, Scoring, Span
     from baton.kv_transfer.device import copy_kernels
     from baton.kv_transfer.device.copy_kernels import Pages
 
@@ -168,24 +170,43 @@ def main() -> None:
             x, logits = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 16, dtype=dtype)
             gate_up = torch.zeros(16, 2 * 768, 2048, dtype=dtype)
             down = torch.zeros(16, 2048, 768, dtype=dtype)
-            for chosen, scoring in ((8, Scoring.NORMALIZED_SOFTMAX), (1, Scoring.SIGMOID_ON_INPUT)):
-                counts, experts = torch.zeros(16, dtype=torch.int32), Experts(gate_up, down, chosen, scoring)
+            for choice in (Choice(8, Scoring.NORMALIZED_SOFTMAX), Choice(1, Scoring.SIGMOID_ON_INPUT)):
+                counts, experts = torch.zeros(16, dtype=torch.int32), Experts(gate_up, down, choice)
                 kernels.mix_experts(x, logits, experts, counts)
                 kernels.mix_experts(x, logits, experts, counts, shared=x.clone)
                 for groups, rows in ((1, 1), (16, 1), (16, 128)):
                     of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768 // rows))
                     of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048 // rows))
-                    kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, chosen, scoring), counts)
+                    kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, choice), counts)
             experts = Experts(
                 gate_up,
                 down,
-                4,
-                Scoring.NORMALIZED_SOFTMAX,
+                Choice(4, Scoring.NORMALIZED_SOFTMAX),
                 gate_up_bias=gate_up[:, :, 0].contiguous(),
                 down_bias=down[:, :, 0].contiguous(),
                 activation=ClampedSwiGLU(1.702, 7.0),
             )
             kernels.mix_experts(x, logits, experts, counts)
+
+    print("-- latent attention")
+    for heads, nope, value in ((16, 128, 128), (20, 192, 256), (128, 128, 128)):  # V2-Lite, GLM-4.7-Flash, V3
+        for dtype in (torch.bfloat16, torch.float32):
+            shape = LatentConfig(1536, 512, nope, 64, value, 1.0)
+            kernels, rows = TritonKernels(torch.device("cpu"), 256), 64 + 500
+            metadata = AttentionMetadata(
+                64,
+                torch.zeros(rows, dtype=torch.int64),
+                torch.zeros(66, 16, dtype=torch.int32),
+                torch.ones(66, dtype=torch.int32),
+                64,
+                [(0, 20), (0, 480)],
+            )
+            q = torch.zeros(rows, heads, nope + 64, dtype=dtype)
+            cached, shared = q.new_zeros(rows, 512), q.new_zeros(rows, 64)
+            kv, up = q.new_zeros(1, 8, 64, 1, 576), q.new_zeros(heads, nope + value, 512)
+            kernels.write_latent(q, cached, shared, torch.zeros(rows, 2, 64), kv, metadata.slots)
+            plan = kernels.plan_latent(metadata, heads, shape, dtype)
+            kernels.latent_attention(q, kv, plan, LatentHeads(up, nope, 1.0))
 
     print("-- Mamba-2")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

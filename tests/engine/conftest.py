@@ -248,7 +248,26 @@ TINY_QWEN3_NEXT: dict[str, Any] = {
     "shared_expert_intermediate_size": 32,
     "initializer_range": 0.1,
 }
+TINY_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.8,
+}
 TINY_OF_KIND = {
+    "DeepseekV2": TINY_LATENT | {"q_lora_rank": None},
+    "DeepseekV3": TINY_LATENT,
+    "Glm4MoeLite": TINY_LATENT | {"qk_nope_head_dim": 24, "v_head_dim": 32, "n_group": 1, "topk_group": 1},
     "Glm4": {"head_dim": 32, "pad_token_id": 0},
     "Phi3": {"pad_token_id": 0},
     "GptOss": TINY_GPT_OSS,
@@ -270,7 +289,7 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
         of_kind = TINY_EXPERTS if kind.endswith("Moe") else TINY_OF_KIND.get(kind, {})
         config = getattr(transformers, f"{kind}Config")(**{**TINY, **of_kind, **changes})
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         # transformers initialises these with zeros and ones, which would prove nothing.
         if name.endswith((".bias", "_bias", "norm.weight", ".D")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Experts, Kernels
+from baton.engine.kernels import Choice, Experts, Kernels
 from baton.engine.kernels.moe.experts import route
 from baton.engine.model_config import ClampedSwiGLU, Scoring
 from tests.device import DEVICE
@@ -29,14 +29,24 @@ def expert_logits(tokens: int, leaning: Tensor) -> Tensor:
 @pytest.mark.parametrize("leaning", [*LEANINGS.values(), SATURATED], ids=[*LEANINGS, "saturated"])
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (5, 2), (300, 4)])
 @pytest.mark.parametrize("scoring", Scoring)
-def test_shuffle(kernel_device: str, leaning: Tensor, tokens: int, chosen: int, scoring: Scoring) -> None:
-    """Each pair is in the list of its expert, once. 300 tokens take several programs."""
+@pytest.mark.parametrize("groups", [(1, 1), (3, 2)], ids=["one group", "two of three groups"])
+def test_shuffle(
+    kernel_device: str, leaning: Tensor, tokens: int, chosen: int, scoring: Scoring, groups: tuple[int, int]
+) -> None:
+    """Each pair is in the list of its expert, once. 300 tokens take several programs. Equal scores are told
+    apart by their biases."""
     from baton.engine.kernels.moe.shuffle import shuffle
 
-    logits = expert_logits(tokens, leaning)
-    expected = route(logits, chosen, scoring)
+    if scoring is Scoring.SIGMOID_ON_INPUT and groups != (1, 1):
+        pytest.skip("the kernel has no groups for it")
+    logits, bias = expert_logits(tokens, leaning), None
+    if scoring.is_biased:
+        bias = normal(6, seed=4)
+    choice = Choice(chosen, scoring, *groups, 2.5 if groups > (1, 1) else 1.0, bias)
+    expected = route(logits, choice)
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
-    shuffled = shuffle(logits.to(kernel_device), counts, chosen, scoring)
+    on_device = choice._replace(bias=None if bias is None else bias.to(kernel_device))
+    shuffled = shuffle(logits.to(kernel_device), counts, on_device)
     weights, counts, pairs = (x.cpu() for x in (shuffled.weights, shuffled.counts, shuffled.pairs))
     torch.testing.assert_close(weights, expected.weights)
     assert counts.tolist() == expected.experts.flatten().bincount(minlength=6).tolist()
@@ -51,7 +61,7 @@ def test_rows_that_pad_a_graph_have_no_expert(kernel_device: str) -> None:
     logits, slots = expert_logits(5, LEANINGS["even"]), torch.tensor([7, 3, -1, 0, -1])
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
     slots = slots.to(kernel_device)
-    weights, _, pairs, _ = shuffle(logits.to(kernel_device), counts, 2, Scoring.SOFTMAX, slots)
+    weights, _, pairs, _ = shuffle(logits.to(kernel_device), counts, Choice(2, Scoring.SOFTMAX), slots)
     listed = [pair for expert, count in enumerate(counts.tolist()) for pair in pairs[expert, :count].tolist()]
     assert sorted(listed) == [0, 1, 2, 3, 6, 7]
     assert (weights > 0).all(dim=1).tolist() == [True, True, False, True, False]
@@ -64,7 +74,7 @@ def test_shuffle_chooses_an_expert_for_any_logits(kernel_device: str) -> None:
 
     logits = torch.tensor([[torch.nan] * 6, [torch.inf] * 6, [1.0] * 6, [-torch.inf] * 6])
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
-    shuffle(logits.to(kernel_device), counts, 2, Scoring.NORMALIZED_SOFTMAX)
+    shuffle(logits.to(kernel_device), counts, Choice(2, Scoring.NORMALIZED_SOFTMAX))
     assert counts.tolist() == [4, 4, 0, 0, 0, 0]
 
 
@@ -102,16 +112,14 @@ def test_mix_experts(
     gate_up /= size**0.5
     logits = expert_logits(tokens, LEANINGS[leaning])
     expected_counts = torch.zeros(6, dtype=torch.int32)
-    shared = normal(tokens, size, seed=3).to(dtype)
+    shared, choice = normal(tokens, size, seed=3).to(dtype), Choice(chosen, scoring)
     expected = Kernels().mix_experts(
-        x.double(), logits, Experts(gate_up.double(), down.double(), chosen, scoring), expected_counts,
+        x.double(), logits, Experts(gate_up.double(), down.double(), choice), expected_counts,
         shared=shared.double,
     )  # fmt: skip
     x, logits, gate_up, down, beside = (tensor.to(DEVICE) for tensor in (x, logits, gate_up, down, shared))
     counts = torch.zeros(6, dtype=torch.int32, device=DEVICE)
-    y = triton_kernels.mix_experts(
-        x, logits, Experts(gate_up, down, chosen, scoring), counts, shared=lambda: beside
-    )
+    y = triton_kernels.mix_experts(x, logits, Experts(gate_up, down, choice), counts, shared=lambda: beside)
     close(y, expected)
     assert counts.tolist() == expected_counts.tolist()
 
@@ -127,14 +135,13 @@ def test_a_mixture_does_not_depend_on_timing(tokens: int) -> None:
         for i, shape in enumerate([(tokens, 1024), (tokens, 32), (32, 2 * 256, 1024), (32, 1024, 256)])
     )
     x, gate_up, down = x.to(BF16), (gate_up / 32).to(BF16), down.to(BF16)
-    counts = torch.zeros(32, dtype=torch.int32, device="cuda")
+    counts, choice = torch.zeros(32, dtype=torch.int32, device="cuda"), Choice(4, Scoring.SOFTMAX)
     expected = Kernels().mix_experts(
-        x.double(), logits, Experts(gate_up.double(), down.double(), 4, Scoring.SOFTMAX), counts.clone()
+        x.double(), logits, Experts(gate_up.double(), down.double(), choice), counts.clone()
     )
     kernels = TritonKernels(torch.device("cuda"), 128)
     first, *others = (
-        kernels.mix_experts(x, logits, Experts(gate_up, down, 4, Scoring.SOFTMAX), counts.clone())
-        for _ in range(30)
+        kernels.mix_experts(x, logits, Experts(gate_up, down, choice), counts.clone()) for _ in range(30)
     )
     close(first, expected.cpu())
     assert all(torch.equal(first, other) for other in others)
@@ -159,7 +166,7 @@ def test_the_sums_over_parts_of_the_experts_add_up(
         tokens, router, one, other, counted = (
             tensor.to(device) for tensor in (x, logits, gate_up[held], down[held], counts)
         )
-        experts = Experts(one, other, chosen, scoring, first)
+        experts = Experts(one, other, Choice(chosen, scoring), first)
         return kernels.mix_experts(tokens, router, experts, counted).cpu()
 
     whole = mixed(Kernels(), "cpu", 0, 6)
@@ -180,7 +187,7 @@ def test_experts_with_biases_and_a_clamped_activation(
     def mixed(kernels: Kernels, *tensors: Tensor) -> Tensor:
         x, logits, counts, gate_up, down, gate_up_bias, down_bias = tensors
         scoring = Scoring.NORMALIZED_SOFTMAX
-        experts = Experts(gate_up, down, chosen, scoring, 0, gate_up_bias, down_bias, activation)
+        experts = Experts(gate_up, down, Choice(chosen, scoring), 0, gate_up_bias, down_bias, activation)
         return kernels.mix_experts(x, logits, experts, counts)
 
     expected = mixed(Kernels(), x.double(), logits, counts.clone(), *(e.double() for e in experts))

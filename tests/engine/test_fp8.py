@@ -25,6 +25,12 @@ SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4,
 """Several blocks of 128 × 128. Two ranks would cut a block of the 384 columns in the MLP."""
 RANKED = {**SIZES, "intermediate_size": 512}
 
+LATENT = {
+    **RANKED, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 16, "v_head_dim": 64, "moe_intermediate_size": 256, "n_shared_experts": 1,
+}  # fmt: skip
+"""Of DeepSeek-V3. The rows of the product that makes the latents are no multiple of 128."""
+PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")
 Scales = Callable[[Tensor], Tensor]
 
 
@@ -97,7 +103,7 @@ def save_quantized(directory: Path, kind: str, model: str = "Llama", **changes: 
     save_tiny(directory / "exact", model, **changes)
     path = directory / "model.safetensors"
     tensors, exact = load_file(path), load_file(path)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(PROJECTIONS)]:
         weight = tensors[name].float()
         scales = scales_of(weight).to(dtype)
         each = spread(scales.float(), weight.shape)
@@ -147,6 +153,22 @@ def test_tokens_are_those_of_the_dequantized_model(
     assert_greedy(reference, prompts, found)
 
 
+@pytest.mark.parametrize("kind", ["blocks", "compressed-channel"])
+def test_tokens_of_models_with_latents_are_those_of_the_dequantized_one(
+    kind: str, tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What makes keys and values of latents is dequantized on a GPU, too."""
+    reference = save_quantized(tmp_path, kind, "DeepseekV3", **LATENT)
+    check_model(EngineConfig(str(tmp_path)))
+    assert_greedy(reference, prompts, tokens(engine_of(tmp_path), prompts))
+    monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
+    engine = engine_of(tmp_path)
+    assert all(len(answer) == 10 for answer in tokens(engine, prompts))
+    attention = engine._runner.model.layers[0].mixer
+    exact = reference.model.layers[0].self_attn.kv_b_proj.weight
+    torch.testing.assert_close(attention.heads.up.flatten(0, 1), exact.detach())
+
+
 def test_quantizing_on_load(tmp_path: Path, prompts: list[list[int]]) -> None:
     """By row. The output projection stays as it is."""
     reference = save_tiny(tmp_path, "Llama")
@@ -162,12 +184,14 @@ def test_quantizing_on_load(tmp_path: Path, prompts: list[list[int]]) -> None:
     assert engine.model_fingerprint != plain.model_fingerprint
 
 
-@pytest.mark.parametrize("kind", ["static", "blocks", "compressed-channel", "on-load"])
+@pytest.mark.parametrize("kind", ["static", "blocks", "compressed-channel", "on-load", "latents"])
 def test_two_ranks_compute_the_tokens_of_one(
     kind: str, tmp_path: Path, ranks: Callable[..., Engine], prompts: list[list[int]]
 ) -> None:
     config = {"quantization": "auto"}
-    if kind == "on-load":
+    if kind == "latents":
+        save_quantized(tmp_path, "blocks", "DeepseekV3", **LATENT)
+    elif kind == "on-load":
         save_tiny(tmp_path, "Qwen3Moe")
         config = {"quantization": "fp8"}
     else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FP8, Experts, Fp8Experts, Kernels, Quantized
+from baton.engine.kernels import FP8, Choice, Experts, Fp8Experts, Kernels, Quantized
 from baton.engine.model_config import Scoring
 from tests.device import DEVICE
 from tests.engine import kernel_checks
@@ -173,7 +173,7 @@ def test_mix_experts(
         one, other = (Fp8Experts(*(t.to(device) for t in weight)) for weight in (gate_up, down))
         counts = torch.zeros(6, dtype=torch.int32, device=device)
         rows, routes = x.to(device, dtype), logits.to(device, dtype)
-        return kernels.mix_experts(rows, routes, Experts(one, other, chosen, scoring, first), counts)
+        return kernels.mix_experts(rows, routes, Experts(one, other, Choice(chosen, scoring), first), counts)
 
     expected = mix(Kernels(), "cpu", F32)
     ours = mix(triton_kernels, DEVICE, dtype)

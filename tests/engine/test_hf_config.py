@@ -77,6 +77,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3Next", {"linear_num_key_heads": 3}, "4 value heads on 3 key heads is not supported"),
     ("Qwen3Next", {"linear_key_head_dim": 24}, r"linear_attn\.\w+\.weight is \["),
     ("GraniteMoeHybrid", {"num_local_experts": 9}, r"mlp\.gate\.weight is \[8, 64\], by the model"),
+    ("DeepseekV3", {"attention_bias": True}, "attention_bias True of DeepseekV3ForCausalLM is not supported"),
+    ("DeepseekV3", {"topk_method": "greedy"}, "topk_method 'greedy' of DeepseekV3ForCausalLM is not"),
+    ("DeepseekV3", {"rope_interleave": False}, "rope_interleave False of DeepseekV3ForCausalLM is not"),
+    ("DeepseekV3", {"sliding_window": 24}, "sliding_window 24 of DeepseekV3ForCausalLM is not"),
+    ("DeepseekV3", {"topk_group": 1}, "num_experts_per_tok 3 of 8 experts, in 1 of 4 groups, is not"),
+    ("DeepseekV3", {"n_group": 8}, "num_experts_per_tok 3 of 8 experts, in 2 of 8 groups, is not"),
+    ("DeepseekV3", {"v_head_dim": 33}, r"query heads of 16 \+ 16 dimensions with values of 33 are not"),
+    ("DeepseekV3", {"kv_lora_rank": 34}, r"kv_a_proj_with_mqa\.weight is \[48, 64\], .* be \[50, 64\]"),
+    ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob True of DeepseekV2ForCausalLM is not"),
+    ("Glm4MoeLite", {"mlp_layer_types": ["dense"]}, "must say which of the 3 layers are dense"),
     ("GptOss", {"layer_types": None}, "layer_types must name the type of each of the 3 layers"),
     ("Qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
      "layer type 'linear_attention' is not supp"),
@@ -95,7 +105,7 @@ def test_what_does_not_fit_is_refused(
     assert_refused(edited_copy(tiny_of(kind), tmp_path, **change), message)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Llama4Text", "GptOss", "Gemma3Text", "Phi3"])
+@pytest.mark.parametrize("kind", ["Llama", "Llama4Text", "GptOss", "Gemma3Text", "Phi3", "DeepseekV3"])
 def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(kind: str, tiny_of: TinyOf) -> None:
     config = config_of(tiny_of(kind))
     config |= {"rope_scaling": None, "sliding_window": None, "partial_rotary_factor": None}
@@ -210,6 +220,8 @@ def transformers_gemma3_config(text: dict[str, Any]) -> dict[str, Any]:
         ("Llama4Text", {"use_qk_norm": False}),
         ("Llama4Text", {"attn_scale": 0.2}),
         ("Gemma3Text", {"query_pre_attn_scalar": 25}),
+        ("DeepseekV3", {"routed_scaling_factor": 2.0}),
+        ("DeepseekV3", {"topk_group": 3}),
         ("Gemma3Text", {"sliding_window": 24}),
         ("Gemma3Text", {"layer_types": ["full_attention"] * 4}),
         ("Glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}),

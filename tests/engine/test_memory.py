@@ -203,6 +203,8 @@ def test_an_engine_has_no_more_threads_than_usable_cpus(
         ("Qwen3Moe", {"mlp_only_layers": [1]}),
         ("Llama4Text", {"interleave_moe_layer_step": 2}),
         ("GptOss", {}),
+        ("DeepseekV2", {}),
+        ("DeepseekV3", {}),
     ],
 )
 def test_the_weights_of_a_plan_are_those_of_the_model(

@@ -37,6 +37,8 @@ YARN_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+DEEPSEEK_ROPE = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.2}
+
 CLOSE = 6e-4
 """Largest error of a log probability. These random models make a relative rounding of 1e-6 up to 600 times as
 large."""
@@ -86,6 +88,17 @@ KINDS = [
     pytest.param("Bamba", {}, id="bamba"),
     pytest.param("GraniteMoeHybrid", {}, id="granite-moe-hybrid"),
     pytest.param("Qwen3Next", {}, id="qwen3-next"),
+    pytest.param("DeepseekV2", {}, id="deepseek-v2-lite"),
+    pytest.param(
+        "DeepseekV2", {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}, id="deepseek-v2-with-groups"
+    ),
+    pytest.param("DeepseekV3", {}, id="deepseek-v3"),
+    pytest.param(
+        "DeepseekV3",
+        {"rope_parameters": DEEPSEEK_ROPE, "kv_lora_rank": 16, "norm_topk_prob": False},
+        id="deepseek-v3-yarn-with-expanded-prompts",
+    ),
+    pytest.param("Glm4MoeLite", {}, id="glm4-moe-lite"),
     pytest.param(
         "GraniteMoeHybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},

@@ -51,6 +51,9 @@ FAMILIES = [
     pytest.param("Bamba", {"mamba_proj_bias": True}, (2, 4), id="bamba"),
     pytest.param("GraniteMoeHybrid", {"mamba_n_groups": 1}, (2,), id="granite-moe-hybrid"),
     pytest.param("Qwen3Next", {"attention_bias": True}, (2,), id="qwen3-next"),
+    pytest.param("DeepseekV2", {}, (2,), id="deepseek-v2-lite"),
+    pytest.param("DeepseekV3", {"kv_lora_rank": 16}, (2, 4), id="deepseek-v3"),
+    pytest.param("Glm4MoeLite", {}, (2,), id="glm4-moe-lite"),
 ]
 """With the sizes of the group: 4 ranks share 2 KV heads, and 2 groups of Mamba heads. No size divides the 199
 tokens."""
@@ -86,6 +89,7 @@ def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
         pytest.param("Llama4", {}, {}, (2,), id="llama4"),
         pytest.param("GptOss", {}, {}, (2,), id="gpt-oss"),
         pytest.param("GraniteMoeHybrid", {}, {}, (2,), id="granite-moe-hybrid"),
+        pytest.param("DeepseekV3", {}, {}, (2, 4), id="deepseek-v3"),
     ],
 )
 def test_whole_experts_on_each_rank_give_the_same_tokens(

@@ -31,11 +31,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, BLOCK = 12, 16
 
 
-def paged(dtype: str, device: str, order: str = next(iter(ORDERS))) -> PagedKV:
+def paged(dtype: str, device: str, order: str = next(iter(ORDERS)), kind: str = "attention") -> PagedKV:
     """Bits of any kind: they are moved, not computed with. `order`: of the dimensions in memory."""
-    layout = KVLayout(3, 2, 8, dtype)
+    heads, rows = (1, 1) if kind == "latent" else (2, 2)
+    layout = KVLayout(3, heads, 8, dtype, kind=kind)
     element = getattr(torch, dtype)
-    shape = (2, BLOCKS, BLOCK, 2, 8 * element.itemsize)
+    shape = (rows, BLOCKS, BLOCK, heads, 8 * element.itemsize)
     bits = [torch.randint(0, 255, shape, dtype=torch.uint8) for _ in range(3)]
     values = [in_memory(order, x.view(element)).to(device) for x in bits]
     scales = [torch.rand(2, BLOCKS, 2, BLOCK, device=device) for _ in range(3)] if dtype == FP8 else []
@@ -78,6 +79,11 @@ def test_blocks_come_back_bit_for_bit_and_into_any_block(
     open_store: Callable[[PagedKV, int], BlockStore], device: str, dtype: str, order: str
 ) -> None:
     kv = paged(dtype, device, order)
+    check_copies(kv, open_store(kv, 5))
+
+
+def test_blocks_with_latents_come_back(open_store: Callable[[PagedKV, int], BlockStore]) -> None:
+    kv = paged("bfloat16", "cpu", kind="latent")
     check_copies(kv, open_store(kv, 5))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.content.cache_kinds import CachePart
+from baton.content.cache_kinds import KINDS, CachePart
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.host_pool import converted
@@ -36,31 +36,34 @@ def most(held: list[Window]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    ("dtype", "heads", "head_dim", "block_size", "slices"),
+    ("kind", "dtype", "heads", "head_dim", "block_size", "slices"),
     [
-        ("float32", 4, 64, 16, [(0, 0, 4, 0, 37)]),
-        ("bfloat16", 4, 128, 128, [(0, 1, 2, 5, 70), (1, 0, 4, 0, 1), (1, 3, 1, 100, 28)]),
-        ("float16", 8, 64, 3, [(0, 7, 1, 2, 5), (1, 0, 8, 2, 5)]),
-        ("bfloat16", 2, 6, 16, [(0, 1, 1, 0, 300), (0, 0, 1, 299, 1), (1, 0, 2, 7, 0x40)]),
-        ("float32", 3, 1, 16, [(0, 1, 2, 0, 300), (1, 0, 3, 5, 37)]),  # as scales
-        ("float32", 1, 5, 1, [(0, 0, 1, 0, 300)]),
+        ("attention", "float32", 4, 64, 16, [(0, 0, 4, 0, 37)]),
+        ("latent", "bfloat16", 1, 576, 64, [(0, 0, 1, 5, 70), (1, 0, 1, 0, 300)]),
+        ("attention", "bfloat16", 4, 128, 128, [(0, 1, 2, 5, 70), (1, 0, 4, 0, 1), (1, 3, 1, 100, 28)]),
+        ("attention", "float16", 8, 64, 3, [(0, 7, 1, 2, 5), (1, 0, 8, 2, 5)]),
+        ("attention", "bfloat16", 2, 6, 16, [(0, 1, 1, 0, 300), (0, 0, 1, 299, 1), (1, 0, 2, 7, 0x40)]),
+        ("attention", "float32", 3, 1, 16, [(0, 1, 2, 0, 300), (1, 0, 3, 5, 37)]),  # as scales
+        ("attention", "float32", 1, 5, 1, [(0, 0, 1, 0, 300)]),
     ],
 )
 def test_equal_torch(
-    kernel_device: str, order: str, dtype: str, heads: int, head_dim: int, block_size: int,
+    kernel_device: str, order: str, kind: str, dtype: str, heads: int, head_dim: int, block_size: int,
     slices: list[tuple[int, int, int, int, int]],
 ) -> None:  # fmt: skip
     """`slices`: (layer, first head, heads, first position, positions), two requests in turn."""
     element, generator = getattr(torch, dtype), torch.Generator().manual_seed(len(slices))
     blocks = -(-320 // block_size)
     # Bits of any kind, NaN too: they are moved, not computed with.
-    shape = (2, 2 * blocks, block_size, heads, head_dim)
+    rows = KINDS[kind].rows
+    assert rows is not None
+    shape = (rows, 2 * blocks, block_size, heads, head_dim)
     pools = []
     for _ in range(2):
         words = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator).to(torch.int32)
         pools.append(words.view(element)[..., :head_dim])
     tables = torch.randperm(2 * blocks, generator=generator).view(2, blocks)
-    part = CachePart("attention", "kv", 2, heads, head_dim, dtype)
+    part = CachePart(kind, "kv", rows, heads, head_dim, dtype)
     pieces = [Slice(layer, *rest) for layer, *rest in slices]
     held = [window(x, part, (0, heads)) for x in pieces]
 

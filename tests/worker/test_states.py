@@ -1,9 +1,10 @@
-"""Workers with a model that has state layers: they hand over requests with their states."""
+"""Workers with models that have state layers or latents: they hand over what these keep of a request."""
 
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from baton.rpc import worker_pb2 as pb
 from tests.bad_network import BadNetwork
@@ -18,28 +19,42 @@ from tests.cluster_helpers import (
     side_by_side,
     tiny_model,
 )
+from tests.engine.checkpoints import edit_json
+from tests.engine.conftest import TINY_LATENT
 
-STATE = 1
-"""Kind of a frame."""
+KV, STATE = 0, 1
+"""Kinds of a frame."""
+HYBRID = {
+    "architectures": ["BambaForCausalLM"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+}
+LATENTS = {
+    **TINY_LATENT,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+}
 
 
-def hybrid_model(directory: Path) -> Path:
-    config = json.loads((tiny_model(directory) / "config.json").read_text())
-    config |= {"architectures": ["BambaForCausalLM"], "mamba_n_heads": 8, "mamba_d_state": 16}
-    config |= {"num_hidden_layers": 3, "attn_layer_indices": [1]}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+def network_to(worker: WorkerProcess, kind: int) -> Any:
+    return closing(BadNetwork(int(worker.ready["kv_address"].rpartition(":")[2]), kind=kind))
 
 
-def network_to(worker: WorkerProcess) -> Any:
-    return closing(BadNetwork(int(worker.ready["kv_address"].rpartition(":")[2]), kind=STATE))
-
-
-async def test_states_survive_damage_and_the_death_of_a_prefill_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "kind"), [pytest.param(HYBRID, STATE, id="states"), pytest.param(LATENTS, KV, id="latents")]
+)
+async def test_a_request_survives_damage_and_the_death_of_a_prefill_worker(
+    changes: dict[str, Any], kind: int, tmp_path: Path
+) -> None:
     """A worker has one slot for states, so a slot that is not freed fails the next request."""
+    model = tiny_model(tmp_path / "kind")
+    edit_json(model / "config.json", **changes)
     engine = {"load_format": "dummy", "num_blocks": 64, "max_num_seqs": 1, "max_num_batched_tokens": 32}
     engine |= {"enable_prefix_caching": True}
-    settings = {"model": hybrid_model(tmp_path / "hybrid"), "engine": engine, "kv_connector": "tcp"}
+    settings = {"model": model, "engine": engine, "kv_connector": "tcp"}
     roles = {"prefill": "prefill", "other prefill": "prefill", "decode": "decode"}
     prompt, params = range(100, 170), sampling(max_tokens=8, ignore_eos=True, temperature=1.0, seed=3)
     asked = request(prompt, params)
@@ -50,7 +65,7 @@ async def test_states_survive_damage_and_the_death_of_a_prefill_worker(tmp_path:
         async with attached(prefill) as p, attached(other) as q, attached(decode) as d:
             expected = [token.token_id for token, _ in await d.tokens(await d.reserve(asked))]
             assert len(set(expected)) > 2
-            with network_to(prefill) as network:
+            with network_to(prefill, kind) as network:
                 pair = Pair(p, d, network.address, prefill.ready["incarnation"])
                 network.fault, network.hits = "corrupt", 1
                 assert (await pair.generate(prompt, params)).tokens == expected

@@ -198,7 +198,11 @@ def gemm_parameters(model: ModelConfig, tokens: int) -> float:
 
 
 def _attention_width(model: ModelConfig) -> int:
-    return model.num_layers * model.num_heads * model.head_dim
+    """A query and a key of all heads multiply so many numbers, and so do a probability and a value."""
+    latent, head_dim = model.latent, model.head_dim
+    if latent is not None:
+        head_dim = (latent.nope_dim + latent.rope_dim + latent.value_dim) // 2
+    return model.num_layers * model.num_heads * head_dim
 
 
 def shape(name: str) -> ModelConfig:

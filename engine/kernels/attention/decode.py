@@ -51,6 +51,7 @@ ROWS = 8  # least size of a side of a tensor core product; a group of query head
 
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
 COMBINED = 32  # results of `_split` that a program of `_combine` takes at once
+MOST_HEAD = 256  # a program takes fewer results of larger heads
 COMBINED_LAST = 16  # that the last program of `_split` takes at once, of all query heads of a group
 FEW_REQUESTS = 32  # up to these, `_combine` runs
 LEAST = tl.constexpr(-1e30)  # of m: −∞ would give NaN where a head is not used
@@ -136,18 +137,25 @@ def decode_attention(
         **launch_options(),
     )
     if few:
-        _combine[(requests, num_heads)](
-            partial,
-            lse,
-            pieces.first,
-            out,
-            out.stride(0),
-            HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            COMBINED=COMBINED,
-            num_warps=1,
-            **launch_options(),
-        )
+        combine(partial, lse, pieces, out)
+
+
+def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor) -> None:
+    """Writes out [requests, heads, size], for requests of several pieces. partial [pieces, heads, size] and
+    lse [pieces, heads] float32 have their results."""
+    requests, heads, size = out.shape
+    _combine[(requests, heads)](
+        partial,
+        lse,
+        pieces.first,
+        out,
+        out.stride(0),
+        HEADS=heads,
+        HEAD_DIM=size,
+        COMBINED=max(1, COMBINED * MOST_HEAD // max(MOST_HEAD, size)),
+        num_warps=1,
+        **launch_options(),
+    )
 
 
 @triton.jit(do_not_specialize=["requests", "pieces"])

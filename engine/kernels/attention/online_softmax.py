@@ -44,20 +44,32 @@ class CacheShape(NamedTuple):
     block_size: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     fp8: bool
 
 
-def cache_of(kv: KV, block_n: int) -> tuple[CacheShape, tuple[Any, ...], int]:
+class Expanded(NamedTuple):
+    """Keys and values in place of a cache, with head dims of their own."""
+
+    keys: Tensor  # [1, blocks, block_size, heads, head_dim]
+    values: Tensor  # [1, blocks, block_size, heads, value_dim]
+
+
+def cache_of(kv: KV | Expanded, block_n: int) -> tuple[CacheShape, tuple[Any, ...], int]:
     """The shape of the cache, the arguments of a kernel that reads it with tiles of `block_n` keys, and the
-    number of slots. The arguments: keys, values, tiles of both, and scales.
+    number of slots of keys before the values. The arguments: keys, values, tiles of both, and scales.
 
     Values in FP8 are pairs, int16. Tiles are those of a matrix with one row per slot, first of all keys, then
     of all values. A load fetches `block_n` rows of one head. If a tile may be in two blocks, the copy engine
     cannot load it: then they are the cache itself."""
+    if isinstance(kv, Expanded):
+        _, _, block_size, heads, head_dim = kv.keys.shape
+        shape = CacheShape(block_size, heads, head_dim, kv.values.shape[4], False)
+        return shape, (*kv, *(_tiles(x, block_n) for x in kv), kv.keys), 0
     keys, scales = parts(kv)
     values = keys if scales is None else keys.view(torch.int16)
     _, num_blocks, block_size, kv_heads, head_dim = keys.shape
-    shape = CacheShape(block_size, kv_heads, head_dim, scales is not None)
+    shape = CacheShape(block_size, kv_heads, head_dim, head_dim, scales is not None)
     tiles = _tiles(keys, block_n), _tiles(values, block_n)
     return shape, (keys, values, *tiles, keys if scales is None else scales), num_blocks * block_size
 
@@ -96,7 +108,7 @@ def any_tile(cache, table, start, stop, SHAPE: tl.constexpr, BLOCK_N: tl.constex
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     KV_HEADS: tl.constexpr = SHAPE.kv_heads
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
-    WIDTH: tl.constexpr = HEAD_DIM // 2 if SHAPE.fp8 else HEAD_DIM
+    WIDTH: tl.constexpr = SHAPE.value_dim // 2 if SHAPE.fp8 else SHAPE.value_dim
     offsets = tl.arange(0, BLOCK_N)
     positions = start + offsets
     inside = positions < stop
@@ -134,7 +146,7 @@ def whole_tile(cache, table, start, stop, SHAPE: tl.constexpr, BLOCK_N: tl.const
             of_keys += start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
             k_scale, v_scale = tl.load(of_keys), tl.load(of_keys + slots.to(tl.int64) * SHAPE.kv_heads)
         k = key_tiles.load([row, kv_head * SHAPE.head_dim])
-        v = value_tiles.load([row + slots, kv_head * (SHAPE.head_dim // PACKED)])
+        v = value_tiles.load([row + slots, kv_head * (SHAPE.value_dim // PACKED)])
         tile = k, v, k_scale, v_scale
     else:
         tile, _ = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)

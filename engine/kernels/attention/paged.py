@@ -11,6 +11,7 @@ block sizes. If a head of a token has NaN or an infinite number, only requests t
 
 Position p of a request is in slot block_table[p // block_size] * block_size + p % block_size of the same
 tensor seen as [2, slots, …].
+A layer that caches latents has one row in place of K and V: keys and values are the same (`latent`).
 Slots outside a request's context are never multiplied, not even by zero: they may hold NaN.
 
 A layer may have a span (`engine.model_config.Span`), which hides the first keys of a request: kernels skip
@@ -195,35 +196,37 @@ def paged_attention(q: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None, sc
     """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request that it sees.
     The layer's cache `kv` holds all of them already. sinks [num_heads]: a logit for each head. `scale`
     multiplies the products of queries and keys. Returns [tokens, num_heads, head_dim]."""
-    parts = [_decode(q[group.rows], kv, group, sinks, scale) for group in plan.decodes]
-    parts += [_prefill(q[group.rows], kv, group, sinks, scale) for group in plan.prefills]
+    parts = [decode_group(q[group.rows], kv, group, sinks, scale) for group in plan.decodes]
+    parts += [prefill_group(q[group.rows], kv, group, sinks, scale) for group in plan.prefills]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, scale: float) -> Tensor:
+def decode_group(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, scale: float) -> Tensor:
     requests, num_heads, head_dim = q.shape
     seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)
     num_kv_heads = seen.shape[2]
     if len(group.hidden):
         seen.index_fill_(1, group.hidden, 0)
-    keys, values = seen.view(2, requests, -1, num_kv_heads, head_dim).transpose(2, 3)
+    seen = seen.view(len(seen), requests, -1, num_kv_heads, head_dim).transpose(2, 3)
+    keys, values = seen[0], seen[-1]
     # The query heads that share a KV head become several queries of one head.
     grouped = q.reshape(requests, num_kv_heads, -1, head_dim)
     of_query = None if sinks is None else sinks.view(num_kv_heads, -1)
-    out = _attend(grouped, keys, values, group.mask, of_query, scale)
+    out = attend(grouped, keys, values, group.mask, of_query, scale)
     return out.reshape(requests, num_heads, head_dim)
 
 
-def _prefill(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, scale: float) -> Tensor:
+def prefill_group(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, scale: float) -> Tensor:
     seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)[:, : group.padded]
     seen[:, group.length :] = 0
-    keys, values = seen.transpose(1, 2)
+    seen = seen.transpose(1, 2)
+    keys, values = seen[0], seen[-1]
     of_query = None if sinks is None else sinks[:, None]
     queries = q.transpose(0, 1)[None]
-    return _attend(queries, keys[None], values[None], group.mask, of_query, scale)[0].transpose(0, 1)
+    return attend(queries, keys[None], values[None], group.mask, of_query, scale)[0].transpose(0, 1)
 
 
-def _attend(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float
 ) -> Tensor:
     """q [batch, heads, queries, head_dim]; sinks like [heads, queries]. Without a mask, it is causal."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from baton.engine.kernels import KV
 from baton.engine.kernels.attention.online_softmax import (
     LOG2_E,
+    Expanded,
     any_tile,
     cache_of,
     first_seen,
@@ -62,7 +63,7 @@ class Tiles:
 
 def prefill_attention(
     q: Tensor,
-    kv: KV,
+    kv: KV | Expanded,
     block_tables: Tensor,
     tiles: Tiles,
     out: Tensor,
@@ -70,19 +71,20 @@ def prefill_attention(
     sinks: Tensor | None,
     scale: float,
 ) -> None:
-    """Writes the rows of the chunks in `tiles` to out. q and out [rows, num_heads, head_dim] have dense
-    heads; block_tables [requests, blocks] int32; sinks [num_heads]. `scale` multiplies the products of
-    queries and keys."""
+    """Writes the rows of the chunks in `tiles` to out [rows, num_heads, value_dim]. It and q [rows,
+    num_heads, head_dim] have dense heads; block_tables [requests, blocks] int32; sinks [num_heads]. `scale`
+    multiplies the products of queries and keys."""
     _, num_heads, head_dim = q.shape
     (block_m, block_n, warps), stages = tiles.shape, STAGES
     if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
-        block_n, stages = SHORT.block_n, 1
+        largest = q.dtype is torch.float32 and head_dim > 128
+        block_n, stages = MASKED_N if largest else SHORT.block_n, 1
     shape, cache, slots = cache_of(kv, block_n)
     split = tiles.finished is not None and span is None
     partial = lse = finished = out  # not used
     if tiles.finished is not None and span is None:
         finished, places = tiles.finished, len(tiles.finished) * shape.kv_heads * block_m
-        partial = torch.empty((places, head_dim), dtype=torch.float32, device=q.device)
+        partial = torch.empty((places, shape.value_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(places, dtype=torch.float32, device=q.device)
     _prefill[(len(tiles.work), shape.kv_heads)](
         q,
@@ -143,6 +145,7 @@ def _prefill(
     CHUNKED: tl.constexpr,
 ):
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    VALUE_DIM: tl.constexpr = SHAPE.value_dim
     work = tiles + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1)
     request = tl.load(work).to(tl.int64)
@@ -160,8 +163,9 @@ def _prefill(
     dims = tl.arange(0, HEAD_DIM)
     used = (token < tokens)[:, None]
     head = kv_head * GROUP + packed % GROUP
-    in_row = (head * HEAD_DIM)[:, None] + dims[None, :]
     row_of = (row + token)[:, None]
+    in_row = (head * HEAD_DIM)[:, None] + dims[None, :]
+    in_out = (head * VALUE_DIM)[:, None] + tl.arange(0, VALUE_DIM)[None, :]
     queries = tl.load(q + row_of * q_stride + in_row, mask=used, other=0.0)
 
     whole = (first + 1) // BLOCK_N * BLOCK_N  # the causal mask hides no key before this position
@@ -187,7 +191,7 @@ def _prefill(
             result, m + tl.log2(total), partial, lse, finished, work, pieces, kv_head, SHAPE.kv_heads
         )
     if is_last:
-        tl.store(out + row_of * out_stride + in_row, result.to(out.dtype.element_ty), mask=used)
+        tl.store(out + row_of * out_stride + in_out, result.to(out.dtype.element_ty), mask=used)
 
 
 @triton.jit
@@ -213,8 +217,8 @@ def _attend_to(
     """Adds the keys [begin, end), of which the causal mask hides none before `whole`. Returns m, total, and
     the weighted sum of values."""
     first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
-    HEAD_DIM: tl.constexpr = SHAPE.head_dim
-    acc = tl.zeros([queries.shape[0], HEAD_DIM], tl.float32)
+    VALUE_DIM: tl.constexpr = SHAPE.value_dim
+    acc = tl.zeros([queries.shape[0], VALUE_DIM], tl.float32)
     queries, scale = normalized(queries, scale, SHAPE.fp8)
     if SPAN:
         skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N

@@ -16,16 +16,27 @@ from baton.engine.kernels.quantized.reference import Fp8Experts
 from baton.engine.model_config import ClampedSwiGLU, Scoring
 
 
+class Choice(NamedTuple):
+    """How a token chooses among all experts of a layer: those with the largest scores, within some groups."""
+
+    num_chosen: int
+    scoring: Scoring
+    """Defines their weights."""
+    groups: int = 1
+    groups_chosen: int = 1
+    scale: float = 1.0
+    """As in `ExpertsConfig`."""
+    bias: Tensor | None = None  # [experts] float32: is added to the scores, for the choice only
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
     """The experts of one layer that this rank holds, and how a token chooses among all experts."""
 
     gate_up: Tensor | Fp8Experts  # [held, 2 * inner, size]
     down: Tensor | Fp8Experts  # [held, size, inner]
-    num_chosen: int
-    """Experts of a token."""
-    scoring: Scoring
-    """Defines their weights."""
+    choice: Choice
+    """How a token chooses its experts."""
     first: int = 0
     """The first expert that is held. Those that are not add nothing to the sum."""
     gate_up_bias: Tensor | None = None  # [held, 2 * inner]
@@ -42,15 +53,25 @@ class Routing(NamedTuple):
     on_input: bool  # the weights multiply the inputs of the experts, not their outputs
 
 
-def route(logits: Tensor, num_chosen: int, scoring: Scoring) -> Routing:
-    """Chooses the experts with the largest logits [tokens, experts], and weights them by `scoring`."""
+def route(logits: Tensor, choice: Choice) -> Routing:
+    """Chooses experts by their logits [tokens, experts]."""
+    num_chosen, scoring, groups, groups_chosen, scale, bias = choice
     if scoring is Scoring.SIGMOID_ON_INPUT:
         highest, experts = logits.topk(num_chosen, dim=-1)
         return Routing(experts, highest.float().sigmoid(), on_input=True)
-    weights, experts = logits.softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
-    if scoring is Scoring.NORMALIZED_SOFTMAX:
+    scores = logits.float().sigmoid() if scoring.is_biased else logits.softmax(dim=-1, dtype=torch.float32)
+    ranked = scores if bias is None else scores + bias
+    if groups > 1:
+        by_group = ranked.unflatten(1, (groups, -1))
+        best = by_group.topk(1 if bias is None else 2, dim=-1).values.sum(dim=-1)
+        left_out = best.topk(groups - groups_chosen, dim=-1, largest=False).indices
+        of_left_out = left_out[..., None].expand(-1, -1, by_group.shape[2])
+        ranked = by_group.scatter(1, of_left_out, float("-inf")).flatten(1)
+    experts = ranked.topk(num_chosen, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if scoring in (Scoring.NORMALIZED_SOFTMAX, Scoring.NORMALIZED_SIGMOID):
         weights /= weights.sum(dim=-1, keepdim=True)
-    return Routing(experts, weights, on_input=False)
+    return Routing(experts, weights * scale, on_input=False)
 
 
 def mix(

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.moe.experts import Choice
 from baton.engine.model_config import Scoring
 
 BLOCK = 1024  # logits of a program
@@ -34,8 +35,7 @@ class Shuffled(NamedTuple):
 def shuffle(
     logits: Tensor,
     counts: Tensor,
-    num_chosen: int,
-    scoring: Scoring,
+    choice: Choice,
     slots: Tensor | None = None,
     held: range | None = None,
 ) -> Shuffled:
@@ -44,6 +44,7 @@ def shuffle(
     the pairs of the experts `held`; None: of all. A token with slot −1 has no pair. slots [tokens] int64;
     None: all tokens have pairs."""
     assert logits.is_contiguous(), "the kernel assumes dense rows"
+    num_chosen, scoring, groups, groups_chosen, scale, bias = choice
     (tokens, experts), device = logits.shape, logits.device
     weights = torch.empty(tokens, num_chosen, dtype=torch.float32, device=device)
     held = held or range(experts)
@@ -52,10 +53,12 @@ def shuffle(
     rows = max(1, BLOCK // columns)
     _shuffle[(triton.cdiv(tokens, rows),)](
         logits,
+        bias,
         slots,
         weights,
         counts,
         pairs,
+        scale,
         tokens,
         held.start,
         experts,
@@ -65,7 +68,9 @@ def shuffle(
         CHOICES=triton.next_power_of_2(num_chosen),
         HELD=len(held),
         SIGMOID=scoring is Scoring.SIGMOID_ON_INPUT,
-        NORMALIZED=scoring is Scoring.NORMALIZED_SOFTMAX,
+        NORMALIZED=scoring in (Scoring.NORMALIZED_SOFTMAX, Scoring.NORMALIZED_SIGMOID),
+        GROUPS=groups,
+        GROUPS_CHOSEN=groups_chosen,
         num_warps=4,
         **launch_options(),
     )
@@ -75,10 +80,12 @@ def shuffle(
 @triton.jit(do_not_specialize=["tokens", "first"])
 def _shuffle(
     logits,
+    bias,
     slots,
     weights,
     counts,
     pairs,
+    scale,
     tokens,
     first,
     experts,
@@ -89,6 +96,8 @@ def _shuffle(
     HELD: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_CHOSEN: tl.constexpr,
 ):
     inputs_ready()
     token, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -98,19 +107,32 @@ def _shuffle(
     x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
     x = tl.where(real[:, None], x, 0.0)  # a row of −∞ would give NaN
     x = tl.where(x == x, x, -float("inf"))  # padding rows may have NaN; each choice must be an expert
+    ranked, scores = x, x
+    if bias is not None:
+        scores = tl.sigmoid(x)
+        ranked = scores + tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
+    if GROUPS > 1:
+        ranked = _in_best_groups(ranked, expert, experts // GROUPS, GROUPS, GROUPS_CHOSEN, bias is not None)
     # The lower bits of a key choose the first of equal logits.
-    keys = _ordered(x.to(tl.int32, bitcast=True)).to(tl.int64) * COLUMNS + (COLUMNS - 1 - expert)[None, :]
+    keys = _ordered(ranked.to(tl.int32, bitcast=True)).to(tl.int64) * COLUMNS
+    keys += (COLUMNS - 1 - expert)[None, :]
     keys = tl.where((expert < experts)[None, :], keys, LOWEST)
     choice = tl.arange(0, CHOICES)
     best = tl.zeros([ROWS, CHOICES], tl.int64)
+    weight = tl.zeros([ROWS, CHOICES], tl.float32)
     for i in tl.static_range(CHOSEN):
         highest = tl.max(keys, axis=1)[:, None]
+        if bias is not None:
+            score = tl.sum(tl.where(keys == highest, scores, 0.0), axis=1)[:, None]
+            weight = tl.where((choice == i)[None, :], score, weight)
         keys = tl.where(keys == highest, LOWEST, keys)
         best = tl.where((choice == i)[None, :], highest, best)
     used = (choice < CHOSEN)[None, :]
     lower = best & (COLUMNS - 1)
     logit = _ordered(((best - lower) // COLUMNS).to(tl.int32)).to(tl.float32, bitcast=True)
-    if SIGMOID:
+    if bias is not None:
+        weight /= tl.sum(weight, axis=1)[:, None] if NORMALIZED else 1.0
+    elif SIGMOID:
         weight = tl.sigmoid(logit)
     else:
         highest = tl.max(x, axis=1)[:, None]
@@ -124,9 +146,31 @@ def _shuffle(
     pair = token[:, None] * CHOSEN + choice[None, :]
     chosen = COLUMNS - 1 - lower
     is_held = (chosen >= first) & (chosen < first + HELD) & has_experts[:, None]
-    tl.store(weights + pair, tl.where(is_held, weight, 0.0), mask=is_pair)
+    tl.store(weights + pair, tl.where(is_held, weight * scale, 0.0), mask=is_pair)
     place = tl.atomic_add(counts + chosen, 1, mask=is_pair & has_experts[:, None], sem="relaxed")
     tl.store(pairs + (chosen - first) * tokens + place, pair, mask=is_pair & is_held)
+
+
+@triton.jit
+def _in_best_groups(
+    ranked, expert, size, GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr, BEST_TWO: tl.constexpr
+):
+    """−∞ in place of the experts of all groups but the best ones, which have `size` experts each."""
+    group, index = expert // size, tl.arange(0, triton.next_power_of_2(GROUPS))
+    best = tl.full([ranked.shape[0], index.shape[0]], -float("inf"), tl.float32)
+    for i in tl.static_range(GROUPS):
+        of_group = tl.where((group == i)[None, :], ranked, -float("inf"))
+        score = tl.max(of_group, axis=1)
+        if BEST_TWO:
+            first = tl.argmax(of_group, axis=1)
+            score += tl.max(tl.where(expert[None, :] == first[:, None], -float("inf"), of_group), axis=1)
+        best = tl.where((index == i)[None, :], score[:, None], best)
+    kept = tl.zeros(ranked.shape, tl.int1)
+    for _ in tl.static_range(GROUPS_CHOSEN):
+        first = tl.argmax(best, axis=1)
+        kept |= group[None, :] == first[:, None]
+        best = tl.where(index[None, :] == first[:, None], -float("inf"), best)
+    return tl.where(kept, ranked, -float("inf"))
 
 
 @triton.jit

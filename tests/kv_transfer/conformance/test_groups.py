@@ -23,19 +23,25 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 """With "cuda", the ranks of both sides share one GPU."""
 
 
+HEADS = KVLayout(3, 12, 16, "bfloat16")
+LATENTS = KVLayout(3, 1, 72, "bfloat16", kind="latent")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("transport", "prefill_ranks", "decode_ranks"),
+    ("transport", "prefill_ranks", "decode_ranks", "layout"),
     [
-        *((EXPORTED, *sizes) for sizes in ((2, 1), (1, 2), (2, 2), (4, 2), (2, 4))),
-        *((TCP, *sizes) for sizes in ((2, 1), (4, 2), (3, 4))),
-        *(pytest.param(TCP, *sizes, marks=pytest.mark.gpu) for sizes in ((1, 2), (2, 2))),
+        *((EXPORTED, *sizes, HEADS) for sizes in ((2, 1), (1, 2), (2, 2), (4, 2), (2, 4))),
+        *((TCP, *sizes, HEADS) for sizes in ((2, 1), (4, 2), (3, 4))),
+        *(pytest.param(TCP, *sizes, HEADS, marks=pytest.mark.gpu) for sizes in ((1, 2), (2, 2))),
+        *((EXPORTED, *sizes, LATENTS) for sizes in ((1, 2), (3, 2))),
+        *((TCP, *sizes, LATENTS) for sizes in ((1, 1), (2, 3))),
     ],
     indirect=["transport"],
     ids=str,
 )
 def test_kv_at_decode_equals_kv_at_prefill(
-    make_pair: Any, prefill_ranks: int, decode_ranks: int, device: str, transport: Kind
+    make_pair: Any, prefill_ranks: int, decode_ranks: int, layout: KVLayout, device: str, transport: Kind
 ) -> None:
     """Bit for bit, while the prefill computes.
 
@@ -45,7 +51,6 @@ def test_kv_at_decode_equals_kv_at_prefill(
     if transport is EXPORTED and device != DEVICE:
         pytest.skip("all tests export memory of one device")
     n, cached, missing = 333, 70, 41
-    layout = KVLayout(3, 12, 16, "bfloat16")
     both: dict[str, Any] = {"layout": layout, "slot_bytes": 8192, "slots": 32, "device": device}
     pair = make_pair(
         {"ranks": prefill_ranks, "block_size": 32, "blocks": 24, **both},
@@ -80,6 +85,19 @@ def test_kv_at_decode_equals_kv_at_prefill(
     pair.until(lambda: pair.prefill.released == {prefill_id: "acked"}, "the ACK")
     pair.assert_whole()
     assert pair.prefill.stats().transports["decode 0"].startswith(transport.reached)
+
+
+def test_latents_travel_to_every_rank(make_pair: Any) -> None:
+    """By every transport, from blocks of 16 into blocks of 64."""
+    pair = make_pair({"layout": LATENTS}, {"layout": LATENTS, "ranks": 2, "block_size": 64})
+    prefill_id = pair.prefill.hold(150)
+    blocks = pair.prefill.held[prefill_id]
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 150, start=20)
+    event = pair.event(decode_id)
+    assert event.stats.bytes == 130 * LATENTS.bytes_per_token
+    pair.assert_same(blocks, decode_id, 20, 150)
+    pair.until(lambda: pair.prefill.released, "the ACK")
+    pair.assert_whole()
 
 
 class Gate(threading.Event):

@@ -1,0 +1,95 @@
+"""Reads multi-head latent attention, and the experts of its models, from `config.json`."""
+
+import math
+from collections.abc import Iterator
+
+from baton.engine.loader.settings import Settings
+from baton.engine.model_config import ExpertsConfig, LatentConfig, Scoring
+
+DEEPSEEK_V2 = "DeepseekV2ForCausalLM"
+FIRST_DENSE = {DEEPSEEK_V2: 0, "DeepseekV3ForCausalLM": 3, "Glm4MoeLiteForCausalLM": 1}
+"""How many layers come before those with experts, where the configuration does not say."""
+KINDS = ("dense", "sparse")
+"""Of layers, in the words of transformers."""
+
+
+def latent_config(settings: Settings, rope: Settings) -> LatentConfig:
+    """Raises `ValueError` naming the key that is wrong or not supported."""
+    integer = settings.integer
+    query_rank = None if settings.get("q_lora_rank") is None else integer("q_lora_rank")
+    nope, rotated, value = (integer(f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
+    if rotated % 2 or value > nope + rotated:
+        raise ValueError(
+            f"{settings.source}: query heads of {nope} + {rotated} dimensions with values of {value} are not "
+            "supported"
+        )
+    scale, factor = (nope + rotated) ** -0.5, rope.number("factor", 1.0)
+    if rope.get("mscale_all_dim") and factor > 1:  # the attention factor of YaRN covers `rotated` alone
+        scale *= (0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1) ** 2
+    return LatentConfig(query_rank, integer("kv_lora_rank"), nope, rotated, value, scale)
+
+
+def latent_experts(settings: Settings, architecture: str) -> ExpertsConfig:
+    """As `latent_config`."""
+    integer, size = settings.integer, settings.integer("moe_intermediate_size")
+    count, chosen = integer("n_routed_experts"), integer("num_experts_per_tok")
+    groups, groups_chosen = integer("n_group", 1), integer("topk_group", 1)
+    scoring = Scoring.NORMALIZED_SIGMOID if settings.get("norm_topk_prob", True) else Scoring.SIGMOID
+    if architecture == DEEPSEEK_V2:
+        scoring = Scoring.SOFTMAX
+        if settings.get("topk_method", "greedy") == "greedy":
+            groups = groups_chosen = 1
+    in_group = 2 if scoring.is_biased and groups > 1 else 1
+    if (
+        count % groups or count // groups < in_group
+        or not groups_chosen <= groups or chosen > count // groups * groups_chosen
+    ):  # fmt: skip
+        raise ValueError(
+            f"{settings.source}: num_experts_per_tok {chosen} of {count} experts, in {groups_chosen} of "
+            f"{groups} groups, is not supported"
+        )
+    return ExpertsConfig(
+        count,
+        chosen,
+        size,
+        scoring,
+        _layers(settings, architecture),
+        shared_intermediate_size=size * integer("n_shared_experts", 1),
+        groups=groups,
+        groups_chosen=groups_chosen,
+        scale=settings.number("routed_scaling_factor", 1.0),
+    )
+
+
+def _layers(settings: Settings, architecture: str) -> tuple[int, ...]:
+    """Those with experts."""
+    count, kinds = settings.integer("num_hidden_layers"), settings.get("mlp_layer_types")
+    if kinds is None:
+        dense = settings.get("first_k_dense_replace")
+        dense = FIRST_DENSE[architecture] if dense is None else dense
+        kinds = [KINDS[i >= dense] for i in range(count)] if type(dense) is int else dense
+    if not isinstance(kinds, list) or len(kinds) != count or any(x not in KINDS for x in kinds):
+        raise ValueError(
+            f"{settings.source}: mlp_layer_types or first_k_dense_replace must say which of the {count} "
+            f"layers are dense, not {kinds!r}"
+        )
+    return tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
+
+
+def not_supported(settings: Settings, architecture: str) -> Iterator[str]:
+    """What a model with latents has, and no model class can do."""
+    v2 = architecture == DEEPSEEK_V2
+    methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
+    supported = {
+        "attention_bias": (False,),
+        "attention_chunk_size": (),
+        "moe_layer_freq": (1,),
+        "norm_topk_prob": (False,) if v2 else (True, False),
+        "rope_interleave": (True,),
+        "scoring_func": ("softmax",) if v2 else ("sigmoid",),
+        "sliding_window": (),
+        "topk_method": methods,
+    }
+    for name, values in supported.items():
+        if settings.get(name) not in (None, *values):
+            yield f"{name} {settings.get(name)!r} of {architecture}"

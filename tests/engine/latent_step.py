@@ -1,0 +1,88 @@
+"""A random step for the kernels of latent attention, and what its definition makes of it."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels import Kernels, LatentHeads
+from baton.engine.model_config import LatentConfig
+from tests.engine.attention_step import Step
+from tests.engine.kernel_checks import F32, close, normal
+
+
+class LatentStep:
+    """Requests with cached latents, as in `Step`, and the products of the step's tokens. What no request may
+    see is NaN."""
+
+    def __init__(
+        self,
+        spans: list[tuple[int, int]],
+        heads: int = 4,
+        dims: tuple[int, int, int, int] = (32, 16, 8, 16),
+        block_size: int = 16,
+        dtype: torch.dtype = F32,
+        decodes: list[tuple[int, int]] | None = None,
+    ) -> None:
+        """`dims`: rank, nope_dim, rope_dim and value_dim."""
+        rank, nope, rope, value = dims
+        self.rank, self.rope, self.dtype = rank, rope, dtype
+        step = Step(spans, (heads, 1), rank + rope, block_size, dtype, decodes=decodes or ())
+        self.metadata = step.metadata
+        self.kv = step.kv[:1].clone()
+        tokens = len(self.metadata.slots)
+        self.q = normal(tokens, heads, nope + rope, seed=91).to(dtype)
+        self.latent, self.shared = (normal(tokens, n, seed=92 + n).to(dtype) for n in (rank, rope))
+        angles = normal(tokens, rope // 2, seed=98)
+        cos, sin = angles.cos(), angles.sin()
+        self.rotary = torch.stack((cos.repeat(1, 2), torch.cat((-sin, sin), dim=1)), dim=1)
+        up = (normal(heads, nope + value, rank, seed=90) / rank**0.5).to(dtype)
+        self.heads = LatentHeads(up, nope, (nope + rope) ** -0.5)
+        self.shape = LatentConfig(None, *dims, self.heads.scale)
+
+    def run(self, kernels: Kernels, device: str, *, exact: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention's output, the cache, and the rotated queries; with `exact` all in float64."""
+
+        def put(x: Tensor) -> Tensor:
+            return (x.double() if exact and x.is_floating_point() else x).to(device, copy=True)
+
+        m = self.metadata
+        metadata = replace(
+            m,
+            slots=put(m.slots),
+            block_tables=put(m.block_tables),
+            contexts=put(m.contexts),
+        )
+        kv, q = put(self.kv), put(self.q)
+        kernels.write_latent(q, put(self.latent), put(self.shared), put(self.rotary), kv, metadata.slots)
+        plan = kernels.plan_latent(metadata, q.shape[1], self.shape, torch.float64 if exact else self.dtype)
+        heads = self.heads._replace(up=put(self.heads.up))
+        return kernels.latent_attention(q, kv, plan, heads), kv, q
+
+    def expected(self) -> Tensor:
+        """The output by the definition, query by query, in float64."""
+        _, kv, q = self.run(Kernels(), "cpu", exact=True)
+        cached, m = kv.flatten(0, 3), self.metadata
+        up, nope = self.heads.up.double(), self.heads.nope_dim
+        found: list[Tensor] = []
+        queries = [(i, int(m.contexts[i]) - 1) for i in range(m.num_decodes)]
+        for request, (start, stop) in enumerate(m.prefills, m.num_decodes):
+            queries += [(request, position) for position in range(start, stop)]
+        for (request, position), query in zip(queries, q, strict=True):
+            at = torch.arange(position + 1)
+            slots = m.block_tables[request].long()[at // m.block_size] * m.block_size + at % m.block_size
+            latents, shared = cached[slots].split((self.rank, self.rope), dim=1)
+            made = torch.einsum("pr,hdr->phd", latents, up)
+            keys = torch.cat((made[..., :nope], shared[:, None].expand(-1, len(up), -1)), dim=2)
+            weights = (torch.einsum("phd,hd->hp", keys, query) * self.heads.scale).softmax(dim=1)
+            found.append(torch.einsum("hp,phv->hv", weights, made[..., nope:]))
+        return torch.stack(found)
+
+    def check(self, kernels: Kernels, device: str) -> None:
+        out, kv, q = self.run(kernels, device)
+        expected, expected_kv, expected_q = self.run(Kernels(), "cpu", exact=True)
+        close(q, expected_q)
+        written = expected_kv.isfinite()
+        assert torch.equal(kv.cpu().isfinite(), written), "each position is in its slot, and nothing else is"
+        close(kv.cpu()[written], expected_kv[written])
+        close(out, expected)

@@ -1,0 +1,107 @@
+"""Triton's kernels of latent attention against the torch kernels that define them (`kernel_checks`)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from baton.engine.kernels import Kernels
+from baton.engine.model_config import LatentConfig
+from tests.device import DEVICE
+from tests.engine.attention_step import RAGGED
+from tests.engine.kernel_checks import BF16, F16, F32, close
+from tests.engine.latent_step import LatentStep
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size", "dtype"),
+    [(16, 16, F32), (5, 64, F32), (20, 128, F16), pytest.param(128, 128, BF16, marks=pytest.mark.gpu)],
+)
+def test_decodes_and_chunks(triton_kernels: Kernels, heads: int, block_size: int, dtype: torch.dtype) -> None:
+    """Decodes of one piece and of several, with one and several queries; chunks that are absorbed, and some
+    that are expanded. Blocks of 16 heads that the heads do not fill."""
+    spans = [*RAGGED, (399, 401), (300, 301)]
+    LatentStep(spans, heads, block_size=block_size, dtype=dtype, decodes=[(399, 401)]).check(
+        triton_kernels, DEVICE
+    )
+
+
+@pytest.mark.parametrize("dims", [(512, 128, 64, 128), (512, 192, 64, 256)], ids=["deepseek-v3", "glm"])
+@pytest.mark.parametrize("least", [1, 1000], ids=["expanded", "absorbed"])
+def test_the_sizes_of_published_models(
+    triton_kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    dims: tuple[int, int, int, int],
+    least: int,
+) -> None:
+    """Heads of 192 are padded to 256, and have values of 128."""
+    monkeypatch.setattr(LatentConfig, "least_expanded", least)
+    LatentStep([(40, 41), (30, 45)], 2, dims, 64).check(triton_kernels, DEVICE)
+
+
+def test_a_context_that_the_scratch_memory_does_not_hold_is_absorbed(
+    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from baton.engine.kernels.attention import latent_kernels
+
+    monkeypatch.setattr(LatentConfig, "least_expanded", 1)
+    monkeypatch.setattr(latent_kernels, "MOST_EXPANDED", 128)
+    monkeypatch.setattr(latent_kernels, "MOST_ABSORBED", 4)
+    step = LatentStep([(126, 128), (120, 129)])
+    plan = triton_kernels.plan_latent(step.metadata, 4, step.shape, F32)
+    rows = [(type(part), part.rows) for part in plan]
+    absorbed = [(latent_kernels.Absorbed, slice(*x)) for x in ((2, 6), (6, 10), (10, 11))]
+    assert rows == [(latent_kernels.ExpandedChunk, slice(0, 2)), *absorbed]
+    step.check(triton_kernels, DEVICE)
+
+
+def test_padding_rows_write_and_read_nothing(triton_kernels: Kernels) -> None:
+    """As in a captured graph."""
+    step = LatentStep([(8, 9), (40, 41), (41, 42)])
+    expected, _, _ = step.run(Kernels(), "cpu")
+    m, before = step.metadata, step.kv.clone()
+    step.metadata = replace(m, slots=m.slots.clone(), contexts=m.contexts.clone())
+    step.metadata.slots[1], step.metadata.contexts[1] = -1, 0
+    out, kv, _ = step.run(triton_kernels, DEVICE)
+    assert not out[1].any()
+    close(out[[0, 2]], expected[[0, 2]])
+    changed = ~torch.eq(kv.cpu().nan_to_num(7), before.nan_to_num(7)).all(-1).flatten()
+    assert int(changed.sum()) == 2
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 40), (700, 705), (1000, 1200)])
+@pytest.mark.parametrize("programs", [1, 64])
+def test_the_pieces_of_a_chunk_cover_each_context_once(start: int, stop: int, programs: int) -> None:
+    from baton.engine.kernels.attention.decode import BLOCK_N
+    from baton.engine.kernels.attention.latent_kernels import _pieces
+
+    pieces = _pieces(start, stop, programs, torch.device("cpu"))
+    work, first = pieces.work.tolist(), pieces.first.tolist()
+    assert len(work) == first[-1] <= stop - start + max(programs, stop - start)
+    for row in range(stop - start):
+        own = work[first[row] : first[row + 1]]
+        assert [piece[0] for piece in own] == [row] * len(own)
+        assert [piece[1] for piece in own] == [0, *(piece[2] for piece in own[:-1])]
+        assert own[-1][2] == start + row + 1
+        assert all(piece[1] % BLOCK_N == 0 for piece in own)
+
+
+def test_rows_that_pad_a_graph(triton_kernels: Kernels) -> None:
+    """There are more rows than decodes."""
+    step = LatentStep([(8, 9), (70, 71)])
+    expected, _, _ = step.run(triton_kernels, DEVICE)
+    m = step.metadata
+    step.q, step.latent, step.shared, step.rotary = (
+        F.pad(x, (*[0] * (2 * x.dim() - 1), 3), value=torch.nan)
+        for x in (step.q, step.latent, step.shared, step.rotary)
+    )
+    step.metadata = replace(
+        m,
+        slots=F.pad(m.slots, (0, 3), value=-1),
+        contexts=F.pad(m.contexts, (0, 3)),
+        block_tables=F.pad(m.block_tables, (0, 0, 0, 3)),
+        num_decodes=5,
+    )
+    out, _, _ = step.run(triton_kernels, DEVICE)
+    close(out[:2], expected.cpu())

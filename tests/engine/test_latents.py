@@ -1,0 +1,149 @@
+"""Models with latent caches: chats with prefix hits, pairs of any groups, and what a checkpoint may have.
+
+`test_models` has the families against transformers, `test_tensor_parallel` their ranks."""
+
+import os
+import random
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import baton.kv_transfer as kv
+from baton.cluster.tools.sizing.models import MODELS
+from baton.engine import EngineRequest, SamplingParams
+from baton.engine.core.offload_tier import OffloadTier
+from baton.engine.kernels import Kernels
+from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.model_config import LatentConfig
+from baton.engine.models import cache_bytes_per_token
+from tests.device import DEVICE
+from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
+from tests.engine.conftest import request_of, run, save_tiny, tokens_of
+from tests.engine.latent_step import LatentStep
+from tests.engine.test_models import scores
+from tests.engine.test_tiers import TURNS, answers
+from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
+
+FAMILIES = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_a_chat_goes_on_with_its_cached_latents(kind: str, block_size: int, tmp_path: Path) -> None:
+    """Prompts come in chunks of 50 tokens, which are expanded or absorbed. What is left of a chunk is
+    absorbed."""
+    reference, rng = save_tiny(tmp_path, kind), random.Random(5)
+    engine = load(
+        tmp_path, device=DEVICE, num_blocks=40, block_size=block_size, max_num_batched_tokens=50,
+        max_num_seqs=4, enable_prefix_caching=True,
+    )  # fmt: skip
+    prompt = [rng.randrange(3, 199) for _ in range(130)]
+    for turn in range(2):
+        request = request_of(turn, prompt, max_tokens=20, ignore_eos=True)
+        tokens = run(engine, [request])[request.id].tokens
+        assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist()
+        prompt = [*prompt, *tokens, *(rng.randrange(3, 199) for _ in range(10))]
+    assert engine.stats().prefix_cache_hits >= 128
+    engine.assert_whole()
+
+
+@pytest.mark.parametrize(
+    ("prefill_ranks", "decode_ranks", "exports"),
+    [
+        (1, 1, False),
+        *(pytest.param(*case, marks=ON_CPU) for case in ((2, 1, False), (1, 2, True), (2, 3, False))),
+    ],
+)
+def test_a_pair_gives_the_tokens_of_one_rank(
+    tmp_path: Path, prefill_ranks: int, decode_ranks: int, exports: bool
+) -> None:
+    """Each byte of a latent crosses once, though all ranks hold copies."""
+    save_tiny(tmp_path, "DeepseekV3", num_attention_heads=6, num_key_value_heads=6)
+    rng, sampling = random.Random(3), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 17, 64, 150)]
+    prompts += [[*prompts[-1][:130], *prompts[1]]]
+    requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
+    expected = tokens_of(load(tmp_path, device=DEVICE, num_blocks=60), requests)
+    layout = kv.KVLayout(3, 1, 48, "float32", kind="latent")
+    settings: dict[str, Any] = {"enable_prefix_caching": True, "exports": exports}
+    prefill = Side(
+        tmp_path, layout, prefill_ranks, block_size=16, num_blocks=60, max_num_batched_tokens=50, **settings
+    )
+    decode = Side(tmp_path, layout, decode_ranks, block_size=64, num_blocks=30, **settings)
+    with closing(prefill), closing(decode):
+        pair = Pair(prefill, decode)
+        assert pair.run(requests[:-1]) + pair.run(requests[-1:]) == expected
+        assert prefill.sink.cached[requests[-1].id] == pair.cached[-1] == 128
+        missing = sum(map(len, prompts)) - sum(pair.cached)
+        assert decode.transfer.stats().bytes_received == missing * layout.bytes_per_token
+        transports = prefill.transfer.stats().transports.values()
+        assert ("shared_memory" in transports) == exports
+
+
+def test_tokens_are_the_same_with_a_tier_and_preemptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
+    save_tiny(tmp_path, "DeepseekV3")
+    expected = answers(load(tmp_path, num_blocks=200, block_size=4), TURNS)
+    engine = load(
+        tmp_path, num_blocks=30, block_size=4, enable_prefix_caching=True, max_num_seqs=4,
+        host_cache_size=1 << 20,
+    )  # fmt: skip
+    assert answers(engine, TURNS) == expected
+    stats = engine.stats()
+    assert stats.preemptions
+    assert stats.offload[-1].loaded_tokens > 100
+
+
+def test_a_token_has_one_latent_in_each_layer(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "DeepseekV3")
+    engine = load(tmp_path)
+    assert cache_bytes_per_token(engine.cache_spec) == 3 * (32 + 16) * 4
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8: DeepseekV3ForCausalLM caches latents"):
+        load(tmp_path, kv_cache_dtype="fp8")
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "DeepseekV3", num_nextn_predict_layers=0)
+    requests = [request_of(0, range(3, 40), max_tokens=10, ignore_eos=True)]
+    plain = load(tmp_path)
+    with edited_tensors(tmp_path) as tensors:
+        tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+    assert_refused(tmp_path, r"1 tensors are unknown to DeepseekV3ForCausalLM, such as model\.layers\.3\.")
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=1)
+    engine = load(tmp_path)
+    assert engine.model_fingerprint == plain.model_fingerprint
+    assert tokens_of(engine, requests) == tokens_of(plain, requests)
+
+
+@pytest.mark.parametrize(
+    ("nope", "rank", "value", "least"),
+    [
+        pytest.param(128, 512, 128, 171, id="deepseek-v3"),
+        pytest.param(192, 512, 256, 399, id="glm-4.7-flash"),
+    ],
+)
+def test_chunks_are_expanded_from_the_length_that_pays(nope: int, rank: int, value: int, least: int) -> None:
+    """For each position and head, as many multiplications are saved as making its key and value costs."""
+    shape = LatentConfig(None, rank, nope, 64, value, 1.0)
+    model = replace(model_config_from_hf(MODELS["glm-4.7-flash"], {}, ""), latent=shape)
+    assert model.kernel_head_dim == 256
+    assert replace(model, latent=replace(shape, rank=500)).kernel_head_dim == 576, "a GPU refuses it"
+    assert shape.least_expanded == least
+    saved = 2 * rank - nope - value
+    assert (least - 1) * saved <= rank * (nope + value) < least * saved
+
+
+def test_absorbed_and_expanded_attention_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = LatentStep([(20, 21), (0, 5), (3, 40), (60, 95)])
+    found = []
+    for least in (1, 1000):
+        monkeypatch.setattr(LatentConfig, "least_expanded", least)
+        found.append(step.run(Kernels(), "cpu", exact=True)[0])
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[0], step.expected())
