@@ -23,6 +23,8 @@ from baton.kv_transfer.shared_store.__main__ import StoreProcess
 from .conftest import until
 
 LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float32")  # no multiple of a page
+FP8 = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float8_e4m3fn")
+LATENT = kv.KVLayout(num_layers=3, num_kv_heads=1, head_dim=20, dtype="bfloat16", kind="latent")
 SECRET = b"s" * 32
 NAMES = [bytes([i]) * 16 for i in range(40)]
 
@@ -83,13 +85,18 @@ class Worker:
     """A KV cache of random bytes with the chunks `NAMES` behind each other, and its end of the store."""
 
     def __init__(
-        self, store: DictStore, block_size: int, *, secret: bytes = SECRET, encrypt: bool = False
-    ) -> None:
+        self, store: DictStore, block_size: int, *, secret: bytes = SECRET, encrypt: bool = False,
+        layout: kv.KVLayout = LAYOUT,
+    ) -> None:  # fmt: skip
         self.block_size = block_size
         blocks = len(NAMES) * CHUNK_TOKENS // block_size
-        shape = (2, blocks, block_size, LAYOUT.num_kv_heads, LAYOUT.head_dim)
-        self.layers = [torch.randn(shape) for _ in range(LAYOUT.num_layers)]
-        paged = kv.PagedKV(self.layers, block_size, LAYOUT, "cpu")
+        rows, heads, dtype = layout.parts[0].rows, layout.num_kv_heads, getattr(torch, layout.dtype)
+        shape = rows, blocks, block_size, heads, layout.head_dim
+        self.layers = [torch.randn(shape).to(dtype) for _ in range(layout.num_layers)]
+        self.scales: list[torch.Tensor] = []
+        if layout is FP8:
+            self.scales = [torch.rand(rows, blocks, heads, block_size) for _ in range(layout.num_layers)]
+        paged = kv.PagedKV(self.layers, block_size, layout, "cpu", scales=self.scales)
         self._arena_fd = memory_file()
         ours, self._theirs = channel_pair()
         self.pinned: set[bytes] = set()
@@ -97,7 +104,7 @@ class Worker:
         self.store = SharedStore(
             paged, os.dup(self._arena_fd), ours, pin=self._pin, unpin=self.pinned.remove, known=self._knows
         )
-        self.units = Units.of(LAYOUT)
+        self.units = Units.of(layout)
         self._start = StoreStart(
             url="", name="", title="", parent_pid=0, identity="model", encrypt=encrypt, units=self.units,
             arena_fd=0, channel_fd=0, logging=None,
@@ -169,7 +176,9 @@ class Worker:
 
     def chunk(self, name: bytes) -> torch.Tensor:
         first = NAMES.index(name) * CHUNK_TOKENS
-        return torch.stack([x.flatten(1, 2)[:, first : first + CHUNK_TOKENS] for x in self.layers])
+        scales = [x.transpose(2, 3).unsqueeze(4) for x in self.scales]
+        flat = [x.float().flatten(1, 2)[:, first : first + CHUNK_TOKENS] for x in (*self.layers, *scales)]
+        return torch.cat([x.flatten() for x in flat])
 
     def close(self) -> None:
         assert not self.pinned
@@ -221,6 +230,18 @@ def test_what_one_worker_wrote_another_one_reads(two: tuple[DictStore, Worker, W
         assert torch.equal(reader.chunk(name), writer.chunk(name))
     assert not torch.equal(reader.chunk(NAMES[0]), writer.chunk(NAMES[0]))
     assert reader.known == {*NAMES[3:]}
+
+
+@pytest.mark.parametrize("layout", [FP8, LATENT], ids=["fp8", "latent"])
+def test_every_kind_of_cache_fits(layout: kv.KVLayout) -> None:
+    store = DictStore()
+    writer, reader = Worker(store, 16, layout=layout), Worker(store, 128, layout=layout)
+    writer.offer(NAMES)
+    assert reader.fetched(NAMES) == len(NAMES)
+    for name in NAMES:
+        assert torch.equal(reader.chunk(name), writer.chunk(name))
+    for worker in (writer, reader):
+        worker.close()
 
 
 def test_each_content_is_written_once(two: tuple[DictStore, Worker, Worker]) -> None:
