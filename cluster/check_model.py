@@ -35,14 +35,15 @@ class Fault:
 def faults(found: ResolvedModel, engine: EngineOptions, tokenizer: str | None = None) -> list[Fault]:
     """The problems for which workers or routers would refuse a model on this machine.
 
-    A name on the hub is not checked, and weights are not checked without torch. The files of the embedded
-    model are not checked, because `model.resolve` has verified its digest.
+    A name on the hub is not checked, and weights are not checked without torch or for vLLM. The files of the
+    embedded model are not checked, because `model.resolve` has verified its digest.
     """
     ranks = engine.tensor_parallel_size > 1 or engine.enable_expert_parallel
     plain = not ranks and engine.quantization == "auto" and tokenizer is None
     if (found.name == EMBEDDED_NAME and plain) or not Path(found.location).exists():
         return []
-    asked = {name: getattr(engine, name) for name in ("load_format", "quantization", *RANKS)}
+    names = ("load_format", "quantization", *RANKS) if engine.engine == "baton" else ()
+    asked = {name: getattr(engine, name) for name in names}
     arguments = json.dumps([found.location, asked, tokenizer])
     command = [sys.executable, "-m", "baton.cluster.check_model", arguments]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -60,9 +61,19 @@ def check_files(found: ResolvedModel, engine: EngineOptions, tokenizer: str | No
 
 
 def _faults(location: str, engine: dict[str, Any], tokenizer: str | None) -> list[Fault]:
+    """`engine`: fields of its configuration. Empty: vLLM, which checks weights itself."""
     from baton.router.text.tokenizer import load_tokenizer
 
-    found: list[Fault] = []
+    found = _engine_faults(location, engine) if engine else []
+    try:
+        if tokenizer is None or Path(tokenizer).exists():  # else it is on the hub
+            load_tokenizer(location, tokenizer=tokenizer)
+    except ValueError as error:
+        found.append(Fault("tokenizer", str(error)))
+    return found
+
+
+def _engine_faults(location: str, engine: dict[str, Any]) -> list[Fault]:
     what = "weights"
     try:
         from baton.engine.api.config import EngineConfig
@@ -76,13 +87,8 @@ def _faults(location: str, engine: dict[str, Any], tokenizer: str | None) -> lis
         if error.name != "torch":
             raise
     except ValueError as error:
-        found.append(Fault(what, str(error)))
-    try:
-        if tokenizer is None or Path(tokenizer).exists():  # else it is on the hub
-            load_tokenizer(location, tokenizer=tokenizer)
-    except ValueError as error:
-        found.append(Fault("tokenizer", str(error)))
-    return found
+        return [Fault(what, str(error))]
+    return []
 
 
 if __name__ == "__main__":

@@ -17,12 +17,15 @@ from baton.cluster.options.roles import PickerRole, RouterRole, WorkerRole
 from baton.cluster.supervision import processes
 
 if TYPE_CHECKING:
+    from baton.cluster.options.engine import EngineOptions
+    from baton.engine import EngineConfig
     from baton.router.config import RouterConfig
     from baton.router.discovery import Discovery
     from baton.rpc.worker_pb2 import WorkerDescription
     from baton.worker.config import WorkerConfig
 
 Config = TypeVar("Config")
+_ENGINE_MODULES = {"baton": "baton.cluster.engine_process", "vllm": "baton.vllm_worker.engine_process"}
 
 
 def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
@@ -53,27 +56,29 @@ def worker_config(
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
     chosen = choose(given.engine, device, memory)
+    engine = _configured(
+        EngineConfig,
+        given,
+        model=found.location,
+        device=device,
+        max_num_seqs=chosen.max_num_seqs,
+        max_num_batched_tokens=chosen.max_num_batched_tokens,
+        enable_prefix_caching=given.engine.enable_prefix_caching is not False,
+        host_cache_size=size_in_bytes(given.engine.host_cache_size),
+        disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
+        ttit_target=given.engine.ttit_target and given.engine.ttit_target / 1000,
+        ttit_target_steps=chosen.target_steps,
+    )
     return _configured(
         WorkerConfig,
         given,
         role=role,
-        engine_module="baton.cluster.engine_process",
+        engine_module=_ENGINE_MODULES[given.engine.engine],
+        engine=engine,
+        engine_args=_engine_args(given.engine, engine),
         secret=secret,
         tls=given.secret.tls(),
         served_model_name=(given.model.served_model_name or [found.name])[0],
-        engine=_configured(
-            EngineConfig,
-            given,
-            model=found.location,
-            device=device,
-            max_num_seqs=chosen.max_num_seqs,
-            max_num_batched_tokens=chosen.max_num_batched_tokens,
-            enable_prefix_caching=given.engine.enable_prefix_caching is not False,
-            host_cache_size=size_in_bytes(given.engine.host_cache_size),
-            disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
-            ttit_target=given.engine.ttit_target and given.engine.ttit_target / 1000,
-            ttit_target_steps=chosen.target_steps,
-        ),
         settings=chosen.summary,
         kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
         deadlines=TransferDeadlines(
@@ -86,6 +91,19 @@ def worker_config(
         ),
         otlp_endpoint=given.observe.endpoint,
     )
+
+
+def _engine_args(given: EngineOptions, engine: EngineConfig) -> tuple[str, ...] | None:
+    """Returns vLLM's own arguments. None: the engine is Baton's. Raises ValueError for what vLLM cannot have,
+    and if it is not installed."""
+    if given.engine == "baton":
+        if given.vllm_args or given.vllm_untested:
+            raise ValueError("--vllm-args and --vllm-untested: need --engine vllm")
+        return None
+    from baton.vllm_worker import options
+
+    options.check_version(untested=given.vllm_untested)
+    return options.engine_args(engine, given.vllm_args)
 
 
 def _configured(config: Callable[..., Config], given: Any, **others: Any) -> Config:

@@ -46,7 +46,7 @@ class Routers:
         self._metrics_port = metrics_port
         self._requests: dict[str, float] = {}  # address → requests, as reported and as chosen since then
         self._silent: set[str] = set()
-        self._ring = Ring({})
+        self._ring = Ring()
         self._names: list[str] = []  # row of the ring → address
 
     async def run(self) -> None:
@@ -93,8 +93,9 @@ class Routers:
     def _update(self, addresses: frozenset[str]) -> None:
         self._requests = {name: self._requests.get(name, 0.0) for name in addresses}
         self._silent &= addresses
-        self._names = sorted(addresses)
-        self._ring = Ring({name: row for row, name in enumerate(self._names)})
+        self._names, self._ring = sorted(addresses), Ring()
+        for row, name in enumerate(self._names):
+            self._ring.add(name, row)
         log.info("%d routers: %s", len(self._names), ", ".join(self._names))
         if addresses:
             self._on_found()

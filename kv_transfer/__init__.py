@@ -24,7 +24,7 @@ Transfer processes touch sockets (`process/`) and never torch. Between them are 
 What both sides agree on is in `protocol/`, as pure state machines; the wire is in `docs/protocol.md`.
 """
 
-from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
+from baton.kv_transfer.arena import Arena, ArenaEnd, Arenas, channel_pair
 from baton.kv_transfer.config import TransferConfig, TransferDeadlines
 from baton.kv_transfer.endpoint import Receiver, Sender, Transport
 from baton.kv_transfer.heartbeat import Heartbeat
@@ -45,6 +45,7 @@ from baton.kv_transfer.transport import (
 __all__ = [
     "Arena",
     "ArenaEnd",
+    "Arenas",
     "Closed",
     "ContentWanted",
     "FetchFailed",

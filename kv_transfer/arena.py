@@ -14,6 +14,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from baton.kv_transfer.config import MAX_SLOT_BYTES, PAGE
 
 _F_ADD_SEALS = 1033  # linux/fcntl.h; the fcntl module has no names for these before Python 3.13's
@@ -142,3 +144,31 @@ class ArenaEnd:
         """In the process that made them, once the process that uses them has inherited them."""
         for channel in (self.channel, *self.ranks):
             channel.close()
+
+
+class Arenas(msgspec.Struct, frozen=True):
+    """The arenas of a worker, as a process of its engine gets them."""
+
+    sending_fds: Sequence[int]  # as `ArenaEnd.fds` of the process's ends
+    receiving_fds: Sequence[int]
+    num_slots: int
+    slot_bytes: int
+    exports: bool  # as in `Transport`, and the next
+    adopts: bool
+
+    @property
+    def fds(self) -> Sequence[int]:
+        return *self.sending_fds, *self.receiving_fds
+
+    def with_fds(self, fds: Sequence[int]) -> Arenas:
+        """As another process has them, which got these in place of `fds`."""
+        sending = len(self.sending_fds)
+        return msgspec.structs.replace(self, sending_fds=fds[:sending], receiving_fds=fds[sending:])
+
+    def ends(self) -> tuple[ArenaEnd, ArenaEnd]:
+        """The ends that send and receive."""
+        sending, receiving = (
+            ArenaEnd.inherited(fds, self.num_slots, self.slot_bytes)
+            for fds in (self.sending_fds, self.receiving_fds)
+        )
+        return sending, receiving

@@ -12,6 +12,9 @@ from baton.kv_transfer.protocol.messages import FirstToken
 if TYPE_CHECKING:
     import torch
 
+    Rows = Sequence[torch.Tensor] | torch.Tensor
+    """Of a part of the cache in one layer: K and V, as one tensor, or as one tensor each."""
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
@@ -35,6 +38,8 @@ class PagedKV:
     states: Sequence[Sequence[torch.Tensor]] = ()
     """Of each state of the layout, of each layer with states: [slots, rows, heads of this rank, head_dim].
     Heads and their numbers are neighbours. The slots and rows need not be."""
+    rows: Sequence[Sequence[torch.Tensor]] = ()
+    """In place of `layers`, on CPUs: K and V of each layer as tensors with strides of their own."""
 
     @property
     def heads(self) -> Sequence[Range]:

@@ -239,6 +239,19 @@ class ActiveRequest:
             cached_tokens=sum(generation.cached_tokens for generation in self._generations[:: self.body.n]),
         )
 
+    def timing(self) -> dict[str, float] | None:
+        """Returns vLLM's field `metrics`, in milliseconds. None: there are several choices."""
+        if len(self._generations) != 1:
+            return None
+        seconds, count = self._generations[0].seconds, self.choices[0].num_tokens
+        found = {
+            "time_to_first_token_ms": 1e3 * seconds.first_token,
+            "generation_time_ms": 1e3 * seconds.later_tokens,
+            "queue_time_ms": 1e3 * seconds.queue,
+            "tokens_per_second": count / max(1e-9, seconds.first_token + seconds.later_tokens),
+        }
+        return found if count < 2 else found | {"mean_itl_ms": 1e3 * seconds.later_tokens / (count - 1)}
+
     def abort(self, error: ApiError) -> None:
         """Ends every generation that has not finished with this error."""
         for index, generation in enumerate(self._generations):

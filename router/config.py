@@ -43,6 +43,7 @@ class RouterConfig:
     """For HTTP and gRPC clients. With `ca_certs` clients must show a certificate."""
     cluster_tls: TlsFiles | None = None
     """For connections to workers. None: certificates are made from the secret."""
+    enable_per_request_metrics: bool = False
     allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """If there are any, clients must send one of them."""

@@ -125,14 +125,15 @@ class Metrics:
         for label, name in known.pools.items():
             left_out.labels(**self._labels, pool=name).set_function(
                 lambda label=label: sum(
-                    c.breaker.open_for(time.monotonic()) > 0 and c.pool == label for c in known.connections
+                    c.breaker.open_for(time.monotonic()) > 0 and c.pool == label
+                    for c in known.listed.values()
                 )
             )
             for state in WorkerState:
                 labelled = workers.labels(**self._labels, pool=name, state=str(state))
                 labelled.set_function(
                     lambda label=label, state=state: sum(
-                        c.state is state and c.pool == label for c in known.connections
+                        c.state is state and c.pool == label for c in known.listed.values()
                     )
                 )
 

@@ -12,12 +12,19 @@ from google.protobuf.message import Message
 from baton.router.active_request import Services
 from baton.router.workers.worker import POOL_NAMES, Worker
 
+ASKED = 50
+"""The most workers that a status asks at once. Of more it shows the last reports, which are a second old."""
+
 
 async def router_status(services: Services, draining: bool) -> dict[str, Any]:
-    """Asks all workers at once. For a worker that does not answer it shows the last report."""
+    """Asks the workers, unless they are many. For one that does not answer it shows the last report."""
+    connections, workers = services.pool.connections, []
+    for first in range(0, len(connections), ASKED):  # streams have their turn in between
+        part = connections[first : first + ASKED]
+        workers += await asyncio.gather(*(_worker(each, ask=len(connections) <= ASKED) for each in part))
     return {
         "router": router_state(services, draining),
-        "workers": list(await asyncio.gather(*map(_worker, services.pool.connections))),
+        "workers": workers,
         "cluster": _cluster(services.config.cluster_file),
     }
 
@@ -62,8 +69,8 @@ def scrape_targets(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def _worker(worker: Worker) -> dict[str, Any]:
-    status = await worker.current_status()
+async def _worker(worker: Worker, *, ask: bool) -> dict[str, Any]:
+    status = await worker.current_status() if ask else worker.status
     described = worker.description
     return {
         "address": worker.address,

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Literal
 
 from baton.engine.core.chunk_limit import LONG
-from baton.router.policy.decode import DecodeLoad, two_choices
+from baton.router.policy.decode import DecodeLoad, DecodePool
 from baton.router.policy.placement import (
     Placement,
     PrefillOffer,
@@ -75,21 +75,24 @@ class Router:
 
     def __post_init__(self) -> None:
         self._prefills: set[int] = set()
-        self._decoders = list(range(len(self.workers)))
         self._loads = PrefillLoads()
         self._decodes = [DecodeLoad(w.name, BLOCK, BLOCKS, self.seats, BLOCKS) for w in self.workers]
+        self._decoders = DecodePool(self._decodes)
         self._status = [pb.WorkerStatus() for _ in self.workers]
         self._queue: deque[Request] = deque()
         self._sent_tokens = 0  # prompt tokens without a first token that workers have
         self._window = PrefillWindow()
-        for row, worker in enumerate(self.workers):
-            self._loads.join(worker.name, block_size=BLOCK, now=self.clock.now)
-            self._loads.serve(row, False)
+        for worker in self.workers:
+            self._loads.join(worker.name, block_size=BLOCK, now=self.clock.now, serving=False)
 
     def move(self, row: int, pool: Pool) -> None:
         """New work of the pool goes to this worker. What it has goes on to its end."""
-        (self._prefills.add if pool == "prefill" else self._prefills.discard)(row)
-        self._decoders = [other for other in range(len(self.workers)) if other not in self._prefills]
+        if pool == "prefill":
+            self._prefills.add(row)
+            self._decoders.remove(self._decodes[row])
+        else:
+            self._prefills.remove(row)
+            self._decoders.add(self._decodes[row])
         self._loads.serve(row, pool == "prefill")
         self._dispatch()
 
@@ -114,7 +117,7 @@ class Router:
         self._dispatch()
 
     def _update_window(self) -> None:
-        paces = [pace(self._status[row]) for row in self._decoders]
+        paces = [pace(status) for row, status in enumerate(self._status) if row not in self._prefills]
         speed = self._loads.tokens_per_s()
         budgets = len(self._prefills) * [BUDGET]
         self._window = prefill_window(budgets, speed, paces if self.kind == "policy" else [])
@@ -124,8 +127,7 @@ class Router:
             if self._sent_tokens and self._sent_tokens >= self._window.holding(self._queue[0].prompt):
                 return
             tokens = self._queue[0].prompt + 1
-            loads = [self._decodes[row] for row in self._decoders]
-            decode = two_choices(loads, tokens=tokens, rng=self.rng)
+            decode = self._decoders.choose(tokens, self.rng)
             if decode is not None:
                 self._send(self._queue.popleft(), int(decode))
             elif self.kind != "policy" or not self._send_without_room():

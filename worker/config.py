@@ -39,6 +39,8 @@ class WorkerConfig:
     engine_module: str
     """Run with `-m`, it is the engine process. It puts the engine and the roles together."""
     engine: EngineConfig
+    engine_args: tuple[str, ...] | None = None
+    """Arguments of vLLM beside `engine`. None: the engine is Baton's own."""
     secret: bytes = field(repr=False)
     """The cluster secret, at least 16 bytes. It authenticates routers (gRPC) and peers (KV lanes)."""
     tls: TlsFiles | None = None
@@ -180,6 +182,11 @@ class WorkerConfig:
     def name(self) -> str:
         """The name of the worker in process titles and logs, such as `prefill 0`."""
         return f"{self.role} {self.index}"
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the engine that the worker starts. vLLM starts its own."""
+        return self.engine.tensor_parallel_size if self.engine_args is None else 1
 
     @property
     def model_name(self) -> str:

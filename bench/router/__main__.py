@@ -53,7 +53,7 @@ from baton.bench.router.ends import (
     through,
 )
 from baton.content import CHUNK_TOKENS
-from baton.router.policy.decode import DecodeCaches, DecodeLoad, two_choices
+from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill import PrefillRequest, sticky
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.rpc import worker_pb2 as pb
@@ -134,6 +134,7 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
         caches.join(row, load)
         caches.serve(row, True)
     rows = {load.worker: row for row, load in enumerate(decodes, workers)}
+    pool = DecodePool(decodes)
     everywhere = (1 << 2 * workers) - 1
     took: list[float] = []
     for i in range(count):
@@ -144,7 +145,7 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
         snapshot = loads.snapshot(request, 0.05)
         assert snapshot is not None
         sticky(snapshot, request)
-        decode = two_choices(decodes, tokens=2_150, rng=rng)
+        decode = pool.choose(2_150, rng)
         if decode is not None:
             caches.nearest(rows[decode], request, rng)
         loads.index.overlap(chunks, 2_000, CHUNK_TOKENS, everywhere)  # the source of a prefix

@@ -71,6 +71,13 @@ class EngineOptions:
     """How a worker computes."""
 
     panel: ClassVar[str] = "Engine"
+    engine: Literal["baton", "vllm"] = opt(
+        "baton", "baton: Baton's own engine. vllm: vLLM, which must be installed beside Baton."
+    )
+    vllm_args: str = opt(
+        "", "With --engine vllm: more options of `vllm serve`, as one text.", "ARGS", shown="none"
+    )
+    vllm_untested: bool = opt(False, "Try a version of vLLM that Baton is not tested with.")
     device: str | None = opt(None, "cpu, cuda or cuda:N.", "DEVICE", shown="cuda if there is a GPU, else cpu")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt(
         "auto", "Type of weights and activations; auto is the model's."

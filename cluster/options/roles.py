@@ -241,18 +241,32 @@ class FrontOptions(ServerTlsOptions):
     )
     admin_host: str = opt("127.0.0.1", "Address of the admin port.", "ADDRESS")
     chat_template: Path | None = opt(None, "A Jinja file.", shown="the model's own", **OLD_FILE)
-    tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = opt(
-        None, "How the model writes tool calls.", shown="as in the chat template"
-    )
-    reasoning_parser: Literal["deepseek_r1", "qwen3", "none"] | None = opt(
-        None, "How the model writes its reasoning.", shown="as in the chat template"
-    )
+    tool_call_parser: (
+        Literal[
+            "deepseek_v3",
+            "deepseek_v31",
+            "glm45",
+            "hermes",
+            "kimi_k2",
+            "llama3_json",
+            "mistral",
+            "openai",
+            "pythonic",
+            "qwen3_coder",
+        ]
+        | None
+    ) = opt(None, "How the model writes tool calls.", shown="as in the chat template")
+    reasoning_parser: (
+        Literal["deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "mistral", "openai_gptoss", "qwen3", "none"]
+        | None
+    ) = opt(None, "How the model writes its reasoning.", shown="as in the chat template")
     generation_config: str = opt(
         "auto",
         "Sampling defaults: auto (the model's generation_config.json), vllm (none) or a directory with "
         "that file.",
         "auto|vllm|PATH",
     )
+    enable_per_request_metrics: bool = opt(False, "Tell clients how long the parts of their request took.")
     allowed_origins: list[str] = opt(
         [], "Let pages of these origins use the API in a browser (CORS); * is any.", "ORIGIN", shown="none"
     )

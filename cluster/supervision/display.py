@@ -26,6 +26,8 @@ class _Console(Console):
 class Display:
     """Shows progress while it is entered as a context manager. `line` and `error` work at any time.
 
+    If there are more roles than the terminal has lines, it shows lines in place of rows.
+
     Lines that cannot be written, as on a full disk, are lost: no output may end a cluster.
     """
 
@@ -63,6 +65,9 @@ class Display:
         """Shows that `name` has reached `stage` and `fraction` (0 to 1). The last stage is "ready"."""
         if self._stages.get(name) != stage:
             self._begins.append((time.monotonic(), name, stage))
+        if self._progress is not None and name not in self._rows and len(self._rows) >= self._console.height:
+            self._progress.stop()  # each change would draw all rows again, and no terminal shows them
+            self._progress = None
         if self._progress is not None:
             if name not in self._rows:
                 self._rows[name] = self._progress.add_task(stage, name=name, total=1.0)

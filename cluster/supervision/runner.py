@@ -29,6 +29,7 @@ BATON = (
 )  # the command `baton`, with the interpreter of this process
 
 RETRY_SECONDS = 1.0  # between attempts to write a router's files
+REPORT_SECONDS = 0.1  # reports of roles that come within this time are written once
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,9 @@ class RoleRunner(RoleProcess):
             node or socket.gethostname(),
         )
         self._unwritten: dict[Path, str] = {}  # a router's files with news that they do not have yet
-        self._retrying: asyncio.Task[None] | None = None
+        self._failed: set[Path] = set()  # of these, what could not be written
+        self._workers: str | None = None  # the list that the router has or will have
+        self._writing: asyncio.Task[None] | None = None
 
     async def start(self) -> RoleState:
         """Starts the role unless it runs already, as after the loss of an earlier supervisor."""
@@ -109,30 +112,34 @@ class RoleRunner(RoleProcess):
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         """Routers only: sets the gRPC addresses of all ready workers, and the JSON report.
 
-        On a full disk the router keeps what it has until there is room.
+        The report may be written a moment later. On a full disk the router keeps what it has until there is
+        room.
         """
-        self._unwritten |= {
-            self._workers_file: "".join(f"{address}\n" for address in addresses),
-            self._cluster_file: report,
-        }
-        if self._retrying is None and not self._write():
-            self._retrying = asyncio.create_task(self._retry())
+        self._unwritten[self._cluster_file] = report
+        workers = "".join(f"{address}\n" for address in addresses)
+        if workers != self._workers:
+            self._workers = self._unwritten[self._workers_file] = workers
+            self._write(self._workers_file)
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all())
 
-    async def _retry(self) -> None:
-        while not self._write():  # noqa: ASYNC110 - nothing reports that a disk has room
-            await asyncio.sleep(RETRY_SECONDS)
-        self._retrying = None
+    async def _write_all(self) -> None:
+        await asyncio.sleep(REPORT_SECONDS)
+        while self._unwritten:
+            for path in list(self._unwritten):
+                self._write(path)
+            await asyncio.sleep(RETRY_SECONDS if self._unwritten else 0)
+        self._writing = None
 
-    def _write(self) -> bool:
-        """Writes the files that have news. Returns whether all could be written."""
-        for path, text in list(self._unwritten.items()):
-            try:
-                write_atomically(path, text)
-                del self._unwritten[path]
-            except OSError as error:
-                if self._retrying is None:
-                    log.warning("%s: %s; the router keeps the one before", path, error.strerror)
-        return not self._unwritten
+    def _write(self, path: Path) -> None:
+        try:
+            write_atomically(path, self._unwritten[path])
+            del self._unwritten[path]
+            self._failed.discard(path)
+        except OSError as error:
+            if path not in self._failed:
+                self._failed.add(path)
+                log.warning("%s: %s; the router keeps the one before", path, error.strerror)
 
     async def tokens_held(self) -> int:
         """Routers only: prompt tokens that the router holds back; 0 while the router is not ready.
@@ -144,8 +151,8 @@ class RoleRunner(RoleProcess):
 
     async def stop(self, signum: int, grace: float) -> None:
         await super().stop(signum, grace)
-        if self._retrying is not None:
-            self._retrying.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
         if self._run_dir is not None:
             self._run_dir.remove()
 

@@ -15,7 +15,7 @@ import contextlib
 import json
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from baton.cluster.supervision.calls import ask_pools
@@ -71,6 +71,25 @@ class _Member:
     restarts: int = 0  # in earlier actors; the present actor counts its own
     last_exit: str = ""  # why its last run ended, in this actor or an earlier one
     told: tuple[tuple[str, ...], str] | None = None  # routers only: the addresses and report last sent
+    _entry: str = ""
+    _entry_of: tuple[RoleState, bool] | None = None
+
+    @property
+    def entry(self) -> str:
+        """Its part of the report, in JSON. Made again after a change: the other roles may be a thousand."""
+        if self._entry_of != (self.state, self.leaving):
+            self._entry_of = self.state, self.leaving
+            entry = {
+                "role": self.spec.role,
+                "index": self.spec.index,
+                "address": (self.state.ready or {}).get("address"),
+                "leaving": self.leaving,
+                "restarts": self.restarts + self.state.restarts,
+                "last_exit": self.last_exit,
+                **{field: getattr(self.state, field) for field in _SHOWN},
+            }
+            self._entry = json.dumps(entry)
+        return self._entry
 
 
 class Supervisor:
@@ -139,22 +158,8 @@ class Supervisor:
 
     def report(self) -> str:
         """The JSON report of roles and pools for `baton status`. Includes roles that no router can reach."""
-        roles = []
-        for member in self._members:
-            state = asdict(member.state)
-            ready = state.pop("ready") or {}
-            roles.append(
-                {
-                    "role": member.spec.role,
-                    "index": member.spec.index,
-                    "address": ready.get("address"),
-                    "leaving": member.leaving,
-                    "restarts": member.restarts + state.pop("restarts"),
-                    "last_exit": member.last_exit,
-                    **{key: state[key] for key in _SHOWN},
-                }
-            )
-        return json.dumps({"roles": roles, "pools": self.pools})
+        roles = ", ".join([member.entry for member in self._members])
+        return f'{{"roles": [{roles}], "pools": {json.dumps(self.pools)}}}'
 
     # ------------------------------------------------------------ life
 
@@ -273,7 +278,7 @@ class Supervisor:
             if state.pid != member.state.pid:
                 member.pool = member.spec.role
             member.state, member.answered = state, True
-            if all(each.answered for each in self._members):
+            if not self._all_answered.is_set() and all(each.answered for each in self._members):
                 self._all_answered.set()
             member.last_exit = state.error or member.last_exit
             self._observer(member.spec, state)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -209,7 +210,17 @@ def refused() -> Iterator[str]:
         yield table(("field", "accepted", "instead"), cells)
 
 
-BLOCKS = {"cli": cli, "endpoints": endpoints, "types": types, "refused": refused}
+def suites() -> Iterator[str]:
+    """The outcomes in `docs/suites.toml`."""
+    for name, suite in tomllib.loads((HERE.parent / "suites.toml").read_text()).items():
+        missed = sum(len(group["tests"]) for group in suite["not_passed"])
+        files, passed = len(suite["files"]), len(suite["passed"])
+        yield f"**{name} {suite['version']}**, {files} files: {passed} tests passed, {missed} did not."
+        rows = [(str(len(group["tests"])), prose(group["reason"])) for group in suite["not_passed"]]
+        yield table(("tests", "why they did not pass"), sorted(rows, key=lambda row: -int(row[0])))
+
+
+BLOCKS = {"cli": cli, "endpoints": endpoints, "types": types, "refused": refused, "suites": suites}
 
 
 def pages() -> dict[str, str]:

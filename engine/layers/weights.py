@@ -319,9 +319,9 @@ class Weights:
         if self._names:
             self._progress("loading weights", len(self._taken) / len(self._names))
 
-    def finish(self) -> str:
-        """Returns the fingerprint of the weights once the model is complete. Raises `ValueError` if values
-        are not finite, or if the checkpoint has tensors that the model does not use."""
+    def finish(self) -> None:
+        """Checks the weights once the model is complete. Raises `ValueError` if values are not finite, or if
+        the checkpoint has tensors that the model does not use."""
         finite = torch.stack(list(self._extremes.values())).isfinite().all(dim=1).tolist()
         for name, is_finite in zip(self._extremes, finite, strict=True):
             if not is_finite:
@@ -331,6 +331,9 @@ class Weights:
                 )
         self.check_all_taken()
         self._progress("loading weights", 1.0)
+
+    def fingerprint(self) -> str:
+        """Returns the fingerprint of all tensors that were read."""
         digests = sorted(self._taken.items())
         return hashlib.sha256(repr(digests).encode()).hexdigest()
 
@@ -348,12 +351,14 @@ class Weights:
 
 
 class DeclaredWeights(Weights):
-    """Checks what the headers of the files say about the tensors; reads no weight and allocates no memory."""
+    """Checks what the headers of the files say about the tensors; allocates no memory. With `sampled` it
+    reads what the fingerprint covers, else no weight."""
 
-    def __init__(self, checkpoint: Checkpoint, weight_format: PlainFormat) -> None:
+    def __init__(self, checkpoint: Checkpoint, weight_format: PlainFormat, *, sampled: bool = False) -> None:
         cpu = torch.device("cpu")
         super().__init__(checkpoint, torch.float32, cpu, lambda *_: None, weight_format, Ranks())
         self.device = torch.device("meta")
+        self._sampled = sampled
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         super().take(name, shape)
@@ -361,11 +366,17 @@ class DeclaredWeights(Weights):
 
     def stored(self, name: str, parts: Sequence[Part] | None, *dtypes: torch.dtype) -> Tensor:
         parts = self._parts(name, parts)
-        self._taken[name] = ""
+        self._declare(name, parts)
         return torch.empty([part.length for part in parts], dtype=dtypes[0], device=self.device)
 
     def groups(self, name: str, parts: Sequence[Part]) -> None:
         """None: the matrix is checked as a plain one."""
 
     def _read(self, name: str, parts: Sequence[Part], to: Tensor) -> None:
-        self._taken[name] = ""
+        self._declare(name, parts)
+
+    def _declare(self, name: str, parts: Sequence[Part]) -> None:
+        if self._sampled:
+            self._note(name, parts, None)
+        else:
+            self._taken[name] = ""

@@ -27,7 +27,7 @@ from baton.engine.loader.gpt_oss import GptOssCheckpoint
 from baton.engine.loader.hf import OTHER_FORMATS, DummyCheckpoint, HFCheckpoint, read_config
 from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
 from baton.engine.loader.rearranged import Rearranged
-from baton.engine.model_config import LongRopeScaling
+from baton.engine.model_config import LongRopeScaling, ModelConfig
 from baton.engine.models import model_class
 from baton.engine.models.llama import Llama
 
@@ -46,14 +46,27 @@ REARRANGED: dict[str, type[Rearranged]] = {
 """The architectures whose Hugging Face checkpoints store tensors in another form than most families, and what
 shows them in the form of those."""
 
-__all__ = ["check_model", "choose_format", "load_model", "open_checkpoint"]
+__all__ = [
+    "check_model",
+    "checkpoint_path",
+    "choose_format",
+    "load_model",
+    "model_fingerprint",
+    "open_checkpoint",
+]
+
+
+def checkpoint_path(config: EngineConfig) -> Path:
+    """Finds the checkpoint's directory or file; one of the hub is downloaded. Raises `ValueError` if there is
+    none."""
+    patterns = ["*.json"] if config.load_format == "dummy" else ["*.json", "*.safetensors"]
+    return _located("--model", config.model, config.revision, patterns)
 
 
 def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
     """Finds the checkpoint and reads its configuration, but no weights. Raises `ValueError` naming the file
     and what is wrong with it."""
-    patterns = ["*.json"] if config.load_format == "dummy" else ["*.json", "*.safetensors"]
-    path = _located("--model", config.model, config.revision, patterns)
+    path = checkpoint_path(config)
     if path.is_file():
         checkpoint = GGUFCheckpoint(path)
         if config.load_format == "auto":
@@ -74,11 +87,26 @@ def check_model(engine: EngineConfig) -> None:
     checkpoint.config.of_rank(engine.tensor_parallel_size)
     if engine.enable_expert_parallel:
         checkpoint.config.check_expert_parallel(engine.tensor_parallel_size)
+    _declared(engine, checkpoint, sampled=False)
+
+
+def model_fingerprint(engine: EngineConfig, max_model_len: int) -> str:
+    """Returns the fingerprint of `load_model` without loading the model. Raises `ValueError` as `check_model`
+    does."""
+    checkpoint = open_checkpoint(engine, torch.device("cpu"))
+    weights, weight_format = _declared(engine, checkpoint, sampled=True)
+    return _fingerprint(checkpoint.config, max_model_len, weights, weight_format)
+
+
+def _declared(
+    engine: EngineConfig, checkpoint: Checkpoint, *, sampled: bool
+) -> tuple[DeclaredWeights, PlainFormat]:
     weight_format = choose_format(engine, checkpoint.config, torch.device(engine.device))
-    weights = DeclaredWeights(checkpoint, weight_format)
+    weights = DeclaredWeights(checkpoint, weight_format, sampled=sampled)
     config = replace(checkpoint.config, max_model_len=1)  # tables grow with the context
     model_class(config.architecture, checkpoint.source)(config, weights)
     weights.check_all_taken()
+    return weights, weight_format
 
 
 def load_model(
@@ -97,13 +125,20 @@ def load_model(
     weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks)
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
-    identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
+    weights.finish()
+    return model, _fingerprint(checkpoint.config, max_model_len, weights, weight_format)
+
+
+def _fingerprint(
+    config: ModelConfig, max_model_len: int, weights: Weights, weight_format: PlainFormat
+) -> str:
+    identity = replace(config, max_model_len=0, eos_ids=(), dtype=None)
     factors = None
     if isinstance(identity.rope_scaling, LongRopeScaling):
         factors = identity.rope_scaling.factors(max_model_len)
     digest = hashlib.sha256(f"{identity} {factors}".encode()).hexdigest()[:32]
     form = weight_format.identity or "plain"
-    return model, f"model={digest}; weights={weights.finish()[:32]}; format={form}"
+    return f"model={digest}; weights={weights.fingerprint()[:32]}; format={form}"
 
 
 def tokenizer_source(config: EngineConfig, checkpoint: str) -> str:

@@ -47,7 +47,7 @@ class CudaPool:
 
     def __init__(self, kv: PagedKV, arena: Arena, *, exported: bool) -> None:
         """`exported` as in `open_pool`."""
-        self._device = kv.layers[0].device
+        self._device = torch.device(kv.device)
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._heads = kv.heads

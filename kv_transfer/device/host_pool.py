@@ -35,6 +35,9 @@ from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, Unreachable, 
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
 
+_ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Numbers of so many bytes: numpy does not know all of torch's."""
+
 
 def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
     """Opens the KV cache of an engine for one direction, on the device where it is. `exported`: `export`, or
@@ -51,14 +54,15 @@ def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
 
 
 class HostPool:
-    """Copies bytes between numpy views of the pool and of the arena. Only a conversion looks at numbers."""
+    """Copies items between numpy views of the pool and of the arena. Only a conversion looks at numbers."""
 
     gather_most = 1  # while the next is gathered, this one is on its way
 
     def __init__(self, kv: PagedKV, arena: Arena) -> None:
-        # As `planes`, of bytes.
+        # As `planes`.
         self._planes = [
-            [{layer: _bytes(x) for layer, x in plane.items()} for plane in of_part] for of_part in planes(kv)
+            [{layer: [_items(x) for x in rows] for layer, rows in plane.items()} for plane in of_part]
+            for of_part in planes(kv)
         ]
         self._block_size = kv.block_size
         self._layout = kv.layout
@@ -147,20 +151,22 @@ class HostPool:
             blocks, block_size = blocks[-1:], last - first
         heads = slice(held.first_head, held.first_head + held.heads)
         for plane, whole in zip(self._planes[item.piece.part], dense, strict=True):
-            pool = plane[item.piece.layer]
-            staged = whole[:, held.dense_start :, held.dense_head : held.dense_head + held.heads]
-            is_joined, stop = pool.shape[1] == 1, held.start + held.count
-            for position, row, count in runs(blocks, block_size, held.start, stop, joined=is_joined):
-                block, offset = (0, row) if is_joined else divmod(row, block_size)
-                at = position - held.start
-                yield pool[:, block, offset : offset + count, heads], staged[:, at : at + count]
+            rows = plane[item.piece.layer]
+            items = whole.view(rows[0].dtype)
+            staged = items[:, held.dense_start :, held.dense_head : held.dense_head + held.heads]
+            for pool, of_row in zip(rows, staged, strict=True):
+                is_joined, stop = pool.shape[0] == 1, held.start + held.count
+                for position, row, count in runs(blocks, block_size, held.start, stop, joined=is_joined):
+                    block, offset = (0, row) if is_joined else divmod(row, block_size)
+                    at = position - held.start
+                    yield pool[block, offset : offset + count, heads], of_row[at : at + count]
 
 
-def _bytes(x: torch.Tensor) -> np.ndarray:
-    """[rows, blocks, positions, heads, bytes of a head]. Blocks that lie behind each other are one."""
-    if x.stride(1) == x.shape[2] * x.stride(2):
-        x = x.flatten(1, 2).unsqueeze(1)
-    return x.view(torch.uint8).numpy()
+def _items(x: torch.Tensor) -> np.ndarray:
+    """[blocks, positions, heads, head_dim]. Blocks that lie behind each other are one."""
+    if x.stride(0) == x.shape[1] * x.stride(1):
+        x = x.flatten(0, 1).unsqueeze(0)
+    return x.view(_ITEMS[x.element_size()]).numpy()
 
 
 def dense_planes(slot: memoryview, held: Window, part: CachePart) -> list[np.ndarray]:

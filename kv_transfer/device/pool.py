@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -15,6 +16,9 @@ from baton.kv_transfer.peer_memory import PeerMemory
 from baton.kv_transfer.protocol.local_messages import Staged
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
+
+if TYPE_CHECKING:
+    from baton.kv_transfer.transport import Rows
 
 LARGEST_FP8 = 448.0
 LEAST_OF_HEAD = 2.0**-100
@@ -129,17 +133,17 @@ def window(piece: Slice, part: CachePart, held: Range) -> Window:
     return Window(here, count, 0, 1, there, 0, piece.head_count, 1)
 
 
-def planes(kv: PagedKV) -> list[list[dict[int, torch.Tensor]]]:
+def planes(kv: PagedKV) -> list[list[dict[int, Rows]]]:
     """The tensors of each part of the layout, by layer: values, and scales in FP8.
 
-    Each is [rows, blocks, positions of a block, heads, head_dim] and shares the memory of the cache, in any
-    order of dimensions. Slots are blocks, and heads are their positions, as in `Window`. A scale is a head of
-    one value."""
+    Each has rows, and each row is [blocks, positions of a block, heads, head_dim] and shares the memory of
+    the cache, in any order of dimensions. Slots are blocks, and heads are their positions, as in `Window`. A
+    scale is a head of one value."""
 
-    def by_layer(part: int, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def by_layer(part: int, tensors: Sequence[Rows]) -> dict[int, Rows]:
         return dict(zip(kv.layout.layers_of(part), tensors, strict=True))
 
-    found = [[by_layer(0, kv.layers)]]
+    found = [[by_layer(0, kv.rows or kv.layers)]]
     if kv.layout.dtype == FP8:
         found[0].append(by_layer(0, [x.transpose(2, 3).unsqueeze(4) for x in kv.scales]))
     for number, tensors in enumerate(kv.states, start=1):
@@ -149,12 +153,21 @@ def planes(kv: PagedKV) -> list[list[dict[int, torch.Tensor]]]:
         sizes = (kv.block_size, heads) if part.per_token else (heads, 1)
         dtypes = (part.head_dim, getattr(torch, part.dtype)), (1, torch.float32)
         for plane, (head_dim, dtype) in zip(of_part, dtypes, strict=False):
-            for x in plane.values():
-                shape = part.rows, x.shape[1], *sizes, head_dim
-                assert tuple(x.shape) == shape, f"{part.name}: {tuple(x.shape)} is not {shape}"
-                assert x.dtype is dtype, f"{part.name} is {x.dtype}, layout says {dtype}"
-                assert x.stride(4) == 1, f"{part.name}: the values of a head must be neighbours"
+            for rows in plane.values():
+                assert len(rows) == part.rows, f"{part.name} has {len(rows)} rows, layout says {part.rows}"
+                for x in rows:
+                    shape = x.shape[0], *sizes, head_dim
+                    assert tuple(x.shape) == shape, f"{part.name}: {tuple(x.shape)} is not {shape}"
+                    assert x.dtype is dtype, f"{part.name} is {x.dtype}, layout says {dtype}"
     return found
+
+
+def tensor_planes(kv: PagedKV) -> list[list[dict[int, torch.Tensor]]]:
+    """As `planes`. All rows of a part must be one tensor."""
+    found = planes(kv)
+    for plane in chain.from_iterable(found):
+        assert all(isinstance(rows, torch.Tensor) for rows in plane.values()), "K and V are two tensors"
+    return cast("list[list[dict[int, torch.Tensor]]]", found)
 
 
 def parts_sent(layout: KVLayout) -> dict[tuple[int, str | None], CachePart]:

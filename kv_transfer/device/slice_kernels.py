@@ -11,7 +11,7 @@ import torch
 from baton.content.cache_kinds import ITEM_BYTES
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
-from baton.kv_transfer.device.pool import Staged, Window, parts_sent, planes, window
+from baton.kv_transfer.device.pool import Staged, Window, parts_sent, tensor_planes, window
 from baton.kv_transfer.device.tables import Table, Tables
 from baton.kv_transfer.layout import Slice, convertible, slice_bytes
 from baton.kv_transfer.transport import PagedKV
@@ -36,7 +36,7 @@ class SliceKernels:
         compute checksums."""
         layout = kv.layout
         self._tables = tables
-        self._planes = planes(kv)
+        self._planes = tensor_planes(kv)
         # Of each plane: its addresses by layer.
         self._pools = [
             [

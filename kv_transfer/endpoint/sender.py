@@ -95,6 +95,11 @@ class Sender:
         table = self._pool.table(block_ids, num_tokens, state_slot)
         self._command(self._open, prefill_id, table, num_tokens)
 
+    def extend(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
+        """The prefill has these blocks now: more than at `open`, for an engine that allocates chunk by chunk.
+        Call it before `ready` for positions in the new blocks."""
+        self._commands.append((self._extend, (prefill_id, self._pool.table(block_ids, num_tokens))))
+
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
         """K and V of [start, stop) are written when the current stream gets here. `layer` None: of all layers
         with KV. Of a layer with states: they cover [0, stop). They are final if this is the whole prefill."""
@@ -301,6 +306,10 @@ class Sender:
         prefill.table, prefill.num_tokens = table, num_tokens
         if prefill.transfer is not None:
             self._plan_all(prefill.transfer)
+
+    def _extend(self, prefill_id: bytes, table: Any) -> None:
+        if (prefill := self._prefills.get(prefill_id)) is not None:
+            prefill.table = table
 
     def _ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int, event: Any) -> None:
         prefill = self._prefills.get(prefill_id)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.kv_transfer.config import MAX_LANES, TransferConfig
 from baton.kv_transfer.process.stats import printable
-from baton.kv_transfer.process.tcp_session import Session
+from baton.kv_transfer.process.tcp_session import CROWDED, Session
 from baton.kv_transfer.protocol.acks import Acks
 from baton.kv_transfer.protocol.fetches import MENDABLE, PeerKey
 from baton.kv_transfer.protocol.messages import Ack
@@ -20,9 +20,10 @@ log = logging.getLogger("baton.kv")
 Connect = Callable[[tuple[str, int], int, int], Session]
 
 _BACKOFF = (0.05, 1.0)  # seconds before lanes reopen: first and longest
-# This side ended the session, and all that was sent will arrive. Any other end may have lost messages. So may
-# the peer's end: a peer closes in the same way when it drains and when it has heard nothing for too long.
-_CLEAN = {"idle", "drained", "stopped"}
+# This side ended the session, and all that was sent will arrive. Or the peer did, and had all ACKs: CROWDED.
+# Any other end may have lost messages. So may the peer's end without a word: it closes in the same way when
+# it drains and when it has heard nothing for too long.
+_CLEAN = {"idle", "drained", "stopped", CROWDED}
 
 
 @dataclass(slots=True, eq=False)

@@ -321,6 +321,10 @@ class SendingSession(Session["PrefillSide"]):
         self._far: list[FarLane] = []  # the lanes that movers have
         self._waiting: deque[OutgoingFrame] = deque()  # for room in a mover
 
+    @property
+    def in_use(self) -> bool:
+        return self.handler.table.uses(self.number)
+
     def _attach(self, lane: Lane | FarLane) -> None:
         if isinstance(lane, FarLane):
             self._far.append(lane)

@@ -97,9 +97,12 @@ class TcpConnector:
         by_id = self.sessions.by_id
         session = by_id.get(opened.session_id)
         if session is None:
-            fetching = sum(other.side == "sender" for other in by_id.values())
-            if fetching >= self.config.max_sessions:
-                raise LaneRefused("busy", f"{fetching} peers fetch from here")
+            fetching = [other for other in by_id.values() if other.side == "sender"]
+            if len(fetching) >= self.config.max_sessions:
+                unused = [other for other in fetching if other.up and not other.in_use]
+                if not unused:
+                    raise LaneRefused("busy", f"{len(fetching)} peers fetch from here")
+                min(unused, key=lambda other: max(other.opened, other.kv_moved)).give_way()
             session = by_id[opened.session_id] = self._session("sender", opened.session_id, opened.lanes)
         elif (
             session.side != "sender"

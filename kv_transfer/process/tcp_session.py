@@ -17,6 +17,8 @@ from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
 
 log = logging.getLogger("baton.kv")
 
+CROWDED = "crowded"  # a session that is not in use ends, since another peer needs its place
+
 
 class SessionHandler(Protocol):
     """Gets the events of the sessions of one side, each with its session: `PrefillSide`, `DecodeSide`."""
@@ -122,6 +124,17 @@ class Session(LaneOwner[Lane | FarLane], Generic[H]):
         if not self.ended:
             self.lanes[0].push(wire.frame_type(message), transfer_id, wire.encode(message))
 
+    @property
+    def in_use(self) -> bool:
+        """Whether it has a transfer, or a FETCH that waits."""
+        raise NotImplementedError
+
+    def give_way(self) -> None:
+        """Ends a session that is not in use. The peer learns that no ACK is lost."""
+        detail = "it was not in use, and too many peers fetch from here"
+        self.lanes[0].push(FrameType.HELLO, NO_TRANSFER, wire.encode(wire.HelloRefused(CROWDED, detail)))
+        self.end(CROWDED, detail)
+
     def end(self, reason: str, detail: str) -> None:
         if self.ended:
             return
@@ -166,6 +179,9 @@ class Session(LaneOwner[Lane | FarLane], Generic[H]):
             if header.type is FrameType.HELLO and isinstance(
                 said := wire.decode_hello(payload), wire.HelloRefused
             ):
+                if said.reason == CROWDED:
+                    self.end(CROWDED, said.detail)
+                    return
                 raise wire.ProtocolError(*refused_by_peer(said))  # this side counted the lane as up
             message = wire.decode(self.side, header.type, payload)
             if isinstance(message, wire.Ping):

@@ -225,6 +225,10 @@ class HeldPrefills:
                 return self._refuse_waiting(prefill_id, reason)
         return []  # crossed our own ABORTED
 
+    def uses(self, session: int) -> bool:
+        """Whether the session has an open transfer, or a FETCH that waits."""
+        return any(x.session == session for x in (*self.open.values(), *self.waiting.values()))
+
     def session_down(self, session: int, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for prefill_id in [p for p, w in self.waiting.items() if w.session == session]:

@@ -12,7 +12,7 @@ import torch
 
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
-from baton.kv_transfer.device.pool import Window, planes
+from baton.kv_transfer.device.pool import Window, tensor_planes
 from baton.kv_transfer.device.tables import Table, pin, unpin
 from baton.kv_transfer.stores import HostStore, Pair
 from baton.kv_transfer.transport import PagedKV
@@ -31,7 +31,7 @@ class BlockLines:
     """Lines of the table of `copy_kernels.launch`, for whole blocks and all layers with KV."""
 
     def __init__(self, kv: PagedKV) -> None:
-        self._planes = planes(kv)[0]  # keeps the pools alive
+        self._planes = tensor_planes(kv)[0]  # keeps the pools alive
         self.block_size = kv.block_size
         first, last = kv.heads[0]
         self.heads = last - first
@@ -92,7 +92,7 @@ class CudaStore(HostStore):
     between that and its place. The kernel adds up the checksums."""
 
     def __init__(self, kv: PagedKV, num_places: int, tick: Callable[[], None]) -> None:
-        self._device = kv.layers[0].device
+        self._device = torch.device(kv.device)
         self._lines = BlockLines(kv)
         size = self._lines.block_bytes
         self._stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

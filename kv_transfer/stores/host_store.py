@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from baton.kv_transfer.device.pool import planes
+from baton.kv_transfer.device.pool import tensor_planes
 from baton.kv_transfer.stores import HostStore, Pair
 from baton.kv_transfer.transport import PagedKV
 
@@ -24,7 +24,7 @@ def block_bytes(kv: PagedKV) -> int:
 
 def _pools(kv: PagedKV) -> Iterator[torch.Tensor]:
     """Layers and scales, as in `planes`."""
-    return chain.from_iterable(plane.values() for plane in planes(kv)[0])
+    return chain.from_iterable(plane.values() for plane in tensor_planes(kv)[0])
 
 
 def open_host_store(kv: PagedKV, num_places: int, tick: Callable[[], None]) -> HostStore:

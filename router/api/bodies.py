@@ -28,7 +28,7 @@ from baton.router.api.fields import (
     prompts,
     unsupported,
 )
-from baton.router.api.messages import Message, NamedTool, Tool, ToolChoice
+from baton.router.api.messages import MAX_TOOLS, AllowedToolsChoice, Message, NamedTool, Tool, ToolChoice
 from baton.router.api.sampling import Body, OpenAIBody
 from baton.router.api.structured import ResponseFormat, Structure
 from baton.router.api.validation import CHAT, COMPLETION, GENERATION, TOKENIZE, refusing, validate
@@ -38,7 +38,6 @@ from baton.rpc import inference_pb2 as pb
 MAX_LOGPROBS = 20
 MAX_NAMED = 128
 """Entries of `logprob_token_ids`. Workers have the same limit."""
-MAX_TOOLS = 128
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -59,8 +58,16 @@ class StreamOptions(BaseModel):
         return self.usage_at_the_end and self.continuous_usage_stats
 
 
+_STREAMED: list[Any] = [
+    {"properties": {"stream_options": {"type": "null"}}},
+    {"properties": {"stream": {"const": True}}, "required": ["stream"]},
+]
+
+
 class GenerationBody(OpenAIBody):
     """The fields that chat and text completions share."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": _STREAMED})
 
     stream_options: StreamOptions | None = None
     n: Nullable[Annotated[int, Field(ge=1, le=MAX_CHOICES)]] = 1
@@ -241,8 +248,11 @@ class ChatOptions(RenderedBody, GenerationBody):
             raise invalid(f"tools has {twice!r} twice", "tools")
         if self.must_call and not names:
             raise invalid("tool_choice needs tools", "tool_choice")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            reason = f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools"
+        choice = self.tool_choice
+        chosen = {choice.function.name} if isinstance(choice, NamedTool) else set()
+        chosen |= choice.names if isinstance(choice, AllowedToolsChoice) else set()
+        if not chosen <= set(names):
+            reason = f"tool_choice names {min(chosen.difference(names))!r}, which is not in tools"
             raise invalid(reason, "tool_choice")
         if self.offered_tools and self.structure is not None and self.structure.kind != "json_schema":
             reason = (
@@ -253,12 +263,17 @@ class ChatOptions(RenderedBody, GenerationBody):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the prompt describes: none if `tool_choice` is none."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        """The tools that the prompt describes: none if `tool_choice` is none, or those that it allows."""
+        choice, tools = self.tool_choice, self.tools or []
+        if isinstance(choice, AllowedToolsChoice):
+            return [tool for tool in tools if tool.function.name in choice.names]
+        return [] if choice == "none" else tools
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice not in (None, "none", "auto")
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else choice
+        return mode not in (None, "none", "auto")
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -296,8 +311,16 @@ class ChatBody(ChatOptions):
     messages: Annotated[Items[Message], Field(min_length=1)]
 
 
+_PROMPT_OR_MESSAGES: list[Any] = [
+    {"properties": {given: {"not": {"type": "null"}}, other: {"type": "null"}}, "required": [given]}
+    for given, other in (("prompt", "messages"), ("messages", "prompt"))
+]
+
+
 class TokenizeBody(RenderedBody):
     """POST /tokenize: a prompt or messages."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": _PROMPT_OR_MESSAGES})
 
     prompt: str | None = None
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None

@@ -1,13 +1,23 @@
 """The messages of a chat and its tools, as clients send them and as chat templates read them."""
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AliasChoices, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from baton.router.api.fields import Items, Part, TextPart, invalid, text
 from baton.router.api.validation import refusing
 
+MAX_TOOLS = 128
+P = TypeVar("P", bound=Part)
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 
 
@@ -39,7 +49,22 @@ class ToolCall(Part):
     function: CalledFunction
 
 
+_NO_CALLS = {"tool_calls": {"type": ["array", "null"], "maxItems": 0}}
+_NO_RESULT = {"tool_call_id": {"type": "null"}}
+_BY_ROLE: list[Any] = [
+    {
+        "properties": {"role": {"const": "tool"}, "tool_call_id": {"type": "string"}} | _NO_CALLS,
+        "required": ["tool_call_id"],
+    },
+    {"properties": {"role": {"const": "assistant"}} | _NO_RESULT},
+    {"properties": {"role": {"enum": ["system", "developer", "user"]}} | _NO_CALLS | _NO_RESULT},
+]
+"""What `Message._check_tool_fields` checks, as JSON schemas."""
+
+
 class Message(Part):
+    model_config = ConfigDict(json_schema_extra={"anyOf": _BY_ROLE})
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart] | None)] = ""
     name: str | None = None
@@ -131,7 +156,7 @@ class Tool(Part):
         """The JSON schema of the arguments, as workers enforce it."""
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
         spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-        schema = {**spaced, **(self.function.parameters or nothing)}
+        schema = {**spaced, "type": "object", **(self.function.parameters or nothing)}
         schema.pop("$schema", None)  # as `grammar_child` reads it
         return json.dumps(schema)
 
@@ -147,15 +172,40 @@ class NamedTool(Part):
     function: NamedFunction
 
 
-Choice = Literal["none", "auto", "required"] | NamedTool | None
+class AllowedTools(Part):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Part):
+    """A `tool_choice` that names the tools that may be called. The prompt describes no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    @property
+    def names(self) -> set[str]:
+        return {tool.function.name for tool in self.allowed_tools.tools}
+
+
+def allowed_tools(model: type[P], value: Any) -> P:
+    try:
+        return model.model_validate(value)
+    except ValidationError:
+        raise invalid("allowed_tools needs a mode, auto or required, and tools by their names") from None
+
+
+Choice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None
 
 
 def _choice(value: Any) -> Choice:
     if value in (None, "none", "auto", "required"):
         return value
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return allowed_tools(AllowedToolsChoice, value)
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid("must be none, auto, required, or a function by its name")
+        raise invalid("must be none, auto, required, allowed_tools, or a function by its name")
     return NamedTool(type="function", function=NamedFunction(name=function["name"]))
 
 

@@ -19,7 +19,13 @@ from baton.router.api.anthropic.reply import (
 )
 from baton.router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.router.api.openai_responses.body import ResponsesBody
-from baton.router.api.openai_responses.reply import DeletedResponse, ResponseEvent, ResponseObject
+from baton.router.api.openai_responses.reply import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseEvent,
+    ResponseObject,
+)
 
 _SCHEMA = "#/components/schemas/{model}"
 REQUEST_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -74,10 +80,18 @@ OPERATIONS = (
         body=ResponsesBody, chunk=ResponseEvent,
     ),
     Operation(
-        "get", "/v1/responses/{id}", "A response that is kept, or runs in the background.", ResponseObject,
-        also=(400, 404),
+        "get", "/v1/responses/{id}", "A response that is kept, or runs in the background.",
+        ResponseObject, chunk=ResponseEvent, also=(400, 404),
     ),
     Operation("delete", "/v1/responses/{id}", "Forget a response.", DeletedResponse, also=(404,)),
+    Operation(
+        "get", "/v1/responses/{id}/input_items", "The items before a response.",
+        InputItems, also=(400, 404),
+    ),
+    Operation(
+        "post", "/v1/responses/input_tokens", "How long the prompt of a response is.", InputTokens,
+        body=ResponsesBody,
+    ),
     Operation(
         "post", "/v1/responses/{id}/cancel", "End a response in the background.", ResponseObject,
         also=(400, 404),

@@ -119,12 +119,25 @@ class ChatChoice(ResponseModel):
     token_ids: list[int] | None = None
 
 
+class Timing(ResponseModel):
+    """How long a request with one choice took, with --enable-per-request-metrics."""
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    tokens_per_second: float
+    mean_itl_ms: float | None = None
+    """Of two tokens or more."""
+
+
 class Completion(ResponseModel):
     """What chats and completions share, whole ones and the events of a stream."""
 
     id: str
     created: int
     model: str
+    metrics: Timing | None = None
+    """Of a stream the event with the usage has it."""
 
 
 class ChatResponse(Completion):

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from baton.router.api.fields import Items, Part, invalid, one_of
 from baton.router.api.messages import WHITESPACE
@@ -33,16 +33,21 @@ class Structure:
         return pb.StructuredOutput(**{self.kind: self.text})
 
 
-def calls_or_answer(calls: str, answer: Structure) -> str:
+def calls_or_answer(calls: str, answer: Structure, before: str = "") -> str:
     """Returns a Lark grammar for tool calls or an answer: its rule `start` is that of `calls`, or `answer`.
 
-    `answer` is a JSON schema.
+    `answer` is a JSON schema. `before`: the Lark expression of what precedes an answer.
     """
-    schema = json.loads(answer.text)
+    either = f"start: calls | answer\n{calls.replace('start:', 'calls:', 1)}"
+    return f"{either}\nanswer: {before} object\nobject: {json_rule(answer)}"
+
+
+def json_rule(structure: Structure) -> str:
+    """Returns the Lark expression of a JSON schema."""
+    schema = json.loads(structure.text)
     object_ = schema if isinstance(schema, dict) else {"allOf": [schema]}
     spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-    rule = json.dumps({**spaced, **object_})
-    return f"start: calls | answer\n{calls.replace('start:', 'calls:', 1)}\nanswer: %json {rule}"
+    return f"%json {json.dumps({**spaced, **object_})}"
 
 
 class JsonSchema(Part):
@@ -59,8 +64,25 @@ class JsonSchema(Part):
     strict: bool | None = None
 
 
+_WITH_SCHEMA: list[Any] = [
+    {"properties": {"type": {"enum": ["text", "json_object"]}}},
+    {
+        "properties": {
+            "json_schema": {
+                "type": "object",
+                "required": ["schema"],
+                "properties": {"schema": {"type": ["object", "boolean"]}},
+            }
+        },
+        "required": ["json_schema"],
+    },
+]
+
+
 class ResponseFormat(Part):
     """OpenAI's field `response_format`."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": _WITH_SCHEMA})
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

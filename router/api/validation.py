@@ -203,15 +203,17 @@ _ANTHROPIC = {
     r"reasoning_effort": "output_config.effort",
     r"thinking_token_budget": "thinking.budget_tokens",
 }
+_RESPONSES = {
+    r"messages(\[\d+\].*)?": "input",
+    r"tools\[(\d+)\]\.function(\.parameters)?": r"tools[\1]\2",
+    r"response_format(\.json_schema\.schema)?": "text.format",
+    r"reasoning_effort": "reasoning.effort",
+}
 _NAMES = {
     "messages": _ANTHROPIC,
     "count_tokens": _ANTHROPIC,
-    "responses": {
-        r"messages(\[\d+\].*)?": "input",
-        r"tools\[(\d+)\]\.function(\.parameters)?": r"tools[\1]\2",
-        r"response_format(\.json_schema\.schema)?": "text.format",
-        r"reasoning_effort": "reasoning.effort",
-    },
+    "responses": _RESPONSES,
+    "input_tokens": _RESPONSES,
 }
 """For each kind of body, the fields of a chat completion as regular expressions, and their names there."""
 

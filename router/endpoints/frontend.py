@@ -22,7 +22,7 @@ from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsuppor
 from baton.router.preparation.child import Preparer
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
 from baton.router.preparation.prepare import Converted, Generated, Prepared, Served
-from baton.router.tools.reasoning import END, START
+from baton.router.tools import harmony
 from baton.rpc import worker_pb2 as pb
 
 TOKEN_BYTES = 4
@@ -165,10 +165,12 @@ class Frontend:
             traceparent=valid_traceparent(headers.get("traceparent")),
         )
 
-    async def convert(self, kind: Converted, raw: bytes | bytearray, entry: Entry) -> bytes:
+    async def convert(
+        self, kind: Converted, raw: bytes | bytearray, entry: Entry, history: bytes = b""
+    ) -> bytes:
         """Returns the response to an endpoint that only counts or converts, or to a peek. Raises ApiError."""
         async with _deadline(self._services.config.request_timeout, time.monotonic()):
-            response = await self._preparer.prepare(kind, raw, self._served, entry.key)
+            response = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
         assert isinstance(response, bytes)
         return response
 
@@ -176,14 +178,22 @@ class Frontend:
         """Returns what workers must know of the reasoning. None: nothing. Raises Unsupported."""
         body, tokenizer = prepared.options, self._services.tokenizer
         budget = body.reasoning_budget if isinstance(body, ChatOptions) else None
-        if tokenizer.reasoning_parser is None and budget is not None:
+        way = tokenizer.reasoning
+        if (way is None or way.in_messages) and budget is not None:
             reason = "this model's way to reason is unknown, see --reasoning-parser"
+            if way is not None:
+                reason = "no single token ends the reasoning of this model; use reasoning_effort"
             text = f"thinking_token_budget is not supported: {reason}"
             raise Unsupported(text, param="thinking_token_budget")
-        if prepared.beginning == "answer" or (structure is None and budget is None):
+        if (
+            way is None
+            or way.in_messages
+            or prepared.beginning == "answer"
+            or (structure is None and budget is None)
+        ):
             return None
-        start = tokenizer.token_id(START) if prepared.beginning == "either" else None
-        return pb.Reasoning(end_id=tokenizer.token_id(END), start_id=start, budget=budget)
+        start = tokenizer.token_id(way.start) if prepared.beginning == "either" else None
+        return pb.Reasoning(end_id=tokenizer.token_id(way.end), start_id=start, budget=budget)
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         """Returns the token ids of each word, at the start of a text and after a space, as vLLM does."""
@@ -192,9 +202,12 @@ class Frontend:
 
     async def _structure(self, body: ChatOptions | CompletionOptions, key: str) -> Structure | None:
         """Returns the constraint that workers must enforce on the output. Raises InvalidRequest."""
-        if not isinstance(body, ChatOptions) or not body.offered_tools:
-            return body.structure and await self._checker.check(body.structure, key)
         tokenizer = self._services.tokenizer
+        in_messages = tokenizer.reasoning is not None and tokenizer.reasoning.in_messages
+        in_messages = in_messages and isinstance(body, ChatOptions)
+        if not isinstance(body, ChatOptions) or not body.offered_tools:
+            checked = body.structure and await self._checker.check(body.structure, key)
+            return harmony.in_final(checked, tokenizer.lark) if checked and in_messages else checked
         tool_format = tokenizer.format_of_calls(forced=body.must_call)
         if tool_format is None:
             text = "tools is not supported: this model's tool call format is unknown, see --tool-call-parser"
@@ -209,7 +222,9 @@ class Frontend:
             await self._checker.check(Structure("json_schema", tool.schema_text, field), key)
         grammar = tool_format.grammar(body.callable_tools, many=body.many_calls, spell=tokenizer.lark)
         if answer is not None:
-            grammar = calls_or_answer(grammar, answer)
+            grammar = calls_or_answer(grammar, answer, harmony.final(tokenizer.lark) if in_messages else "")
+        if in_messages:
+            grammar = harmony.after_analysis(grammar, tokenizer.lark)
         if len(grammar) > MAX_LENGTH:
             raise InvalidRequest(
                 f"tools: {len(grammar)} characters are too many for tool_choice", param="tools"

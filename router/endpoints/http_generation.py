@@ -5,6 +5,7 @@ A response is sent whole, or as a stream of server-sent events.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextvars import ContextVar
 
 from aiohttp import web
@@ -33,8 +34,8 @@ KEEPALIVE_SECONDS = 5.0
 """Without a delta for this time, a stream sends a comment."""
 LOW_WATER_BYTES = 16 << 10
 """A transport with fewer buffered bytes never makes a writer wait (low-water mark of asyncio and uvloop)."""
-_KEEPALIVE = b": waiting\n\n"
-_STREAM_HEADERS = {
+KEEPALIVE = b": waiting\n\n"
+STREAM_HEADERS = {
     "Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no",
 }  # fmt: skip
 ResponseBuilder = ChatBuilder | CompletionBuilder | AnthropicBuilder | OpenAIResponsesBuilder
@@ -162,13 +163,13 @@ class HttpGeneration:
                 await response.prepare(request)
                 await response.write_eof()
         except TimeoutError:
-            _cut(request, active)
+            cut(request, active.name)
         return response
 
     async def _stream(
         self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        response = web.StreamResponse(headers=STREAM_HEADERS)
         try:
             try:
                 while not active.finished:
@@ -176,21 +177,21 @@ class HttpGeneration:
                     if not response.prepared:
                         await response.prepare(request)
                     events = b"".join(builder.events(index, delta) for index, delta in deltas)
-                    await self._write(request, response, events or _KEEPALIVE)
+                    await self.write(request, response, events or KEEPALIVE)
                 end = builder.end()
             except ApiError as error:
                 if not response.prepared:
                     raise
                 active.services.metrics.failed(error)
                 end = builder.failed(error)
-            await self._write(request, response, end)
+            await self.write(request, response, end)
         except ConnectionResetError:
             pass  # the client disconnected, and aiohttp has not cancelled this task yet
         except TimeoutError:
-            _cut(request, active)
+            cut(request, active.name)
         return response
 
-    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    async def write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
         """Raises TimeoutError when the transport's buffer is full and stays so for the client's timeout."""
         transport = request.transport
         if transport is not None and transport.get_write_buffer_size() + len(data) < LOW_WATER_BYTES:
@@ -200,11 +201,13 @@ class HttpGeneration:
                 await response.write(data)
 
 
-async def collect(active: ActiveRequest, builder: ResponseBuilder) -> None:
-    """Gives all deltas to the builder. Raises ApiError."""
+async def collect(
+    active: ActiveRequest, builder: ResponseBuilder, add: Callable[[int, Delta], None] | None = None
+) -> None:
+    """Gives all deltas to `add`, by default that of the builder. Raises ApiError."""
     while not active.finished:
         for index, delta in await _deltas(active, builder):
-            builder.add(index, delta)
+            (add or builder.add)(index, delta)
 
 
 async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple[int, Delta]]:
@@ -218,7 +221,8 @@ async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple
     return deltas
 
 
-def _cut(request: web.Request, active: ActiveRequest) -> None:
-    log.info("request %s: the client does not read its response", active.name)
+def cut(request: web.Request, name: str) -> None:
+    """Closes the connection of a client that does not read."""
+    log.info("request %s: the client does not read its response", name)
     if request.transport is not None:
         request.transport.abort()

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +28,19 @@ from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuil
 from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.http_generation import (
     ACCOUNT,
+    KEEPALIVE,
+    KEEPALIVE_SECONDS,
     REQUEST_ID,
+    STREAM_HEADERS,
     HttpGeneration,
     collect,
+    cut,
     json_response,
     read_body,
 )
-from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
-from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
+from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag, input_items
+from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest
+from baton.router.generation.output import MAX_TAKEN, Delta
 from baton.router.preparation.prepare import Peek
 
 log = logging.getLogger(__name__)
@@ -58,6 +64,48 @@ class _Turn:
         return b"[" + b",".join(self.earlier) + b"]" if self.earlier else b""
 
 
+class _Events:
+    """The events of a response in the background, for all clients that follow it.
+
+    The place of an event is its sequence number.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[bytes] = []
+        self.ended = False
+        self._new = asyncio.Event()
+
+    def add(self, data: bytes) -> None:
+        """`data`: any number of whole events."""
+        self.all += [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
+        self._wake()
+
+    def end(self) -> None:
+        self.ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._new.set()
+        self._new = asyncio.Event()
+
+    async def wait(self) -> bool:
+        """Waits for the next event. Returns False if none came for some seconds."""
+        try:
+            return await asyncio.wait_for(self._new.wait(), KEEPALIVE_SECONDS)
+        except TimeoutError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A response that is generated in the background."""
+
+    task: asyncio.Task[None]
+    builder: OpenAIResponsesBuilder
+    events: _Events | None
+    """None: it is not streamed."""
+
+
 class OpenAIResponses:
     """Owns the stored responses, and the tasks of those that are generated in the background."""
 
@@ -66,7 +114,7 @@ class OpenAIResponses:
         self._frontend = frontend
         self._generation = generation
         self._stored = StoredResponses(lambda: frontend.key_names)
-        self._running: dict[tuple[str, str], tuple[asyncio.Task[None], OpenAIResponsesBuilder]] = {}
+        self._running: dict[tuple[str, str], _Running] = {}
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         with contextlib.ExitStack() as admitted:
@@ -75,23 +123,73 @@ class OpenAIResponses:
             turn = await self._turn(raw, entry)
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
             del raw  # frees the body, which may be large, before the generation, which may be long
-            builder = self._builder(request, active, turn)
+            events = _Events() if turn.background and active.body.stream else None
+            builder = self._builder(request, active, turn, events)
             if not turn.background:
                 return await self._generation.respond(request, active, builder)
             until_end = admitted.pop_all()
         until_end.callback(self._running.pop, (turn.key, builder.id))
-        task = asyncio.create_task(self._generate_unseen(active, builder))
-        self._running[turn.key, builder.id] = task, builder
+        task = asyncio.create_task(self._generate_unseen(active, builder, events))
+        self._running[turn.key, builder.id] = _Running(task, builder, events)
         task.add_done_callback(lambda _: until_end.close())
+        if events is not None:
+            events.add(builder.begin())
+            return await self._follow(request, events, 0)
         return json_response(encode(builder.response("queued")))
 
-    async def retrieve(self, request: web.Request) -> web.Response:
-        if request.query.get("stream", "false").lower() not in ("false", "0"):
-            raise Unsupported("stream is not supported here: ask again for the response", param="stream")
+    async def retrieve(self, request: web.Request) -> web.StreamResponse:
         key, id = ACCOUNT.get().key.name, request.match_info["id"]
-        if (running := self._running.get((key, id))) is not None:
-            return json_response(encode(running[1].response("in_progress" if running[1].begun else "queued")))
-        return json_response(self._stored.get(key, id).response)
+        running = self._running.get((key, id))
+        stored = None if running is not None else self._stored.get(key, id)
+        if request.query.get("stream", "false").lower() not in ("false", "0"):
+            events = None if running is None else running.events
+            if stored is not None and stored.events is not None:
+                events = _Events()
+                events.all, events.ended = stored.events, True
+            if events is None:
+                text = f"stream: {id} was not made with both background and stream"
+                raise InvalidRequest(text, param="stream")
+            return await self._follow(request, events, _number(request, "starting_after", -1, -1, 2**31) + 1)
+        if running is not None:
+            status = "in_progress" if running.builder.begun else "queued"
+            return json_response(encode(running.builder.response(status)))
+        assert stored is not None
+        return json_response(stored.response)
+
+    async def input_items(self, request: web.Request) -> web.Response:
+        key, id = ACCOUNT.get().key.name, request.match_info["id"]
+        if (key, id) in self._running:
+            raise InvalidRequest(f"response {id} is not complete yet")
+        order, limit = request.query.get("order", "desc"), _number(request, "limit", 20, 1, 100)
+        if order not in ("asc", "desc"):
+            raise InvalidRequest(f"order: must be asc or desc, not {order[:20]!r}", param="order")
+        conversation, after = self._stored.get(key, id).conversation, request.query.get("after")
+        page = await asyncio.to_thread(input_items, conversation, after=after, limit=limit, order=order)
+        return json_response(page)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        with self._frontend.admit(ACCOUNT.get()) as entry:
+            raw = await read_body(request, self._config, entry)
+            turn = await self._turn(raw, entry)
+            return json_response(await self._frontend.convert("input_tokens", raw, entry, turn.history))
+
+    async def _follow(self, request: web.Request, events: _Events, position: int) -> web.StreamResponse:
+        """Sends the events from this place on, until the response ends or the client leaves."""
+        response = web.StreamResponse(headers=STREAM_HEADERS)
+        try:
+            await response.prepare(request)
+            while position < len(events.all) or not events.ended:
+                if position >= len(events.all) and not await events.wait():
+                    await self._generation.write(request, response, KEEPALIVE)
+                new = events.all[position : position + MAX_TAKEN]
+                if new:
+                    await self._generation.write(request, response, b"".join(new))
+                position += len(new)
+        except ConnectionResetError:
+            pass  # the client disconnected, and the response goes on
+        except TimeoutError:
+            cut(request, REQUEST_ID.get())
+        return response
 
     async def delete(self, request: web.Request) -> web.Response:
         key, id = ACCOUNT.get().key.name, request.match_info["id"]
@@ -109,8 +207,8 @@ class OpenAIResponses:
 
     async def _cancel(self, key: str, id: str) -> None:
         if (running := self._running.get((key, id))) is not None:
-            running[0].cancel()
-            await asyncio.wait([running[0]])
+            running.task.cancel()
+            await asyncio.wait([running.task])
 
     async def _turn(self, raw: bytearray, entry: Entry) -> _Turn:
         """Raises NotFound and InvalidRequest when the turn before it is not stored, and BodyTooLarge."""
@@ -129,21 +227,34 @@ class OpenAIResponses:
         input = bytes(memoryview(raw)[peek.start : peek.stop]) if peek.stored else None
         return _Turn(key, earlier, input, peek.background)
 
-    def _builder(self, request: web.Request, active: ActiveRequest, turn: _Turn) -> OpenAIResponsesBuilder:
+    def _builder(
+        self, request: web.Request, active: ActiveRequest, turn: _Turn, events: _Events | None
+    ) -> OpenAIResponsesBuilder:
         def keep(response: dict[str, Any]) -> None:
             if turn.input is not None:
                 conversation = (*turn.earlier, turn.input, encode(response["output"]))
-                stored = StoredResponse(encode(response), conversation, turn.background)
+                kept = None if events is None else events.all
+                stored = StoredResponse(encode(response), conversation, turn.background, kept)
                 self._stored.put(turn.key, response["id"], stored)
 
         return OpenAIResponsesBuilder(active, _new_id(request), keep)
 
-    async def _generate_unseen(self, active: ActiveRequest, builder: OpenAIResponsesBuilder) -> None:
+    async def _generate_unseen(
+        self, active: ActiveRequest, builder: OpenAIResponsesBuilder, events: _Events | None
+    ) -> None:
         """Generates in the background."""
+
+        def add(index: int, delta: Delta) -> None:
+            if events is None:
+                builder.add(index, delta)
+            else:
+                events.add(builder.events(index, delta))
+
+        last = b""
         try:
             with active.generating():
-                await collect(active, builder)
-            builder.whole()
+                await collect(active, builder, add)
+            last = builder.end()
         except asyncio.CancelledError:
             builder.cancelled()
         except Exception as raised:
@@ -152,7 +263,22 @@ class OpenAIResponses:
                 error = ApiError(f"request {REQUEST_ID.get()} failed inside the router")
                 log.exception("request %s", REQUEST_ID.get())
             active.services.metrics.failed(error)
-            builder.failed(error)
+            last = builder.failed(error)
+        finally:
+            if events is not None:
+                events.add(last)
+                events.end()
+
+
+def _number(request: web.Request, name: str, default: int, least: int, most: int) -> int:
+    """Returns a number of the query. Raises InvalidRequest."""
+    given = request.query.get(name, str(default))
+    number = int(given) if re.fullmatch(r"-?[0-9]{1,10}", given) else None
+    if number is None or not least <= number <= most:
+        raise InvalidRequest(
+            f"{name}: must be a number from {least} to {most}, not {given[:20]!r}", param=name
+        )
+    return number
 
 
 def _new_id(request: web.Request) -> str:

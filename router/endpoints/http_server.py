@@ -81,6 +81,7 @@ _PAGES = {"/": _HOME} | {
     f"/{name}": Path(__file__).with_name(f"{name}.html").read_bytes() for name in ("chat", "docs")
 }
 _ADMIN = ("/metrics", "/metrics/targets", "/status")
+_POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open}
 
 
@@ -102,7 +103,9 @@ class HttpEndpoints:
                 web.post("/v1/chat/completions", partial(generation.generate, kind="chat")),
                 web.post("/v1/completions", partial(generation.generate, kind="completion")),
                 web.post("/v1/responses", responses.create),
+                web.post("/v1/responses/input_tokens", responses.count_tokens),
                 web.get("/v1/responses/{id:resp_[^/]+}", responses.retrieve),
+                web.get("/v1/responses/{id:resp_[^/]+}/input_items", responses.input_items),
                 web.delete("/v1/responses/{id:resp_[^/]+}", responses.delete),
                 web.post("/v1/responses/{id:resp_[^/]+}/cancel", responses.cancel),
                 web.post("/v1/messages", partial(generation.generate, kind="messages")),
@@ -146,6 +149,9 @@ class HttpEndpoints:
             return self._refuse(request, error)
         except web.HTTPNotFound:
             missing = f"there is no {request.method} {request.path}"
+            if request.path in _POOLING:
+                missing = f"{request.path} is not served: Baton's router generates text, and pools nothing"
+                missing += "; send it to a vLLM server with this model and --runner pooling"
             if self._config.supervised and request.path in _ADMIN:
                 admin = f"http://{url_host(self._config.admin_host)}:{self._config.admin_port}"
                 missing = f"{request.path} is on the admin port, {admin}"

@@ -2,9 +2,11 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import xxhash
 
 from baton.router.admission.keys import ANY_CLIENT
@@ -33,10 +35,40 @@ class StoredResponse:
     conversation: tuple[bytes, ...]
     """The inputs and outputs up to this response, each as the JSON of an `input`. Responses share them."""
     background: bool
+    events: list[bytes] | None = None
+    """Those of a stream in the background. Its last event, which holds the response, may follow later."""
 
     @property
     def size(self) -> int:
-        return len(self.response) + sum(map(len, self.conversation))
+        events = 0 if self.events is None else len(self.response) + sum(map(len, self.events))
+        return len(self.response) + sum(map(len, self.conversation)) + events
+
+
+_items = msgspec.json.Decoder(list[dict[str, Any]] | str).decode
+
+
+def input_items(conversation: Sequence[bytes], *, after: str | None, limit: int, order: str) -> bytes:
+    """Returns a page of what a model got before its response. `order` is asc or desc, the newest first."""
+    items: list[dict[str, Any]] = []
+    for part in conversation[:-1]:
+        given = _items(part)
+        items += [{"role": "user", "content": given}] if isinstance(given, str) else given
+    for index, item in enumerate(items):
+        item.setdefault("type", "message")
+        item.setdefault("id", f"item_{index}")
+        if item["type"] == "message" and isinstance(item["content"], str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": item["content"]}]
+    if order == "desc":
+        items.reverse()
+    start = next((index + 1 for index, item in enumerate(items) if item["id"] == after), 0)
+    page = items[start : start + limit]
+    ids = [item["id"] for item in page]
+    listed = {
+        "object": "list", "data": page, "has_more": start + limit < len(items),
+        "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None,
+    }  # fmt: skip
+    return msgspec.json.encode(listed)
 
 
 class StoredResponses:
@@ -81,22 +113,22 @@ class StoredResponses:
 
 
 class _Shelf:
-    """The responses of one key, the oldest first, each with the time at which it expires."""
+    """The responses of one key, the oldest first, each with the time at which it expires, and its size."""
 
     def __init__(self) -> None:
-        self.responses: OrderedDict[str, tuple[StoredResponse, float]] = OrderedDict()
+        self.responses: OrderedDict[str, tuple[StoredResponse, float, int]] = OrderedDict()
         self._bytes = 0
 
     def put(self, id: str, response: StoredResponse, expires: float) -> None:
-        self.responses[id] = response, expires
+        self.responses[id] = response, expires, response.size
         self._bytes += response.size
 
     def pop(self, id: str) -> None:
-        self._bytes -= self.responses.pop(id)[0].size
+        self._bytes -= self.responses.pop(id)[2]
 
     def shrink(self, max_bytes: int, now: float) -> None:
         while self.responses:
-            oldest, (_, expires) = next(iter(self.responses.items()))
+            oldest, (_, expires, _) = next(iter(self.responses.items()))
             if len(self.responses) <= MAX_RESPONSES and self._bytes <= max_bytes and expires > now:
                 break
             self.pop(oldest)

@@ -6,6 +6,7 @@ The docstring of the package shows the states, and what waits for what.
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from baton.machine.logs import of_request
 from baton.machine.tracing import Span
@@ -25,6 +26,17 @@ from baton.rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 _FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(slots=True)
+class Seconds:
+    """How long the parts of a generation took."""
+
+    queue: float = 0.0
+    """Until the prompt was sent to a worker."""
+    first_token: float = 0.0
+    later_tokens: float = 0.0
+    """From the first token to the last one."""
 
 
 class Generation:
@@ -62,6 +74,7 @@ class Generation:
         self._span = span
         self._metrics = metrics
         self._emitted_at = time.monotonic()
+        self.seconds = Seconds()
         metrics.waiting.inc()
         self._waits = Waits(
             parked,
@@ -196,7 +209,8 @@ class Generation:
 
     def _prompt_sent(self, work: PrefillWork) -> None:
         if not self._waits.prefilled:
-            self._metrics.queue.observe(self._waits.waited)
+            self.seconds.queue = self._waits.waited
+            self._metrics.queue.observe(self.seconds.queue)
         self._waits.prefill_sent()
         if not self.output_ids:  # a prompt that is computed again after that costs its key nothing
             self._turn.computes(work.tokens)
@@ -302,9 +316,11 @@ class Generation:
         if emitted == 1:
             metrics.waiting.dec()
             metrics.running.inc()
+            self.seconds.first_token = passed
             metrics.time_to_first_token.observe(passed)
             self._span.set({"gen_ai.latency.time_to_first_token": passed})
             return
+        self.seconds.later_tokens += passed
         metrics.inter_token.observe(passed)
         if emitted == 2 and self._pair.prefill is not None:
             metrics.handover_gap.observe(passed)

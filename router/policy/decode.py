@@ -1,8 +1,10 @@
 """Chooses a decode worker: by its load, and by what its prefix cache has of the prompt."""
 
 import random
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.router.policy.chunk_index import ChunkIndex
@@ -29,6 +31,7 @@ class DecodeLoad:
         running: requests that the worker has or will have. Those of other routers are as reported.
         full: the worker refused a reservation, and has not reported free capacity since.
         own: the part of `running` that this router sent.
+        pool: in which it gets new decodes; None if it gets none.
     """
 
     worker: str
@@ -39,22 +42,31 @@ class DecodeLoad:
     running: int = 0
     full: bool = False
     own: int = 0
+    pool: "DecodePool | None" = field(default=None, repr=False, compare=False)
 
     def reported(self, *, blocks_free: int, running: int) -> None:
         self.blocks_free, self.full = blocks_free, False
         self.running = max(self.own, running)  # the report misses requests that are on their way
+        self._changed()
 
     def sent(self, tokens: int) -> None:
         """A reservation of `tokens` positions was sent. `ended` undoes it."""
         self.blocks_free -= self._blocks(tokens)
         self.running += 1
         self.own += 1
+        self._changed()
 
-    def ended(self, tokens: int) -> None:
+    def ended(self, tokens: int, *, full: bool = False) -> None:
+        """`full`: the worker refused the reservation."""
         self.blocks_free += self._blocks(tokens)
         self.running -= 1
         self.own -= 1
-        self.full = False
+        self.full = full
+        self._changed()
+
+    def _changed(self) -> None:
+        if self.pool is not None:
+            self.pool.changed(self)
 
     @property
     def pressure(self) -> float:
@@ -63,57 +75,97 @@ class DecodeLoad:
         batch = self.running / self.max_running if self.max_running else 1.0
         return max(blocks, batch)
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a reservation of `tokens` positions may be sent.
+    @property
+    def room(self) -> int:
+        """Positions that a reservation may have; negative if none may be sent.
 
         One request more than the batch has slots may be sent. If the worker refuses it, its report tells the
         autoscaler that more capacity is needed.
         """
         if self.full or self.running > self.max_running:
-            return False
-        return self.blocks_free * self.block_size >= tokens
+            return -1
+        return self.blocks_free * self.block_size
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a reservation of `tokens` positions may be sent."""
+        return self.room >= tokens
+
+    @property
+    def free(self) -> FreeCapacity:
+        slots = max(0, self.max_running - self.running)
+        return FreeCapacity(slots, max(0, self.blocks_free) * self.block_size)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
 
-def free_capacity(loads: Iterable[DecodeLoad]) -> FreeCapacity:
-    slots = positions = 0
-    for load in loads:
-        slots += max(0, load.max_running - load.running)
-        positions += max(0, load.blocks_free) * load.block_size
-    return FreeCapacity(slots, positions)
+class DecodePool:
+    """The loads of the workers that get new decodes, in the order of their room. So a choice looks only at
+    workers with enough of it, however full the pool is."""
+
+    def __init__(self, loads: Iterable[DecodeLoad] = ()) -> None:
+        self._loads: list[DecodeLoad] = []
+        self._order: list[tuple[int, str]] = []  # room and name of each
+        self._counted: dict[str, tuple[int, FreeCapacity]] = {}  # by name: room and part of `free`
+        self.free = FreeCapacity(0, 0)
+        for load in loads:
+            self.add(load)
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[DecodeLoad]:
+        return iter(self._loads)
+
+    def add(self, load: DecodeLoad) -> None:
+        load.pool = self
+        self._insert(load)
+
+    def remove(self, load: DecodeLoad) -> None:
+        load.pool = None
+        self._delete(load)
+
+    def changed(self, load: DecodeLoad) -> None:
+        self._delete(load)
+        self._insert(load)
+
+    def _insert(self, load: DecodeLoad) -> None:
+        room, free = self._counted[load.worker] = load.room, load.free
+        place = bisect_left(self._order, (room, load.worker))
+        self._order.insert(place, (room, load.worker))
+        self._loads.insert(place, load)
+        self.free = FreeCapacity(self.free.slots + free.slots, self.free.positions + free.positions)
+
+    def _delete(self, load: DecodeLoad) -> None:
+        room, free = self._counted.pop(load.worker)
+        place = bisect_left(self._order, (room, load.worker))
+        del self._order[place], self._loads[place]
+        self.free = FreeCapacity(self.free.slots - free.slots, self.free.positions - free.positions)
+
+    def choose(self, tokens: int, rng: random.Random, avoid: Collection[str] = ()) -> str | None:
+        """Chooses a worker with capacity for a reservation of `tokens` positions, with `two_choices`.
+
+        None: no worker seems to have capacity. Workers in `avoid`, which failed this request, are chosen only
+        if there is no other.
+        """
+        first = bisect_left(self._order, (tokens, ""))
+        if avoid and (found := [load for load in self._loads[first:] if load.worker not in avoid]):
+            return two_choices(found, rng)
+        return two_choices(self._loads, rng, first)
 
 
-DRAWS = 4
-
-
-def two_choices(
-    loads: Sequence[DecodeLoad], *, tokens: int, rng: random.Random, avoid: Collection[str] = ()
-) -> str | None:
-    """Chooses the less loaded of two random workers with capacity for a reservation of `tokens` positions.
+def two_choices(loads: Sequence[DecodeLoad], rng: random.Random, first: int = 0) -> str | None:
+    """Chooses the less loaded of two random workers, from the `first` on. None: there is none.
 
     Loads are up to a second old. With the best of all workers, all routers would choose the same worker until
     the next report. The better of two random workers stays balanced with old data (Mitzenmacher 2001).
-
-    None: no worker seems to have capacity. Workers in `avoid`, which failed this request, are chosen only if
-    there is no other.
     """
-
-    # Unless the pool is nearly full, a few draws find capacity without a search through all workers.
-    count = len(loads)
-    for _ in range(DRAWS if count > 2 else 0):
-        first, second = int(rng.random() * count), int(rng.random() * (count - 1))  # `sample` takes 2 µs
-        pair = loads[first], loads[second + (second >= first)]
-        drawn = [load for load in pair if load.fits(tokens) and load.worker not in avoid]
-        if drawn:
-            return min(drawn, key=lambda load: load.pressure).worker
-    found = [load for load in loads if load.fits(tokens)]
-    found = [load for load in found if load.worker not in avoid] or found
-    if not found:
-        return None
-    drawn = found if len(found) <= 2 else rng.sample(found, 2)
-    return min(drawn, key=lambda load: load.pressure).worker
+    count = len(loads) - first
+    if count < 2:
+        return loads[first].worker if count else None
+    one, other = int(rng.random() * count), int(rng.random() * (count - 1))  # `sample` takes 2 µs
+    pair = loads[first + one], loads[first + other + (other >= one)]
+    return min(pair, key=lambda load: load.pressure).worker
 
 
 CACHED_PRESSURE = 0.1
@@ -134,17 +186,21 @@ class DecodeCaches:
         self.loads: dict[int, DecodeLoad] = {}
         self._index = index
         self._block_size = 1  # the largest, so that the cached tokens are not overestimated
+        self._block_sizes: Counter[int] = Counter()
         self._serving = 0  # a set of rows
 
     def join(self, row: int, load: DecodeLoad) -> None:
         """Adds a worker, which does not take work yet."""
         self.loads[row] = load
-        self._block_size = max(self._block_size, load.block_size)
+        self._count(load, 1)
 
     def leave(self, row: int) -> None:
         self.serve(row, False)
-        del self.loads[row]
-        self._block_size = max((load.block_size for load in self.loads.values()), default=1)
+        self._count(self.loads.pop(row), -1)
+
+    def _count(self, load: DecodeLoad, change: int) -> None:
+        self._block_sizes[load.block_size] += change
+        self._block_size = max(+self._block_sizes, default=1)
 
     def serve(self, row: int, serving: bool) -> None:
         """Whether it takes new work of the decode pool."""
@@ -164,7 +220,7 @@ class DecodeCaches:
         if cached.of(chosen) < cached.most:
             rows = {self.loads[row].worker: row for row in cached.holders()}
             loads = [self.loads[row] for name, row in rows.items() if name not in request.avoid]
-            if (best := two_choices(loads, tokens=request.tokens + 1, rng=rng)) is not None:
+            if best := two_choices([load for load in loads if load.fits(request.tokens + 1)], rng):
                 found.append((rows[best], cached.most))
         return found
 

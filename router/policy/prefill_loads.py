@@ -9,6 +9,8 @@ send everything to the worker that seems idle: `sticky` spreads sessions by a ri
 """
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -56,7 +58,7 @@ class _Worker:
     at: float
     """Time at which `tokens` were waiting."""
     reported_at: float
-    serving: bool = True
+    serving: bool = False
     tokens: float = 0.0
     own: int = 0
     """Tokens of prefills that this router sent, without a first token."""
@@ -88,32 +90,50 @@ class PrefillLoads:
         self._first_seconds = np.zeros(0)  # of these, what may be over
         self._first_at = np.zeros(0)  # time at which the first of `sent` began, or can begin
         self._measured = np.zeros(0, bool)
+        self._free: list[int] = []  # rows
+        # Of the workers that serve:
+        self._ring = Ring()
+        self._names: list[str] = []  # in order
+        self._rows = np.zeros(0, np.int64)  # in the order of the names
+        self._among = 0  # the rows as a set of bits
         self._block_size = 1  # the largest, so that the cached tokens are not overestimated
-        self._ring = Ring({})
-        self._rows = np.zeros(0, np.int64)
-        self._among = 0  # `_rows` as a set of bits
-        self._stale = False  # the four fields above need an update
+        self._block_sizes: Counter[int] = Counter()
 
-    def join(self, name: str, *, block_size: int, now: float) -> int:
-        """Adds a worker with an empty queue and an empty cache, which serves. Returns its row."""
-        row = self._workers.index(None) if None in self._workers else self._new_row()
+    def join(self, name: str, *, block_size: int, now: float, serving: bool = True) -> int:
+        """Adds a worker with an empty queue and an empty cache. Returns its row."""
+        row = self._free.pop(0) if self._free else self._new_row()
         self._workers[row] = _Worker(name, block_size, at=now, reported_at=now)
-        self._first_at[row], self._measured[row], self._stale = now, False, True
+        self._first_at[row], self._measured[row] = now, False
         self._speed[row] = self._guessed_speed()
         self._changed(row)
+        self.serve(row, serving)
         return row
 
     def leave(self, row: int) -> None:
         self.index.forget(row)
         self.serve(row, False)
         self._workers[row] = None
+        self._free.append(row)
 
     def serve(self, row: int, serving: bool) -> None:
         """Whether it takes new work of the prefill pool."""
         worker = self._worker(row)
-        if worker.serving is not serving:
-            worker.serving, self._stale = serving, True
-            self._changed(row)
+        if worker.serving is serving:
+            return
+        worker.serving = serving
+        self._changed(row)
+        self._among ^= 1 << row
+        self._block_sizes[worker.block_size] += 1 if serving else -1
+        self._block_size = max(+self._block_sizes, default=1)
+        place = bisect_left(self._names, worker.name)
+        if serving:
+            self._ring.add(worker.name, row)
+            self._names.insert(place, worker.name)
+            self._rows = np.insert(self._rows, place, row)
+        else:
+            self._ring.remove(worker.name, row)
+            del self._names[place]
+            self._rows = np.delete(self._rows, place)
 
     def _worker(self, row: int) -> _Worker:
         worker = self._workers[row]
@@ -176,8 +196,9 @@ class PrefillLoads:
     def _guess_speeds(self) -> None:
         """Workers without a measured speed get the mean of the others."""
         self._speed[~self._measured] = self._guessed_speed()
-        for row, worker in enumerate(self._workers):
-            if worker is not None and not self._measured[row] and (worker.tokens or worker.own):
+        for row in np.flatnonzero(~self._measured).tolist():
+            worker = self._workers[row]
+            if worker is not None and (worker.tokens or worker.own):
                 self._changed(row)
 
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
@@ -231,7 +252,6 @@ class PrefillLoads:
 
     def tokens_per_s(self) -> float:
         """Measured speed of all workers that may be chosen; 0 if none is known."""
-        self._settle()
         measured = self._rows[self._measured[self._rows]]
         return float(self._speed[measured].sum())
 
@@ -242,15 +262,14 @@ class PrefillLoads:
 
         Rows in `avoid` may be chosen only if there is no other.
         """
-        self._settle()
         rows, among = self._rows, self._among
         if not len(rows):
             return None
         wait = np.maximum(self._own_seconds - self._seconds_of_first(slice(None), now), self._clear_at - now)
-        avoided = [row for row in rows.tolist() if row in avoid] if avoid else ()
+        avoided = [row for row in avoid if among >> row & 1]
         if 0 < len(avoided) < len(rows):
             rows = np.setdiff1d(rows, avoided, assume_unique=True)  # keeps the order of `rows`
-            among = _set_of(rows)
+            among &= ~sum(1 << row for row in avoided)
             wait[avoided] = np.inf
         cached = self.index.overlap(request.chunks, request.tokens, self._block_size, among)
 
@@ -266,18 +285,3 @@ class PrefillLoads:
             if speed := self._worker(row).load_speeds.get(tier, 0.0):
                 seconds += count * CHUNK_TOKENS / max(speed, float(self._speed[row]))
         return seconds
-
-    def _settle(self) -> None:
-        if self._stale:
-            known = [(row, worker) for row, worker in enumerate(self._workers) if worker is not None]
-            serving = {worker.name: row for row, worker in known if worker.serving}
-            self._ring = Ring(serving)
-            self._rows = np.array([serving[name] for name in sorted(serving)], np.int64)
-            self._block_size = max((worker.block_size for _, worker in known if worker.serving), default=1)
-            self._among = _set_of(self._rows)
-            self._stale = False
-
-
-def _set_of(rows: np.ndarray) -> int:
-    """Returns the rows as bits of an int."""
-    return sum(1 << row for row in rows.tolist())

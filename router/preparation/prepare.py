@@ -25,11 +25,11 @@ from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools.reasoning import Beginning, beginning_after, continues_reasoning
+from baton.router.tools.reasoning import Beginning
 
 Raw = bytes | bytearray
 Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
-Converted = Literal["tokenize", "detokenize", "count_tokens", "peek"]
+Converted = Literal["tokenize", "detokenize", "count_tokens", "input_tokens", "peek"]
 Kind = Generated | Converted
 """What the bytes are: the JSON body of an HTTP endpoint, or the message of a gRPC call.
 
@@ -44,6 +44,7 @@ _BODIES: dict[Kind, type[Body]] = {
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
     "count_tokens": CountTokensBody,
+    "input_tokens": ResponsesBody,
 }
 
 
@@ -148,6 +149,8 @@ def prepare(
         match body:
             case ChatBody():
                 prepared = _chat(body, tokenizer, served, salt)
+            case ResponsesBody() if kind == "input_tokens":
+                prepared = _count_tokens(body.chat(history), tokenizer, {"object": "response.input_tokens"})
             case ResponsesBody():
                 prepared = _chat(body.chat(history), tokenizer, served, salt)
                 prepared = replace(_bounded(prepared, served), repeated=body.repeated)
@@ -177,10 +180,10 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes
         encode = tokenizer.encode
     prompt = _encoded(tokenizer, text, body, served, encode)
     beginning: Beginning = "answer"
-    if tokenizer.reasoning_parser is not None:
+    if (way := tokenizer.reasoning) is not None:
         if not body.continue_final_message:
-            beginning = beginning_after(text, tokenizer.reasoning_parser)
-        elif continues_reasoning(body.messages[-1].content):
+            beginning = way.beginning_after(text)
+        elif way.continues_reasoning(body.messages[-1].content):
             beginning = "reasoning"
     return Prepared(body, [prompt], [], beginning)
 
@@ -234,9 +237,10 @@ def _detokenize(body: DetokenizeBody, tokenizer: ModelTokenizer) -> bytes:
     return msgspec.json.encode({"prompt": text})
 
 
-def _count_tokens(body: ChatBody, tokenizer: ModelTokenizer) -> bytes:
+def _count_tokens(body: ChatBody, tokenizer: ModelTokenizer, more: dict[str, str] | None = None) -> bytes:
     text = _rendered(tokenizer, body, body.messages)
-    return msgspec.json.encode({"input_tokens": len(tokenizer.encode(text, add_special_tokens=False))})
+    count = len(tokenizer.encode(text, add_special_tokens=False))
+    return msgspec.json.encode({**(more or {}), "input_tokens": count})
 
 
 def _check_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> None:

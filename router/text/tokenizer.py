@@ -13,8 +13,9 @@ from baton.router.text.chat import ChatEncoder, ChatTemplate
 from baton.router.text.gguf_tokenizer import read_gguf
 from baton.router.text.model_files import context_length, locate, read_directory
 from baton.router.tools.formats import FORMATS, format_of
+from baton.router.tools.harmony import SPECIALS
 from baton.router.tools.parser import ToolParser
-from baton.router.tools.reasoning import END, START, reasoning_of
+from baton.router.tools.reasoning import REASONING, Way, reasoning_of
 
 
 class ModelTokenizer:
@@ -24,7 +25,8 @@ class ModelTokenizer:
         max_model_len: context length of the model. Its workers may serve a shorter one.
         takes_tools: the chat template can describe tools.
         tool_format: the format of the model's tool calls. None: unknown.
-        reasoning_parser: the model's way to reason, one of `REASONING`. None: reasoning is content.
+        reasoning_parser: the name of the model's way to reason. None: reasoning is content.
+        reasoning: this way, one of `REASONING`.
         vocab_size: every token id is below it.
         longest_token: characters of the longest token.
         vocabulary_fingerprint: differs from a worker's if the same ids mean other text there.
@@ -43,6 +45,7 @@ class ModelTokenizer:
         self.takes_tools = template is not None and template.takes_tools
         self.tool_format = tool_format
         self.reasoning_parser = reasoning_parser
+        self.reasoning: Way | None = REASONING[reasoning_parser] if reasoning_parser is not None else None
         self._template = template
         self.max_model_len = max_model_len
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -53,7 +56,9 @@ class ModelTokenizer:
         self._bytes: dict[int, bytes] = {}
         added = tokenizer.get_added_tokens_decoder()
         shown = set(tool_format.specials if tool_format is not None else ())
-        shown |= {START, END} if reasoning_parser is not None else set()
+        if self.reasoning is not None:
+            shown |= {self.reasoning.start, self.reasoning.end}
+            shown |= set(SPECIALS) if self.reasoning.in_messages else set(self.reasoning.calls)
         self._special = frozenset(i for i, t in added.items() if t.special and t.content not in shown)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
 
@@ -179,9 +184,9 @@ def load_tokenizer(
     reasoning = reasoning_parser or reasoning_of(source or "")
     if reasoning == "none":
         reasoning = None
-    if reasoning is not None and files.tokenizer.token_to_id(END) is None:
+    if reasoning is not None and files.tokenizer.token_to_id(end := REASONING[reasoning].end) is None:
         if reasoning_parser:
-            raise ValueError(f"--reasoning-parser {reasoning_parser}: this model has no token {END}")
+            raise ValueError(f"--reasoning-parser {reasoning_parser}: this model has no token {end}")
         reasoning = None
     return ModelTokenizer(files.tokenizer, template, max_model_len, tool_format, reasoning)
 

@@ -1,45 +1,77 @@
-"""The formats of tool calls: how each family of models writes them."""
+"""The formats of tool calls: how each family of models writes them.
 
-import json
+A format is a `ToolParser` with data: its marks, the reader of one call, and how the grammar writes a call.
+"""
+
 import re
-from collections.abc import Callable, Iterator
+import string
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
-from baton.router.api.messages import FUNCTION_NAME
-from baton.router.tools.parser import SPACE, CallReader, Marker, Part, ToolParser
+from baton.router.api.messages import FUNCTION_NAME, Tool
+from baton.router.tools import harmony
+from baton.router.tools.grammar import Written
+from baton.router.tools.parser import Part, ToolParser
+from baton.router.tools.readers import (
+    MAX_HEAD,
+    NAME,
+    SPACE,
+    CallReader,
+    Marker,
+    NamedCallReader,
+    Pairs,
+    PairsReader,
+    PythonReader,
+    Reader,
+)
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
+class MarkedParser(ToolParser):
+    """Calls between an opening and a closing mark."""
 
-class HermesParser(ToolParser):
-    """Hermes, Qwen 2.5 and Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
+    opening: ClassVar[str]
+    closing: ClassVar[str] = ""
+    """Empty: the reader of a call finds its end."""
+    around: ClassVar[tuple[str, ...]] = ()
+    """Marks around all calls. They are not content."""
+    before_closing: ClassVar[str] = "}"
+    """Characters that may stand between a call and its closing mark, with space."""
+    head: ClassVar[re.Pattern[str]]
+    """What is between the opening mark and the arguments, if these are an object."""
+    pairs: ClassVar[Pairs | None] = None
+    """If the arguments are keys and values."""
 
-    name = "hermes"
-    one = f'"{OPEN}\\n" call "\\n{CLOSE}"'
-    separator = "\\n"
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__(tools)
+        self._open, self._close = Marker(self.opening, *self.around), Marker(self.closing or "\0")
+        self._space: list[str] = []  # held back: space and marks before a call are not content
+        self._closing = False  # a call has ended, and its closing mark may follow
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._open, self._close = Marker(OPEN), Marker(CLOSE)
-        self._space: list[str] = []  # held back, because space before a call is not content
-        self._closing = False  # a call has ended, and its closing tag may follow
+    def _reader(self) -> Reader:
+        if self.pairs is not None:
+            return PairsReader(self.pairs, self.opening, self._tools)
+        return NamedCallReader(self.head, self.opening)
 
     def _take_outside(self, character: str) -> Iterator[Part]:
         if self._closing:
             text, closed = self._close.take(character)
-            self._closing = not closed and not text.strip(SPACE + "}")
+            self._closing = not closed and not text.strip(SPACE + self.before_closing)
             if closed or self._closing:
                 return
             character, self._close.held = text + self._close.held, ""
         text, after = self._open.split(character)
         yield from self._content(text)
-        self._call = None if after is None else CallReader()
+        if after is not None and self._open.found == self.opening:
+            self._call = self._reader()
+        elif after is not None:
+            self._space.append(self._open.found)
 
-    def _end_call(self, call: CallReader) -> None:
+    def _end_call(self, call: Reader) -> None:
         self._space.clear()
-        self._closing = True
+        self._closing = bool(self.closing)
 
     def _give_up(self, raw: str) -> Iterator[Part]:
-        return self._content(OPEN + raw)
+        return self._content(self.opening + raw)
 
     def _end(self) -> Iterator[Part]:
         yield from self._content(self._open.held)
@@ -55,33 +87,142 @@ class HermesParser(ToolParser):
             self._space.append(text[len(kept) :])
 
 
-class LlamaParser(ToolParser):
-    """Llama 3.x: the whole output is {"name": …, "parameters": {…}}, or several of these.
+class HermesParser(MarkedParser):
+    """Hermes, Qwen 2.5 and Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
 
-    The special token <|python_tag|> may precede the calls. It is not part of the text.
-    """
+    name = "hermes"
+    opening, closing = "<tool_call>", "</tool_call>"
+    written = Written(f'{opening}\n{{"name": "{{name}}", "arguments": {{arguments}}}}\n{closing}', "\n")
 
-    name = "llama3_json"
-    key = "parameters"
-    separator = "; "
+    def _reader(self) -> Reader:
+        return CallReader()
 
-    def __init__(self) -> None:
-        super().__init__()
+
+class QwenCoderParser(MarkedParser):
+    """Qwen3-Coder and Qwen 3.5: <function=NAME><parameter=KEY>VALUE</parameter>…</function>."""
+
+    name = "qwen3_coder"
+    opening, closing = "<tool_call>", "</tool_call>"
+    pairs = Pairs(
+        head=re.compile(rf"\s*<function={NAME}>\s*"),
+        before_key="<parameter=",
+        after_key=re.compile(r"(?P<key>[^<>]+)>"),
+        value_ends=("\n</parameter>", "</parameter>"),
+        end="</function>",
+        skips_newline=True,
+    )
+    written = Written(
+        f"{opening}\n<function={{name}}>\n{{arguments}}</function>\n{closing}", "\n",
+        pair="<parameter={key}>\n{value}\n", value_end="\n</parameter>", keys=r"[^<>\s]+",
+    )  # fmt: skip
+
+
+class Glm45Parser(MarkedParser):
+    """GLM 4.5 to 4.7: <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>."""
+
+    name = "glm45"
+    opening = "<tool_call>"
+    pairs = Pairs(
+        head=re.compile(rf"\s*{NAME}\s*"),
+        before_key="<arg_key>",
+        after_key=re.compile(r"(?P<key>[^<>]+)</arg_key>\s*<arg_value>"),
+        value_ends=("</arg_value>",),
+        end="</tool_call>",
+    )
+    written = Written(
+        f"{opening}{{name}}\n{{arguments}}</tool_call>", "\n",
+        pair="<arg_key>{key}</arg_key>\n<arg_value>{value}\n", value_end="</arg_value>", keys=r"[^<>\s]+",
+    )  # fmt: skip
+
+
+class DeepSeekV31Parser(MarkedParser):
+    """DeepSeek V3.1: NAME, a separator and {…} between special tokens."""
+
+    name = "deepseek_v31"
+    opening, closing = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    around = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    specials = (opening, closing, *around, "<｜tool▁sep｜>")
+    head = re.compile(rf"\s*{NAME}\s*<｜tool▁sep｜>\s*")
+    written = Written(
+        f"{opening}{{name}}<｜tool▁sep｜>{{arguments}}{closing}",
+        "",
+        begin=around[0],
+        end=around[1],
+    )
+
+
+class DeepSeekV3Parser(DeepSeekV31Parser):
+    """DeepSeek V3 and R1: the type of the call, a separator, NAME, and {…} as a block of Markdown."""
+
+    name = "deepseek_v3"
+    before_closing = "}`"
+    head = re.compile(rf"\s*function<｜tool▁sep｜>{NAME}\s*```(json)?\s*")
+    written = Written(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+        "\n",
+        begin=DeepSeekV31Parser.around[0],
+        end=DeepSeekV31Parser.around[1],
+    )
+
+
+class KimiParser(MarkedParser):
+    """Kimi K2: functions.NAME:NUMBER, which is the id of the call, and {…} between special tokens."""
+
+    name = "kimi_k2"
+    opening, closing = "<|tool_call_begin|>", "<|tool_call_end|>"
+    around = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    specials = (opening, closing, *around, "<|tool_call_argument_begin|>")
+    head = re.compile(rf"\s*(?P<id>(functions\.)?{NAME}:\d+)\s*<\|tool_call_argument_begin\|>\s*")
+    written = Written(
+        f"{opening}functions.{{name}}:{{number}}<|tool_call_argument_begin|>{{arguments}}{closing}", "",
+        begin=around[0], end=around[1],
+    )  # fmt: skip
+
+
+class HarmonyParser(MarkedParser):
+    """gpt-oss: a message to a function. `harmony` has taken all other messages out of the text."""
+
+    name = "openai"
+    opening, closing = "<|channel|>commentary to=functions.", "<|call|>"
+    specials = harmony.SPECIALS
+    head = re.compile(rf"{NAME}\s*((<\|constrain\|>)?json)?\s*<\|message\|>\s*")
+    # The end of a call ends the output, so there is one.
+    written = Written(f"{opening}{{name}} <|constrain|>json<|message|>{{arguments}}", None)
+
+
+class BareParser(ToolParser):
+    """The whole output is calls. Text before the first one makes it content."""
+
+    before: ClassVar[str] = ""
+    """A character that must precede the first call."""
+    between: ClassVar[str]
+    """Characters that may follow a call, with space."""
+    end: ClassVar[str] = ""
+    """A character that ends a list of calls. It is not content."""
+    starts: ClassVar[str]
+    """The characters that begin a call."""
+    reader: ClassVar[type[CallReader] | type[PythonReader]]
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__(tools)
         self._between: list[str] = []  # characters since the last call, which may be content
         self._only_content = False
 
     def _take_outside(self, character: str) -> Iterator[Part]:
+        begun = bool(self.num_calls) or not self.before or self.before in self._between
         if self._only_content:
             yield Part("content", character)
-        elif character == "{":
-            self._call = CallReader()
+        elif begun and character in self.starts:
+            self._call = self.reader()
             yield from self._take(character)
+        elif self.num_calls and character == self.end:
+            self._between = []
         else:
             self._between.append(character)
-            if character not in SPACE + (";," if self.num_calls else ""):
+            if character not in SPACE + (self.between if self.num_calls else "" if begun else self.before):
                 yield from self._give_up("")
 
-    def _end_call(self, call: CallReader) -> None:
+    def _end_call(self, call: Reader) -> None:
         self._between = []
 
     def _give_up(self, raw: str) -> Iterator[Part]:
@@ -94,10 +235,34 @@ class LlamaParser(ToolParser):
             yield Part("content", "".join(self._between))
 
 
+class LlamaParser(BareParser):
+    """Llama 3.x: the whole output is {"name": …, "parameters": {…}}, or several of these.
+
+    The special token <|python_tag|> may precede the calls. It is not part of the text.
+    """
+
+    name = "llama3_json"
+    between, starts = ";,", "{"
+    reader = CallReader
+    written = Written('{"name": "{name}", "parameters": {arguments}}', "; ")
+
+
+class PythonicParser(BareParser):
+    """Llama 3.2 and 4, ToolACE: the whole output is a list of calls in Python, [NAME(KEY=VALUE, …), …]."""
+
+    name = "pythonic"
+    before, between, end, starts = "[", ",", "]", string.ascii_letters + "_"
+    reader = PythonReader
+    written = Written(
+        "{name}({arguments})", ", ", begin="[", end="]",
+        pair="{key}={value}", between_pairs=", ", keys=r"[A-Za-z_][A-Za-z0-9_]*",
+    )  # fmt: skip
+
+
 CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
 _HEAD = re.compile(rf"[{SPACE}]*[\w.-]*[{SPACE}]*(\[(A(R(G(S(\][{SPACE}]*)?)?)?)?)?)?")
 """What may be between the marker and the arguments of a call: its name. The end may be missing."""
-_LONGEST_HEAD = 256
+_NAME = re.compile(NAME)
 
 
 class MistralParser(ToolParser):
@@ -108,17 +273,13 @@ class MistralParser(ToolParser):
 
     name = "mistral"
     specials = (CALLS, ARGS)
-    separator = ", "
+    written = Written('{"name": "{name}", "arguments": {arguments}}', ", ", begin=CALLS + "[", end="]")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__(tools)
         self._marker = Marker(CALLS)
         self._held: list[str] | None = None  # text since the marker or the last call; None: outside of calls
         self._listed = False  # the calls are in a list
-
-    @classmethod
-    def _start(cls, calls: str, spell: Callable[[str], str]) -> str:
-        return f'{spell(CALLS)} "[" {calls} "]"'
 
     def _take_outside(self, character: str) -> Iterator[Part]:
         if self._held is None:
@@ -148,23 +309,20 @@ class MistralParser(ToolParser):
         """Takes a character between the marker and the first call."""
         name = head.strip(SPACE).removesuffix(ARGS).strip(SPACE)
         if character == "{" and re.fullmatch(FUNCTION_NAME, name):
-            self._call = CallReader()
-            for known in f'{{"name": {json.dumps(name)}, "arguments": ':
+            self._call = NamedCallReader(_NAME, CALLS)
+            for known in name:
                 self._call.take(known)
             yield from self._take(character)
         elif character == "[" and not name:
             self._listed = True
             held.append(character)
-        elif len(head) < _LONGEST_HEAD and _HEAD.fullmatch(head + character):
+        elif len(head) < MAX_HEAD and _HEAD.fullmatch(head + character):
             held.append(character)
         else:
             yield from self._give_up("")
             yield from self._take(character)
 
-    def _is_over(self, call: CallReader) -> bool:
-        return call.over or (not self._listed and call.begun and not call.reading_arguments)
-
-    def _end_call(self, call: CallReader) -> None:
+    def _end_call(self, call: Reader) -> None:
         # In a list, a comma or the closing bracket follows. Otherwise content or the next marker follows.
         self._listed = self._listed and not call.broken
         self._held = [] if self._listed else None
@@ -179,16 +337,29 @@ class MistralParser(ToolParser):
             yield Part("content", "".join(held))
 
 
-FORMATS: dict[str, type[ToolParser]] = {p.name: p for p in (HermesParser, LlamaParser, MistralParser)}
+FORMATS: dict[str, type[ToolParser]] = {
+    parser.name: parser
+    for parser in (
+        HermesParser, LlamaParser, MistralParser, QwenCoderParser, Glm45Parser, DeepSeekV3Parser,
+        DeepSeekV31Parser, KimiParser, HarmonyParser, PythonicParser,
+    )
+}  # fmt: skip
 """The formats of tool calls, by name."""
-# A text that is in the chat templates of models with this format.
-_MARKS = {
-    OPEN: HermesParser,
-    CALLS: MistralParser,
-    '{"name": function name, "parameters":': LlamaParser,
-}
+# Texts that are in the chat templates of models with this format. The first match counts.
+_MARKS: tuple[tuple[type[ToolParser], tuple[str, ...]], ...] = (
+    (QwenCoderParser, ("<function=",)),
+    (Glm45Parser, ("<arg_key>",)),
+    (HermesParser, (HermesParser.opening,)),
+    (MistralParser, (CALLS,)),
+    (LlamaParser, ('{"name": function name, "parameters":',)),
+    (DeepSeekV3Parser, ("<｜tool▁sep｜>", "```json")),
+    (DeepSeekV31Parser, ("<｜tool▁sep｜>",)),
+    (KimiParser, (KimiParser.opening,)),
+    (HarmonyParser, (HarmonyParser.closing,)),
+    (PythonicParser, ("[func_name1(",)),
+)
 
 
 def format_of(template: str) -> type[ToolParser] | None:
     """Returns the format that this chat template uses, or None if it is unknown."""
-    return next((parser for mark, parser in _MARKS.items() if mark in template), None)
+    return next((parser for parser, marks in _MARKS if all(mark in template for mark in marks)), None)

@@ -1,54 +1,86 @@
-"""Reasoning in the text of a model: what it writes between <think> and </think>, before its answer."""
+"""Reasoning in the text of a model: what it writes between two marks, before its answer."""
 
+from dataclasses import dataclass
 from typing import Literal
 
-from baton.router.tools.parser import SPACE, Marker
-
-START, END = "<think>", "</think>"
+from baton.router.tools.harmony import HarmonyReasoning
+from baton.router.tools.readers import SPACE, Marker
 
 Beginning = Literal["reasoning", "answer", "either"]
-"""What an output begins with. "either": it begins with reasoning if its first text is <think>."""
+"""What an output begins with. "either": it begins with reasoning if its first text is the mark."""
 
-REASONING: dict[str, Beginning] = {
+
+@dataclass(frozen=True)
+class Way:
+    """A way to reason."""
+
+    beginning: Beginning = "either"
+    """What an output begins with if the prompt does not end with one of the marks."""
+    start: str = "<think>"
+    end: str = "</think>"
+    calls: tuple[str, ...] = ()
+    """Marks of tool calls that end the reasoning, too. They belong to the answer."""
+    in_messages: bool = False
+    """The output is a list of messages, as `harmony` reads them."""
+
+    def beginning_after(self, prompt: str) -> Beginning:
+        """Returns what follows this prompt. Only its end counts: messages may quote the marks."""
+        prompt = prompt.rstrip(SPACE)
+        if prompt.endswith(self.start) and not self.in_messages:
+            return "reasoning"
+        return "answer" if prompt.endswith(self.end) else self.beginning
+
+    def continues_reasoning(self, message: str) -> bool:
+        """True if this message of the assistant, which the output continues, ends inside its reasoning."""
+        return message.rfind(self.start) > message.rfind(self.end)
+
+
+REASONING: dict[str, Way] = {
     # The model writes <think> itself, or the prompt ends with it. It may answer without reasoning.
-    "qwen3": "either",
+    "qwen3": Way(),
+    "glm45": Way(),
+    "deepseek_v3": Way(),
+    "kimi_k2": Way(calls=("<|tool_calls_section_begin|>",)),
     # The model always reasons first. It may leave out <think>.
-    "deepseek_r1": "reasoning",
+    "deepseek_r1": Way("reasoning"),
+    "mistral": Way(start="[THINK]", end="[/THINK]"),
+    "openai_gptoss": Way("reasoning", start="<|channel|>", end="<|end|>", in_messages=True),
 }
-"""For each way to reason, by its name for --reasoning-parser, as in vLLM: what an output begins with if the
-prompt does not end with <think> or </think>."""
-
-
-def beginning_after(prompt: str, way: str) -> Beginning:
-    """Returns what follows this prompt. Only its end counts: messages may quote the marks."""
-    prompt = prompt.rstrip(SPACE)
-    if prompt.endswith(START):
-        return "reasoning"
-    return "answer" if prompt.endswith(END) else REASONING[way]
-
-
-def continues_reasoning(message: str) -> bool:
-    """True if this message of the assistant, which the output continues, ends inside its reasoning."""
-    return message.rfind(START) > message.rfind(END)
+"""The ways to reason, by their names for --reasoning-parser, as in vLLM."""
+# Texts that are in the chat templates of models that reason in this way. The first match counts.
+_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("openai_gptoss", ("<|channel|>",)),
+    ("mistral", ("[THINK]",)),
+    ("deepseek_v3", ("<think>", "<｜Assistant｜>", "thinking")),
+    ("deepseek_r1", ("think>", "<｜Assistant｜>")),
+    ("kimi_k2", ("think>", "<|im_middle|>")),
+    ("glm45", ("think>", "<arg_key>")),
+    ("qwen3", ("<think>",)),
+    ("qwen3", ("</think>",)),
+)
 
 
 def reasoning_of(template: str) -> str | None:
     """Returns how a model with this chat template reasons. None: its template knows no reasoning."""
-    if START not in template and END not in template:
-        return None
-    return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
+    return next((way for way, marks in _MARKS if all(mark in template for mark in marks)), None)
+
+
+def reasoning_parser(beginning: Beginning, way: Way) -> "ReasoningParser | HarmonyReasoning":
+    """Returns a parser for one output."""
+    return HarmonyReasoning() if way.in_messages else ReasoningParser(beginning, way)
 
 
 class ReasoningParser:
     """Divides one text into reasoning and content. The result does not depend on the pieces in which the text
     arrives."""
 
-    def __init__(self, beginning: Beginning) -> None:
-        self._beginning = beginning
+    def __init__(self, beginning: Beginning, way: Way = REASONING["qwen3"]) -> None:
+        self._beginning, self._start = beginning, way.start
         self._state: Literal["begin", "reasoning", "answer"] = "answer" if beginning == "answer" else "begin"
         self._space: list[str] = []  # what the output begins with, before any other text
-        self._mark = ""  # the text that may become <think>
-        self._end = Marker(END)
+        self._mark = ""  # the text that may become the mark
+        self._end = Marker(way.end, *way.calls)
+        self._calls = way.calls
 
     def push(self, text: str) -> tuple[str, str]:
         """Takes the next text. Returns the reasoning and the content that are certain now."""
@@ -60,7 +92,7 @@ class ReasoningParser:
         if content is None:
             return reasoning, ""
         self._state = "answer"
-        return reasoning, content
+        return reasoning, self._end.found + content if self._end.found in self._calls else content
 
     def finish(self) -> tuple[str, str]:
         """Returns the reasoning and the content that were held back, at the end of the output."""
@@ -70,16 +102,16 @@ class ReasoningParser:
         return self._end.held, ""
 
     def _begin(self, text: str) -> str:
-        """Holds back what may become <think>. Returns the text that belongs to the next state."""
+        """Holds back what may become the mark. Returns the text that belongs to the next state."""
         if not self._mark:
             mark = text.lstrip(SPACE)
             self._space.append(text[: len(text) - len(mark)])
             text = mark
         self._mark += text
-        if self._mark.startswith(START):
+        if self._mark.startswith(self._start):
             self._state = "reasoning"
-            return self._mark[len(START) :]
-        if START.startswith(self._mark):
+            return self._mark[len(self._start) :]
+        if self._start.startswith(self._mark):
             return ""
         self._state = "reasoning" if self._beginning == "reasoning" else "answer"
         return "".join(self._space) + self._mark

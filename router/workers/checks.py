@@ -35,8 +35,8 @@ def check_fit(
 ) -> None:
     """Raises RefusedWorker if the worker has another model or tokenizer.
 
-    `others` are the accepted workers, by name. An empty vocabulary fingerprint is not compared: a model of
-    random weights may have no tokenizer.
+    `others` are accepted workers by name, one for each value of `must_agree`. An empty vocabulary fingerprint
+    is not compared: a model of random weights may have no tokenizer.
     """
     if described.first_pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
         raise RefusedWorker(f"its first pool ({described.first_pool}) is unknown")
@@ -68,6 +68,11 @@ def check_fit(
                 f"it differs from {other} in: {found}",
                 f"Give all workers the same {flags}. The one accepted first may be the wrong one.",
             )
+
+
+def must_agree(described: pb.WorkerDescription) -> tuple[str, ...]:
+    """What `check_fit` compares with other workers."""
+    return described.model_fingerprint, described.layout_fingerprint, described.dtype
 
 
 def _differing(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier, prompt_hints
 from baton.router.config import RouterConfig
-from baton.router.policy.decode import DecodeLoad, FreeCapacity, free_capacity, two_choices
+from baton.router.policy.decode import DecodePool, FreeCapacity
 from baton.router.policy.placement import (
     DecodeOffer,
     Placement,
@@ -33,6 +33,8 @@ from baton.rpc import worker_pb2 as pb
 
 WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
+WINDOW_CHANGE = 0.1
+"""It is updated at once if a pool has grown or shrunk by more than this part: not at each change of many."""
 DRAWN = 2
 """Holders of a prefix to compare. More would all ask the fastest one."""
 
@@ -96,7 +98,7 @@ class WorkerPool(Roster):
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
         self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
-        self._window_budgets = self.budgets
+        self._window_pools = 0, 0  # workers of both pools then
         self._may_overflow = config.overflow
         self._policy = PREFILL_POLICIES[config.routing_policy]
         self._choices = 0  # of prefill workers
@@ -118,7 +120,7 @@ class WorkerPool(Roster):
             await asyncio.gather(*(stream.close() for stream in {*self._streams.values(), *self._retired}))
 
     def _open(self, address: str) -> None:
-        worker = Worker(address, self.loads, lambda: self.on_capacity(), self.apply_breakers)
+        worker = Worker(address, self.loads, lambda: self.on_capacity(), self.breaker_changed)
         self.listed[address] = worker
         self._streams[address] = WorkerStream(worker, self, self.offered, self._config)
 
@@ -149,7 +151,7 @@ class WorkerPool(Roster):
         return self._may_overflow and self.had_decode and not self.decodes
 
     @property
-    def _decoders(self) -> list[DecodeLoad]:
+    def _decoders(self) -> DecodePool:
         """The workers that decode new requests."""
         return self.prefills if self._lost_decode else self.decodes
 
@@ -177,7 +179,7 @@ class WorkerPool(Roster):
 
         Requests then leave the admission queue and wait for a worker instead, for a bounded time.
         """
-        return free_capacity(self._decoders) if self._decoders else FreeCapacity(math.inf, math.inf)
+        return self._decoders.free if self._decoders else FreeCapacity(math.inf, math.inf)
 
     def prefill_window(self, prompt: int) -> float:
         """Prompt tokens that keep all workers busy, if the next prompt has `prompt` tokens. More would only
@@ -185,14 +187,15 @@ class WorkerPool(Roster):
 
         Infinite if no worker can prefill or none can decode, as for `free_capacity`.
         """
-        if not self._decoders or not (self.budgets or self._may_overflow):
+        if not self._decoders or not (self.prefills or self._may_overflow):
             return math.inf
-        now = time.monotonic()
-        if now > self._window_until or self._window_budgets is not self.budgets:
-            self._window_budgets = self.budgets
+        now, pools = time.monotonic(), (len(self.prefills), len(self.decodes))
+        changes = zip(self._window_pools, pools, strict=True)
+        if now > self._window_until or any(abs(new - old) > WINDOW_CHANGE * old for old, new in changes):
+            budgets = [w.description.max_num_batched_tokens for w in self.ready(pb.POOL_PREFILL)]
             paces = [pace(w.status) for w in self.ready(pb.POOL_DECODE)] if self._may_overflow else []
-            self._window = prefill_window(self.budgets, self.loads.tokens_per_s(), paces)
-            self._window_until = now + WINDOW_SECONDS
+            self._window = prefill_window(budgets, self.loads.tokens_per_s(), paces)
+            self._window_until, self._window_pools = now + WINDOW_SECONDS, pools
         return self._window.holding(prompt)
 
     # ------------------------------------------------------------ choices
@@ -204,8 +207,8 @@ class WorkerPool(Roster):
 
     def _snapshot(self, request: PrefillRequest) -> PrefillSnapshot | None:
         """The prefill workers that may be chosen; None if there are none."""
-        avoid = request.avoid
-        avoided = [row for row, worker in self.by_row.items() if worker.address in avoid] if avoid else ()
+        listed = (self.listed.get(address) for address in request.avoid)
+        avoided = {worker.row for worker in listed if worker is not None and worker.attached}
         request.arrival = self._choices
         snapshot = self.loads.snapshot(request, time.monotonic(), avoided)
         self._choices += snapshot is not None
@@ -225,13 +228,13 @@ class WorkerPool(Roster):
 
         What is promised stays free, except for a request that it is `promised` to."""
         if self._promised_slots and not promised:
-            free = free_capacity(self.decodes)
+            free = self.decodes.free
             if (
                 free.slots <= self._promised_slots
                 or free.positions < self._promised_positions + request.tokens
             ):
                 return None
-        chosen = two_choices(self.decodes, tokens=request.tokens, rng=self._rng, avoid=request.avoid)
+        chosen = self.decodes.choose(request.tokens, self._rng, request.avoid)
         if chosen is None:
             return None
         return self.by_row[self.decode_caches.nearest(self.listed[chosen].row, request, self._rng)]

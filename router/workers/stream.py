@@ -132,8 +132,7 @@ class WorkerStream:
         async with connect(worker.address, self._config.secret, self._config.cluster_tls) as channel:
             stub = WorkerStub(channel)
             worker.described(await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT))
-            self._roster.check(worker)
-            worker.accepted = True
+            self._roster.accept(worker)
             worker.decode_load = _decode_load(worker)
             worker.report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
             messages, self._cache = SendQueue(self._unread), CacheSequence(self._ask_for_snapshot)
@@ -162,10 +161,10 @@ class WorkerStream:
         if worker.send_queue is not None:
             worker.send_queue.close()
         worker.send_queue = worker.stub = None
-        worker.accepted = False
         if worker.state is not WorkerState.REFUSED:
             worker.state = WorkerState.CONNECTING
         lost = worker.lose_all()
+        self._roster.release(worker)
         if was_attached:
             self._roster.availability_changed(worker)
         if failed:  # not earlier: an open breaker makes the router choose again, and this worker has gone

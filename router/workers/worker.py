@@ -1,6 +1,6 @@
 """What the router knows of one worker, its open attempts there, and the messages to it.
 
-    connecting ─ Describe, check, GetStatus, Attach ─▶ ready ⇄ draining ─ the stream ends ─▶ connecting
+    connecting ─ Describe, accept, GetStatus, Attach ─▶ ready ⇄ draining ─ the stream ends ─▶ connecting
         └─ the worker does not fit this router ─▶ refused ─ later ─▶ connecting
 
 `stream` opens the stream and receives. All open attempts are lost with the stream, and the worker cancels
@@ -104,7 +104,6 @@ class Worker:
 
     Attributes:
         description: of the attached incarnation, or of the last one.
-        accepted: the worker passed `Roster.check`. False again after the stream ends.
         reason, remedy: why the worker is not ready and what to do; empty if it is ready.
         status: the last report.
         prefix_links: those of the last report, by incarnation and tier of the other worker.
@@ -124,13 +123,12 @@ class Worker:
         address: str,
         loads: PrefillLoads,
         on_load: Callable[[], None],
-        on_breaker: Callable[[], None],
+        on_breaker: Callable[["Worker"], None],
     ) -> None:
         """`on_breaker`: called when the breaker opens, closes, or lets a probe through."""
         self.address = address
         self.state = WorkerState.CONNECTING
         self.reason = self.remedy = ""
-        self.accepted = False
         self.description = pb.WorkerDescription()
         self.status = pb.WorkerStatus()
         self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {}
@@ -231,7 +229,7 @@ class Worker:
                 attempt.name, attempt.id.hex(), kind, self, extra=of_request(attempt.name, attempt.id),
             )  # fmt: skip
         if self.breaker.attempt_sent(time.monotonic()):
-            self._on_breaker()
+            self._on_breaker(self)
         self.send(message)
         if attempt.work is not None:
             self._loads.sent(self.row, attempt.work, time.monotonic())
@@ -260,8 +258,7 @@ class Worker:
         attempt.span.end(failure)
         self.prefilled(attempt, computed=False)
         if attempt.tokens:
-            self.load.ended(attempt.tokens)
-            self.load.full = full
+            self.load.ended(attempt.tokens, full=full)
             self.on_load()
         self.on_end()
         return True
@@ -306,13 +303,13 @@ class Worker:
     def attempt_succeeded(self) -> None:
         if self.breaker.attempt_succeeded():
             log.info("%s works again", self)
-            self._on_breaker()
+            self._on_breaker(self)
 
     def attempt_failed(self) -> None:
         """Counts a failed attempt, or a lost stream, against the worker."""
         if self.breaker.attempt_failed(time.monotonic()):
             log.warning("%s failed repeatedly and gets no requests for a while", self)
-            self._on_breaker()
+            self._on_breaker(self)
 
 
 def cancelled_from_outside() -> bool:

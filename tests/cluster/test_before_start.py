@@ -64,6 +64,22 @@ def test_an_address_without_ray_is_told_within_seconds(
     assert f"--ray-address {address}: no Ray cluster answers there; start one with" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--engine", "vllm"], "--engine vllm: vLLM is not installed in this Python"),
+        (["--engine", "vllm", "--ttit-target", "50"], "vLLM is not installed"),
+        (["--vllm-args", "--enforce-eager"], "--vllm-args and --vllm-untested: need --engine vllm"),
+    ],
+)
+def test_vllm_and_its_options(flags: list[str], error: str, tmp_path: Path) -> None:
+    """vLLM is in no environment of Baton's tests."""
+    (tmp_path / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", *flags])
+    assert result.exit_code == 2
+    assert error in " ".join(result.stderr.split())
+
+
 EXPERTS = ("--prefill", "0", "--enable-expert-parallel", "--tensor-parallel-size")
 
 

@@ -39,6 +39,17 @@ def test_without_a_terminal_a_stage_is_one_line() -> None:
     ]
 
 
+def test_more_roles_than_the_terminal_has_lines_get_lines() -> None:
+    """Rows of 1,000 roles would be drawn again with each of their changes."""
+    display, out = shown(terminal=True)
+    with display:
+        for number in range(1000):
+            display.stage(f"decode {number}", "loading weights", 0.1)
+        display.stage("decode 3", "ready", 1.0)
+    assert out.getvalue().splitlines()[-1].endswith(": ready")
+    assert len(out.getvalue()) < 200_000
+
+
 def test_a_role_has_its_check_mark_only_when_it_is_ready() -> None:
     display, out = shown(terminal=True)
     with display:

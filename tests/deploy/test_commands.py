@@ -131,5 +131,5 @@ def test_ports_are_those_that_are_declared(overlays: dict[str, list[Object]]) ->
 
 
 def pods_of_roles(overlays: dict[str, list[Object]]) -> list[PodTemplate]:
-    names = ("plain", "rdma", "tensor-parallel", "cpu-demo")
+    names = ("plain", "rdma", "tensor-parallel", "vllm", "cpu-demo")
     return [pod for name in names for pod in pod_templates(overlays[name])]

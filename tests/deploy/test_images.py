@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from .conftest import K8S, ROOT
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
-IMAGES = {"cpu", "cuda"}
+IMAGES = {"cpu", "cuda", "vllm"}
 
 
 def test_hadolint_accepts_the_dockerfile() -> None:
@@ -34,11 +34,25 @@ def test_bases_and_targets() -> None:
     stages = {stage for _, stage in bases}
     assert stages >= IMAGES
     for base, _ in bases:
-        assert base in stages or re.fullmatch(r"[\w/.-]+:\d+\.\d+\.\d+-\S+", base), f"{base} has no version"
+        assert base in stages or re.fullmatch(r"[\w/.-]+:(\d+\.\d+\.\d+-\S+|v\${VLLM})", base), (
+            f"{base} has no version"
+        )
     assert re.findall(r"^USER (\S+)$", text, re.M)[-1] == "10001:10001"
     used = {image["newTag"].rpartition("-")[2] for file in K8S.rglob("kustomization.yaml")
             for image in yaml.safe_load(file.read_text()).get("images", [])}  # fmt: skip
     assert used == IMAGES
+
+
+def test_an_image_has_all_packages() -> None:
+    copied = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
+    packages = {path.name for path in (ROOT / "baton").iterdir() if path.is_symlink()}
+    assert {f"!{name}" for name in packages} <= set(copied)
+
+
+def test_the_image_of_vllm_has_a_tested_version() -> None:
+    [version] = re.findall(r"^ARG VLLM=(\S+)$", DOCKERFILE.read_text(), re.M)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert Requirement(extras["vllm"][0]).specifier.contains(version)
 
 
 def normalized(name: str) -> str:

@@ -34,8 +34,20 @@ def test_the_first_start_says_that_it_installs_and_shows_what(tmp_path: Path) ->
     steps = steps_of("make serve", tmp_path)
     assert steps[0].startswith('echo "Installing Baton'), "before the first download"
     installs = [step for step in steps if " pip install " in step]
-    assert len(installs) == 5, "that of torch has an index or none"
+    assert len(installs) == 4, "pip, our dependencies, torch, Baton"
     assert not [step for step in installs if "quiet" in step or "-q" in step.split()]
+
+
+def test_vllm_is_installed_once_and_anew_for_other_pins(tmp_path: Path) -> None:
+    def steps() -> list[str]:
+        return steps_of(f"make venv-vllm VENV_VLLM={tmp_path}", tmp_path)
+
+    first = steps()
+    assert first[1] == f"rm -rf {tmp_path}"
+    (tmp_path / ".stamp-0").touch()
+    assert steps() == first, "of other pins"
+    Path(first[-1].removeprefix("touch ")).touch()
+    assert steps() == ["make: Nothing to be done for 'venv-vllm'."]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ OPEN = {(source, ROUTER, port) for source in (MONITORING, API_SERVER) for port i
 ANYWHERE = {(ROUTER, target, port) for target in (CLIENT, MONITORING) for port in (443, 6443)}
 
 
-@pytest.mark.parametrize("name", ["plain", "rdma", "single-gpu", "tensor-parallel", "cpu-demo"])
+@pytest.mark.parametrize("name", ["plain", "rdma", "single-gpu", "tensor-parallel", "vllm", "cpu-demo"])
 def test_these_flows_and_no_others(overlays: dict[str, list[Object]], name: str) -> None:
     network = Network(
         overlays[name],

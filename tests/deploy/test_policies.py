@@ -24,7 +24,7 @@ def lasting(pod: PodTemplate) -> list[Object]:
 def test_images_have_a_version(overlay: list[Object]) -> None:
     for pod in pod_templates(overlay):
         for container in pod.containers:
-            assert re.fullmatch(r"baton:\d+\.\d+\.\d+-(cpu|cuda)", container["image"]), f"{pod}"
+            assert re.fullmatch(r"baton:\d+\.\d+\.\d+-(cpu|cuda|vllm)", container["image"]), f"{pod}"
 
 
 def test_resources_are_bounded(overlay: list[Object]) -> None:

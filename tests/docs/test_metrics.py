@@ -37,7 +37,7 @@ def documented(letter: str) -> set[str]:
 
 def test_router() -> None:
     metrics = RouterMetrics("model")
-    pool: Any = SimpleNamespace(connections=[], pools={pb.POOL_DECODE: "decode"})
+    pool: Any = SimpleNamespace(listed={}, pools={pb.POOL_DECODE: "decode"})
     metrics.follow(pool, Admission(1, lambda prompt: 0.0))
     assert names(metrics.registry.collect()) == documented("R")
 

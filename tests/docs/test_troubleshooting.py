@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "cluster", "content", "decode_worker", "engine", "kv_transfer", "machine", "prefill_worker", "router",
-    "rpc", "worker",
+    "rpc", "vllm_worker", "worker",
 )  # fmt: skip
 
 

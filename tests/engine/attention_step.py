@@ -2,7 +2,7 @@
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +10,24 @@ import torch
 from torch import Tensor
 
 from baton.engine.execution.inputs import attention_metadata, read_by_device
-from baton.engine.kernels import KV, HeadNorm, Kernels
+from baton.engine.kernels import KV, AttentionMetadata, HeadNorm, Kernels
 from baton.engine.kernels.attention.paged import first_seen
 from baton.engine.model_config import Span
 from baton.engine.step import Draws, Variant, arrange
 from tests.engine.kernel_checks import F32, close, normal
 
 LARGEST_TILE = 128  # keys that a kernel loads at once
+
+
+def placed(metadata: AttentionMetadata, put: Callable[[Tensor], Tensor]) -> AttentionMetadata:
+    """The metadata with its tensors where `put` copies them."""
+    return replace(
+        metadata,
+        slots=put(metadata.slots),
+        block_tables=put(metadata.block_tables),
+        contexts=put(metadata.contexts),
+        tiles=None if metadata.tiles is None else put(metadata.tiles),
+    )
 
 
 class Step:
@@ -89,14 +100,7 @@ class Step:
         def put(x: Tensor) -> Tensor:
             return (x.double() if exact and x.is_floating_point() else x).to(device, copy=True)
 
-        m = self.metadata
-        metadata = replace(
-            m,
-            slots=put(m.slots),
-            block_tables=put(m.block_tables),
-            contexts=put(m.contexts),
-            tiles=None if m.tiles is None else put(m.tiles),
-        )
+        metadata = placed(self.metadata, put)
         rotary = put(self.rotary)
         if norm is not None:
             norm = HeadNorm(put(norm.scale), norm.eps)

@@ -1,13 +1,11 @@
 """A random step for the kernels of latent attention, and what its definition makes of it."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from baton.engine.kernels import Kernels, LatentHeads
 from baton.engine.model_config import LatentConfig
-from tests.engine.attention_step import Step
+from tests.engine.attention_step import Step, placed
 from tests.engine.kernel_checks import F32, close, normal
 
 
@@ -46,13 +44,7 @@ class LatentStep:
         def put(x: Tensor) -> Tensor:
             return (x.double() if exact and x.is_floating_point() else x).to(device, copy=True)
 
-        m = self.metadata
-        metadata = replace(
-            m,
-            slots=put(m.slots),
-            block_tables=put(m.block_tables),
-            contexts=put(m.contexts),
-        )
+        metadata = placed(self.metadata, put)
         kv, q = put(self.kv), put(self.q)
         kernels.write_latent(q, put(self.latent), put(self.shared), put(self.rotary), kv, metadata.slots)
         plan = kernels.plan_latent(metadata, q.shape[1], self.shape, torch.float64 if exact else self.dtype)

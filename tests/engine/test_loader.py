@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from baton.engine import EngineConfig, Hooks, build_engine
 from baton.engine.kernels import parts
-from baton.engine.loader import check_model
+from baton.engine.loader import check_model, model_fingerprint
 from baton.engine.loader.hf import HFCheckpoint
 from tests.engine.checkpoints import (
     assert_refused,
@@ -47,6 +47,13 @@ def test_the_fingerprint_does_not_depend_on_the_file_format(
     flip_last_tensor(other / "model.safetensors")
     edit_json(other / "config.json", rms_norm_eps=1e-6)
     assert load(other).model_fingerprint != fingerprint
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe", "Phi3", "Gemma3", "GptOss"])
+def test_the_fingerprint_needs_no_loaded_model(tiny_of: TinyOf, kind: str) -> None:
+    """As for a worker of another engine."""
+    config, loaded = EngineConfig(str(tiny_of(kind))), load(tiny_of(kind))
+    assert model_fingerprint(config, loaded.model_config.max_model_len) == loaded.model_fingerprint
 
 
 def test_eos_ids_come_from_the_generation_config(tiny_path: Path, tmp_path: Path) -> None:

@@ -149,6 +149,21 @@ def test_a_session_lost_once_all_has_come_costs_nothing(fetching: Any, until: An
     assert fake.accept().expect(wire.ACK) == (transfer, [])
 
 
+def test_a_session_that_gave_way_to_another_peer_opens_again_for_a_fetch_alone(
+    fetching: Any, until: Any
+) -> None:
+    """The peer had the ACK. To repeat it would take the place of yet another peer."""
+    decode, fake, lane, transfer, _ = fetching()
+    serve(lane, transfer)
+    assert isinstance(ended(decode, until), kv.Injected)
+    assert lane.expect(wire.ACK) == (transfer, [])
+    lane.say(wire.HELLO, ["refused", "crowded", "too many peers fetch from here"])
+    assert lane.read()[0] == 0
+    until(lambda: decode.stats().sessions == 0, "the session to end")
+    assert not wait([fake.listener.fileno()], 0.7), "two looks of decode at what it has to send"
+    assert not decode.stats().refused
+
+
 def test_a_commit_whose_frames_never_come(fetching: Any, until: Any) -> None:
     """Nor any other: the frames are lost, and their credits with them. Only a new session has any."""
     decode, fake, lane, transfer, _ = fetching(progress=0.5)

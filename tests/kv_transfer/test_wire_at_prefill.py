@@ -84,6 +84,37 @@ def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
     wire.connect(prefill.port)
 
 
+def test_more_decode_workers_than_sessions_are_served_in_turn(make_prefill: Any, until: Any) -> None:
+    """The session that was not used for longest ends, and its peer learns that no ACK is lost. Those with a
+    transfer stay. If all have one, the next peer is refused for now."""
+    prefill = make_prefill(max_sessions=3)
+    lanes: list[wire.Lane] = []
+
+    def fetch(incarnation: int) -> tuple[wire.Lane, bytes]:
+        lane, transfer = wire.connect(prefill.port, incarnation=incarnation), os.urandom(16)
+        lane.say(wire.FETCH, [prefill.hold(10), 0, [], 0, 2], transfer)
+        lane.expect(wire.COMMIT)
+        return lane, transfer
+
+    busy, kept = fetch(100)
+    for worker in range(8):
+        lane, transfer = fetch(worker)
+        lanes.append(lane)
+        lane.say(wire.ACK, [], transfer)
+        until(lambda n=worker + 1: prefill.poll() or len(prefill.released) == n, "the ACK")
+    for lane in lanes[:-2]:
+        assert lane.expect(wire.HELLO)[1][:2] == ["refused", "crowded"]
+        assert lane.read()[0] == 0
+    assert prefill.stats().sessions == 3
+    others = [fetch(200), fetch(201)]
+    late = wire.connect(prefill.port, incarnation=300)
+    assert late.expect(wire.HELLO)[1][:2] == ["refused", "busy"]
+    for number, (lane, transfer) in enumerate([(busy, kept), *others], 9):
+        lane.say(wire.ACK, [], transfer)
+        until(lambda n=number: prefill.poll() or len(prefill.released) == n, "the ACK")
+    fetch(300)
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "reason"),
     [

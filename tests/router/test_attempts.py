@@ -30,7 +30,7 @@ class RecordedSpan:
 def worker_with(span: RecordedSpan, tokens: int, work: PrefillWork) -> Worker:
     """A worker with 10 blocks of 16 positions, and one attempt "a" of so many positions."""
     loads = PrefillLoads()
-    worker = Worker("w", loads, lambda: None, lambda: None)
+    worker = Worker("w", loads, lambda: None, lambda _: None)
     worker.row = loads.join("w", block_size=16, now=time.monotonic())
     worker.decode_load = DecodeLoad("w", 16, 10, 4, blocks_free=10)
     worker.state = WorkerState.READY

@@ -17,7 +17,7 @@ from baton.router.workers.pool import PrefillTarget, WorkerPool
 from baton.router.workers.worker import Attempt, Worker
 from baton.rpc import worker_pb2 as pb
 
-WORKER = Worker("w", PrefillLoads(), lambda: None, lambda: None)
+WORKER = Worker("w", PrefillLoads(), lambda: None, lambda _: None)
 TARGET = PrefillTarget(WORKER, PrefillWork(1), PrefillOffer(0.0), 0.0, queues=False)
 
 

@@ -273,8 +273,10 @@ async def test_errors_have_openais_shape(cluster: Cluster):
     async with cluster.http.get(cluster.url + "/v1/completions") as response:
         assert response.status == 405
         assert response.headers["Allow"] == "POST"
-    status, result = await cluster.post("/v1/responses/input_tokens", input="x")
-    assert (status, result["error"]["message"]) == (404, "there is no POST /v1/responses/input_tokens")
+    status, result = await cluster.post("/v1/images", input="x")
+    assert (status, result["error"]["message"]) == (404, "there is no POST /v1/images")
+    _, result = await cluster.post("/v1/embeddings", input="x")
+    assert "send it to a vLLM server" in result["error"]["message"]
     assert not cluster.prefills[0].submitted
 
 

@@ -108,6 +108,21 @@ async def test_thinking_may_be_omitted_or_off(thinking: Cluster):
         assert ("<think>\n\n</think>" in thinking.prompt) == ("adaptive" not in str(more))
 
 
+async def test_a_document_of_plain_text_is_in_the_prompt(cluster: Cluster):
+    source = {"type": "text", "media_type": "text/plain", "data": "The body."}
+    block = {"type": "document", "source": source, "title": "A title", "context": "A context"}
+    question = {"type": "text", "text": "So?"}
+    body: dict[str, Any] = {"max_tokens": 2, "messages": [{"role": "user", "content": [block, question]}]}
+    status, result = await cluster.post(PATH, **body)
+    assert status == 200, result
+    assert "A title\nA context\nThe body.\nSo?" in cluster.prompt
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": ""}
+    for wrong, field in (({"source": pdf}, "source"), ({"citations": {"enabled": True}}, "citations")):
+        body["messages"] = [{"role": "user", "content": [block | wrong]}]
+        status, result = await cluster.post(PATH, **body)
+        assert (status, field in result["error"]["message"]) == (400, True), result
+
+
 async def test_why_a_message_stops(cluster: Cluster):
     for more, reason, sequence, text in (
         ({}, "end_turn", None, TEXT),

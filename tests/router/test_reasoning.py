@@ -1,6 +1,7 @@
 """Reasoning beside content: the parsers, responses and streams, and what workers get to enforce."""
 
 import itertools
+import re
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -8,18 +9,24 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
 from baton.router.api import responses
+from baton.router.api.messages import Tool
+from baton.router.api.structured import Structure
 from baton.router.endpoints.builders.base import OutputParser
 from baton.router.endpoints.builders.completions import ChatBuilder
+from baton.router.errors import Unsupported
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.router.tools.formats import FORMATS
+from baton.router.tools.harmony import SPECIALS, after_analysis, in_final
 from baton.router.tools.parser import Part
 from baton.router.tools.reasoning import (
+    REASONING,
     Beginning,
     ReasoningParser,
-    beginning_after,
-    continues_reasoning,
     reasoning_of,
+    reasoning_parser,
 )
 from baton.rpc import worker_pb2 as pb
 
@@ -28,6 +35,7 @@ from .test_tools import TOOLS
 
 CHAT = [{"role": "user", "content": "What does <think> mean?"}]
 SCHEMA = {"type": "object"}
+QWEN, R1 = REASONING["qwen3"], REASONING["deepseek_r1"]
 
 CASES: list[tuple[Beginning, str, str, str]] = [
     ("either", f"<think>{THOUGHT}</think>{ANSWER}", THOUGHT, ANSWER),
@@ -57,6 +65,72 @@ def test_every_split_of_a_text_gives_the_same_result(
         parser = ReasoningParser(beginning)
         got = [*(parser.push(piece) for piece in pieces), parser.finish()]
         assert ("".join(p for p, _ in got), "".join(p for _, p in got)) == (reasoning, content)
+
+
+KIMI = "<|tool_calls_section_begin|>"
+HARMONY = (
+    "<|channel|>analysis<|message|>Let me <see>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look. <|end|>"  # noqa: E501
+    "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
+    "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{<|end|><|start|>assistant<|channel|>final"  # noqa: E501
+    "<|message|>Done"
+)
+CALLS_OF_F = "<|channel|>commentary to=functions.{}<|message|>{}<|call|>"
+
+
+@pytest.mark.parametrize(
+    ("way", "text", "reasoning", "content"),
+    [
+        ("kimi_k2", f"<think>a{KIMI}b", "a", f"{KIMI}b"),
+        ("kimi_k2", f"<think>a</think>b{KIMI}", "a", f"b{KIMI}"),
+        ("mistral", "[THINK]a</think>[/THINK]b", "a</think>", "b"),
+        ("mistral", "[THIN", "", "[THIN"),
+        (
+            "openai_gptoss",
+            HARMONY,
+            "Let me <see>.",
+            f"I look. {CALLS_OF_F.format('now', '{}')}{CALLS_OF_F.format('f', '{')}Done",
+        ),
+        ("openai_gptoss", "no header <|end|>", "", "no header "),
+        ("openai_gptoss", "<|channel|>analysis<|message|>cut <|e", "cut <|e", ""),
+        ("openai_gptoss", "<|channel|>ana", "", "<|channel|>ana"),
+        ("openai_gptoss", f"<|start|>{'x' * 300}<|message|>", "", f"<|start|>{'x' * 300}"),
+    ],
+)
+def test_other_ways_to_reason(way: str, text: str, reasoning: str, content: str):
+    for pieces in ([text], list(text), *([text[:i], text[i:]] for i in range(len(text)))):
+        parser = reasoning_parser(REASONING[way].beginning, REASONING[way])
+        got = [*(parser.push(piece) for piece in pieces), parser.finish()]
+        assert ("".join(p for p, _ in got), "".join(p for _, p in got)) == (reasoning, content)
+
+
+def test_an_answer_of_harmony_may_follow_an_analysis():
+    # These bytes stand for special tokens, since no text has them.
+    tokens = {special: 0xF8 + i for i, special in enumerate(SPECIALS)}
+
+    def spell(special: str) -> str:
+        return f"<[{tokens[special]}]>"
+
+    def takes(grammar: str, text: str) -> bool:
+        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar), log_level=0)
+        pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text)
+        ids = [i for piece in pieces for i in ([tokens[piece]] if piece in tokens else piece.encode())]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    structure = Structure("json_schema", '{"type": "integer"}', "response_format")
+    grammar = in_final(structure, spell).text
+    analysis = "<|channel|>analysis<|message|>I a < b.<|end|><|start|>assistant"
+    for text in (f"{analysis}<|channel|>final<|message|>7", "<|channel|>final<|message|>7"):
+        assert takes(grammar, text)
+    assert not takes(grammar, f"{analysis}<|channel|>final<|message|>x")
+    calls = after_analysis(
+        FORMATS["openai"].grammar([Tool.model_validate(TOOLS[1])], many=True, spell=spell), spell
+    )
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    assert takes(calls, f"{analysis}{call}")
+    assert takes(calls, call)
+    assert not takes(calls, "<|channel|>final<|message|>")
+    with pytest.raises(Unsupported, match="use json or regex"):
+        in_final(Structure("grammar", 'start: "a"', "structured_outputs.grammar"), spell)
 
 
 @settings(max_examples=200)
@@ -101,20 +175,28 @@ def test_long_output_takes_time_in_proportion_to_its_length(filler: str):
 
 
 def test_the_end_of_the_prompt_says_what_the_output_begins_with():
-    assert beginning_after("<|im_start|>assistant\n<think>\n", "qwen3") == "reasoning"
-    assert beginning_after("<think>\n\n</think>\n\n", "qwen3") == "answer"
-    assert beginning_after("</think>", "deepseek_r1") == "answer"
-    assert beginning_after("<think><|im_end|>\n<|im_start|>assistant\n", "qwen3") == "either"
-    assert beginning_after("</think>x<｜Assistant｜>", "deepseek_r1") == "reasoning"
-    assert continues_reasoning("<think>so far")
-    assert not continues_reasoning("<think>all</think> so")
-    assert not continues_reasoning("text")
+    assert QWEN.beginning_after("<|im_start|>assistant\n<think>\n") == "reasoning"
+    assert QWEN.beginning_after("<think>\n\n</think>\n\n") == "answer"
+    assert R1.beginning_after("</think>") == "answer"
+    assert QWEN.beginning_after("<think><|im_end|>\n<|im_start|>assistant\n") == "either"
+    assert R1.beginning_after("</think>x<｜Assistant｜>") == "reasoning"
+    assert QWEN.continues_reasoning("<think>so far")
+    assert not QWEN.continues_reasoning("<think>all</think> so")
+    assert not QWEN.continues_reasoning("text")
 
 
 def test_the_parser_follows_from_the_chat_template():
     assert reasoning_of(THINKING_TEMPLATE) == "qwen3"
     assert reasoning_of("{{ c.split('</think>')[-1] }}<｜Assistant｜>") == "deepseek_r1"
     assert reasoning_of("{{ messages }}") is None
+    for way, marks in {
+        "openai_gptoss": "<|start|>assistant<|channel|>analysis<|message|>",
+        "mistral": "[THINK]{{ block.thinking }}[/THINK]",
+        "deepseek_v3": "{% if not thinking is defined %}<｜Assistant｜><think></think>",
+        "kimi_k2": "<|im_middle|>{{ '<think></think>' }}",
+        "glm45": "<think></think><arg_key>",
+    }.items():
+        assert reasoning_of(marks) == way
 
 
 async def test_reasoning_of_responses_and_streams(thinking: Cluster):

@@ -40,7 +40,7 @@ async def test_a_worker_that_fails_repeatedly_gets_no_requests_and_then_a_probe(
         """Ends the time without requests. Returns how many of six requests the worker then gets."""
         before = len(decodes(bad))
         connection.breaker._open_until = 0.0
-        pair.pool.apply_breakers()
+        pair.pool.breaker_changed(connection)
         for _ in range(6):
             await answered_whole(pair)
         return len(decodes(bad)) - before

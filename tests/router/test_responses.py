@@ -159,7 +159,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"reasoning": {"budget": 3}}, "reasoning.budget"),
     ({"background": True, "store": False}, "background"),
-    ({"background": True, "stream": True}, "background"),
     ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input"),
     ({"tools": [WEATHER]}, "tools"),
 ]
@@ -214,6 +213,60 @@ async def test_a_response_in_the_background(cluster: Cluster):
         assert (await api.responses.retrieve(slow.id)).status == "cancelled"
         with pytest.raises(openai.BadRequestError, match="temperature"):
             await api.responses.create(input="Hi", background=True, temperature=-1)
+
+
+def numbered(events: list[dict[str, Any]]) -> list[int]:
+    return [event["sequence_number"] for event in events]
+
+
+async def test_a_response_in_the_background_is_streamed(cluster: Cluster):
+    made = await cluster.typed_events(PATH, input="Hi", background=True)
+    whole, id = made[-1]["response"], made[0]["response"]["id"]
+    assert made[-1]["type"] == "response.completed"
+    assert numbered(made) == list(range(len(made)))
+    async with client(cluster) as api:
+        for after in (None, 0, 5, len(made) - 1):
+            more: Any = {} if after is None else {"starting_after": after}
+            stream = await api.responses.retrieve(id, stream=True, **more)
+            again = [event.to_dict() async for event in stream]
+            assert numbered(again) == list(range(0 if after is None else after + 1, len(made)))
+        assert (await api.responses.retrieve(id)).to_dict() == whole
+
+        other = await api.responses.create(input="Hi")
+        for worker in cluster.workers:
+            worker.step_seconds = 3600.0
+        stream = await api.responses.create(input="Hi", background=True, stream=True)
+        first: Any = await anext(aiter(stream))
+        follow = asyncio.create_task(cluster.http.get(f"{cluster.url}{PATH}/{first.response.id}?stream=true"))
+        await stream.close()  # the response goes on without its first client
+        followed = await follow
+        assert (await api.responses.cancel(first.response.id)).status == "cancelled"
+        assert b"response.created" in await followed.read(), "and its stream ends"
+    refused = await cluster.get(f"{PATH}/{other.id}?stream=true", expected=400)
+    assert refused["error"]["param"] == "stream"
+    refused = await cluster.get(f"{PATH}/{id}?stream=true&starting_after=x", expected=400)
+    assert refused["error"]["param"] == "starting_after"
+
+
+async def test_the_items_before_a_response_are_listed(cluster: Cluster):
+    async with client(cluster) as api:
+        first = await api.responses.create(input="One")
+        second = await api.responses.create(
+            input=[{"role": "user", "content": "Two"}], previous_response_id=first.id
+        )
+        items: Any = [
+            item async for item in await api.responses.input_items.list(second.id, order="asc", limit=2)
+        ]
+        texts = [item.content[0].text for item in items]
+        assert texts == ["One", TEXT, "Two"], "pages of two"
+        newest: Any = await api.responses.input_items.list(second.id, limit=1)
+        assert (newest.data[0].content[0].text, newest.has_more) == ("Two", True)
+        counted = await api.responses.input_tokens.count(input="Two", previous_response_id=first.id)
+        assert second.usage is not None
+        assert counted.input_tokens == second.usage.input_tokens
+    for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order")):
+        refused = await cluster.get(f"{PATH}/{second.id}/input_items?{query}", expected=400)
+        assert refused["error"]["param"] == param
 
 
 async def test_a_client_that_leaves_before_its_background_response_begins(

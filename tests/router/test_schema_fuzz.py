@@ -28,7 +28,7 @@ DOCUMENTED = "|".join([
     r"valid integer, not -?[\d.e+]+$|prompt: must be a string, a list of token ids",
     # What several fields may be together.
     r"needs|excludes|has a name$|has a schema$|can only be used when|unless echo or prompt_logprobs is set",
-    r"messages of role tool, and no others|only messages of role assistant|structured_outputs: must have one",
+    r"structured_outputs: must have one",
     r"no text can follow them|must not be empty$",  # a text may have no token
     r"at least 1 item, not \[\]$",  # instructions or earlier messages count as well
     r"tools has .* twice|must have each token once|tool_choice names",

@@ -1,4 +1,4 @@
-"""`GET /status` asks the workers, and succeeds if they fail meanwhile."""
+"""`GET /status` asks the workers unless they are many, and succeeds if they fail meanwhile."""
 
 import asyncio
 from pathlib import Path
@@ -37,6 +37,23 @@ async def test_a_worker_that_leaves_during_the_call_is_shown_with_its_last_repor
             assert response.status == 200
             workers = (await response.json())["workers"]
     assert [worker["status"]["blocks_free"] for worker in workers] == [512, 512]
+
+
+async def test_many_workers_are_not_asked(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_cluster(tokenizer, tmp_path, decode=2) as cluster:
+        await cluster.rooms(dict.fromkeys(cluster.workers, 300))
+        for worker in cluster.workers:
+            worker.status.blocks_free = 200  # not reported yet
+        monkeypatch.setattr("baton.router.status.ASKED", 2)
+        reported = (await cluster.get("/status"))["workers"]
+        monkeypatch.setattr("baton.router.status.ASKED", 3)
+        asked = (await cluster.get("/status"))["workers"]
+    assert [(w["role"], w["status"]["blocks_free"]) for w in reported] == [
+        ("prefill", 300), ("decode", 300), ("decode", 300),
+    ]  # fmt: skip
+    assert [worker["status"]["blocks_free"] for worker in asked] == [200, 200, 200]
 
 
 async def test_the_links_that_a_worker_has_measured_are_shown(

@@ -4,7 +4,9 @@ import itertools
 import json
 import random
 import time
+from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -15,9 +17,31 @@ from baton.router.api.messages import Tool
 from baton.router.tools.formats import FORMATS, format_of
 from baton.router.tools.parser import Part
 
+NOTHING: dict[str, Any] = {"type": "object", "maxProperties": 0}
 WEATHER = {"city": 'Paris "} </tool_call> [TOOL_CALLS] é\\', "days": [1, {"x": "]"}], "deep": {"a": {}}}
 W = json.dumps(WEATHER, ensure_ascii=False)
 CALL = f'{{"name": "get_weather", "arguments": {W}}}'
+
+
+def tool(name: str, parameters: dict | None) -> Tool:
+    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+
+
+TOOLS = [
+    tool("get_weather", {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}},
+                         "required": ["city"], "additionalProperties": False,
+                         "$defs": {"city": {"enum": ["Paris", "Rome"]}}}),
+    tool("now", None),
+    tool("edit", {"properties": {
+        "path": {"type": "string", "pattern": "^/[a-z/]{1,5}$"}, "text": {"type": "string", "maxLength": 9},
+        "line": {"type": "integer", "minimum": 0, "maximum": 99}, "share": {"enum": [1, 2.5]}, "force": {"type": ["boolean", "null"]},  # noqa: E501
+        "lines": {"type": "array", "items": {"type": "integer"}}, "any": {"type": ["array", "boolean"], "items": {"type": "integer"}},  # noqa: E501
+        "note": {"type": ["string", "null"], "maxLength": 4},
+    }, "required": ["path", "line"]}),
+]  # fmt: skip
+
+
+PARAMETERS = {each.function.name: each.function.parameters or NOTHING for each in TOOLS}
 
 
 def read(parts: list[Part]) -> tuple[str, list[tuple[str, str]]]:
@@ -37,7 +61,7 @@ def read(parts: list[Part]) -> tuple[str, list[tuple[str, str]]]:
 
 
 def parse(name: str, chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    parser = FORMATS[name]()
+    parser = FORMATS[name](TOOLS)
     found = read([part for chunk in chunks for part in parser.push(chunk)] + parser.finish())
     assert parser.num_calls == len(found[1])
     return found
@@ -86,6 +110,57 @@ CASES = [
     ("mistral", "[TOOL_CALLS]I think [TOOL_CALLS]now{}", "[TOOL_CALLS]I think ", [OTHER]),
     ("mistral", f"[TOOL_CALLS][{CALL}, and so on", ", and so on", [ONE]),
     ("mistral", '[TOOL_CALLS][{"name": 1}]', '[TOOL_CALLS][{"name": 1}]', []),
+    ("qwen3_coder", "Sure!\n\n<tool_call>\n<function=edit>\n<parameter=path>\n/a\n</parameter>\n<parameter=line>\n"  # noqa: E501
+     "2\n</parameter>\n</function>\n</tool_call>", "Sure!", [("edit", '{"path": "/a", "line": 2}')]),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n"  # noqa: E501
+     "</tool_call>", "", [OTHER, OTHER]),
+    ("qwen3_coder", '<tool_call><function=edit><parameter=text>\n  "<p> </par> é\\\n\n</parameter>\n<parameter=any>'  # noqa: E501
+     "[1,\n 2]</parameter></function></tool_call>", "",
+     [("edit", '{"text": "  \\"<p> </par> é\\\\\\n", "any": [1,\n 2]}')]),
+    ("qwen3_coder", "<tool_call><function=edit><parameter=line>two</parameter><parameter=share>1</parameter>"
+     "<parameter=force>True</parameter><parameter=lines>[1, 'x']</parameter><parameter=note>null</parameter>"
+     "<parameter=other>7</parameter></function></tool_call>", "",
+     [("edit", '{"line": "two", "share": 1, "force": true, "lines": [1, "x"], "note": null, "other": 7}')]),
+    ("qwen3_coder", "<tool_call><function=edit><parameter=force>None</parameter><parameter=note>5</parameter>"
+     "<parameter=line>NaN</parameter></function>", "", [("edit", '{"force": null, "note": "5", "line": "NaN"}')]),  # noqa: E501
+    ("qwen3_coder", "<tool_call><function=edit><parameter=text>cut o", "", [("edit", '{"text": "cut o')]),
+    ("qwen3_coder", "<tool_call><function=edit><parameter=line>1", "", [("edit", '{"line": 1')]),
+    ("qwen3_coder", "<tool_call><function=edit><parameter=li", "", [("edit", '{"li')]),
+    ("qwen3_coder", "<tool_call><function=unknown><parameter=x>{</parameter> and so on", "and so on",
+     [("unknown", '{"x": "{"}')]),
+    ("qwen3_coder", "<tool_call><tool_call><function=now></function></tool_call>", "<tool_call>", [OTHER]),
+    ("qwen3_coder", "<tool_call><function=a b></function>", "<tool_call><function=a b></function>", []),
+    ("glm45", "I will look.<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Dallas</arg_value>\n"
+     "</tool_call>\n<tool_call>now\n</tool_call>", "I will look.", [("get_weather", '{"city": "Dallas"}'), OTHER]),  # noqa: E501
+    ("glm45", "<tool_call>edit<arg_key>text</arg_key><arg_value>\n a </arg_value><arg_key>line</arg_key>"
+     "<arg_value> 3 </arg_value></tool_call> K", " K", [("edit", '{"text": "\\n a ", "line": 3}')]),
+    ("glm45", "<tool_call>a thing that is no call", "<tool_call>a thing that is no call", []),
+    ("deepseek_v3", "Look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n" + W  # noqa: E501
+     + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"  # noqa: E501
+     "<｜tool▁calls▁end｜>", "Look.", [ONE, OTHER]),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁calls▁end｜>",
+     "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁calls▁end｜>", []),
+    ("deepseek_v31", f"A<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{W}<｜tool▁call▁end｜>"  # noqa: E501
+     "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "A", [ONE, OTHER]),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>no JSON", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>no JSON", []),  # noqa: E501
+    ("kimi_k2", "I'll check. <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0 "
+     f"<|tool_call_argument_begin|>{W} <|tool_call_end|><|tool_call_begin|>now:1<|tool_call_argument_begin|>{{}}"  # noqa: E501
+     "<|tool_call_end|><|tool_calls_section_end|>", "I'll check.", [ONE, OTHER]),
+    ("kimi_k2", "<|tool_call_begin|>functions.now.0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+     "<|tool_call_begin|>functions.now.0<|tool_call_argument_begin|>{}<|tool_call_end|>", []),
+    ("openai", f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{W}<|call|>", "", [ONE]),  # noqa: E501
+    ("openai", "Hi<|channel|>commentary to=functions.now<|message|>{}", "Hi", [OTHER]),
+    ("pythonic", "[get_weather(city='San Francisco', metric=\"c\"), now()]", "",
+     [("get_weather", '{"city": "San Francisco", "metric": "c"}'), OTHER]),
+    ("pythonic", " [edit(age=-37, a={'b': [1.5, None]}, c=true, d='it\\'s \\u00e9 ]), ')] Done", " Done",
+     [("edit", '{"age": -37, "a": {"b": [1.5, null]}, "c": true, "d": "it\'s \\u00e9 ]), "}')]),
+    ("pythonic", "Hello [now()]", "Hello [now()]", []),
+    ("pythonic", "now()", "now()", []),
+    ("pythonic", "[now(a=b'x')]", "[now(a=b'x')]", []),
+    ("pythonic", "[now(1)]", "[now(1)]", []),
+    ("pythonic", "[now(a=open('x'))]", "[now(a=open('x'))]", []),
+    ("pythonic", "[now(a=1e999)]", "[now(a=1e999)]", []),
+    ("pythonic", "[now(a='", "[now(a='", []),
 ]  # fmt: skip
 
 
@@ -105,6 +180,25 @@ def test_every_split_of_a_text_gives_the_same_result(
 
 CALL_OF_F = '{"name": "f", "arguments": {}}'
 PARTS = [
+    "<tool_call>f<arg_key>a</arg_key><arg_value>",
+    "<tool_call><function=edit><parameter=text>",
+    "<parameter=line>",
+    "</parameter>",
+    "</function>",
+    "<arg_key>line</arg_key><arg_value>",
+    "</arg_value>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{",
+    "<｜tool▁call▁end｜>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{",
+    "<|tool_call_end|>",
+    "<|channel|>commentary to=functions.f<|message|>{",
+    "<|call|>",
+    "[f(a=",
+    ")",
+    "'",
     CALL_OF_F,
     "<tool_call>" + CALL_OF_F,
     "[TOOL_CALLS]f[ARGS]{}",
@@ -178,11 +272,20 @@ def test_hostile_output_gives_no_error_and_loses_and_doubles_no_text(
         ("mistral", '[TOOL_CALLS][{"'),
         ("mistral", f"[TOOL_CALLS][{CALL_OF_F}"),
         ("mistral", "[TOOL_CALLS]f[ARGS]{"),
+        ("qwen3_coder", "<tool_call>"),
+        ("qwen3_coder", "<tool_call><function=edit><parameter=text>"),
+        ("qwen3_coder", "<tool_call><function=edit><parameter=any>"),
+        ("qwen3_coder", "<tool_call><function=edit><parameter=any>1</parameter>"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>"),
+        ("pythonic", "["),
+        ("pythonic", "[f(a='"),
     ],
 )
 def test_long_output_takes_time_in_proportion_to_its_length(name: str, text: str):
     def seconds(length: int, filler: str) -> float:
-        parser = FORMATS[name]()
+        parser = FORMATS[name](TOOLS)
         began = time.process_time()
         parser.push(text + filler * length)
         parser.finish()
@@ -190,18 +293,6 @@ def test_long_output_takes_time_in_proportion_to_its_length(name: str, text: str
 
     for filler in " x":
         assert seconds(100_000, filler) < 25 * min(seconds(10_000, filler) for _ in range(3)), filler
-
-
-def tool(name: str, parameters: dict | None) -> Tool:
-    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
-
-
-TOOLS = [
-    tool("get_weather", {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}},
-                         "required": ["city"], "additionalProperties": False,
-                         "$defs": {"city": {"enum": ["Paris", "Rome"]}}}),
-    tool("now", None),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -216,9 +307,12 @@ def test_a_parser_reads_every_output_of_its_grammar(name: str, many: bool):
         matcher = LLMatcher(alphabet, LLMatcher.grammar_from_lark(grammar))
         assert not matcher.is_error(), matcher.get_error()
         said = bytearray()
-        while not (matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.3)):
+        while len(said) < 5_000 and not (
+            matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.5)
+        ):
             mask = matcher.compute_bitmask()
-            allowed = [byte for byte in range(0x09, 0x7F) if mask[byte // 8] >> byte % 8 & 1]
+            known = [byte for byte in range(0x09, 0xFF) if mask[byte // 8] >> byte % 8 & 1]
+            allowed = [b for b in known if b < 0x7F and rng.random() < 0.8] or known
             printable = [byte for byte in allowed if byte > 0x20] or allowed
             said.append(rng.choice(printable))
             assert matcher.consume_token(said[-1])
@@ -226,10 +320,10 @@ def test_a_parser_reads_every_output_of_its_grammar(name: str, many: bool):
         assert content == ""
         for called, arguments in calls:
             given = json.loads(arguments)
-            assert given == {} if called == "now" else given["city"] in ("Paris", "Rome")
+            assert jsonschema.Draft202012Validator(PARAMETERS[called]).is_valid(given), (said, given)
         numbers.add(len(calls))
     assert min(numbers) == 1
-    assert (max(numbers) > 1) == many
+    assert (max(numbers) > 1) == (many and name != "openai"), "a call of gpt-oss ends its output"
 
 
 def test_the_format_is_found_in_the_chat_template():
@@ -237,3 +331,13 @@ def test_the_format_is_found_in_the_chat_template():
     assert format_of('{"name": function name, "parameters": dictionary') is FORMATS["llama3_json"]
     assert format_of("{{- '[TOOL_CALLS][' }}") is FORMATS["mistral"]
     assert format_of("{{ messages }}{{ tools }}") is None
+    for name, marks in {
+        "qwen3_coder": "<tool_call>\n<function=' + tool_call.name + '>",
+        "glm45": "<tool_call>{{ tc.name }}<arg_key>{{ k }}</arg_key>",
+        "deepseek_v3": "'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + '\\n' + '```json'",
+        "deepseek_v31": "'<｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'",
+        "kimi_k2": "<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>",
+        "openai": "{{- '<|constrain|>json<|message|>' }}{{- '<|call|>' }}",
+        "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",  # noqa: E501
+    }.items():
+        assert format_of(marks) is FORMATS[name], name

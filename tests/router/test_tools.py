@@ -41,10 +41,16 @@ CALLS = f'Let me see.\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\
 
 
 @pytest.fixture(scope="module")
-def tool_tokenizer(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+def tool_model(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the tokenizer is loaded from."""
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
-    return load_tokenizer(str(directory), chat_template=str(template))
+    return {"model": str(directory), "chat_template": str(template)}
+
+
+@pytest.fixture(scope="module")
+def tool_tokenizer(tool_model: dict[str, str]) -> ModelTokenizer:
+    return load_tokenizer(**tool_model)
 
 
 @pytest.fixture
@@ -111,6 +117,52 @@ async def test_tool_calls_of_a_response_and_of_a_stream(calling: Cluster):
     assert sum(map(len, pieces)) > 5, "arguments arrive in pieces"
 
 
+WRITTEN = {
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",  # noqa: E501
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
+    "deepseek_v31": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>'  # noqa: E501
+        "<｜tool▁calls▁end｜>"
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>'
+    ),
+    "pythonic": '[get_weather(city="Paris")]',
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+async def test_calls_of_each_format_are_read_and_forced(
+    tool_model: dict[str, str], tmp_path: Path, name: str
+):
+    tokenizer = load_tokenizer(**tool_model, tool_call_parser=name)
+    async with make_cluster(tokenizer, tmp_path, text=WRITTEN[name]) as made:
+        for choice in ("auto", "required"):
+            body = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice}
+            status, result = await made.post("/v1/chat/completions", **body)
+            assert status == 200, result
+            message, _ = joined(await made.events("/v1/chat/completions", **body))
+            for said in (result["choices"][0]["message"], message):
+                [call] = said["tool_calls"]
+                assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+                assert not said["content"]
+                assert (call["id"] == "functions.get_weather:0") == (name == "kimi_k2"), (
+                    "the template repeats it"
+                )
+        grammar = LLMatcher.grammar_from_lark(made.sent.sampling.structured_output.grammar)
+        assert accepts(grammar, WRITTEN[name])
+        assert not accepts(grammar, WRITTEN[name].replace("Paris", "Oslo"))
+        if name not in ("deepseek_v31", "kimi_k2"):
+            function = {"name": "f", "parameters": {"anyOf": [{"required": ["a"]}]}}
+            tools = [{"type": "function", "function": function}]
+            status, refused = await made.post(
+                "/v1/chat/completions", messages=CHAT, tools=tools, tool_choice="required"
+            )
+            assert (status, refused["error"]["param"]) == (400, "tools")
+            assert "anyOf at the top" in refused["error"]["message"]
+
+
 async def test_the_finish_reason_says_whether_the_model_chose_to_call(calling: Cluster):
     """It is that of OpenAI's API: a client that names the tool gets "stop"."""
     named = {"type": "function", "function": {"name": "get_weather"}}
@@ -148,6 +200,41 @@ async def test_the_sum_of_a_stream_is_the_whole_response(calling: Cluster, count
             if body["logprobs"]:
                 entries = [entry for e in mine for entry in e["choices"][0]["logprobs"]["content"]]
                 assert entries == choice["logprobs"]["content"]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_tool_choice_may_name_the_tools_that_are_allowed(calling: Cluster):
+    body = {"messages": CHAT, "tools": TOOLS, "max_tokens": 2}
+    for mode in ("auto", "required"):
+        status, result = await calling.post("/v1/chat/completions", **body, tool_choice=allowed(mode, "now"))
+        assert status == 200, result
+        prompt = calling.tokenizer.decode(list(calling.sent.prompt_ids), skip_special_tokens=False)
+        assert json.dumps([TOOLS[1]]) in prompt
+        assert "get_weather" not in prompt
+        grammar = calling.sent.sampling.structured_output.grammar
+        assert ("now" in grammar) == (mode == "required")
+        assert "get_weather" not in grammar
+    status, result = await calling.post(
+        "/v1/responses", input="Hi", max_output_tokens=2,
+        tools=[{"type": "function", "name": "now"}, {"type": "function", "name": "later"}],
+        tool_choice={
+            "type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}],
+        },
+    )  # fmt: skip
+    assert (status, result["tool_choice"]["mode"]) == (200, "required")
+    assert "later" not in calling.sent.sampling.structured_output.grammar
+    for choice in (
+        allowed("auto", "then"),
+        allowed("auto"),
+        {"type": "allowed_tools"},
+        allowed("never", "now"),
+    ):
+        status, result = await calling.post("/v1/chat/completions", **body, tool_choice=choice)
+        assert (status, result["error"]["param"].partition(".")[0]) == (400, "tool_choice"), result
 
 
 async def test_tools_are_in_the_prompt_unless_tool_choice_is_none(calling: Cluster):

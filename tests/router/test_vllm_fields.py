@@ -1,8 +1,14 @@
 """Fields of vLLM that change the prompt, the text or the names of tokens."""
 
+from pathlib import Path
 from typing import Any
 
-from .conftest import TEXT, Cluster
+import pytest
+
+from baton.router.api import responses
+from baton.router.text.tokenizer import ModelTokenizer
+
+from .conftest import TEXT, Cluster, make_cluster
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -89,3 +95,25 @@ async def test_tokens_are_named_for_logprobs(cluster: Cluster):
     ):
         status, result = await cluster.post("/v1/chat/completions", **{**body, **more})
         assert (status, result["error"]["param"]) == (400, "logprob_token_ids")
+
+
+async def test_a_request_is_told_how_long_its_parts_took(tokenizer: ModelTokenizer, tmp_path: Path):
+    chat = {"messages": CHAT, "max_tokens": 4}
+    async with make_cluster(tokenizer, tmp_path, enable_per_request_metrics=True) as told:
+        _, whole = await told.post("/v1/chat/completions", **chat)
+        usage = {"stream_options": {"include_usage": True}}
+        events = await told.events("/v1/completions", prompt="Hi", max_tokens=4, **usage)
+        assert [event for event in events if "metrics" in event] == [events[-1]]
+        for metrics in (whole["metrics"], events[-1]["metrics"]):
+            assert responses.Timing.model_validate(metrics)
+            assert metrics["generation_time_ms"] == pytest.approx(3 * metrics["mean_itl_ms"])
+            assert metrics["time_to_first_token_ms"] >= metrics["queue_time_ms"] >= 0
+        _, one = await told.post("/v1/chat/completions", messages=CHAT, max_tokens=1)
+        assert "mean_itl_ms" not in one["metrics"]
+        _, two = await told.post("/v1/chat/completions", **chat, n=2)
+        assert "metrics" not in two
+        await told.idle()
+    async with make_cluster(tokenizer, tmp_path) as silent:
+        _, whole = await silent.post("/v1/chat/completions", **chat)
+        assert "metrics" not in whole
+        await silent.idle()

@@ -100,7 +100,8 @@ async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(
     pool, [decode] = cluster.pool, cluster.decodes
     [load] = pool.decodes
     await cluster.full(*cluster.prefills)
-    load.full = True  # as after a refused reservation
+    load.sent(0)
+    load.ended(0, full=True)  # as after a refused reservation
     long = asyncio.create_task(cluster.complete(prompt=[5] * 3000))
     await cluster.until(lambda: len(cluster.router.services.admission.queue) == 1)
     load.blocks_total = 100
@@ -177,7 +178,7 @@ async def test_a_restarted_worker_is_a_new_incarnation(cluster: Cluster):
 
 
 def open_stream(pool: WorkerPool) -> WorkerStream:
-    worker = Worker("127.0.0.1:1", pool.loads, lambda: None, lambda: None)
+    worker = Worker("127.0.0.1:1", pool.loads, lambda: None, lambda _: None)
     return WorkerStream(worker, pool, pool.offered, RouterConfig(model=None, secret=b"x" * 16))
 
 

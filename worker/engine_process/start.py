@@ -20,7 +20,7 @@ import setproctitle
 
 from baton.engine import EngineConfig
 from baton.engine.execution.rank_files import RankFiles
-from baton.kv_transfer import ArenaEnd
+from baton.kv_transfer import Arenas
 from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.wait import end_waits_on_time
 
@@ -30,25 +30,6 @@ EXIT_START_FAILED = 2
 to its `files`."""
 EXIT_TRANSFER_GONE = 4
 """The same if its transfer process ended before it."""
-
-
-class Arenas(msgspec.Struct, frozen=True):
-    """The arenas of a worker, as a process inherits them."""
-
-    sending_fds: Sequence[int]  # as `ArenaEnd.fds` of the process's ends
-    receiving_fds: Sequence[int]
-    num_slots: int
-    slot_bytes: int
-    exports: bool  # as in `Transport`, and the next
-    adopts: bool
-
-    def ends(self) -> tuple[ArenaEnd, ArenaEnd]:
-        """The ends that send and receive."""
-        sending, receiving = (
-            ArenaEnd.inherited(fds, self.num_slots, self.slot_bytes)
-            for fds in (self.sending_fds, self.receiving_fds)
-        )
-        return sending, receiving
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +50,7 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     def fds(self) -> Sequence[int]:
         arenas, files = self.arenas, self.files
         return (
-            *(() if arenas is None else (*arenas.sending_fds, *arenas.receiving_fds)),
+            *(() if arenas is None else arenas.fds),
             *(() if files is None else files.fds),
             *chain(*self.offload_fds),
         )
@@ -83,12 +64,17 @@ class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
     address: str  # of the service's socket
     heartbeat_fd: int
     trace_path: str | None
+    engine_args: Sequence[str] = ()
+    """As in `WorkerConfig`."""
+    rank_arenas: Sequence[Arenas] = ()
+    """Of the other ranks, if this process passes them on."""
     store_fds: Sequence[int] = ()
     """Of the shared store: memory for its units, and a socket to the store process. Empty: no store."""
 
     @property
     def fds(self) -> Sequence[int]:
-        return *super().fds, self.heartbeat_fd, *self.store_fds
+        of_ranks = chain.from_iterable(arenas.fds for arenas in self.rank_arenas)
+        return *super().fds, *of_ranks, self.heartbeat_fd, *self.store_fds
 
 
 C = TypeVar("C", bound=RankProcessConfig)

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from baton.engine.execution.rank_files import RankFiles
-from baton.kv_transfer import ArenaEnd, Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer import ArenaEnd, Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
 from baton.kv_transfer.arena import memory_file
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart, Units
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
@@ -34,7 +34,6 @@ from baton.worker.engine_process.start import (
     EXIT_START_FAILED,
     EXIT_TRANSFER_GONE,
     RANK_MODULE,
-    Arenas,
     EngineProcessConfig,
     RankProcessConfig,
 )
@@ -94,7 +93,7 @@ class WorkerTree:
             make_directory("--trace-dir", Path(config.trace_dir))
         self.engine_link = EngineLink(config.run_dir)
         self._heartbeat = Heartbeat.create()
-        ranks = config.engine.tensor_parallel_size
+        ranks = config.ranks
         self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
         self._sending = _Ends.create(config)
         self._receiving = _Ends.create(config)
@@ -119,8 +118,10 @@ class WorkerTree:
             heartbeat_fd=self._heartbeat.fd,
             trace_path=config.trace_path("engine"),
             store_fds=() if self._store_ends is None else self._store_ends.engine_fds,
+            engine_args=config.engine_args or (),
+            rank_arenas=[self._arenas(rank) for rank in range(config.ranks, len(self._sending.ranks))],
         )
-        for rank in range(1, config.engine.tensor_parallel_size):
+        for rank in range(1, config.ranks):
             of_rank = RankProcessConfig(**self._rank_config(f"rank {rank}", rank))
             popen = spawn(RANK_MODULE, msgspec.json.encode(of_rank), pass_fds=of_rank.fds)
             self._ranks.append(ChildProcess(of_rank.name, popen))
@@ -165,16 +166,19 @@ class WorkerTree:
             "files": self._rank_files,
             "logging": config.logging(self._incarnation, process),
             "engine": self._engine_config,
-            "arenas": Arenas(
-                self._sending.ranks[rank].fds,
-                self._receiving.ranks[rank].fds,
-                config.kv_slots,
-                config.kv_slot_bytes,
-                self._exported,
-                self._adopted,
-            ),
+            "arenas": self._arenas(rank),
             "offload_fds": [[end.fileno() for end in ends] for ends in offload],
         }
+
+    def _arenas(self, rank: int) -> Arenas:
+        return Arenas(
+            self._sending.ranks[rank].fds,
+            self._receiving.ranks[rank].fds,
+            self._config.kv_slots,
+            self._config.kv_slot_bytes,
+            self._exported,
+            self._adopted,
+        )
 
     def _close_offload_ends(self) -> None:
         for end in chain(*chain(*self._offload_ends)):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from baton.router.api.bodies import MAX_TOOLS, ChatBody
+from baton.router.api.bodies import ChatBody
 from baton.router.api.fields import (
     MAX_STOPS,
     ByType,
@@ -21,7 +21,7 @@ from baton.router.api.fields import (
     invalid,
     text,
 )
-from baton.router.api.messages import FUNCTION_NAME
+from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS
 from baton.router.api.sampling import Body, SamplingBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
 from baton.router.api.validation import COUNT_TOKENS, MESSAGES, refusing, validate
@@ -45,6 +45,27 @@ class TextBlock(Block):
     text: str
 
 
+class DocumentSource(Part):
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: str
+
+
+class DocumentBlock(Block):
+    """A document of plain text."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+
+    _refuse_unsupported = refusing({"citations": ({"enabled": False},)}, nested=True)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.data)))
+
+
 class ThinkingBlock(Block):
     """Reasoning of an earlier message. `signature` has no effect."""
 
@@ -66,7 +87,7 @@ class ToolResultBlock(Block):
     is_error: Nullable[bool] = False
 
 
-AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, ByType()]
+AnyBlock = Annotated[TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, ByType()]
 
 
 def _blocks(value: Any) -> Any:
@@ -111,7 +132,7 @@ def _message(role: str, block: Block) -> dict[str, Any]:
             # A chat has no mark for a failed call.
             content = f"Error: {block.content}" if block.is_error else block.content
             return {"role": "tool", "content": [content], "tool_call_id": block.tool_use_id}
-        case TextBlock():
+        case TextBlock() | DocumentBlock():
             return {"role": role, "content": [block.text]}
     raise AssertionError(block)
 
@@ -179,7 +200,8 @@ class PromptBody(Body):
     _few_members = few_members
 
     messages: Annotated[
-        Items[InputMessage], Field(min_length=1, description="only text, thinking and tools; no images")
+        Items[InputMessage],
+        Field(min_length=1, description="only text, documents of plain text, thinking and tools"),
     ]
     system: Text = ""
     tools: Annotated[

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from baton.router.api.bodies import MAX_LOGPROBS, MAX_TOOLS, ChatBody
+from baton.router.api.bodies import MAX_LOGPROBS, ChatBody
 from baton.router.api.fields import (
     ByType,
     ClosedPart,
@@ -30,7 +30,7 @@ from baton.router.api.fields import (
     text,
     unsupported,
 )
-from baton.router.api.messages import FUNCTION_NAME, Function
+from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Function, allowed_tools
 from baton.router.api.sampling import OpenAIBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
 from baton.router.api.validation import RESPONSES, refusing, validate
@@ -189,15 +189,32 @@ class NamedFunctionTool(ClosedPart):
     type: Literal["function"]
     name: str
 
+    @property
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
 
-Choice = Literal["none", "auto", "required"] | NamedFunctionTool | None
+
+class AllowedFunctionTools(ClosedPart):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+    @property
+    def for_chat(self) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": tool.name}} for tool in self.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+Choice = Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None
 
 
 def _choice(value: Any) -> Choice:
     if value in (None, "none", "auto", "required"):
         return value
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return allowed_tools(AllowedFunctionTools, value)
     if not isinstance(value, dict) or value.get("type") != "function":
-        raise unsupported("must be none, auto, required, or a function by its name")
+        raise unsupported("must be none, auto, required, allowed_tools, or a function by its name")
     if not isinstance(value.get("name"), str):
         raise invalid("must have the name of the function")
     return NamedFunctionTool(type="function", name=value["name"])
@@ -229,7 +246,7 @@ class ResponsesBody(OpenAIBody):
     input: Annotated[Input, Field(description="only messages of text, reasoning and functions")]
     instructions: str | None = None
     previous_response_id: str | None = None
-    background: Annotated[Nullable[bool], Field(description="not together with `stream`")] = False
+    background: Nullable[bool] = False
     store: Nullable[bool] = True
     stream_options: Annotated[
         ResponsesStreamOptions | None, Field(description="`include_obfuscation` only `false`")
@@ -272,8 +289,6 @@ class ResponsesBody(OpenAIBody):
             raise invalid(f"top_logprobs needs include to have {_LOGPROBS}", "top_logprobs")
         if self.background and not self.store:
             raise invalid("background can only be used when `store` is true", "background")
-        if self.background and self.stream:
-            raise unsupported("background is not supported together with stream", "background")
         return self
 
     @property
@@ -299,9 +314,7 @@ class ResponsesBody(OpenAIBody):
             "response_format": self.text.format and self.text.format.for_chat,
             "tools": [tool.for_chat for tool in self.tools or ()],
             "tool_choice": (
-                {"type": "function", "function": {"name": choice.name}}
-                if isinstance(choice, NamedFunctionTool)
-                else choice
+                choice.for_chat if isinstance(choice, NamedFunctionTool | AllowedFunctionTools) else choice
             ),
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,

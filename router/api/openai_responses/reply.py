@@ -112,6 +112,21 @@ class ResponseObject(ResponseModel):
     user: str | None = None
 
 
+class InputItems(ResponseModel):
+    """The items that the model got, with those of earlier responses."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(ResponseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedResponse(ResponseModel):
     id: str
     object: Literal["response"]

@@ -13,7 +13,7 @@ from baton.router.api.messages import NamedTool
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
 from baton.router.tools.parser import Part
-from baton.router.tools.reasoning import ReasoningParser
+from baton.router.tools.reasoning import reasoning_parser
 from baton.rpc import worker_pb2 as pb
 
 Event = dict[str, Any]
@@ -102,10 +102,12 @@ class OutputParser:
         self._only_calls = body.must_call
         self._named = isinstance(body.tool_choice, NamedTool)
         tool_format = tokenizer.format_of_calls(forced=body.must_call) if body.offered_tools else None
-        self._tools = None if tool_format is None else tool_format()
-        self.reasons = tokenizer.reasoning_parser is not None and body.separate_reasoning
+        self._tools = None if tool_format is None else tool_format(body.offered_tools)
+        way = tokenizer.reasoning if body.separate_reasoning else None
+        self.reasons = way is not None
         self.reasoning_tokens = 0
-        self._reasoning = ReasoningParser(request.prepared.beginning) if self.reasons else None
+        beginning = request.prepared.beginning
+        self._reasoning = None if way is None else reasoning_parser(beginning, way)
         self._with_reasoning = body.include_reasoning
         self._withheld: list[str] | None = None if body.stream_reasoning else []  # reasoning so far
 

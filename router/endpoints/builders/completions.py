@@ -83,6 +83,7 @@ class ChoicesBuilder:
             "object": self.kind,
             "choices": choices,
             "usage": self._usage(),
+            **self._timing(),
             **self._extra(),
         }
 
@@ -98,7 +99,11 @@ class ChoicesBuilder:
         """With the usage, if the client asked for it, as a chunk without a choice."""
         if not self._usage_at_the_end:
             return _DONE
-        return event({**self._chunk([]), "usage": self._usage()}) + _DONE
+        return event({**self._chunk([]), "usage": self._usage(), **self._timing()}) + _DONE
+
+    def _timing(self) -> dict[str, Any]:
+        timing = self._request.timing() if self._request.services.config.enable_per_request_metrics else None
+        return {} if timing is None else {"metrics": timing}
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body) + _DONE

@@ -76,7 +76,7 @@ class OpenAIResponsesBuilder(BlocksBuilder):
         return written(self._numbered({"type": f"response.{response['status']}", "response": response}))
 
     def failed(self, error: ApiError) -> bytes:
-        begin = [] if self._sequence_number else [*self._begin()]
+        begin = [*self._begin()]
         response = self.response("failed", error)
         self._on_end(response)
         return written(iter([*begin, *self._numbered({"type": "response.failed", "response": response})]))
@@ -95,7 +95,13 @@ class OpenAIResponsesBuilder(BlocksBuilder):
             yield {**event, "sequence_number": self._sequence_number}
             self._sequence_number += 1
 
+    def begin(self) -> bytes:
+        """Returns the first events, before there is a token."""
+        return written(self._begin())
+
     def _begin(self) -> Iterator[Event]:
+        if self._sequence_number:
+            return
         response = self.response("in_progress")
         for kind in ("response.created", "response.in_progress"):
             yield from self._numbered({"type": kind, "response": response})

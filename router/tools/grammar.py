@@ -1,0 +1,142 @@
+"""Grammars (llguidance's dialect of Lark) for tool calls, from how a format writes them."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.router.api.messages import WHITESPACE, Tool
+from baton.router.errors import Unsupported
+from baton.router.tools.schema import resolved, types_of
+
+_PLACES = r"\{name\}|\{arguments\}|\{number\}|\{key\}|\{value\}"
+_NUMBER = "/[0-9]{1,3}/"
+_SPACED = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+_DEFINITIONS = ("$defs", "definitions")
+_OF_WHOLE = {
+    "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
+    "maxProperties", "dependentRequired", "dependentSchemas",
+}  # fmt: skip
+"""Keywords of arguments as a whole, which a grammar of single arguments cannot enforce."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a format writes calls. Names in braces are places: name, arguments, number, key and value."""
+
+    call: str
+    separator: str | None
+    """Between two calls. None: an output has one call."""
+    begin: str = ""
+    """Before the calls."""
+    end: str = ""
+    pair: str | None = None
+    """A key and a value. None: the arguments are a JSON object."""
+    between_pairs: str = ""
+    value_end: str = ""
+    """What ends a value. Strings are bare text up to it. Empty: all values are JSON."""
+    keys: str = ""
+    """A regular expression of the keys that can be written."""
+
+
+def grammar_of(
+    written: Written,
+    tools: Sequence[Tool],
+    *,
+    many: bool,
+    spell: Callable[[str], str],
+    specials: Sequence[str],
+) -> str:
+    """Returns a grammar for one call, or for several if `many`.
+
+    `spell` turns a special token into its form in a grammar. Raises Unsupported if the format cannot write
+    what a tool's schema demands.
+    """
+
+    def lark(text: str, places: Mapping[str, str] = {}) -> str:
+        pieces = re.split(f"({'|'.join([_PLACES, *map(re.escape, specials)])})", text)
+        known = {**{special: spell(special) for special in specials}, **places}
+        return " ".join(
+            known.get(piece) or json.dumps(piece, ensure_ascii=False) for piece in pieces if piece
+        )
+
+    more = f"({lark(written.separator)} call)*" if many and written.separator is not None else ""
+    rules = [f"start: {lark(written.begin)} call {more} {lark(written.end)}"]
+    rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}")
+    for i, tool in enumerate(tools):
+        places = {"{name}": json.dumps(tool.function.name), "{arguments}": f"args{i}", "{number}": _NUMBER}
+        rules.append(f"call{i}: {lark(written.call, places)}")
+        if written.pair is None:
+            rules.append(f"args{i}: %json {tool.schema_text}")
+        else:
+            rules += _pairs(written, tool, f"args{i}", lark)
+    return "\n".join(rules)
+
+
+def _pairs(
+    written: Written, tool: Tool, rule: str, lark: Callable[[str, Mapping[str, str]], str]
+) -> Iterator[str]:
+    """Yields the rules of arguments that are written one by one, in the order of the schema."""
+    assert written.pair is not None
+    root = json.loads(tool.schema_text)
+    schema = resolved(root, root)
+    if not isinstance(schema, dict) or (whole := schema.keys() & _OF_WHOLE):
+        raise _unsupported(tool, f"{min(whole)} at the top" if isinstance(schema, dict) else "this $ref")
+    fields = {**dict.fromkeys(schema.get("required") or (), True), **(schema.get("properties") or {})}
+    if not fields and schema.get("additionalProperties") is not False:
+        pair = lark(written.pair, {"{key}": f"/{written.keys}/", "{value}": f"{rule}_value"})
+        more = lark(written.between_pairs, {})
+        yield f"{rule}: ({rule}_pair ({more} {rule}_pair)*)?"
+        yield f"{rule}_pair: {pair}"
+        yield from _value(written, tool, f"{rule}_value", True, root)
+        return
+    required = schema.get("required") or ()
+    # Each argument has two rules: before the first one that is written, and after it.
+    for k, (key, of_value) in enumerate(fields.items()):
+        if not re.fullmatch(written.keys, key):
+            raise _unsupported(tool, f"an argument with the name {key[:40]!r}")
+        pair = lark(written.pair, {"{key}": json.dumps(key), "{value}": f"{rule}_{k}v"})
+        between = lark(written.between_pairs, {})
+        first, later = (f"{rule}_{k}" if k else rule), f"{rule}_{k}b"
+        next_first, next_later = f"{rule}_{k + 1}", f"{rule}_{k + 1}b"
+        yield f"{first}: {pair} {next_later}" + ("" if key in required else f" | {next_first}")
+        yield f"{later}: {between} {pair} {next_later}" + ("" if key in required else f" | {next_later}")
+        yield from _value(written, tool, f"{rule}_{k}v", of_value, root)
+    last = len(fields)
+    yield f'{rule}_{last}: ""' if fields else f'{rule}: ""'
+    yield f'{rule}_{last}b: ""'
+
+
+def _value(written: Written, tool: Tool, rule: str, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the rules of one value."""
+    end = json.dumps(written.value_end)
+    if not written.value_end or "string" not in types_of(schema, root):
+        text = json.dumps(schema)
+        if re.search(r'"\$ref": "(?!#/(\$defs|definitions)/)', text):
+            raise _unsupported(tool, "a $ref to a place outside of $defs")
+        definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+        whole = json.dumps({**_SPACED, **definitions, **(schema if isinstance(schema, dict) else {})})
+        yield f"{rule}: {rule}j {end}"
+        yield f"{rule}j: %json {whole}"
+        return
+    of_text = resolved(schema, root)
+    of_text = of_text if isinstance(of_text, dict) else {}
+    if texts := of_text.get("enum", [of_text["const"]] if "const" in of_text else None):
+        spelled = (text if isinstance(text, str) else json.dumps(text) for text in texts)
+        yield f"{rule}: ({' | '.join(json.dumps(text, ensure_ascii=False) for text in spelled)}) {end}"
+        return
+    limits = [f"(?s:.{{{of_text.get('minLength', 0)},{of_text.get('maxLength', '')}}})"]
+    if isinstance(pattern := of_text.get("pattern"), str):
+        # A pattern of a schema may match anywhere in a text.
+        before = "" if pattern.startswith("^") else "(?s:.*)"
+        after = "" if pattern.endswith("$") else "(?s:.*)"
+        limits.append(f"{before}({pattern.removeprefix('^').removesuffix('$')}){after}")
+    yield f"{rule}[suffix={end}]: {rule.upper()}"
+    slashed = [re.sub(r"(?<!\\)/", r"\/", limit) for limit in limits]
+    yield f"{rule.upper()}: {' & '.join(f'/{limit}/' for limit in slashed)}"
+
+
+def _unsupported(tool: Tool, what: str) -> Unsupported:
+    text = f"tools: {tool.function.name} cannot be enforced: this model's format of calls has no {what}"
+    return Unsupported(f"{text}; leave tool_choice at auto", param="tools")

@@ -1,0 +1,141 @@
+"""A plugin of pytest: tests of vLLM and SGLang find the cluster at BATON_URL where they would start a server.
+
+Modules of the other project that are not installed are replaced by mocks. A test that needs their values
+fails.
+"""
+
+import base64
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import re
+import sys
+import types
+import urllib.request
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+URL = os.environ["BATON_URL"].rstrip("/")
+MOCKED = ("vllm", "sglang", "model_hosting_container_standards", "xgrammar")
+ALIKE = {"regex": re, "pybase64": base64}
+"""Modules of the standard library that do for others."""
+
+
+class _Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds each module below `MOCKED` that is not installed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] in MOCKED:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: _mock(spec.name, name)  # pyrefly: ignore[bad-assignment]
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _mock(module: str, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return KNOWN.get(name) or MagicMock(name=f"{module}.{name}")
+
+
+class Tokenizer:
+    """The cluster's tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return _post("/tokenize", prompt=text, add_special_tokens=add_special_tokens)["tokens"]
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return _post("/detokenize", tokens=list(ids))["prompt"]
+
+    def apply_chat_template(self, messages: Any, tokenize: bool = False, **more: Any) -> Any:
+        more = {name: value for name, value in more.items() if name in ("add_generation_prompt", "tools")}
+        ids = _post("/tokenize", messages=messages, **more)["tokens"]
+        return ids if tokenize else self.decode(ids)
+
+
+def _post(path: str, **body: Any) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
+
+
+class RemoteOpenAIServer:
+    """Takes the place of vLLM's class of this name, which starts a server."""
+
+    DUMMY_API_KEY = "token-abc123"
+
+    def __init__(self, model: str, args: list[str] = [], **_: Any) -> None:  # noqa: B006
+        self.model = model
+        self.host, _colon, port = URL.rpartition("//")[2].partition(":")
+        self.port = int(port)
+        self.url_root = URL
+
+    def __enter__(self) -> "RemoteOpenAIServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def url_for(self, *parts: str) -> str:
+        return URL + "/" + "/".join(parts)
+
+    def get_client(self, **more: Any) -> Any:
+        import openai
+
+        return openai.OpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **more)
+
+    def get_async_client(self, **more: Any) -> Any:
+        import openai
+
+        url = self.url_for("v1")
+        return openai.AsyncOpenAI(base_url=url, api_key=self.DUMMY_API_KEY, max_retries=0, **more)
+
+    def get_client_anthropic(self, **more: Any) -> Any:
+        import anthropic
+
+        return anthropic.Anthropic(base_url=URL, api_key=self.DUMMY_API_KEY, max_retries=0, **more)
+
+    def get_async_client_anthropic(self, **more: Any) -> Any:
+        import anthropic
+
+        return anthropic.AsyncAnthropic(base_url=URL, api_key=self.DUMMY_API_KEY, max_retries=0, **more)
+
+
+KNOWN: dict[str, Any] = {
+    "RemoteOpenAIServer": RemoteOpenAIServer,
+    "get_tokenizer": lambda *_, **__: Tokenizer(),
+    "popen_launch_server": lambda *_, **__: MagicMock(),
+    "DEFAULT_URL_FOR_TEST": URL,
+    "kill_process_tree": lambda *_, **__: None,
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sys.meta_path.append(_Mocks())
+    for name, module in ALIKE.items():
+        sys.modules.setdefault(name, module)
+    utils = types.ModuleType("tests.utils")
+    utils.__getattr__ = lambda name: _mock("tests.utils", name)  # pyrefly: ignore[bad-assignment]
+    sys.modules["tests.utils"] = utils
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Writes one line of JSON for each test: its name, its outcome and, if it failed, why."""
+    if report.when == "call" or report.outcome != "passed":
+        reason = "" if report.passed else str(report.longrepr).strip().rpartition("\n")[2]
+        line = json.dumps([report.nodeid, report.outcome, reason[:300]])
+        with Path(os.environ["BATON_OUTCOMES"]).open("a") as file:
+            file.write(line + "\n")

@@ -1,0 +1,185 @@
+"""A cluster of vLLM workers for tests, started as a user would, and what transformers says in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from baton.bench.chaos.cluster import free_port, leaks_when_idle
+from baton.cluster.supervision.calls import set_pool
+from baton.cluster.supervision.plan import Pool
+from baton.cluster.supervision.processes import alive
+from baton.rpc.channel import connect
+from tests.system.machine import titled, tree, until
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+"""`make venv-vllm` makes it."""
+VOCABULARY = 300
+START_S, STOP_S, CALL_S = 500.0, 60.0, 10.0
+SECRET = "of the tests, and of no other cluster"
+
+
+def save_model(directory: Path) -> Path:
+    """Writes a tiny random Llama, whose tokens are all spelled in ASCII."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=3072, initializer_range=0.1,
+        bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    texts = ["</s>", *map(chr, range(0x21, 0x7F)), "Ġ", "Ċ"]
+    texts += [f"<{i}>" for i in range(len(texts), VOCABULARY)]
+    tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=[]))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    return directory
+
+
+def prompts_of(lengths: Sequence[int], seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+class Reference:
+    """transformers, greedy."""
+
+    def __init__(self, model: Path) -> None:
+        from tokenizers import Tokenizer
+        from transformers import LlamaForCausalLM
+
+        self._model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model.generation_config.eos_token_id = None  # requests ignore it
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    @torch.inference_mode()
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        generate: Any = self._model.generate
+        ids = generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+        return ids[0, len(prompt) :].tolist()
+
+    @torch.inference_mode()
+    def logprobs(self, prompt: list[int], tokens: list[int]) -> list[float]:
+        logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+
+    def text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+class VLLMCluster:
+    """`baton serve --engine vllm`, float32, on its way up until `until_ready` returns."""
+
+    def __init__(self, model: Path, directory: Path, *flags: str) -> None:
+        assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
+        self.model = model
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.logs = directory / "logs"
+        self._output = directory / "serve.log"
+        # vLLM keeps files of one run for the next in its cache.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "BATON_CLUSTER_SECRET": SECRET}
+        with self._output.open("wb") as out:
+            self.process = subprocess.Popen(
+                [
+                    PYTHON, "-m", "baton.cluster.cli", "serve", "--engine", "vllm", "--model", str(model),
+                    "--served-model-name", "tiny", "--port", str(self.port), "--dtype", "float32",
+                    "--log-dir", str(self.logs), "--num-threads", "1", "--vllm-args", "--enforce-eager",
+                    *flags,
+                ],
+                cwd=directory, env=environment, stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def until_ready(self) -> None:
+        def ready() -> bool | None:
+            assert self.process.poll() is None, self.output()
+            return True if "Ready in" in self.output() else None
+
+        until(ready, START_S, "ready")
+
+    def until_restarted(self, role: str, times: int) -> None:
+        text = f"{role}: ready after"
+        until(lambda: True if self.output().count(text) >= times else None, START_S, text)
+
+    def process_of(self, title: str) -> psutil.Process:
+        """By its title: "decode 0 engine::EngineCore"."""
+        found = titled(self.process.pid, f"baton {self.port}: {title}")
+        assert found is not None, title
+        return found
+
+    def ask(self, **fields: Any) -> dict[str, Any]:
+        """Asks for a greedy completion. Returns its choice."""
+        with self._post(fields) as response:
+            return json.load(response)["choices"][0]
+
+    def stream(self, **fields: Any) -> Generator[list[int]]:
+        """The tokens of each event."""
+        with self._post({"stream": True} | fields) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    assert "error" not in event, event
+                    yield event["choices"][0]["token_ids"]
+
+    def _post(self, fields: dict[str, Any]) -> Any:
+        greedy = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(greedy | fields).encode(),
+            {"content-type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=300)
+
+    def flip(self, role: str, pool: Pool) -> None:
+        async def call() -> None:
+            async with connect(self.workers()[role]["address"], SECRET.encode()) as channel:
+                await set_pool(channel, pool, CALL_S)
+
+        asyncio.run(call())
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """Their reports, by role."""
+        with urllib.request.urlopen(f"{self.url}/status", timeout=30) as response:
+            found = json.load(response)["workers"]
+        return {worker["role"]: worker for worker in found}
+
+    def assert_whole(self) -> None:
+        assert leaks_when_idle(self.url) == {}
+
+    def stop(self) -> None:
+        """Asserts the end after SIGTERM. A worker that a test has killed may just be starting again."""
+        processes = tree(self.process.pid)
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(STOP_S) == 0, self.output()
+        assert self.output().endswith("Stopped.\n")
+        assert "did not end in time" not in self.output(), "no process of vLLM outlives its worker"
+        assert not any(map(alive, processes))
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()

@@ -1,0 +1,203 @@
+"""Two real vLLM engines whose connectors are attached to workers. The test is both workers and the router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from baton.kv_transfer import Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
+from baton.vllm_worker.attachment import Close, ConnectorLink, Freed, FromConnector, Landed, Lost
+from tests.vllm_worker.arenas import make_arenas
+from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
+
+SLOTS, SLOT_BYTES = 16, 1 << 20
+TICK = 0.25
+WITHIN = 30.0
+
+
+class Worker:
+    """What a service process and an engine process do, around a real engine."""
+
+    def __init__(self, model: Path, role: str, ranks: int, **options: Any) -> None:
+        self.incarnation = int.from_bytes(os.urandom(8))
+        self.heard: list[FromConnector] = []
+        self._heartbeat = Heartbeat.create()
+        arenas, self._theirs = make_arenas(ranks, SLOTS, SLOT_BYTES)
+        self.link = ConnectorLink(arenas, self._heartbeat.fd)
+        connector = {
+            "kv_role": role, "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"attach": self.link.path},
+        }  # fmt: skip
+        self.server = Server(model, kv_transfer_config=connector, tensor_parallel_size=ranks, **options)
+        self._service, self._transfer_service = channel_pair()
+        self._more = asyncio.Event()
+
+    async def start(self) -> None:
+        attach = await self.link.attached()
+        config = TransferConfig(
+            name=f"vllm {attach.rank}", incarnation=self.incarnation, layout=attach.layout, lanes=2,
+            model_fingerprint=attach.model_fingerprint, num_slots=SLOTS, slot_bytes=SLOT_BYTES,
+        )  # fmt: skip
+        self.transfer = spawn_transfer(
+            config, sending=self._theirs[0], receiving=self._theirs[1], heartbeat=self._heartbeat,
+            service=self._transfer_service, secret=b"s" * 32,
+        )  # fmt: skip
+        for end in self._theirs:
+            end.close_channels()
+        self._transfer_service.close()
+        ready = decode_from_transfer(await asyncio.to_thread(self._service.recv, MAX_MESSAGE))
+        assert isinstance(ready, Ready)
+        self.port = ready.port
+        await asyncio.to_thread(self.server.line)
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._tick())]
+
+    async def _listen(self) -> None:
+        while True:
+            messages = await self.link.receive()
+            self.heard += messages
+            self._more.set()
+
+    async def _tick(self) -> None:
+        while True:  # as while vLLM has no request
+            self._heartbeat.tick()
+            await asyncio.sleep(TICK)
+
+    async def answers(self, requests: list[Request]) -> list[list[int]]:
+        found = await asyncio.to_thread(self.server.answers, requests)
+        return [tokens for tokens, _ in found]
+
+    async def until_heard(self, count: int) -> list[FromConnector]:
+        """Takes the next messages of the connector."""
+        async with asyncio.timeout(WITHIN):
+            while len(self.heard) < count:
+                self._more.clear()
+                await self._more.wait()
+        found, self.heard = self.heard[:count], self.heard[count:]
+        return found
+
+    async def until_asked(self, count: int) -> None:
+        """Returns when so many FETCHes wait for prefills of this worker."""
+        async with asyncio.timeout(WITHIN):
+            while True:  # the process reports once a second
+                report = decode_from_transfer(await asyncio.to_thread(self._service.recv, MAX_MESSAGE))
+                if isinstance(report, TransferStats) and report.fetches_waiting >= count:
+                    return
+
+    def sends(self, prefill_id: bytes) -> dict[str, Any]:
+        return {"do_remote_decode": True, "prefill_id": prefill_id.hex()}
+
+    def fetched_by(self, decode_id: bytes, prefill_id: bytes) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True, "remote_engine_id": f"{self.incarnation:016x}",
+            "remote_request_id": prefill_id.hex(), "remote_host": "127.0.0.1", "remote_port": self.port,
+            "remote_block_ids": [], "decode_id": decode_id.hex(), "attempt": 0,
+        }  # fmt: skip
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        children = psutil.Process(self.server.process.pid).children(recursive=True)
+        self.server.process.kill()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, WITHIN)
+        assert not alive, "they die with the engine process"
+        self.server.kill()
+        self._service.close()
+        await asyncio.to_thread(self.transfer.wait)
+        self.link.close()
+
+
+@contextlib.asynccontextmanager
+async def pair(model: Path, ranks: int, **decode_options: Any) -> AsyncIterator[tuple[Worker, Worker]]:
+    prefill = Worker(model, "kv_producer", ranks)
+    decode = Worker(
+        model,
+        "kv_consumer",
+        ranks,
+        logits_processors=["baton.vllm_worker.first_token:RepeatFirstToken"],
+        **decode_options,
+    )
+    try:
+        await asyncio.gather(prefill.start(), decode.start())
+        yield prefill, decode
+    finally:
+        await asyncio.gather(prefill.close(), decode.close())
+
+
+TOKENS = 40
+SAMPLED: dict[str, Any] = {"temperature": 2.0, "max_tokens": 1, "ignore_eos": True}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        pytest.param(1, {"async_scheduling": False}, marks=pytest.mark.long),
+        pytest.param(2, {}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+async def test_a_decode_repeats_the_first_token_and_goes_on(
+    tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
+    """Decode would sample another token: it is greedy. Blocks are few, so vLLM preempts requests. Others are
+    in its batch that have no first token. Two prompts begin with a block that one step computes."""
+    model = save_model(tmp_path)
+    block, *prompts = prompts_of([128, 1, 60, 3, 700, *range(100, 128, 4)], 1)
+    prompts[:2] = [block + prompts[0], block + prompts[1]]
+    others = prompts_of([50, 120], 2)
+    async with pair(model, ranks, num_gpu_blocks_override=12, max_model_len=1024, **options) as (
+        prefill,
+        decode,
+    ):
+        prefill_ids, decode_ids = ([os.urandom(16) for _ in prompts] for _ in range(2))
+        prefills: list[Request] = [
+            (prompt, SAMPLED, prefill.sends(x)) for prompt, x in zip(prompts, prefill_ids, strict=True)
+        ]
+        greedy = GREEDY | {"max_tokens": TOKENS}
+        decodes: list[Request] = [
+            (prompt, greedy, prefill.fetched_by(decode_id, prefill_id))
+            for prompt, decode_id, prefill_id in zip(prompts, decode_ids, prefill_ids, strict=True)
+        ]
+        plain: list[Request] = [(prompt, greedy, None) for prompt in others]
+        decodes = [plain[0], *decodes, plain[1]]
+        decoding = asyncio.create_task(decode.answers(decodes))
+        await prefill.until_asked(2)
+        first, found = await asyncio.gather(prefill.answers(prefills), decoding)
+        landed = await decode.until_heard(len(prompts))
+        assert {x.decode_id for x in landed if isinstance(x, Landed)} == set(decode_ids)
+        freed = await prefill.until_heard(len(prompts))
+        assert {x.prefill_id for x in freed if isinstance(x, Freed) and x.reason == "acked"} == set(
+            prefill_ids
+        )
+        assert decode.server.preemptions > 0
+        assert first != [tokens[:1] for tokens in generated(model, prompts, 1)], "sampled"
+        continued = [prompt + token for prompt, token in zip(prompts, first, strict=True)]
+        rest = generated(model, continued, TOKENS - 1)
+        expected = [token + tokens for token, tokens in zip(first, rest, strict=True)]
+        alone = generated(model, others, TOKENS)
+        assert found == [alone[0], *expected, alone[1]]
+        await close_and_lose(prefill, decode, prompts[1])
+
+
+async def close_and_lose(prefill: Worker, decode: Worker, prompt: list[int]) -> None:
+    """The router closes a prefill that vLLM has finished. Its decode ends with an error."""
+    prefill_id, decode_id = os.urandom(16), os.urandom(16)
+    assert len(await prefill.answers([(prompt, SAMPLED, prefill.sends(prefill_id))])) == 1
+    prefill.link.send(Close(prefill_id))
+    assert await prefill.until_heard(1) == [Freed(prefill_id, "cancelled")]
+    [tokens] = await decode.answers([(prompt, GREEDY, prefill.fetched_by(decode_id, prefill_id))])
+    assert tokens == []
+    [lost] = await decode.until_heard(1)
+    assert isinstance(lost, Lost)
+    assert lost.decode_id == decode_id

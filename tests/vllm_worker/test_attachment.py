@@ -1,0 +1,152 @@
+"""The engine process of a worker and connectors, over real sockets. A connector is a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.kv_transfer import Heartbeat, InjectStats, KVLayout
+from baton.kv_transfer.channel import ChannelClosed
+from baton.vllm_worker import attachment
+from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, Freed, Landed, Lost, WorkerLink
+from tests.vllm_worker.arenas import make_arenas
+
+SLOTS, SLOT_BYTES = 2, 1 << 16
+SAYS = Attach(0, KVLayout(3, 2, 8, "float32"), 16, 40, "model")
+STATS = InjectStats(1, 2, 3, *map(float, range(7)))
+WITHIN = 20.0
+fork = multiprocessing.get_context("fork")
+
+
+class Worker:
+    """What a service process makes and an engine process inherits, for `ranks` connectors."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.heartbeat = Heartbeat.create()
+        arenas, self.transfer = make_arenas(ranks, SLOTS, SLOT_BYTES)
+        self.link = ConnectorLink(arenas, self.heartbeat.fd)
+
+
+def connector(path: str, rank: int, then: Callable[[WorkerLink], None]) -> Any:
+    """Starts a process with one end. It has no other descriptor of the worker than those that it is given."""
+
+    def run() -> None:
+        os.closerange(3, 1000)
+        attach = Attach(rank, SAYS.layout, SAYS.block_size, SAYS.num_blocks, SAYS.model_fingerprint)
+        then(WorkerLink.open(path, attach))
+
+    process = fork.Process(target=run)
+    process.start()
+    return process
+
+
+def answers(link: WorkerLink) -> None:
+    sending, receiving = link.transport.sending, link.transport.receiving
+    sending.arena.slot(1)[:4] = b"sent"
+    link.heartbeat.tick()
+    for rank in sending.ranks:
+        rank.send(b"from rank 0")
+    sending.channel.send(b"ready")
+    link.channel.sock.setblocking(True)
+    received: list[Any] = []
+    while len(received) < 2:
+        received += link.channel.receive()
+    assert received == [Close(b"p"), Close(b"q", "finished")]
+    assert link.transport.exports
+    assert receiving.channel.recv(100) == b"to the engine"
+    link.channel.send(Landed(b"d", STATS), Lost(b"e", "gone"), Freed(b"p", "acked"))
+
+
+async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens() -> None:
+    worker = Worker()
+    process = connector(worker.link.path, 0, answers)
+    assert await worker.link.attached() == SAYS
+    assert not Path(worker.link.path).parent.exists(), "no file stays, however the process ends"
+    sending, receiving = worker.transfer
+    assert sending.channel.recv(100) == b"ready"
+    assert bytes(sending.arena.slot(1)[:4]) == b"sent"
+    assert worker.heartbeat.ticks == 1
+    receiving.channel.send(b"to the engine")
+    worker.link.send(Close(b"p"))
+    worker.link.send(Close(b"q", "finished"))
+    found: list[Any] = []
+    while len(found) < 3:
+        found += await worker.link.receive()
+    assert found == [Landed(b"d", STATS), Lost(b"e", "gone"), Freed(b"p", "acked")]
+    with pytest.raises(ChannelClosed):
+        await worker.link.receive()
+    assert sending.channel.recv(100) == b"", "no other process has this end"
+    process.join(WITHIN)
+    assert process.exitcode == 0
+    worker.link.close()
+
+
+def waits(link: WorkerLink) -> None:
+    signal.pause()
+
+
+async def test_each_rank_gets_its_own_arenas() -> None:
+    worker = Worker(2)
+
+    def first(link: WorkerLink) -> None:
+        sending = link.transport.sending
+        [rank] = sending.ranks
+        assert rank.recv(100) == b"from rank 1"
+
+    def second(link: WorkerLink) -> None:
+        sending = link.transport.sending
+        assert not sending.ranks
+        sending.channel.send(b"from rank 1")
+
+    processes = [connector(worker.link.path, 1, second), connector(worker.link.path, 0, first)]
+    assert await worker.link.attached() == SAYS
+    for process in processes:
+        process.join(WITHIN)
+        assert process.exitcode == 0
+    worker.link.close()
+
+
+async def test_messages_wait_while_the_connector_does_not_read() -> None:
+    worker = Worker()
+    count = 20_000
+
+    def reads(link: WorkerLink) -> None:
+        sending = link.transport.sending
+        assert sending.channel.recv(100) == b"", "the test closes the other end"
+        link.channel.sock.setblocking(True)
+        received: list[Close] = []
+        while len(received) < count:
+            received += link.channel.receive()
+        assert received == [Close(i.to_bytes(16)) for i in range(count)]
+        link.channel.send(Freed(b"p", "all read"))
+
+    connector(worker.link.path, 0, reads)
+    await worker.link.attached()
+    for i in range(count):
+        worker.link.send(Close(i.to_bytes(16)))
+    for end in worker.transfer:
+        end.close_channels()
+    assert await worker.link.receive() == [Freed(b"p", "all read")]
+    worker.link.close()
+
+
+async def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    uids = iter([os.getuid() + 1, os.getuid()])
+    monkeypatch.setattr(attachment, "_uid_of_peer", lambda sock: next(uids))
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as stranger:
+        stranger.connect(worker.link.path)
+        process = connector(worker.link.path, 0, waits)
+        await worker.link.attached()
+        assert stranger.recv(100) == b""
+    process.kill()
+    process.join()
+    worker.link.close()

@@ -1,0 +1,84 @@
+"""vLLM's command line from the options of a worker, and its version."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from baton.engine import EngineConfig
+from baton.vllm_worker.options import check_version, command_line, engine_args
+
+
+def config(**fields: Any) -> EngineConfig:
+    return EngineConfig("some/model", **fields)
+
+
+def test_options_have_vllms_names() -> None:
+    line = command_line(
+        config(num_blocks=50, max_num_seqs=3, enable_prefix_caching=True, load_format="dummy", device="cuda"),
+        ["--enforce-eager"],
+    )
+    pairs = dict(pairwise(line))
+    assert pairs["--model"] == "some/model"
+    assert pairs["--num-gpu-blocks-override"] == "50"
+    assert pairs["--max-num-seqs"] == "3"
+    assert pairs["--load-format"] == "dummy"
+    assert "--enable-prefix-caching" in line
+    assert line[-1] == "--enforce-eager"
+    assert not {"--max-model-len", "--quantization", "--block-size", "--device"} & set(line)
+    assert "--no-enable-prefix-caching" in command_line(config(), ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"host_cache_size": 1 << 30, "enable_prefix_caching": True}, "--host-cache-size"),
+        ({"ttit_target": 0.1}, "--ttit-target"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"quantization": "int4"}, "--quantization int4"),
+        ({"device": "cuda:1"}, "--device cuda:1"),
+    ],
+)
+def test_what_vllm_cannot_have_is_refused_by_name(fields: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        engine_args(config(**fields), "")
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["--max-num-seqs 4", "--max_num_seqs=4", "--no-enable-prefix-caching", "--num-gpu-blocks-override 9"],
+)
+def test_options_of_baton_are_given_to_baton(more: str) -> None:
+    with pytest.raises(ValueError, match="is an option of Baton, too"):
+        engine_args(config(), f"--enforce-eager {more}")
+
+
+def test_more_options_are_split_as_by_a_shell() -> None:
+    given = engine_args(config(), "--hf-overrides '{\"a\": 1}' --enforce-eager")
+    assert given == ("--hf-overrides", '{"a": 1}', "--enforce-eager")
+    with pytest.raises(ValueError, match="--vllm-args: No closing quotation"):
+        engine_args(config(), "'")
+    with pytest.raises(ValueError, match=r"kv-transfer-config\.kv_role is Baton's own"):
+        engine_args(config(), "--kv-transfer-config.kv_role kv_both")
+
+
+@pytest.mark.parametrize(
+    ("version", "error"),
+    [("0.26.0", ""), ("0.32.1+cpu", ""), ("0.25.3", "vLLM 0.25.3 is installed"), ("0.33.0", "0.26 to 0.32")],
+)
+def test_only_tested_versions(monkeypatch: pytest.MonkeyPatch, version: str, error: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    check_version(untested=True)
+    if error:
+        with pytest.raises(ValueError, match=error):
+            check_version(untested=False)
+    else:
+        check_version(untested=False)
+
+
+def test_vllm_is_not_in_this_environment() -> None:
+    with pytest.raises(ValueError, match=r"pip install -e '.\[vllm\]'"):
+        check_version(untested=True)

@@ -1,0 +1,316 @@
+"""Prefills and decodes over a vLLM that the test plays: admission, tokens, reports, ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+
+from baton.engine import EngineRequest, SamplingParams
+from baton.kv_transfer import InjectStats
+from baton.vllm_worker.attachment import Close, Freed, Landed, Lost, Started
+from baton.vllm_worker.roles import EngineGone, Roles
+from baton.worker import messages
+from baton.worker.engine_process.attempts import Attempts
+from baton.worker.messages import Code, FromEngine, Origin, PrefillSource, Work
+
+OURS, THEIRS = 1, 2  # incarnations
+M = TypeVar("M")
+STATS = InjectStats(100, 20, 1, *(0.0 for _ in range(7)))
+
+
+def output(tokens: Sequence[int], reason: str | None = None) -> Any:
+    """As vLLM's RequestOutput."""
+    completion = SimpleNamespace(token_ids=tokens, finish_reason=reason, logprobs=None)
+    return SimpleNamespace(outputs=[completion], prompt_logprobs=None, num_cached_tokens=0, metrics=None)
+
+
+class Worker:
+    """Blocks of 16 tokens, 10 of them."""
+
+    def __init__(self) -> None:
+        self.sent: list[FromEngine] = []
+        self.told: list[Any] = []
+        self.computing: list[bytes] = []
+        self.fields: dict[bytes, dict[str, Any]] = {}
+        self.priorities: dict[bytes, int] = {}
+        self._outputs: defaultdict[bytes, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
+        self.aborted: list[bytes] = []
+        self.attempts = Attempts(self.sent.append)
+        self.roles = Roles(
+            self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush,
+            blocks=10, block_size=16, max_model_len=200, incarnation=OURS,
+        )  # fmt: skip
+
+    def _computes(self, ids: Iterable[bytes]) -> None:
+        self.computing = list(ids)
+
+    async def _generate(
+        self, request: EngineRequest, fields: dict[str, Any], priority: int
+    ) -> AsyncIterator[Any]:
+        self.fields[request.id], self.priorities[request.id] = fields, priority
+        try:
+            while True:
+                each = await self._outputs[request.id].get()
+                if isinstance(each, Exception):
+                    raise each
+                yield each
+                if each.outputs[0].finish_reason:
+                    return
+        except asyncio.CancelledError:
+            self.aborted.append(request.id)
+            raise
+
+    async def says(self, request_id: bytes, *outputs: Any) -> None:
+        for each in outputs:
+            self._outputs[request_id].put_nowait(each)
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        self.attempts.flush()
+
+    def of(self, kind: type[M]) -> list[M]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def tokens(self) -> list[tuple[int, int, str]]:
+        said = [token for message in self.of(messages.Tokens) for token in message.tokens]
+        return [(token.output_index, token.token, token.finish_reason) for token in said]
+
+    def failures(self) -> list[Code]:
+        return [message.code for message in self.of(messages.AttemptFailed)]
+
+    @property
+    def idle(self) -> bool:
+        return self.roles.status(0).idle
+
+
+def work(attempt_id: bytes, tokens: int = 20, output_ids: Sequence[int] = (), **params: Any) -> Work:
+    wanted: dict[str, Any] = {"max_tokens": 8} | params
+    sampling = SamplingParams(**wanted)
+    request = EngineRequest(attempt_id, [1] * tokens, list(output_ids), sampling)
+    return Work(request, 60.0, Origin(attempt_id, "r", "", 0.0))
+
+
+def name(letter: str) -> bytes:
+    return letter.encode() * 16
+
+
+P, D, E = name("p"), name("d"), name("e")
+
+
+def source(incarnation: int = THEIRS) -> PrefillSource:
+    return PrefillSource(P, "10.0.0.5:7002", incarnation, 3)
+
+
+@pytest.fixture
+async def worker() -> Worker:
+    return Worker()
+
+
+async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None:
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True, report_start=True))
+    await worker.settle()
+    assert not worker.of(messages.PrefillStarted), "it may wait in vLLM's queue"
+    worker.roles.heard(Started(P))
+    assert worker.of(messages.PrefillStarted)
+    assert worker.fields[P]["max_tokens"] == 1
+    assert worker.fields[P]["extra_args"]["kv_transfer_params"] == {
+        "do_remote_decode": True,
+        "prefill_id": P.hex(),
+        "report_start": True,
+    }
+    assert worker.computing == [P]
+    assert worker.roles.status(0).stats.tokens_waiting == 20
+    await worker.says(P, output([5], "length"))
+    assert worker.tokens() == [(0, 5, "")], "the decode worker goes on"
+    assert worker.of(messages.Prefilled)
+    assert worker.computing == []
+    assert worker.roles.status(0).stats.held == 1
+    worker.roles.heard(Freed(P, "acked"))
+    assert worker.idle
+    assert not worker.failures()
+
+
+@pytest.mark.parametrize("first", [("stop", "stop"), ("length", "length")])
+async def test_a_prefill_whose_token_is_the_last_is_closed(worker: Worker, first: tuple[str, str]) -> None:
+    last = 1 if first[0] == "length" else 8
+    worker.roles.handle(messages.Prefill(7, work(P, max_tokens=last), handover=True))
+    await worker.says(P, output([5], first[0]))
+    assert worker.tokens() == [(0, 5, first[1])]
+    assert worker.told == [Close(P, "finished")]
+    worker.roles.heard(Freed(P, "finished"))
+    assert worker.idle
+    assert not worker.failures(), "its router has the token"
+
+
+@pytest.mark.parametrize("reason", ["acked", "finished"])
+async def test_freed_before_vllms_answer(worker: Worker, reason: str) -> None:
+    """The connector's socket may be faster than vLLM's."""
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    await worker.settle()
+    worker.roles.heard(Freed(P, reason))
+    assert not worker.idle
+    await worker.says(P, output([5], "length"))
+    assert worker.tokens() == [(0, 5, "")]
+    assert worker.idle
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"), [("deadline", Code.DROPPED), ("reused", Code.INVALID), ("cancelled", Code.DROPPED)]
+)
+async def test_a_prefill_that_lost_its_blocks_is_dropped(worker: Worker, reason: str, code: Code) -> None:
+    """As when vLLM preempts it before its token."""
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    await worker.settle()
+    worker.roles.heard(Freed(P, reason))
+    await worker.settle()
+    assert worker.failures() == [code]
+    assert worker.aborted == [P]
+    assert worker.idle
+
+
+async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> None:
+    worker.roles.handle(messages.Decode(7, work(D, prompt_logprobs=1), source()))
+    assert worker.of(messages.Reserved)
+    assert worker.roles.status(0).stats.reservations == 1
+    await worker.settle()
+    assert "prompt_logprobs" not in worker.fields[D]
+    params = worker.fields[D]["extra_args"]["kv_transfer_params"]
+    assert (params["remote_host"], params["remote_port"], params["attempt"]) == ("10.0.0.5", 7002, 3)
+    assert (params["remote_request_id"], params["decode_id"]) == (P.hex(), D.hex())
+    worker.roles.heard(Landed(D, STATS))
+    await worker.says(D, output([5]), output([6, 7]), output([8], "stop"))
+    assert worker.tokens() == [(0, 5, ""), (1, 6, ""), (2, 7, ""), (3, 8, "stop")]
+    assert len(worker.of(messages.SecondToken)) == len(worker.of(messages.KVInjected)) == 1
+    [decoded] = worker.of(messages.Decoded)
+    assert decoded.output_tokens == 3
+    assert not worker.of(messages.Prefilled)
+    assert worker.roles.counts.generation_tokens == 3
+    assert worker.idle
+
+
+async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> None:
+    worker.roles.handle(messages.Decode(7, work(D, output_ids=[4, 4]), None))
+    await worker.says(D, output([5]), output([6], "length"))
+    assert "extra_args" not in worker.fields[D]
+    assert worker.tokens() == [(2, 5, ""), (3, 6, "length")]
+    assert worker.of(messages.Prefilled)
+    assert worker.roles.counts.prompt_tokens == 22
+
+
+@pytest.mark.parametrize(("reason", "code"), [("gone", Code.HANDED_BACK), ("finished", Code.FINISHED)])
+async def test_kv_that_does_not_come_hands_the_request_back(worker: Worker, reason: str, code: Code) -> None:
+    worker.roles.handle(messages.Decode(7, work(D), source()))
+    await worker.settle()
+    worker.roles.heard(Lost(D, reason))
+    await worker.says(D, output([], "error"))
+    assert worker.failures() == [code]
+    assert worker.idle
+
+
+async def test_decodes_are_refused_if_their_blocks_do_not_fit(worker: Worker) -> None:
+    """A held prefill has blocks, too. 20 and 100 tokens, and one more each, are 2 and 7 of 10 blocks."""
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    await worker.says(P, output([5], "length"))
+    worker.roles.handle(messages.Decode(7, work(D, 100), source()))
+    worker.roles.handle(messages.Decode(7, work(E), source()))
+    assert worker.failures() == [Code.NO_ROOM]
+    assert worker.roles.counts.no_room == 1
+    worker.roles.heard(Freed(P, "acked"))
+    worker.roles.handle(messages.Decode(7, work(E), source()))
+    assert worker.failures() == [Code.NO_ROOM]
+
+
+async def test_decodes_go_first_in_vllms_queue(worker: Worker) -> None:
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    worker.roles.handle(messages.Decode(7, work(D), source()))
+    retried = work(E)
+    retried.request.retried = True
+    worker.roles.handle(messages.Decode(7, retried, None))
+    await worker.settle()
+    assert worker.priorities[D] < worker.priorities[E] < worker.priorities[P]
+
+
+async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
+    """Its prefix is in vLLM's cache, and its blocks come back."""
+    worker.roles.handle(messages.Decode(7, work(D), source(OURS)))
+    assert worker.failures() == [Code.HANDED_BACK]
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    await worker.says(P, output([5], "length"))
+    worker.roles.handle(messages.Decode(7, work(D), source(OURS)))
+    await worker.says(D, output([5]), output([6], "stop"))
+    assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {"first_token": 5}
+    assert worker.told == [Close(P)]
+    worker.roles.heard(Freed(P, "cancelled"))
+    assert worker.tokens() == [(0, 5, ""), (0, 5, ""), (1, 6, "stop")]
+    assert worker.failures() == [Code.HANDED_BACK]
+    assert worker.idle
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (lambda: messages.Cancel(7, D), None),
+        (lambda: messages.CancelStream(7), None),
+        (lambda: messages.Retarget(7, D, source(), []), Code.HANDED_BACK),
+    ],
+)
+async def test_ends_that_a_router_wants(worker: Worker, ends: Callable[[], Any], code: Code | None) -> None:
+    worker.roles.handle(messages.Decode(7, work(D), source()))
+    await worker.says(D, output([5]))
+    worker.roles.handle(messages.Cancel(8, D))  # of another router
+    assert not worker.of(messages.Cancelled)
+    worker.roles.handle(ends())
+    await worker.settle()
+    assert worker.aborted == [D]
+    assert worker.failures() == ([] if code is None else [code])
+    assert bool(worker.of(messages.Cancelled)) == (code is None)
+    assert worker.idle
+
+
+async def test_an_attempt_that_ends_before_vllm_has_it(worker: Worker) -> None:
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.attempts.fail_all(Code.DRAINING, "the worker shuts down")
+    worker.roles.stop()
+    await worker.settle()
+    assert worker.idle
+    assert not worker.fields
+    assert worker.failures() == [Code.DRAINING] * 2
+
+
+async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    await worker.says(P, output([5], "length"))
+    worker.roles.handle(messages.Cancel(7, P))
+    worker.roles.handle(messages.CancelStream(7))
+    assert worker.told == [Close(P)]
+    assert not worker.idle
+    worker.roles.heard(Freed(P, "cancelled"))
+    assert worker.idle
+    assert not worker.failures()
+
+
+@pytest.mark.parametrize(
+    ("error", "codes"),
+    [(ValueError("no such"), [Code.INVALID]), (RuntimeError("broken"), [Code.ENGINE]), (EngineGone(), [])],
+)
+async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[Code]) -> None:
+    """If its process has ended, the service tells the routers."""
+    worker.roles.handle(messages.Decode(7, work(D), None))
+    await worker.says(D, error)
+    assert worker.failures() == codes
+    assert worker.idle
+
+
+async def test_a_request_that_vllm_cannot_have_is_refused(worker: Worker) -> None:
+    worker.roles.handle(messages.Prefill(7, work(P, output_ids=[4], presence_penalty=1.0), handover=True))
+    assert worker.failures() == [Code.INVALID]
+    assert not worker.told, "vLLM never had it"
+    assert worker.idle

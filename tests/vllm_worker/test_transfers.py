@@ -1,0 +1,348 @@
+"""KV between two servers, with real transfer processes. The test has vLLM's part: blocks, steps, layers."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from baton.kv_transfer import PagedKV, Transport, channel_pair
+from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.endpoint.rank_copier import RankCopier
+from baton.kv_transfer.wait import wait
+from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost
+from baton.vllm_worker.caches import paged_kv
+from baton.vllm_worker.plan import Address, Chunk, Fetch, Plan, Source
+from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
+
+LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
+KINDS = Close, FromConnector
+SECRET = b"a secret of these two servers"
+WITHIN = 20.0
+
+
+class Server:
+    """The connector's half in the process with the model, and a cache with random KV."""
+
+    def __init__(self, name: str, seed: int, model: str = "model", timeout: float = 60) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = BLOCKS, HEADS, BLOCK, 2 * DIM
+        caches = {f"layers.{i}.attn": torch.rand(shape, generator=generator) for i in range(LAYERS)}
+        self.kv: PagedKV = paged_kv(caches, BLOCK, HEADS, DIM, all_heads=HEADS)
+        self.process = TransferProcess(self.kv, Settings(), name, model, SECRET)
+        worker, self.worker = (Channel(end, kind) for end, kind in zip(channel_pair(), KINDS, strict=True))
+        self.transfers = Transfers(
+            self.kv, self.process.transport, self.process.heartbeat, timeout=timeout, worker=worker
+        )
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+
+    def close(self) -> None:
+        self.transfers.close()
+        self.process.close()
+
+    def told(self, count: int) -> list[Any]:
+        """The next messages to the worker's engine process."""
+        found: list[Any] = []
+        while len(found) < count:
+            assert wait([self.worker.fileno()], WITHIN), f"{found} have come"
+            found += self.worker.receive()
+        return found
+
+    def step(self, plan: Plan, finished: set[str] | None = None) -> None:
+        self.transfers.begin(plan)
+        for layer in range(LAYERS):
+            self.transfers.saved(layer)
+        self.transfers.fetch()
+        self.idle(finished)
+
+    def idle(self, finished: set[str] | None = None) -> None:
+        sent, received = self.transfers.ended(finished or set())
+        self.sent |= sent
+        self.received |= received
+
+    def of(self, blocks: list[int], start: int, stop: int) -> list[torch.Tensor]:
+        """K and V of positions, of each layer."""
+        return [row[blocks].flatten(0, 1)[start:stop].clone() for rows in self.kv.rows for row in rows]
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[Server, Server]]:
+    prefill, decode = Server("prefill", 0), Server("decode", 1)
+    yield prefill, decode
+    for server in (prefill, decode):
+        server.close()
+
+
+def until(what: Callable[[], bool], *servers: Server) -> None:
+    deadline = time.monotonic() + WITHIN
+    while not what():
+        assert time.monotonic() < deadline
+        for server in servers:
+            server.idle()
+        time.sleep(0.002)
+
+
+def fetch(request: str, there: Source, block_ids: list[int], start: int, stop: int) -> Fetch:
+    return Fetch(request, decode_id_of(request), 1, there, block_ids, start, stop)
+
+
+def decode_id_of(request: str) -> bytes:
+    return request.encode().ljust(16)
+
+
+def source(server: Server, prefill_id: bytes) -> Source:
+    return Source(server.process.address, prefill_id)
+
+
+def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tuple[Server, Server]) -> None:
+    """The decode server has the first block, too."""
+    prefill, decode = servers
+    there, here, prefill_id, tokens = [7, 3, 30, 8, 12], [5, 1, 22, 6, 39], b"p" * 16, 77
+    whole = prefill.of(there, 0, tokens)
+    before = decode.of([b for b in range(BLOCKS) if b not in here], 0, BLOCKS * BLOCK)
+    kept = decode.of(here, tokens, 5 * BLOCK)
+    prefill.step(
+        Plan(
+            opened={prefill_id: "a"},
+            chunks=[Chunk(prefill_id, there[:3], 0, 40, tokens)],
+        )
+    )
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), here, 16, tokens)]))
+    prefill.step(Plan(chunks=[Chunk(prefill_id, there, 40, tokens, tokens)]))
+    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
+    until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
+    assert decode.transfers.take_failed_blocks() == set()
+    for got, sent in zip(decode.of(here, 16, tokens), whole, strict=True):
+        assert torch.equal(got, sent[16:])
+    after = decode.of([b for b in range(BLOCKS) if b not in here], 0, BLOCKS * BLOCK)
+    assert all(map(torch.equal, before, after))
+    assert all(map(torch.equal, kept, decode.of(here, tokens, 5 * BLOCK)))
+
+
+def test_the_blocks_of_a_fetch_that_fails_are_named(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    address = prefill.process.address
+    stale = Source(Address(address.host, address.port, address.incarnation ^ 1), b"p" * 16)
+    decode.step(Plan(fetches=[fetch("b", stale, [4, 5, 6], 16, 40)]))
+    until(lambda: decode.received == {"b"}, decode)
+    assert decode.transfers.take_failed_blocks() == {5, 6}
+    assert decode.transfers.take_failed_blocks() == set()
+
+
+def test_a_prompt_whose_kv_does_not_come_is_computed(servers: tuple[Server, Server]) -> None:
+    """Half of its KV has come."""
+    prefill, _ = servers
+    decode = Server("impatient", 3, timeout=0.5)
+    prefill_id = b"p" * 16
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    until(lambda: decode.received == {"b"}, decode)
+    assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
+    decode.close()
+
+
+def test_blocks_of_an_aborted_prompt_are_free_when_nothing_reads_them(servers: tuple[Server, Server]) -> None:
+    """The decode server waits for it, and computes the prompt then."""
+    prefill, decode = servers
+    prefill_id = b"p" * 16
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    prefill.step(Plan(aborted={prefill_id: "cancelled"}), {"a"})
+    until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
+    assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
+
+
+def test_a_request_that_ends_while_it_is_fetched_gets_its_blocks_back(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    prefill_id = b"p" * 16
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    decode.idle({"b"})
+    until(lambda: decode.received == {"b"}, decode)
+    prefill.step(Plan(aborted={prefill_id: "cancelled"}), {"a"})
+    until(lambda: prefill.sent == {"a"}, prefill)
+
+
+def test_nothing_reads_the_blocks_of_a_preempted_prompt(servers: tuple[Server, Server]) -> None:
+    """Other KV is in them at once. What arrived before, or under the new name, is of the prompt."""
+    prefill, decode = servers
+    rng = random.Random(0)
+    for turn in range(5):
+        old, new, request = rng.randbytes(16), rng.randbytes(16), f"request {turn}"
+        prefill.step(Plan(opened={old: request}, chunks=[Chunk(old, [1, 2, 3], 0, 48, 60)]))
+        decode.step(Plan(fetches=[fetch(f"lost {turn}", source(prefill, old), [1, 2, 3, 4], 0, 60)]))
+        prefill.transfers.preempt([old])
+        for rows in prefill.kv.rows:
+            for row in rows:
+                row[[1, 2, 3]] = float(turn)
+        whole = prefill.of([9, 8, 7, 6], 0, 60)
+        prefill.step(Plan(opened={new: request}, chunks=[Chunk(new, [9, 8, 7, 6], 0, 60, 60)]))
+        decode.step(Plan(fetches=[fetch(f"got {turn}", source(prefill, new), [11, 12, 13, 14], 0, 60)]))
+        prefill.step(Plan(committed={new: 1}), {request})
+        wanted = {f"lost {turn}", f"got {turn}"}
+        until(lambda: decode.received >= wanted and request in prefill.sent, prefill, decode)  # noqa: B023
+        assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
+        assert all(map(torch.equal, decode.of([11, 12, 13, 14], 0, 60), whole))
+
+
+def test_a_preemption_waits_for_a_copy_that_is_under_way(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = servers
+    prefill_id, copying = b"p" * 16, threading.Event()
+    gather = HostPool._gather
+
+    def slowly(pool: HostPool, *arguments: Any) -> None:
+        copying.set()
+        time.sleep(0.05)
+        gather(pool, *arguments)
+        copying.clear()
+
+    monkeypatch.setattr(HostPool, "_gather", slowly)
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2, 3], 0, 48, 60)]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    assert copying.wait(WITHIN)
+    prefill.transfers.preempt([prefill_id])
+    assert not copying.is_set()
+    until(lambda: decode.received == {"b"}, decode)
+
+
+def test_servers_with_other_models_do_not_share_kv(servers: tuple[Server, Server]) -> None:
+    prefill, _ = servers
+    other = Server("other", 2, "another model")
+    other.step(Plan(fetches=[fetch("b", source(prefill, b"p" * 16), [4], 0, 16)]))
+    until(lambda: other.received == {"b"}, other)
+    assert other.transfers.take_failed_blocks() == {4}
+    other.close()
+
+
+def test_the_worker_hears_what_happens_without_a_step_of_vllm(servers: tuple[Server, Server]) -> None:
+    """The FETCH comes before the prompt is scheduled."""
+    prefill, decode = servers
+    prefill_id = b"p" * 16
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
+    ticks = prefill.process.heartbeat.ticks
+    prefill.step(Plan(expected=[prefill_id]))
+    assert prefill.process.heartbeat.ticks > ticks + LAYERS
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
+    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
+    [landed] = decode.told(1)
+    assert isinstance(landed, Landed)
+    assert (landed.decode_id, landed.stats.tokens) == (decode_id_of("b"), 20)
+    assert prefill.told(1) == [Freed(prefill_id, "acked")]
+    decode.idle()
+    assert decode.transfers.take_first_tokens() == {"b": 42}
+    assert decode.transfers.take_first_tokens() == {}
+
+
+def test_the_worker_closes_a_prefill_that_vllm_has_finished(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    held, ending = b"h" * 16, b"e" * 16
+    prefill.step(
+        Plan(
+            opened={held: "a", ending: "b"},
+            chunks=[Chunk(held, [1, 2], 0, 20, 20), Chunk(ending, [3, 4], 0, 20, 20)],
+        )
+    )
+    decode.step(Plan(fetches=[fetch("d", source(prefill, ending), [1, 2], 0, 20)]))
+    prefill.step(Plan(committed={held: 42}), {"a"})
+    prefill.worker.send(Close(held))
+    assert prefill.told(1) == [Freed(held, "cancelled")]
+    until(lambda: prefill.sent == {"a"}, prefill)
+    prefill.worker.send(Close(ending, "finished"))
+    assert prefill.told(1) == [Freed(ending, "finished")]
+    assert decode.told(1) == [Lost(decode_id_of("d"), "finished")]
+    prefill.step(Plan(aborted={ending: "finished"}), {"b"})
+    until(lambda: prefill.sent == {"a", "b"}, prefill)
+
+
+def test_a_prompt_that_is_aborted_before_it_starts_is_not_waited_for(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    prefill_id = b"p" * 16
+    prefill.step(Plan(expected=[prefill_id]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
+    prefill.step(Plan(aborted={prefill_id: "cancelled"}))
+    assert decode.told(1) == [Lost(decode_id_of("b"), "cancelled")]
+
+
+def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> None:
+    prefill, _ = servers
+    prefill_id = b"p" * 16
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
+    prefill.transfers.preempt([prefill_id])
+    assert prefill.told(1) == [Freed(prefill_id, "cancelled")]
+
+
+def test_a_peer_that_wants_what_is_cached_is_refused(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    address = prefill.process.address
+    decode.transfers._attendant.order(
+        lambda receiver: receiver.fetch_content(
+            decode_id_of("c"), chunks=[b"c" * 16], first_chunk=0, block_ids=[1, 2, 3, 4],
+            kv_address=f"{address.host}:{address.port}", incarnation=address.incarnation,
+        )
+    )  # fmt: skip
+    assert decode.told(1) == [Lost(decode_id_of("c"), "gone")]
+    prefill.idle()
+
+
+class TwoRanks(Server):
+    """An engine whose two ranks have a half of the heads each."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape, half = (BLOCKS, HEADS // 2, BLOCK, 2 * DIM), HEADS // 2
+        self.ranks = [
+            paged_kv(
+                {f"layers.{i}.attn": torch.rand(shape, generator=generator) for i in range(LAYERS)},
+                BLOCK, half, DIM, all_heads=HEADS, rank=rank, ranks=2,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        self.process = TransferProcess(self.ranks[0], Settings(), name, "model", SECRET)
+        transport = self.process.transport
+        sending, [other_sending] = transport.sending.of_ranks(2)
+        receiving, [other_receiving] = transport.receiving.of_ranks(2)
+        self.copier = RankCopier(self.ranks[1], other_sending, other_receiving, exports=True)
+        first = Transport(sending, receiving, transport.trace, exports=True)
+        self.transfers = Transfers(self.ranks[0], first, self.process.heartbeat, timeout=60)
+        self.sent, self.received = set(), set()
+
+    def step(self, plan: Plan, finished: set[str] | None = None) -> None:
+        self.transfers.begin(plan)
+        for layer in range(LAYERS):
+            self.transfers.saved(layer)
+            if plan.chunks:
+                self.copier.layer_done(layer)
+        self.transfers.fetch()
+        self.idle(finished)
+
+    def of(self, blocks: list[int], start: int, stop: int) -> list[torch.Tensor]:
+        halves = [
+            [row[blocks].flatten(0, 1)[start:stop] for rows in kv.rows for row in rows] for kv in self.ranks
+        ]
+        return [torch.cat(both, dim=1) for both in zip(*halves, strict=True)]
+
+
+@pytest.mark.parametrize("sender", ["one rank", "two ranks"])
+def test_each_rank_copies_its_heads(servers: tuple[Server, Server], sender: str) -> None:
+    two = TwoRanks("ranks", 7)
+    prefill, decode = (two, servers[1]) if sender == "two ranks" else (servers[0], two)
+    there, here, prefill_id, tokens = [7, 3, 30], [5, 1, 22], b"p" * 16, 40
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), here, 0, tokens)]))
+    prefill.step(Plan())
+    for start, stop in ((0, 20), (20, tokens)):
+        opened = {} if start else {prefill_id: "a"}
+        prefill.step(Plan(opened=opened, chunks=[Chunk(prefill_id, there, start, stop, tokens)]))
+    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
+    until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
+    assert decode.transfers.take_failed_blocks() == set()
+    assert all(map(torch.equal, decode.of(here, 0, tokens), prefill.of(there, 0, tokens)))
+    two.close()

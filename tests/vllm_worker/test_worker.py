@@ -1,0 +1,152 @@
+"""`baton serve --engine vllm`: streams are those of transformers, whatever process dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .served import Reference, VLLMCluster, prompts_of, save_model
+
+TOKENS = 12
+FLAGS = ("--max-model-len", "2304", "--num-blocks", "100", "--max-num-batched-tokens", "256")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMCluster]:
+    served = VLLMCluster(model, tmp_path_factory.mktemp("served"), *FLAGS)
+    try:
+        served.until_ready()
+        yield served
+        served.stop()
+    finally:
+        served.kill()
+
+
+def streamed(cluster: VLLMCluster, **fields: Any) -> list[int]:
+    return [token for tokens in cluster.stream(**fields) for token in tokens]
+
+
+@pytest.mark.timeout(900)
+def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
+    """Chunked, with a prefix hit, and with what the router does: streams, stop strings, log probabilities."""
+    short, middle, long, chunked, sampled = prompts_of([3, 40, 130, 300, 310], 5)
+    again = [*long, 7, 8, 9]
+    expected = {len(p): reference.tokens(p, TOKENS) for p in (short, middle, long, chunked, again)}
+
+    assert streamed(cluster, prompt=short, max_tokens=TOKENS) == expected[3]
+    choice = cluster.ask(prompt=middle, max_tokens=TOKENS, logprobs=2)
+    assert choice["token_ids"] == expected[40]
+    found, right = choice["logprobs"]["token_logprobs"], reference.logprobs(middle, expected[40])
+    assert found == pytest.approx(right, abs=1e-3), "that of the first token, too"
+    assert cluster.ask(prompt=long, max_tokens=TOKENS)["token_ids"] == expected[130]
+    assert streamed(cluster, prompt=again, max_tokens=TOKENS) == expected[133]
+    word = reference.text(expected[300][6:7])
+    choice = cluster.ask(prompt=chunked, max_tokens=TOKENS, stop=[word])
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == reference.text(expected[300]).partition(word)[0]
+
+    assert len(streamed(cluster, prompt=sampled, max_tokens=3, temperature=1)) == 3
+
+    workers = cluster.workers()
+    prompts = {role: worker["status"]["prompt_tokens"] for role, worker in workers.items()}
+    assert prompts == {"prefill": 3 + 40 + 130 + 133 + 300 + 310, "decode": 0}, "all KV was handed over"
+    cluster.assert_whole()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "title",
+    [
+        "decode 0 engine::EngineCore",
+        *(
+            pytest.param(f"{role} 0{kind}", marks=pytest.mark.long)
+            for role in ("decode", "prefill")
+            for kind in (" engine", " engine::Worker", " transfer", "")
+        ),
+        pytest.param("prefill 0 engine::EngineCore", marks=pytest.mark.long),
+    ],
+)
+def test_a_stream_goes_on_when_a_process_is_killed(
+    cluster: VLLMCluster, reference: Reference, title: str, request: pytest.FixtureRequest
+) -> None:
+    role = title[: title.index("0") + 1]
+    restarts = cluster.output().count(f"{role}: ready after")
+    [prompt], tokens = prompts_of([60], 6), []
+    right = reference.tokens(prompt, 600)
+    for some in cluster.stream(prompt=prompt, max_tokens=600):
+        if len(tokens) < 20 <= len(tokens) + len(some):
+            cluster.process_of(title).kill()
+        tokens += some
+    assert tokens == right
+    if request.node.get_closest_marker("long") is not None:
+        cluster.until_restarted(role, restarts + 1)
+        cluster.assert_whole()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_drains_ends_its_streams(cluster: VLLMCluster, reference: Reference, role: str) -> None:
+    restarts = cluster.output().count(f"{role} 0: ready after")
+    [prompt], tokens = prompts_of([200], 8), []
+    right = reference.tokens(prompt, 600)
+    for some in cluster.stream(prompt=prompt, max_tokens=600):
+        if len(tokens) < 20 <= len(tokens) + len(some):
+            cluster.process_of(f"{role} 0").terminate()
+        tokens += some
+    assert tokens == right
+    cluster.until_restarted(f"{role} 0", restarts + 1)
+    cluster.assert_whole()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_workers_that_changed_their_pools(cluster: VLLMCluster, reference: Reference) -> None:
+    """KV goes the other way. A flip interrupts nothing."""
+    prompts = prompts_of([50, 300, 700], 9)
+    right = [reference.tokens(prompt, 100) for prompt in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        for flipped in (True, False):
+            running = [pool.submit(streamed, cluster, prompt=prompt, max_tokens=100) for prompt in prompts]
+            cluster.flip("prefill", "decode" if flipped else "prefill")
+            cluster.flip("decode", "prefill" if flipped else "decode")
+            running += [pool.submit(streamed, cluster, prompt=prompt, max_tokens=100) for prompt in prompts]
+            assert [each.result() for each in running] == right * 2
+    cluster.assert_whole()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_thirty_prompts_at_once(cluster: VLLMCluster, reference: Reference) -> None:
+    """Twice: then with prefix hits. And then their clients leave."""
+    prompts = prompts_of([3, 127, 128, 129, 2000, *(37 + 71 * i for i in range(25))], 7)
+    right = [reference.tokens(prompt, TOKENS) for prompt in prompts]
+    with ThreadPoolExecutor(30) as pool:
+        for _ in range(2):
+            found = pool.map(lambda prompt: streamed(cluster, prompt=prompt, max_tokens=TOKENS), prompts)
+            assert list(found) == right
+        left = [pool.submit(_leave, cluster, prompt, 1 + i % 4) for i, prompt in enumerate(prompts)]
+        assert [each.result() for each in left] == [None] * 30
+    cluster.assert_whole()
+
+
+def _leave(cluster: VLLMCluster, prompt: list[int], after: int) -> None:
+    """Leaves a stream after some events."""
+    events = cluster.stream(prompt=prompt, max_tokens=200)
+    for _ in range(after):
+        next(events)
+    events.close()

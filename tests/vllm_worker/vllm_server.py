@@ -1,0 +1,72 @@
+"""A vLLM engine as a process of its own Python, since vLLM's packages do not fit ours.
+
+    .venv-vllm/bin/python tests/vllm_worker/vllm_server.py MODEL OPTIONS < pipe
+
+`OPTIONS`: arguments of vLLM's engine, as JSON; `kv_transfer_config` has those of its own class. The process
+prints an empty line when it is up. Each line of its input is a list of requests, as JSON: [prompt, fields of
+SamplingParams, kv_transfer_params or null]. The answer is a line, too: of each request [tokens,
+kv_transfer_params or null], and then how many preemptions there were so far.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ |= {
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # the child need not import all again
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines and ranks share the CPUs
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def main(model: str, options: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM writes log lines to stdout
+
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+    from vllm.inputs import TokensPrompt
+
+    arguments: dict[str, Any] = json.loads(options)
+    if connector := arguments.get("kv_transfer_config"):
+        arguments["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="BatonConnector",
+            kv_connector_module_path="baton.vllm_worker.connector",
+            **connector,
+        )
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 256,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": False,
+    }
+    engine = LLM(model, **defaults | arguments)
+    print(file=answers, flush=True)
+    for line in sys.stdin:
+        requests = json.loads(line)
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _, _ in requests]
+        params = [
+            SamplingParams(
+                detokenize=False, extra_args={"kv_transfer_params": said} if said else None, **fields
+            )
+            for _, fields, said in requests
+        ]
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        told = [[list(x.outputs[0].token_ids), x.kv_transfer_params] for x in outputs]
+        counts: Any = engine.get_metrics()
+        preemptions = sum(x.value for x in counts if x.name == "vllm:num_preemptions")
+        print(json.dumps([told, preemptions]), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

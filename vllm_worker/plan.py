@@ -1,0 +1,264 @@
+"""What vLLM's scheduler tells the process with the KV: which blocks to send, and which to fill. Pure.
+
+The scheduler allocates the blocks of a prompt chunk by chunk, and may take them away again (preemption). So
+each step's `Plan` names the blocks of all prompts that it computes for decode servers. A prompt that starts
+again after a preemption gets a new prefill id: nothing of the old one can be mixed with it.
+
+A router draws ids of prefills and decodes (`prefill_id`, `decode_id`, `attempt` in kv_transfer_params), and
+submits to both sides at once. So a FETCH may come before its prompt is scheduled. A preemption ends a prefill
+with an id of a router: the worker hands it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Ended = Literal["finished", "cancelled"]
+"""Why a prefill is not handed over. "finished": its first token is the last."""
+log = logging.getLogger("vllm.baton")
+"""Below vLLM's logger, so its lines look like vLLM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the KV of a server can be fetched."""
+
+    host: str
+    port: int
+    incarnation: int
+    """Drawn at the start of the server: KV of an earlier one is never mistaken for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The held prefill that a request continues."""
+
+    address: Address
+    prefill_id: bytes
+
+    @classmethod
+    def parse(cls, params: dict[str, Any]) -> Source:
+        """Raises ValueError for parameters that `params` has not made."""
+        try:
+            host, port = str(params["remote_host"]), int(params["remote_port"])
+            incarnation = int(params["remote_engine_id"], 16)
+            prefill_id = bytes.fromhex(params["remote_request_id"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{error!r}; the prefill server must have Baton's connector, too") from error
+        if not 0 < port < 1 << 16 or not 0 <= incarnation < 1 << 64 or len(prefill_id) != 16:
+            raise ValueError(f"{params!r} names no prefill of Baton's connector")
+        return cls(Address(host, port, incarnation), prefill_id)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """`kv_transfer_params` with which a decode server fetches the prefill. Names are NixlConnector's."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": f"{self.address.incarnation:016x}",
+            "remote_request_id": self.prefill_id.hex(),
+            "remote_host": self.address.host,
+            "remote_port": self.address.port,
+            "remote_block_ids": [],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions of a prompt that the step computes. Those of the prefix cache are in the first chunk: another
+    prompt of the same step may compute them."""
+
+    prefill_id: bytes
+    block_ids: Sequence[int]
+    """Of all positions up to `stop`."""
+    start: int
+    stop: int
+    num_tokens: int
+    """Of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Positions [start, stop) that a decode server takes from a prefill server."""
+
+    request_id: str
+    decode_id: bytes
+    attempt: int
+    """Among the decode attempts of the request."""
+    source: Source
+    block_ids: Sequence[int]
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """The metadata of one step, from vLLM's scheduler to each of its workers."""
+
+    expected: list[bytes] = field(default_factory=list)
+    """Prefill ids of routers, of prompts that wait to be scheduled."""
+    opened: dict[bytes, str] = field(default_factory=dict)
+    """Prefill ids of prompts that start, and their requests."""
+    started: list[bytes] = field(default_factory=list)
+    """Those of them that a router waits for."""
+    chunks: list[Chunk] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    committed: dict[bytes, int] = field(default_factory=dict)
+    """First tokens of prompts that have finished."""
+    preempted: list[bytes] = field(default_factory=list)
+    """Prefill ids that have lost their blocks: nothing may read these when the step begins."""
+    aborted: dict[bytes, Ended] = field(default_factory=dict)
+    """Prefill ids that nothing more is sent of."""
+    first_tokens: dict[bytes, int] = field(default_factory=dict)
+    """By decode id: those of requests of a router with KV that has come. Every rank samples, so each needs
+    them."""
+    forgotten: list[bytes] = field(default_factory=list)
+    """Decode ids of requests that have ended."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that a decode server will fetch."""
+
+    num_tokens: int
+    fixed_id: bytes
+    """Drawn by a router. Empty: ids are drawn here."""
+    prefill_id: bytes = b""
+    """Empty until the first chunk is scheduled, and after a preemption."""
+    block_ids: list[int] = field(default_factory=list)
+    preempted: bool = False
+    awaited: bool = False
+    """A router waits for its start."""
+
+
+class Planner:
+    """The connector's half in vLLM's scheduler."""
+
+    def __init__(self, *, named: bool = False, new_id: Callable[[], bytes] = lambda: os.urandom(16)) -> None:
+        """`named`: requests come from a router, with ids of prefills and decodes. Else clients send them."""
+        self.address: Address | None = None
+        """Of this server. Set once its workers have started. None: routers know where it is."""
+        self._named = named
+        self._new_id = new_id
+        self._prompts: dict[str, _Prompt] = {}
+        self._sources: dict[str, Source] = {}  # until blocks are allocated
+        self._decode_ids: dict[str, bytes] = {}  # of requests of a router, until they end
+        self._plan = Plan()
+
+    def expect(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
+        """vLLM has a new request."""
+        if params and params.get("do_remote_decode"):
+            fixed_id = bytes.fromhex(params["prefill_id"]) if self._named else b""
+            awaited = params.get("report_start", False)
+            self._prompts[request_id] = _Prompt(prompt_tokens, fixed_id, awaited=awaited)
+            if fixed_id:
+                self._plan.expected.append(fixed_id)
+
+    def to_fetch(
+        self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int, computed: int
+    ) -> int:
+        """Returns how many tokens of a prompt come from the prefill server, beyond those computed here.
+
+        A client may send any parameters. A prompt with wrong ones is computed here."""
+        if not params or not params.get("do_remote_prefill") or computed >= prompt_tokens:
+            return 0
+        try:
+            self._sources[request_id] = Source.parse(params)
+        except ValueError as error:
+            log.warning("%s: kv_transfer_params: %s; the prompt is computed here", request_id, error)
+            params["do_remote_prefill"] = False
+            return 0
+        return prompt_tokens - computed
+
+    def allocated(
+        self,
+        request_id: str,
+        params: dict[str, Any] | None,
+        prompt_tokens: int,
+        block_ids: Sequence[int],
+        to_fetch: int,
+    ) -> None:
+        """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
+        prompt."""
+        source = self._sources.pop(request_id, None)
+        if to_fetch and source is not None:
+            assert params is not None, "there is a source"
+            decode_id, attempt = self._new_id(), 1
+            if self._named:
+                decode_id, attempt = bytes.fromhex(params["decode_id"]), params["attempt"]
+                self._decode_ids[request_id] = decode_id
+            start = prompt_tokens - to_fetch
+            self._plan.fetches.append(
+                Fetch(request_id, decode_id, attempt, source, block_ids, start, prompt_tokens)
+            )
+            params["do_remote_prefill"] = False  # after a preemption the prompt is computed here
+
+    def landed(self, first_tokens: Mapping[str, int]) -> None:
+        """KV has come for these requests, and the token that follows their prompts."""
+        for request_id, token in first_tokens.items():
+            if (decode_id := self._decode_ids.get(request_id)) is not None:
+                self._plan.first_tokens[decode_id] = token
+
+    def scheduled(
+        self, request_id: str, new_blocks: Sequence[int], computed: int, count: int, *, anew: bool
+    ) -> None:
+        """The step computes `count` tokens of the request after the first `computed`. `anew`: `new_blocks`
+        replace the blocks of the request, since it is new or starts again after a preemption."""
+        prompt = self._prompts.get(request_id)
+        if prompt is None or (prompt.preempted and prompt.fixed_id):
+            return
+        if anew:
+            prompt.block_ids = []
+        prompt.block_ids += new_blocks
+        start, stop = computed, min(computed + count, prompt.num_tokens)
+        if not prompt.prefill_id:
+            prompt.prefill_id = prompt.fixed_id or self._new_id()
+            self._plan.opened[prompt.prefill_id] = request_id
+            if prompt.awaited:
+                self._plan.started.append(prompt.prefill_id)
+            start = 0
+        if start < stop:
+            self._plan.chunks.append(
+                Chunk(prompt.prefill_id, tuple(prompt.block_ids), start, stop, prompt.num_tokens)
+            )
+
+    def preempted(self, request_id: str) -> None:
+        """The blocks of the request are free, from this step on."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None and prompt.prefill_id:
+            self._plan.preempted.append(prompt.prefill_id)
+            prompt.prefill_id, prompt.preempted = b"", True
+
+    def take(self) -> Plan:
+        """Returns the plan of the step."""
+        plan, self._plan = self._plan, Plan()
+        return plan
+
+    def finished(
+        self, request_id: str, first_token: int | None, reason: Ended = "cancelled"
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended. `first_token`: None if it ended for `reason`, and nothing is handed over.
+
+        Returns whether its blocks must stay until they are sent, and the parameters with which a decode
+        server fetches them, if a proxy needs these."""
+        self._sources.pop(request_id, None)
+        if (decode_id := self._decode_ids.pop(request_id, None)) is not None:
+            self._plan.forgotten.append(decode_id)
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None:
+            return False, None
+        if not prompt.prefill_id:
+            if prompt.fixed_id and not prompt.preempted:
+                self._plan.aborted[prompt.fixed_id] = reason
+            return False, None
+        if first_token is None:
+            self._plan.aborted[prompt.prefill_id] = reason
+            return True, None
+        self._plan.committed[prompt.prefill_id] = first_token
+        if self.address is None:
+            return True, None
+        return True, Source(self.address, prompt.prefill_id).params

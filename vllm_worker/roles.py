@@ -1,0 +1,396 @@
+"""Prefills and decodes of a vLLM engine: what routers ask for, what vLLM samples, what the connector says.
+
+    submitted ─▶ accepted ─▶ vLLM computes ─▶ first token ─▶ … ─▶ last token          decode, prefill alone
+        │                        │               └─▶ held until the connector says Freed          handover
+        ▼                        ▼
+     refused               failed, cancelled
+
+Blocks are vLLM's. A decode is accepted if the blocks of all attempts fit beside it, so that vLLM starts it
+soon. What waits for what:
+
+    prompt in vLLM's queue ─▶ blocks of a held prefill ─▶ FETCH of its decode ─▶ room on another worker
+    decode in vLLM's queue ─▶ blocks of running requests ─▶ nothing
+
+Decodes go before prompts in vLLM's queue, and their blocks are counted before. So no decode waits for a
+prompt. Two workers that both hold prefills for the other may both have no room: the hold deadline ends that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from baton.engine import EngineRequest, EngineStats, Output
+from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost, Started
+from baton.vllm_worker.plan import Address, Source
+from baton.vllm_worker.sampling import logprobs_at, prompt_logprobs, sampling
+from baton.vllm_worker.stats import Load
+from baton.worker import messages
+from baton.worker.engine_process.attempts import Attempt, Attempts
+from baton.worker.messages import Code, PrefillSource, RequestCounts, ToEngine, Work
+
+Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncIterator[Any]]
+"""(request, fields of SamplingParams, priority): yields vLLM's RequestOutputs. Raises ValueError if the
+request is wrong, and EngineGone."""
+
+
+_SERVED = ("acked", "finished")
+"""Why a prefill is freed that has sent, or will send, its token to its router."""
+
+
+class EngineGone(Exception):
+    """vLLM's process has ended. The engine process ends, too, and its service tells the routers."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class VLLMAttempt(Attempt):
+    request: EngineRequest
+    handover: bool = False
+    """A prefill with KV for another worker."""
+    decode: bool
+    source: PrefillSource | None = None
+    """Of a decode: the prefill that has sampled its first token."""
+    task: asyncio.Task[None] | None = None
+    """None: vLLM has finished the request."""
+    answered: bool = False
+    """vLLM has sampled a token."""
+    token: int = 0
+    """The last one."""
+    freed: bool = False
+    """Of a handover: the connector reads its blocks no more."""
+    lost: str = ""
+    """Of a decode: why its KV did not come."""
+    joined_at: float = 0.0
+    first_token_at: float | None = None
+    """As in the decode role of Baton's engine."""
+    sampled: int = 0
+    """Tokens, without one that repeats that of the prefill."""
+
+    @property
+    def length(self) -> int:
+        return self.tokens + self.sampled
+
+
+class Roles:
+    """Not for several threads: all methods are for the event loop.
+
+    Args:
+        blocks: of vLLM's pool, without the one that it never uses.
+        computing: gets the ids of all requests in vLLM when they change.
+        soon: flushes `attempts` soon.
+    """
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        generate: Generate,
+        tell: Callable[[Close], None],
+        computing: Callable[[Collection[bytes]], None],
+        soon: Callable[[], None],
+        *,
+        blocks: int,
+        block_size: int,
+        max_model_len: int,
+        incarnation: int,
+    ) -> None:
+        self.counts = RequestCounts()
+        self.load = Load()
+        self._attempts = attempts
+        self._generate = generate
+        self._tell = tell
+        self._computing = computing
+        self._soon = soon
+        self._blocks = blocks
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._incarnation = incarnation
+        self._table = attempts.table(VLLMAttempt)
+
+    @property
+    def busy(self) -> bool:
+        """Whether vLLM has a request."""
+        return any(attempt.task is not None for attempt in self._table.values())
+
+    @property
+    def prefills(self) -> bool:
+        """Whether vLLM computes a prompt, or will."""
+        return any(_computes_prompt(attempt) for attempt in self._table.values())
+
+    def status(self, question: int) -> messages.EngineStatus:
+        found = self._table.values()
+        stats: EngineStats = self.load.stats(
+            blocks=self._blocks,
+            decoding=sum(attempt.task is not None and attempt.answered for attempt in found),
+            tokens_waiting=sum(attempt.tokens for attempt in found if _computes_prompt(attempt)),
+            held=sum(attempt.task is None for attempt in found),
+            reservations=sum(attempt.source is not None and not attempt.answered for attempt in found),
+        )
+        return messages.EngineStatus(question, stats, self.counts, not self._table, [])
+
+    # ------------------------------------------------------------ of routers
+
+    def handle(self, message: ToEngine) -> None:
+        match message:
+            case messages.Prefill():
+                self._prefill(message)
+            case messages.Decode():
+                self._decode(message)
+            case messages.Retarget(stream, decode_id, _, _):
+                attempt = self._table.get(decode_id)
+                if attempt is not None and attempt.stream == stream:
+                    text = "a vLLM worker cannot change the source of a request"
+                    self._attempts.fail(attempt, Code.HANDED_BACK, text)
+                    self._close(attempt)
+            case messages.Cancel(stream, attempt_id):
+                attempt = self._table.get(attempt_id)
+                if attempt is not None and attempt.stream == stream:
+                    self._cancel(attempt)
+            case messages.CancelStream(stream):
+                for attempt in [of for of in self._table.values() if of.stream == stream]:
+                    self._cancel(attempt)
+            case messages.FetchPrefix() | messages.OfferPrefixes() | messages.OfferDeclined():
+                pass  # vLLM's prefix cache exchanges nothing
+            case _:
+                raise AssertionError(f"not of a role: {message}")
+
+    def _prefill(self, message: messages.Prefill) -> None:
+        attempt = _attempt(message.stream, message.work, decode=False, handover=message.handover)
+        if not self._attempts.open(attempt, used=False):
+            return
+        params: dict[str, Any] | None = None
+        if message.handover:
+            params = {"do_remote_decode": True, "prefill_id": attempt.id.hex()}
+            if message.report_start:
+                params["report_start"] = True
+        self._start(attempt, params)
+
+    def _decode(self, message: messages.Decode) -> None:
+        attempt = _attempt(message.stream, message.work, decode=True, source=message.source)
+        if not self._attempts.open(attempt, used=False):
+            return
+        params: dict[str, Any] | None = None
+        if (source := message.source) is not None:
+            if source.incarnation != self._incarnation:
+                params = _fetch(source, attempt.id)
+            elif (prefill := self._table.get(source.prefill_id)) is None or not prefill.answered:
+                text = f"there is no prefill {source.prefill_id.hex()[:8]} on this worker"
+                self._refuse(attempt, Code.HANDED_BACK, text)
+                return
+            else:
+                params = {"first_token": prefill.token}
+        needed = sum(map(self._blocks_of, self._table.values()))
+        if needed > self._blocks:
+            self.counts.no_room += 1
+            text = f"{needed} blocks are needed with this request, and there are {self._blocks}"
+            self._refuse(attempt, Code.NO_ROOM, text)
+        elif self._start(attempt, params):
+            self._attempts.reserved(attempt)
+
+    def _blocks_of(self, attempt: VLLMAttempt) -> int:
+        return -(-(attempt.length + 1) // self._block_size)
+
+    def _start(self, attempt: VLLMAttempt, kv_transfer_params: dict[str, Any] | None) -> bool:
+        """Gives the request to vLLM. Returns False if it is wrong."""
+        request = attempt.request
+        try:
+            fields = sampling(request, only_first=attempt.handover, scores_prompt=attempt.source is None)
+        except ValueError as error:
+            self._refuse(attempt, Code.INVALID, str(error))
+            return False
+        if kv_transfer_params is not None:
+            fields["extra_args"] = {"kv_transfer_params": kv_transfer_params}
+        # Decodes first, then by priority; of these, requests that have waited elsewhere.
+        priority = 2 * request.priority + (not request.retried) - (attempt.source is not None) * (1 << 40)
+        attempt.task = asyncio.create_task(self._run(attempt, fields, priority))
+        attempt.task.add_done_callback(lambda _: self._left(attempt))  # also if it never ran
+        self._computes()
+        return True
+
+    def _refuse(self, attempt: VLLMAttempt, code: Code, text: str) -> None:
+        """Ends an attempt that vLLM does not have."""
+        del self._table[attempt.id]
+        self._attempts.fail(attempt, code, text)
+
+    def stop(self) -> None:
+        """The worker ends. All attempts have failed."""
+        for attempt in self._table.values():
+            self._close(attempt)
+
+    def _cancel(self, attempt: VLLMAttempt) -> None:
+        self._attempts.cancelled(attempt)
+        self._close(attempt)
+
+    def _close(self, attempt: VLLMAttempt) -> None:
+        """Ends an attempt that its router needs no more."""
+        if attempt.closed:
+            return
+        attempt.closed = True
+        if attempt.handover and not attempt.freed:
+            self._tell(Close(attempt.id))
+        if attempt.task is not None:
+            attempt.task.cancel()
+
+    # ------------------------------------------------------------ of vLLM
+
+    async def _run(self, attempt: VLLMAttempt, fields: dict[str, Any], priority: int) -> None:
+        try:
+            async for output in self._generate(attempt.request, fields, priority):
+                self._output(attempt, output)
+                self._soon()
+        except EngineGone:
+            return  # the attempt was in the step that crashed
+        except ValueError as error:
+            self._attempts.fail(attempt, Code.INVALID, str(error))
+        except Exception as error:  # noqa: BLE001  vLLM's errors have no common base
+            self._attempts.fail(attempt, Code.ENGINE, f"vLLM: {error!r}")
+
+    def _left(self, attempt: VLLMAttempt) -> None:
+        """vLLM has the request no more. A handover stays until the connector reads its blocks no more."""
+        attempt.task = None
+        if not attempt.handover or not attempt.answered or attempt.freed:
+            del self._table[attempt.id]
+        self._computes()
+
+    def _output(self, attempt: VLLMAttempt, output: Any) -> None:
+        [completion] = output.outputs
+        reason = completion.finish_reason or ""
+        if reason in ("error", "abort"):
+            self._failed(attempt)
+            return
+        if attempt.handover and reason == "length" and self._goes_on(attempt.request):
+            reason = ""
+        if output.prompt_logprobs:
+            scored, count = attempt.request.sampling.prompt_logprobs or 0, len(attempt.request.prompt_ids)
+            for piece in prompt_logprobs(attempt.id, output.prompt_logprobs, count, scored):
+                self._attempts.scored(piece)
+        for i, token in enumerate(completion.token_ids):
+            logprobs = None
+            if completion.logprobs:
+                alternatives = attempt.request.sampling.num_alternatives
+                logprobs = logprobs_at(completion.logprobs, i, alternatives)
+            last = reason if i == len(completion.token_ids) - 1 else ""
+            first = not attempt.answered
+            repeated = first and attempt.source is not None
+            queued, computing = _times(output.metrics) if first and not repeated else (0.0, 0.0)
+            index = (
+                len(attempt.request.output_ids) + attempt.sampled + (not first and attempt.source is not None)
+            )
+            result = Output(
+                attempt.id, index, token, logprobs, last, output.num_cached_tokens or 0, queued, computing
+            )
+            attempt.answered, attempt.token = True, token
+            if repeated:
+                self._joined(attempt)
+            else:
+                self._sampled(attempt, result, first=first)
+            self._attempts.token(attempt, result)
+        if reason:
+            self._finished(attempt)
+
+    def _goes_on(self, request: EngineRequest) -> bool:
+        """Whether a token follows the first one."""
+        emitted = len(request.output_ids) + 1
+        return emitted < request.sampling.max_tokens and (
+            len(request.prompt_ids) + emitted < self._max_model_len
+        )
+
+    def _joined(self, attempt: VLLMAttempt) -> None:
+        """A decode has repeated the token of its prefill."""
+        attempt.joined_at = time.monotonic()
+        assert attempt.source is not None
+        taken = self._table.get(attempt.source.prefill_id)
+        if taken is not None:  # a prefill of this worker
+            taken.stream = None
+            self._close(taken)
+
+    def _sampled(self, attempt: VLLMAttempt, output: Output, *, first: bool) -> None:
+        attempt.sampled += 1
+        self.counts.count(output)
+        now = time.monotonic()
+        if first:
+            attempt.joined_at = now
+            self.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
+            self.load.prefilled(attempt.tokens - output.cached_tokens, now - output.prefill_seconds, now)
+            self._attempts.prefilled(attempt, output)
+        elif attempt.first_token_at is not None:
+            self._attempts.report(messages.SecondToken(now - attempt.first_token_at))
+            attempt.first_token_at = None
+
+    def _finished(self, attempt: VLLMAttempt) -> None:
+        if attempt.decode:
+            now = time.monotonic()
+            self._attempts.report(messages.Decoded(attempt.origin, attempt.joined_at, now, attempt.sampled))
+        elif attempt.handover:  # its token is the last
+            attempt.stream, attempt.closed = None, True
+            if not attempt.freed:
+                self._tell(Close(attempt.id, "finished"))
+
+    def _failed(self, attempt: VLLMAttempt) -> None:
+        """vLLM has ended the request with an error."""
+        if attempt.lost == "finished":
+            self._attempts.fail(attempt, Code.FINISHED, "prefill's token is the last")
+        elif attempt.source is not None:
+            self._attempts.fail(attempt, Code.HANDED_BACK, f"its KV did not come ({attempt.lost or 'error'})")
+        else:
+            self._attempts.fail(attempt, Code.ENGINE, "vLLM ended the request with an error; see the log")
+
+    def _computes(self) -> None:
+        self._computing([attempt.id for attempt in self._table.values() if attempt.task is not None])
+
+    # ------------------------------------------------------------ of the connector
+
+    def heard(self, message: FromConnector) -> None:
+        match message:
+            case Started(prefill_id):
+                if (attempt := self._table.get(prefill_id)) is not None:
+                    self._attempts.prefill_started(attempt)
+            case Landed(decode_id, stats):
+                if (attempt := self._table.get(decode_id)) is not None:
+                    attempt.first_token_at = stats.commit_at
+                    self._attempts.report(messages.KVInjected(attempt.origin, stats))
+            case Lost(decode_id, reason):
+                if (attempt := self._table.get(decode_id)) is not None:
+                    attempt.lost = reason
+            case Freed(prefill_id, reason):
+                if (attempt := self._table.get(prefill_id)) is not None:
+                    self._freed(attempt, reason)
+
+    def _freed(self, prefill: VLLMAttempt, reason: str) -> None:
+        prefill.freed = True
+        if reason == "deadline":
+            self._attempts.fail(prefill, Code.DROPPED, "not fetched before the hold deadline")
+        elif reason == "reused":
+            self._attempts.fail(prefill, Code.INVALID, "this id was used before: draw a new one")
+        elif reason not in _SERVED:  # if not closed by this worker, vLLM has preempted it
+            self._attempts.fail(prefill, Code.DROPPED, "preempted: other requests needed its blocks")
+        if prefill.task is None:
+            del self._table[prefill.id]
+        elif reason not in _SERVED:
+            self._close(prefill)
+
+
+def _attempt(stream: int, work: Work, **more: Any) -> VLLMAttempt:
+    request = work.request
+    tokens = len(request.prompt_ids) + len(request.output_ids)
+    return VLLMAttempt(stream=stream, origin=work.origin, tokens=tokens, request=request, **more)
+
+
+def _fetch(source: PrefillSource, decode_id: bytes) -> dict[str, Any]:
+    host, _, port = source.kv_address.rpartition(":")
+    prefill = Source(Address(host, int(port), source.incarnation), source.prefill_id)
+    return {**prefill.params, "decode_id": decode_id.hex(), "attempt": source.attempt}
+
+
+def _computes_prompt(attempt: VLLMAttempt) -> bool:
+    return attempt.task is not None and attempt.source is None and not attempt.answered
+
+
+def _times(metrics: Any) -> tuple[float, float]:
+    """Seconds in vLLM's queue, and from then to the first token."""
+    if metrics is None:
+        return 0.0, 0.0
+    queued, began, ended = metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts
+    return max(0.0, began - queued), max(0.0, ended - began)

@@ -1,0 +1,117 @@
+"""A request of Baton as vLLM's, and vLLM's log probabilities as Baton's. Without vLLM itself.
+
+vLLM's prompt is prompt and output so far. What depends on the output alone cannot go on from there, and is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from baton.engine import EngineRequest, Logprobs, PromptLogprobs, StructuredOutput
+from baton.engine.api.request import PROMPT_PIECE
+
+_SEED_STEP = 0x9E37_79B9_7F4A_7C15
+"""Golden ratio: seeds of one request at different lengths have nothing in common."""
+_WHITESPACE = r"[ \n\r\t]{1,32}"
+"""As `engine.grammar`."""
+
+
+def sampling(request: EngineRequest, *, only_first: bool, scores_prompt: bool) -> dict[str, Any]:
+    """Returns the fields of vLLM's SamplingParams. Raises ValueError for what vLLM cannot do.
+
+    Args:
+        only_first: the worker samples one token, since another worker goes on.
+        scores_prompt: it computes the prompt, and returns log probabilities if they are asked for.
+    """
+    params, emitted = request.sampling, len(request.output_ids)
+    _check(request)
+    most = 1 if only_first else params.max_tokens - emitted
+    fields: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "max_tokens": most,
+        "min_tokens": min(most, max(0, params.min_tokens - emitted)),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "logit_bias": dict(params.logit_bias) or None,
+        "allowed_token_ids": list(params.allowed_token_ids) or None,
+        # `bad_words` are texts there, which it turns into these.
+        "_bad_words_token_ids": [list(word) for word in params.bad_words] or None,
+        "detokenize": False,
+        "flat_logprobs": True,
+    }
+    if params.temperature:
+        # Its generator starts anew, so that another length must have another seed.
+        fields["seed"] = (params.seed + emitted * _SEED_STEP) & 0x7FFF_FFFF_FFFF_FFFF
+    if params.logprob_token_ids and params.logprobs is not None:
+        fields["logprob_token_ids"] = list(params.logprob_token_ids)
+    else:
+        fields["logprobs"] = params.logprobs
+    if scores_prompt:
+        fields["prompt_logprobs"] = params.prompt_logprobs
+    if (structure := params.structured_output) is not None:
+        fields["structured_outputs"] = _structure(structure)
+    return fields
+
+
+def _structure(structure: StructuredOutput) -> dict[str, str]:
+    """Returns the fields of vLLM's StructuredOutputsParams. Its backend `guidance` reads all kinds as Baton's
+    engine does."""
+    if structure.kind == "json_schema":
+        schema = json.loads(structure.text)
+        if isinstance(schema, dict):
+            schema.setdefault("x-guidance", {"whitespace_pattern": _WHITESPACE})
+        return {"json": json.dumps(schema)}
+    return {structure.kind: structure.text}
+
+
+def _check(request: EngineRequest) -> None:
+    params = request.sampling
+    reasoning = params.reasoning
+    if reasoning is not None and (params.structured_output is not None or reasoning.budget is not None):
+        raise ValueError("vLLM workers support neither a budget nor a structured output after reasoning")
+    if request.output_ids:
+        lost = {
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "structured_output": params.structured_output,
+        }
+        if names := [name for name, value in lost.items() if value]:
+            raise ValueError(
+                f"{', '.join(names)}: a vLLM worker cannot continue an output that another worker began"
+            )
+
+
+def logprobs_at(flat: Any, position: int, alternatives: int) -> Logprobs:
+    """Returns the log probabilities of the token at `position`. `flat`: vLLM's FlatLogprobs."""
+    start, stop = flat.start_indices[position], flat.end_indices[position]
+    stop = min(stop, start + 1 + alternatives)
+    ids, values = flat.token_ids[start + 1 : stop], flat.logprobs[start + 1 : stop]
+    return Logprobs(flat.logprobs[start], tuple(ids), tuple(values))
+
+
+def prompt_logprobs(
+    request_id: bytes, flat: Any, prompt_tokens: int, alternatives: int
+) -> Iterator[PromptLogprobs]:
+    """Yields the log probabilities of a prompt, in pieces that a router can take."""
+    for first in range(1, prompt_tokens, PROMPT_PIECE):
+        starts = flat.start_indices[first : min(first + PROMPT_PIECE, prompt_tokens)]
+        tops = [slice(start + 1, start + 1 + alternatives) for start in starts]
+        yield PromptLogprobs(
+            request_id,
+            first,
+            array("f", [flat.logprobs[start] for start in starts]).tobytes(),
+            array("i", [flat.ranks[start] or 0 for start in starts]).tobytes(),
+            array("i", chain.from_iterable(flat.token_ids[top] for top in tops)).tobytes(),
+            array("f", chain.from_iterable(flat.logprobs[top] for top in tops)).tobytes(),
+        )

@@ -1,0 +1,85 @@
+"""The load and the speed of a vLLM engine, from what vLLM says after each step. Without vLLM itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.engine import EngineStats, MixedStep
+from baton.machine import Average
+
+
+@dataclass(slots=True)
+class Load:
+    """What vLLM's steps say together."""
+
+    usage: float = 0.0
+    """Share of the blocks that requests hold."""
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    queries: int = 0
+    """Tokens looked up in the prefix cache."""
+    hits: int = 0
+    prefill_speed: Average = field(default_factory=Average)
+    steps: Average = field(default_factory=Average)
+    decodes: Average = field(default_factory=Average)
+    fastest: float = math.inf
+    _stepped_at: float = 0.0
+    _prefilled_at: float = 0.0
+
+    def step(self, scheduler: Any, iteration: Any, now: float, *, prefills: bool) -> None:
+        """A step has ended. vLLM's statistics of it may be None. `prefills`: prompts were computed in it."""
+        seconds, self._stepped_at = now - self._stepped_at, now
+        if iteration is not None:
+            self.preemptions += iteration.num_preempted_reqs
+            if gaps := iteration.inter_token_latencies_iter:  # as vLLM's process saw them
+                seconds = min(gaps)
+                if not prefills:
+                    self.decodes.add(seconds)
+                    self.fastest = min(self.fastest, seconds)
+            if gaps or self.running:  # since the step before, vLLM was not idle
+                self.steps.add(seconds)
+        if scheduler is not None:
+            self.usage = scheduler.kv_cache_usage
+            self.running = scheduler.num_running_reqs
+            # Not in vLLM 0.26, which counts all requests as waiting.
+            self.waiting = scheduler.num_waiting_reqs + getattr(scheduler, "num_skipped_waiting_reqs", 0)
+            self.queries += scheduler.prefix_cache_stats.queries
+            self.hits += scheduler.prefix_cache_stats.hits
+
+    def prefilled(self, tokens: int, began_at: float, ended_at: float) -> None:
+        """A prompt was computed, without its `tokens` from the cache. Prompts are computed one after the
+        other, more or less."""
+        seconds = ended_at - max(began_at, self._prefilled_at)
+        self._prefilled_at = ended_at
+        if seconds > 0:
+            self.prefill_speed.add(tokens, seconds)
+
+    def stats(
+        self, *, blocks: int, decoding: int, tokens_waiting: int, held: int, reservations: int
+    ) -> EngineStats:
+        unknown = MixedStep(0, 0.0)
+        return EngineStats(
+            running=self.running,
+            decoding=decoding,
+            waiting=self.waiting,
+            tokens_waiting=tokens_waiting,
+            blocks_free=round(blocks * (1 - self.usage)),
+            blocks_total=blocks,
+            blocks_cached=0,
+            held=held,
+            reservations=reservations,
+            preemptions=self.preemptions,
+            prefix_cache_queries=self.queries,
+            prefix_cache_hits=self.hits,
+            prefill_tokens_per_s=self.prefill_speed.value,
+            step_seconds=self.steps.value,
+            decode_seconds=self.decodes.value,
+            fastest_seconds=0.0 if self.fastest == math.inf else self.fastest,
+            short=unknown,
+            long=unknown,
+            experts=None,
+            offload=(),
+        )

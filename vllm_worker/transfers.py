@@ -1,0 +1,381 @@
+"""Moves the KV of vLLM's requests: the connector's half in the process with the model.
+
+Threads: vLLM's calls everything of `Transfers`. The sender has a pump thread of its own. Another thread
+(`Attendant`) has the receiver, so KV is injected while vLLM computes. It also reads what the sender reports
+and what the worker wants, and tells the worker at once: vLLM may have no step soon.
+
+The transfer process is a child of vLLM (`TransferProcess`), or that of a worker (`attachment`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from baton.kv_transfer import (
+    ArenaEnd,
+    Closed,
+    ContentWanted,
+    FetchFailed,
+    FirstToken,
+    Heartbeat,
+    Injected,
+    PagedKV,
+    Receiver,
+    Released,
+    Sender,
+    TraceWriter,
+    TransferConfig,
+    Transport,
+    channel_pair,
+    spawn_transfer,
+)
+from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
+from baton.kv_transfer.wait import wait
+from baton.vllm_worker.attachment import Freed, FromConnector, Landed, Lost, Started
+from baton.vllm_worker.plan import Address, Fetch, Plan, log
+
+_TICK = 0.25
+"""Seconds between signs of life to the transfer process."""
+_PREEMPTED_WITHIN = 10.0
+"""Seconds for the copies of a preempted prompt to end. One slice takes milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user may set in `kv_connector_extra_config`."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine at which decode servers fetch KV."""
+    port: int = 0
+    """0: one is chosen."""
+    lanes: int = 4
+    slots: int = 64
+    slot_bytes: int = 2 << 20
+    encrypt: bool = False
+    timeout: float = 60.0
+    """Seconds for the KV of a request to come. Then its prompt is computed here."""
+    attach: str = ""
+    """Socket of a worker (`attachment`), which has a transfer process. The settings above are then its own,
+    but for `timeout`."""
+    prefills: bool = True
+    """False: the server only decodes. vLLM may then use full CUDA graphs, which call no hooks of layers."""
+
+
+class TransferProcess:
+    """The process with the sockets, as a child of vLLM's process."""
+
+    def __init__(self, kv: PagedKV, settings: Settings, name: str, model: str, secret: bytes) -> None:
+        """Returns when it can be reached. Raises ValueError if the settings are wrong, and RuntimeError if
+        the process ends."""
+        self.incarnation = int.from_bytes(os.urandom(8))
+        self.heartbeat = Heartbeat.create()
+        self.heartbeat.tick()
+        ours, theirs = zip(
+            *(ArenaEnd.pair(settings.slots, settings.slot_bytes) for _ in range(2)), strict=True
+        )
+        self._service, service = channel_pair()
+        config = TransferConfig(
+            name=name, title="baton vllm", incarnation=self.incarnation, model_fingerprint=model,
+            layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes, host=settings.host,
+            port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt,
+        )  # fmt: skip
+        self.process: subprocess.Popen[bytes] = spawn_transfer(
+            config, sending=theirs[0], receiving=theirs[1], heartbeat=self.heartbeat, service=service,
+            secret=secret,
+        )  # fmt: skip
+        for end in theirs:
+            end.close_channels()
+        service.close()
+        data = self._service.recv(MAX_MESSAGE)
+        if not data:
+            raise RuntimeError(f"{name}: the transfer process ended with exit code {self.process.wait()}")
+        ready = decode_from_transfer(data)
+        assert isinstance(ready, Ready), ready
+        self.address = Address(settings.host, ready.port, self.incarnation)
+        self.transport = Transport(ours[0], ours[1], TraceWriter(None, name), exports=True)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="baton heartbeat", daemon=True)
+        self._thread.start()
+
+    def _tick(self) -> None:
+        """Shows the transfer process that this process lives, and reads its reports."""
+        self._service.settimeout(_TICK)
+        while not self._ended.is_set():
+            self.heartbeat.tick()
+            with contextlib.suppress(TimeoutError):
+                if not self._service.recv(MAX_MESSAGE):
+                    return
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._service.close()  # which ends the process
+        self.process.wait()
+
+
+Event = Injected | FetchFailed | Closed | Released
+
+
+class Attendant:
+    """The thread that has the receiver. Its methods may be called from vLLM's thread."""
+
+    def __init__(self, open_receiver: Callable[[], Receiver], sender: Sender, worker: Channel | None) -> None:
+        """`worker`: to the engine process of a worker, which is told of each event."""
+        self._sender = sender
+        self._worker = worker
+        self._orders: queue.SimpleQueue[Callable[[Receiver], object] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, args=(open_receiver,), name="baton kv", daemon=True)
+        self._thread.start()
+
+    def order(self, call: Callable[[Receiver], object] | None) -> None:
+        """Calls this in the thread. None: ends the thread."""
+        self._orders.put(call)
+        os.eventfd_write(self._wake, 1)
+
+    def tell(self, messages: Sequence[Started]) -> None:
+        """Sends messages to the engine process."""
+        worker = self._worker
+        if worker is not None:  # else a client has asked for them
+            self.order(lambda _: [worker.post(message) for message in messages])
+
+    def events(self, within: float = 0.0) -> list[Event]:
+        """Returns what came since the last call. Waits so many seconds for the first event.
+
+        Raises RuntimeError if the thread has ended."""
+        found: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self._events.get(within > 0 and not found, within)
+                if isinstance(event, Exception):
+                    raise RuntimeError("KV cannot be moved any more") from event
+                found.append(event)
+        return found
+
+    def close(self) -> None:
+        self.order(None)
+        self._thread.join()
+
+    def _run(self, open_receiver: Callable[[], Receiver]) -> None:
+        try:
+            receiver, worker = open_receiver(), self._worker
+            watched = [self._wake, receiver.fileno(), self._sender.fileno()]
+            if worker is not None:
+                watched.append(worker.fileno())
+            while True:
+                full = [worker.fileno()] if worker is not None and worker.full else []
+                if self._wake in wait(watched, receiver.poll_within, full) and self._woken(receiver):
+                    receiver.shutdown()
+                    return
+                for event in (*receiver.poll(), *self._sender.poll()):
+                    if isinstance(event, ContentWanted):  # vLLM's prefix cache is not served
+                        self._sender.close(event.pin_id, "gone")
+                        continue
+                    self._events.put(event)
+                    if worker is not None:
+                        worker.post(_report(event))
+                if worker is not None:
+                    worker.flush()
+                    for message in worker.receive():
+                        self._sender.close(message.prefill_id, message.reason)
+        except Exception as error:  # noqa: BLE001  any error: `events` raises it in vLLM's thread
+            self._events.put(error)
+
+    def _woken(self, receiver: Receiver) -> bool:
+        """Carries out the orders. Returns whether the thread ends."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while not self._orders.empty():
+            order = self._orders.get()
+            if order is None:
+                return True
+            order(receiver)
+        return False
+
+
+def _report(event: Event) -> FromConnector:
+    match event:
+        case Injected(decode_id, _, stats):
+            return Landed(decode_id, stats)
+        case FetchFailed(decode_id, reason):
+            return Lost(decode_id, reason)
+        case Closed(decode_id):
+            return Lost(decode_id, "cancelled")
+        case Released(prefill_id, reason):
+            return Freed(prefill_id, reason)
+
+
+class Transfers:
+    """Sends and fetches what the plans of vLLM's scheduler say."""
+
+    def __init__(
+        self,
+        kv: PagedKV,
+        transport: Transport,
+        heartbeat: Heartbeat,
+        *,
+        timeout: float,
+        worker: Channel | None = None,
+    ) -> None:
+        """`worker` as in `Attendant`."""
+        self._layers_ready = 0
+        kv = replace(kv, layers_ready=lambda: self._layers_ready)
+        self._block_size = kv.block_size
+        self._timeout = timeout
+        self._heartbeat = heartbeat
+        self._sender = transport.sender(kv)
+        self._attendant = Attendant(lambda: transport.receiver(kv), self._sender, worker)
+        self._plan = Plan()
+        # Sending.
+        self._requests: dict[bytes, str] = {}  # by prefill id, until nothing reads the blocks
+        self._ended: set[bytes] = set()  # prefill ids: vLLM has given the blocks to this connector
+        self._released: set[bytes] = set()  # before that
+        # Fetching.
+        self._fetches: dict[bytes, Fetch] = {}  # by decode id, while blocks may be written
+        self._fetch_ends: list[Injected | FetchFailed | Closed] = []  # that vLLM is not told of yet
+        self._deadlines: dict[bytes, float] = {}  # by decode id: time.monotonic(), in order
+        self._late: set[bytes] = set()  # decode ids
+        self._failed_blocks: set[int] = set()
+        self._decode_ids: dict[str, bytes] = {}  # of these fetches, by request id
+        self._first_tokens: dict[str, int] = {}  # by request id: that came since the last step
+
+    def begin(self, plan: Plan) -> None:
+        """A step begins. Its preempted prompts have been handled."""
+        self._heartbeat.tick()
+        self._plan = plan
+        for prefill_id in plan.expected:
+            self._sender.expect(prefill_id)
+        for prefill_id, request_id in plan.opened.items():
+            self._requests[prefill_id] = request_id
+        if plan.started:
+            self._attendant.tell([Started(prefill_id) for prefill_id in plan.started])
+        opened = set(plan.opened)
+        for chunk in plan.chunks:
+            missing = -(-chunk.num_tokens // self._block_size) - len(chunk.block_ids)
+            blocks = [*chunk.block_ids, *[0] * missing]  # of positions that are not ready yet
+            if chunk.prefill_id in opened:
+                opened.discard(chunk.prefill_id)
+                self._sender.open(chunk.prefill_id, blocks, chunk.num_tokens)
+            else:
+                self._sender.extend(chunk.prefill_id, blocks, chunk.num_tokens)
+        for prefill_id, token in plan.committed.items():
+            self._sender.commit(prefill_id, FirstToken(token))
+            self._ended.add(prefill_id)
+        for prefill_id, reason in plan.aborted.items():
+            self._sender.close(prefill_id, reason)
+            if prefill_id in self._requests:
+                self._ended.add(prefill_id)
+
+    def saved(self, layer: int) -> None:
+        """The step has written the KV of this layer."""
+        self._heartbeat.tick()
+        self._layers_ready += bool(self._plan.chunks)
+        for chunk in self._plan.chunks:
+            self._sender.ready(chunk.prefill_id, layer, chunk.start, chunk.stop)
+
+    def fetch(self) -> None:
+        """Starts the fetches of the step."""
+        for fetch in self._plan.fetches:
+            self._fetches[fetch.decode_id] = fetch
+            self._decode_ids[fetch.request_id] = fetch.decode_id
+            self._deadlines[fetch.decode_id] = time.monotonic() + self._timeout
+            self._attendant.order(_fetcher(fetch))
+
+    def preempt(self, prefill_ids: Sequence[bytes]) -> None:
+        """Returns when nothing reads the blocks of these prefills. Other prompts will write to them."""
+        for prefill_id in prefill_ids:
+            self._sender.close(prefill_id, "cancelled")
+        until = time.monotonic() + _PREEMPTED_WITHIN
+        while waits := {x for x in prefill_ids if x in self._requests} - self._released:
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"copies of {len(waits)} preempted prompts did not end in {_PREEMPTED_WITHIN:g} s"
+                )
+            self._take_events(0.1)
+        for prefill_id in prefill_ids:
+            self._requests.pop(prefill_id, None)
+            self._released.discard(prefill_id)
+
+    def ended(self, finished: set[str]) -> tuple[set[str], set[str]]:
+        """`finished`: requests that have ended since the last call. Returns requests whose blocks nothing
+        reads any more, and requests whose fetch has ended."""
+        for request_id in finished:
+            if (decode_id := self._decode_ids.get(request_id)) is not None:
+                self._attendant.order(_canceller(decode_id))
+        self._take_events()
+        sent = self._released & self._ended
+        self._released -= sent
+        self._ended -= sent
+        self._cancel_late()
+        received = set()
+        for event in self._fetch_ends:
+            fetch = self._fetches.pop(event.decode_id)
+            del self._decode_ids[fetch.request_id]
+            self._deadlines.pop(event.decode_id, None)
+            received.add(fetch.request_id)
+            is_late = event.decode_id in self._late
+            self._late.discard(event.decode_id)
+            if isinstance(event, Injected):
+                self._first_tokens[fetch.request_id] = event.first_token.token_id
+            elif isinstance(event, FetchFailed) or is_late:
+                reason = event.reason if isinstance(event, FetchFailed) else f"in {self._timeout:g} s"
+                log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
+                self._failed_blocks |= set(fetch.block_ids[fetch.start // self._block_size :])
+        self._fetch_ends.clear()
+        return {self._requests.pop(prefill_id) for prefill_id in sent}, received
+
+    def _cancel_late(self) -> None:
+        now = time.monotonic()
+        while self._deadlines and next(iter(self._deadlines.values())) <= now:
+            decode_id = next(iter(self._deadlines))
+            del self._deadlines[decode_id]
+            self._late.add(decode_id)
+            self._attendant.order(_canceller(decode_id))
+
+    def take_failed_blocks(self) -> set[int]:
+        """Returns the blocks without KV of the fetches that failed since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_first_tokens(self) -> dict[str, int]:
+        """Returns those of fetches that ended since the last call, by request id."""
+        tokens, self._first_tokens = self._first_tokens, {}
+        return tokens
+
+    def close(self) -> None:
+        self._attendant.close()
+        self._sender.shutdown()
+
+    def _take_events(self, within: float = 0.0) -> None:
+        for event in self._attendant.events(within):
+            if isinstance(event, Released):
+                self._released.add(event.prefill_id)
+            else:
+                self._fetch_ends.append(event)
+
+
+def _fetcher(fetch: Fetch) -> Callable[[Receiver], None]:
+    source = fetch.source
+    return lambda receiver: receiver.fetch(
+        fetch.decode_id,
+        prefill_id=source.prefill_id,
+        kv_address=f"{source.address.host}:{source.address.port}",
+        incarnation=source.address.incarnation,
+        attempt=fetch.attempt,
+        block_ids=fetch.block_ids,
+        num_tokens=fetch.stop,
+        start=fetch.start,
+    )
+
+
+def _canceller(decode_id: bytes) -> Callable[[Receiver], None]:
+    return lambda receiver: receiver.cancel(decode_id)
