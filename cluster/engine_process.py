@@ -30,7 +30,7 @@ def run(config: EngineProcessConfig) -> int:
         fetches = PrefixFetches(
             engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace
         )
-        if parts.config.store_fds:
+        if parts.config.store is not None:
             parts.store = StoreTier(engine, parts.config, parts.counts, parts.trace, parts.cached_chunks)
             fetches.behind = parts.store.fetches, SOURCE
         prefill = PrefillRole(parts, engine, sink, fetches)

@@ -152,8 +152,8 @@ class WorkerConfig:
             self._check_nixl()
         if self.kv_store is not None:
             shared_store.check(self.kv_store)
-            if self.engine.tensor_parallel_size > 1:
-                raise ValueError("--kv-store: is not supported with --tensor-parallel-size above 1")
+            if self.engine_args is not None:
+                raise ValueError("--kv-store: vLLM's engine cannot use it; leave it out with --engine vllm")
         for source in self.kv_bind:
             _check_source(source)
         if self.kv_host in _WILDCARDS:

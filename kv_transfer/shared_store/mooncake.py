@@ -1,4 +1,5 @@
-"""Mooncake Store (https://github.com/kvcache-ai/Mooncake): `mooncake://MASTER:PORT[?protocol=&device=&host=]`.
+"""Mooncake Store (https://github.com/kvcache-ai/Mooncake): `mooncake://MASTER:PORT[?protocol=&device=&host=]`,
+or `mooncake://ETCD:PORT?ha=etcd` for masters that etcd elects a leader of.
 
 Workers own no memory of the store: their segment has 0 bytes, so the end of a worker loses nothing.
 Mooncake's calls release Python's lock. They block for seconds if the master or a store process hangs."""
@@ -16,6 +17,7 @@ from baton.kv_transfer.shared_store import StoreBackend, StoreGone
 CLIENT_BUFFER = 16 << 20
 """Bytes that Mooncake's client takes for itself. Objects do not pass through it."""
 _RPC_FAILED = -900
+_NOT_FOUND = -704
 
 
 class Backend(StoreBackend):
@@ -46,12 +48,19 @@ class Backend(StoreBackend):
         codes = self._store.batch_put_from(list(keys), *_buffers(places))
         return [code == 0 for code in _answered(codes)]
 
-    def get(self, keys: Sequence[str], places: Sequence[memoryview]) -> list[bool]:
-        codes = self._store.batch_get_into(list(keys), *_buffers(places))
-        return [code == place.nbytes for code, place in zip(_answered(codes), places, strict=True)]
+    def get(self, keys: Sequence[str], places: Sequence[memoryview]) -> list[bool | None]:
+        codes = _answered(self._store.batch_get_into(list(keys), *_buffers(places)))
+        sizes = [place.nbytes for place in places]
+        return [None if code == _NOT_FOUND else code == size for code, size in zip(codes, sizes, strict=True)]
 
     def remove(self, keys: Sequence[str]) -> None:
         self._store.batch_remove(list(keys), True)  # also while a lease protects it
+
+    def clear(self, pattern: str) -> int:
+        removed = self._store.remove_by_regex(pattern, True)
+        if removed < 0:
+            raise StoreGone(f"the master answered with code {removed}")
+        return removed
 
 
 def _answered(codes: Sequence[int]) -> Sequence[int]:

@@ -154,13 +154,13 @@ def test_a_chunk_of_the_store_is_there_when_no_block_is() -> None:
         changed = chunks.take()
         return {} if changed is None else dict(changed.tiers)
 
-    chunks.cached([CachedBlock(b"block", [name], 0)])
+    chunks.cached([CachedBlock(b"block", [name], 0, b"")])
     assert changes() == {chunk: Tier.DEVICE}
     chunks.stored(name, True)
     assert changes() == {}
     chunks.evicted(b"block")
     assert changes() == {chunk: Tier.STORE}
-    chunks.cached([CachedBlock(b"block", [name], 0)])
+    chunks.cached([CachedBlock(b"block", [name], 0, b"")])
     assert changes() == {chunk: Tier.DEVICE}
     chunks.stored(name, False)
     chunks.evicted(b"block")

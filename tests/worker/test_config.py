@@ -33,10 +33,8 @@ def config(**fields: Any) -> WorkerConfig:
         ({"kv_store": "mooncake://host:x"}, "--kv-store: 'mooncake://host:x'"),
         ({"kv_store": "redis://host:1"}, "--kv-store: 'redis://host:1'"),
         ({"kv_store": "missing://host:1"}, r"--kv-store: the package no_such_package .*'\.\[store\]'"),
-        (
-            {"kv_store": "mooncake://host:1", "engine": EngineConfig("model", tensor_parallel_size=2)},
-            "--kv-store: .*--tensor-parallel-size",
-        ),
+        ({"kv_store": "mooncake://host:1?max_age=1d"}, "--kv-store: max_age=1d"),
+        ({"kv_store": "mooncake://host:1", "engine_args": ()}, "--kv-store: .*--engine vllm"),
         ({"kv_bind": ("lo", "10.255.255.254")}, "--kv-bind: '10.255.255.254'"),
         (
             {"engine": EngineConfig("model", max_num_seqs=32_768, max_num_batched_tokens=32_768)},

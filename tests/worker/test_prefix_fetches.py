@@ -11,7 +11,7 @@ from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectS
 from baton.worker.engine_process import prefix_fetches, prefix_links
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
-from baton.worker.engine_process.shared_store import ASK, ASK_SHARE, limits
+from baton.worker.engine_process.shared_store import ASK, ASK_SHARE, StoreFetches
 from baton.worker.engine_process.shared_store import SOURCE as STORE
 from baton.worker.messages import ContentSource, RequestCounts
 
@@ -38,11 +38,15 @@ class World:
         self.counts = RequestCounts()
         engine: Any = SimpleNamespace(
             prefix_exchange=SimpleNamespace(
-                missing=self.find_missing, start_import=self.start_import, end_import=self.imports.__setitem__
+                missing=self.find_missing,
+                start_import=self.start_import,
+                end_import=self.imports.__setitem__,
+                state_slot=lambda import_id: None,
             ),
             prompt_tokens_per_s=0.0,
             prompt_seconds=lambda tokens, _: tokens / speed if (speed := engine.prompt_tokens_per_s) else 0.0,
         )
+        engine.store_exchange = engine.prefix_exchange
         self.engine = engine
         receiver: Any = SimpleNamespace(
             fetch_content=lambda fetch_id, **_: self.asked.append(fetch_id), cancel=self.cancelled.append,
@@ -53,10 +57,8 @@ class World:
 
     def put_behind(self) -> None:
         """A store behind the other workers, with the same receiver."""
-        store = PrefixFetches(
-            self.engine, self.fetches._receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""),
-            limits=limits,
-        )  # fmt: skip
+        receiver = self.fetches._receiver
+        store = StoreFetches(self.engine, receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""))
         self.fetches.behind = store, STORE
 
     def get(self, name: bytes, source: ContentSource | None) -> bool:
@@ -68,7 +70,9 @@ class World:
 
     def find_missing(self, request: EngineRequest, most: int) -> SimpleNamespace | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
-        found = SimpleNamespace(chunks=chunks, first_chunk=1, computed_from=self.computed_from)
+        found = SimpleNamespace(
+            chunks=chunks, first_chunk=1, computed_from=self.computed_from, names=SimpleNamespace(salt=b"")
+        )
         return found if chunks else None
 
     def start_import(self, import_id: bytes, missing: SimpleNamespace) -> range | None:
@@ -374,13 +378,14 @@ def test_a_prompt_that_ends_waits_for_the_store_no_more(world: World) -> None:
 
 
 def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: World) -> None:
+    world.put_behind()
+    assert world.fetches.behind is not None
+    limits = world.fetches.behind[0]._limits
     assert limits(0.0, 0.0) == (ASK, ASK + prefix_fetches.LONGEST)
     assert limits(0.0, 1.0) == (ASK, ASK + 1.0)
     assert limits(0.1, 1.0) == (ASK, ASK + 0.2)
     assert limits(0.9, 1.0) == (ASK, ASK + 1.0), "no later than it would be computed"
     assert limits(0.1, 10.0) == (10 * ASK_SHARE, 10 * ASK_SHARE + 0.2)
-    world.put_behind()
-    assert world.fetches.behind is not None
     store, _ = world.fetches.behind
     world.engine.prompt_tokens_per_s = 1000.0
     assert world.get(b"a", None)

@@ -118,6 +118,10 @@ class Parts:
         if self.store is not None:
             self.store.entered(entered)
 
+    def _states_kept(self, salt: bytes, name: bytes, chunk: int) -> None:
+        if self.store is not None:
+            self.store.states_kept(salt, name, chunk)
+
     def start_engine(
         self,
         prefill_started: Callable[[bytes, Sequence[int], int, int, int], None],
@@ -133,6 +137,7 @@ class Parts:
             cached=self._cached,
             moved=self.cached_chunks.moved,
             evicted=self.cached_chunks.evicted,
+            states_kept=self._states_kept,
         )
         return build_engine(self.config.engine, files=self.config.files, hooks=hooks)
 

@@ -15,12 +15,13 @@ missing, by the same rule.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import Engine, EngineRequest
+from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
@@ -34,12 +35,6 @@ SLACK = 1.0
 PAUSE = 10.0
 """Seconds without fetches from a worker that did not answer, or with which a transfer failed. Otherwise each
 prompt would wait for it again."""
-
-
-def _limits(expected: float, computing: float) -> tuple[float, float]:
-    """Those of fetches from another worker."""
-    longest = SLACK + 2 * computing if computing else LONGEST
-    return longest, longest
 
 
 class _Waiting(NamedTuple):
@@ -78,13 +73,8 @@ class PrefixFetches:
         counts: RequestCounts,
         links: PrefixLinks,
         trace: TraceWriter,
-        *,
-        limits: Callable[[float, float], tuple[float, float]] = _limits,
     ) -> None:
-        """`limits`: seconds in which a fetch must begin, and must end, from the seconds that it should take
-        and those to compute its tokens. 0: not known."""
         self.behind: tuple[PrefixFetches, ContentSource] | None = None
-        self._limits = limits
         self._engine = engine
         self._receiver = receiver
         self._incarnation = incarnation
@@ -116,7 +106,7 @@ class PrefixFetches:
 
         False: there is nothing to wait for, and `then` will not be called. `fetched`: a chunk that was
         fetched just now. If it is still missing, it is not asked for again."""
-        exchange = self._engine.prefix_exchange
+        exchange = self._exchange
         if exchange is None or source.incarnation == self._incarnation:
             return False
         missing = exchange.missing(request, MAX_CHUNKS)
@@ -141,7 +131,23 @@ class PrefixFetches:
         fetch = _Fetch(missing.first_chunk, key, tokens, source.tier, link, now, now + begins, now + ends)
         fetch.waiting[request.id] = _Waiting(request, None, then)
         self._fetches[fetch_id] = self._open[key] = fetch
-        self._receiver.fetch_content(
+        self._ask(fetch_id, missing, source, block_ids)
+        return True
+
+    @property
+    def _exchange(self) -> PrefixExchange | None:
+        return self._engine.prefix_exchange
+
+    def _limits(self, expected: float, computing: float) -> tuple[float, float]:
+        """Seconds in which a fetch must begin, and must end, from the seconds that it should take and those
+        to compute its tokens. 0: not known."""
+        longest = SLACK + 2 * computing if computing else LONGEST
+        return longest, longest
+
+    def _ask(
+        self, fetch_id: bytes, missing: MissingPrefix, source: ContentSource, block_ids: Sequence[int]
+    ) -> None:
+        cast("Receiver", self._receiver).fetch_content(
             fetch_id,
             chunks=missing.chunks,
             first_chunk=missing.first_chunk,
@@ -149,7 +155,6 @@ class PrefixFetches:
             incarnation=source.incarnation,
             block_ids=block_ids,
         )
-        return True
 
     def cancel(self, request_id: bytes) -> None:
         """The request has ended. Its `then` is not called."""
@@ -161,7 +166,7 @@ class PrefixFetches:
 
     def handle(self, event: Injected | FetchFailed | Closed) -> None:
         """Handles an event of the receiver about a fetch from here."""
-        fetch, exchange = self._fetches.pop(event.decode_id), self._engine.prefix_exchange
+        fetch, exchange = self._fetches.pop(event.decode_id), self._exchange
         assert exchange is not None, "it started an import"
         self._close(fetch)
         fetched = 0

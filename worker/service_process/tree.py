@@ -24,7 +24,7 @@ import msgspec
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import ArenaEnd, Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
 from baton.kv_transfer.arena import memory_file
-from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart, Units
+from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreFds, StoreStart, Units
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.system import describe_exit, make_directory, url_host
@@ -88,7 +88,7 @@ class WorkerTree:
         self._ranks: list[ChildProcess] = []  # from rank 1 on
         self._transfer: ChildProcess | None = None
         self._store: ChildProcess | None = None
-        self._store_ends = _StoreEnds.create() if config.kv_store else None
+        self._store_ends = _StoreEnds.create(config.ranks) if config.kv_store else None
         if config.trace_dir is not None:
             make_directory("--trace-dir", Path(config.trace_dir))
         self.engine_link = EngineLink(config.run_dir)
@@ -117,7 +117,6 @@ class WorkerTree:
             address=self.engine_link.address,
             heartbeat_fd=self._heartbeat.fd,
             trace_path=config.trace_path("engine"),
-            store_fds=() if self._store_ends is None else self._store_ends.engine_fds,
             engine_args=config.engine_args or (),
             rank_arenas=[self._arenas(rank) for rank in range(config.ranks, len(self._sending.ranks))],
         )
@@ -132,7 +131,7 @@ class WorkerTree:
             end.close_channels()
         self._close_offload_ends()
         if self._store_ends is not None:
-            self._store_ends.engine.close()
+            self._store_ends.close_inherited()
         dog = Watchdog(start.name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
@@ -168,6 +167,7 @@ class WorkerTree:
             "engine": self._engine_config,
             "arenas": self._arenas(rank),
             "offload_fds": [[end.fileno() for end in ends] for ends in offload],
+            "store": None if self._store_ends is None else self._store_ends.ranks[rank],
         }
 
     def _arenas(self, rank: int) -> Arenas:
@@ -244,8 +244,8 @@ class WorkerTree:
             parent_pid=os.getpid(),
             identity=f"{engine.layout.fingerprint} {engine.content_root.hex()}",
             encrypt=config.kv_encrypt,
-            units=Units.of(engine.layout),
-            arena_fd=ends.arena_fd,
+            units=Units(engine.layout, config.ranks),
+            arena_fd=ends.ranks[0].arena,
             channel_fd=ends.store.fileno(),
             logging=config.logging(self._incarnation, "store"),
         )
@@ -401,21 +401,26 @@ class _Ends:
 
 @dataclass(frozen=True, slots=True)
 class _StoreEnds:
-    """Of the shared store: memory for its units, and the socket between the engine and the store process."""
+    """Of the shared store: memory for its units, and channels of the ranks and of the store process."""
 
-    arena_fd: int
-    engine: socket.socket
+    ranks: Sequence[StoreFds]
     store: socket.socket
+    inherited: Sequence[socket.socket]  # by the ranks
 
     @classmethod
-    def create(cls) -> "_StoreEnds":
-        return cls(memory_file(), *channel_pair())
+    def create(cls, ranks: int) -> "_StoreEnds":
+        arena, (engine, store) = memory_file(), channel_pair()
+        pairs = [[channel_pair() for _ in range(ranks - 1)] for _ in ("gathers", "scatters")]
+        ours, theirs = ([[pair[end].fileno() for pair in some] for some in pairs] for end in (0, 1))
+        others = [StoreFds(arena, None, [gather], [scatter]) for gather, scatter in zip(*theirs, strict=True)]
+        first = StoreFds(arena, engine.fileno(), *ours)
+        return cls([first, *others], store, [engine, *chain(*chain(*pairs))])
 
-    @property
-    def engine_fds(self) -> Sequence[int]:
-        return self.arena_fd, self.engine.fileno()
+    def close_inherited(self) -> None:
+        for end in self.inherited:
+            end.close()
 
     def close(self) -> None:
-        self.engine.close()
+        self.close_inherited()
         self.store.close()
-        os.close(self.arena_fd)
+        os.close(self.ranks[0].arena)
