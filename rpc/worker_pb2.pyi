@@ -387,7 +387,7 @@ class Offer(_message.Message):
     def __init__(self, number: _Optional[int] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
-    __slots__ = ("sequence", "reset", "added", "evicted", "device", "host", "disk", "store")
+    __slots__ = ("sequence", "reset", "added", "evicted", "device", "host", "disk", "stored", "not_stored")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
@@ -395,7 +395,8 @@ class CacheEvents(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
-    STORE_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    NOT_STORED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     reset: bool
     added: _containers.RepeatedScalarFieldContainer[int]
@@ -403,8 +404,9 @@ class CacheEvents(_message.Message):
     device: _containers.RepeatedScalarFieldContainer[int]
     host: _containers.RepeatedScalarFieldContainer[int]
     disk: _containers.RepeatedScalarFieldContainer[int]
-    store: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence: _Optional[int] = ..., reset: _Optional[bool] = ..., added: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., device: _Optional[_Iterable[int]] = ..., host: _Optional[_Iterable[int]] = ..., disk: _Optional[_Iterable[int]] = ..., store: _Optional[_Iterable[int]] = ...) -> None: ...
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    not_stored: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., reset: _Optional[bool] = ..., added: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., device: _Optional[_Iterable[int]] = ..., host: _Optional[_Iterable[int]] = ..., disk: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[int]] = ..., not_stored: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

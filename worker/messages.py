@@ -280,6 +280,7 @@ class CacheChanged(_Message):
     the step."""
 
     tiers: dict[int, Tier | None]  # chunk → its fastest tier now; None: it is not cached
+    stored: dict[int, bool] = {}  # chunk → whether the shared store has it now, as far as known
 
 
 class Offered(_Message):

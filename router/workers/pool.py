@@ -332,10 +332,7 @@ class WorkerPool(Roster):
             wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
             have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
             for holder in have if len(have) <= DRAWN else self._rng.sample(have, DRAWN):
-                tier = index.slowest_tier(holder, wanted)
-                if tier is Tier.STORE:  # the holder does not have it, and the worker asks the store itself
-                    continue
-                source = PrefixSource(self.by_row[holder], tier)
+                source = PrefixSource(self.by_row[holder], index.slowest_tier(holder, wanted))
                 computing = self.loads.seconds(worker.row, found - own)
                 saved = computing - source.seconds(worker, found - own)
                 if saved > max(most_saved, -computing):

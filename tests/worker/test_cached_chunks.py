@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from baton.content import CHUNK_TOKENS, Tier, hint, prompt_hints
-from baton.engine.api.request import CachedBlock, EngineRequest
+from baton.content import CHUNK_TOKENS, Tier, prompt_hints
+from baton.engine.api.request import EngineRequest
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from tests.engine.scheduling import ROOT, hooks_to, make
 
@@ -144,25 +144,3 @@ def test_after_every_block_is_evicted_no_chunk_counts_as_cached():
     assert not worker.known
     assert not worker.observer._chunks_of
     assert not worker.observer._blocks
-
-
-def test_a_chunk_of_the_store_is_there_when_no_block_is() -> None:
-    chunks, name = CachedChunks(), bytes(range(16))
-    chunk = hint(name)
-
-    def changes() -> dict[int, Tier | None]:
-        changed = chunks.take()
-        return {} if changed is None else dict(changed.tiers)
-
-    chunks.cached([CachedBlock(b"block", [name], 0, b"")])
-    assert changes() == {chunk: Tier.DEVICE}
-    chunks.stored(name, True)
-    assert changes() == {}
-    chunks.evicted(b"block")
-    assert changes() == {chunk: Tier.STORE}
-    chunks.cached([CachedBlock(b"block", [name], 0, b"")])
-    assert changes() == {chunk: Tier.DEVICE}
-    chunks.stored(name, False)
-    chunks.evicted(b"block")
-    assert changes() == {chunk: None}
-    assert not chunks._blocks

@@ -21,6 +21,7 @@ from tests.cluster_helpers import (
     start_worker,
     tiny_model,
 )
+from tests.engine.conftest import save_tiny
 from tests.kv_transfer.conftest import until
 from tests.mooncake import Mooncake, libraries, mooncake
 
@@ -99,7 +100,8 @@ async def test_a_worker_with_another_secret_finds_nothing(
     store: Mooncake, tmp_path: Path, expected: list[list[int]]
 ) -> None:
     model = tmp_path / "model"
-    with worker(model, tmp_path / "1", store) as first:
+    roomy = {"num_blocks": 400}  # so that nothing is evicted before it is written
+    with worker(model, tmp_path / "1", store, engine=roomy) as first:
         async with attached(first) as stream:
             assert await answers(stream, 12) == expected
         assert await asyncio.to_thread(first.stop) == 0
@@ -141,6 +143,28 @@ async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
         assert [tokens for tokens, _ in found] == expected
         if victim in ("worker", "store process"):
             assert any(cached for _, cached in found), "what was written is found"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["Llama", "Bamba"])
+async def test_other_ranks_and_models_with_states_find_their_kv(
+    store: Mooncake, tmp_path: Path, kind: str, ranks: tuple[int, int]
+) -> None:
+    model = tmp_path / "model"
+    save_tiny(model, kind, max_position_embeddings=4096)
+    kinds = {"load_format": "auto", "num_blocks": 200, "block_size": 64}
+    settings: list[Any] = [{"engine": kinds | {"tensor_parallel_size": count}} for count in ranks]
+    prompt = random.Random(1).choices(range(3, 199), k=700)
+    with worker(model, tmp_path / "1", store, **settings[0]) as first:
+        async with attached(first) as stream:
+            expected, _ = await generate(stream, prompt)
+        await assert_whole(first)
+        assert await asyncio.to_thread(first.stop, timeout=70.0) == 0, "it writes all before it ends"
+    with worker(model, tmp_path / "2", store, **settings[1]) as second:
+        async with attached(second) as stream:
+            assert await generate(stream, prompt) == (expected, 640)
+        await assert_whole(second)
 
 
 @pytest.mark.long

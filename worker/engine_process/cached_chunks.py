@@ -25,14 +25,14 @@ class CachedChunks:
     """Learns of the prefix cache by the engine's `Hooks`. Collects changes until `take`, which the loop calls
     once per step.
 
-    The tier of a chunk is the fastest one that has a block in which it ends, or the chunk itself."""
+    The tier of a chunk is the fastest one that has a block in which it ends."""
 
     def __init__(self) -> None:
         self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
         self._tier_of: dict[bytes, Tier] = {}  # of these blocks
-        # Chunk → of each cached block in which it ends, its tier; and the store, if that has the chunk.
-        self._blocks: dict[int, list[Tier]] = {}
-        self._changes: dict[int, Tier | None] = {}  # as in `CacheChanged`
+        self._blocks: dict[int, list[Tier]] = {}  # chunk → of each cached block in which it ends, its tier
+        self._changes: dict[int, Tier | None] = {}  # as in `CacheChanged`, and the next
+        self._stored: dict[int, bool] = {}
 
     def cached(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
@@ -57,11 +57,10 @@ class CachedChunks:
 
     def stored(self, name: bytes, is_there: bool) -> None:
         """The shared store has this chunk, or is not known to have it any more."""
-        tiers = (None, Tier.STORE) if is_there else (Tier.STORE, None)
-        self._change(hint(name), *tiers)
+        self._stored[hint(name)] = is_there
 
     def _change(self, chunk: int, before: Tier | None, now: Tier | None) -> None:
-        """The chunk, or a block in which it ends, moves between two tiers. None: outside the cache."""
+        """A block in which the chunk ends moves between two tiers. None: outside the cache."""
         tiers = self._blocks.setdefault(chunk, [])
         fastest = min(tiers, default=None)
         if before is not None:
@@ -75,7 +74,8 @@ class CachedChunks:
 
     def take(self) -> CacheChanged | None:
         """Returns the changes since the last call, or None if there are none."""
-        if not self._changes:
+        if not self._changes and not self._stored:
             return None
-        changes, self._changes = self._changes, {}
-        return CacheChanged(changes)
+        changed = CacheChanged(self._changes, self._stored)
+        self._changes, self._stored = {}, {}
+        return changed

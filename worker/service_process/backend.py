@@ -174,9 +174,9 @@ class Backend:
                 self._journal.cancelled(origin)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
-            case messages.CacheChanged(tiers):
+            case messages.CacheChanged(tiers, stored):
                 assert self._cache is not None
-                for changes in self._cache.changed(tiers):
+                for changes in self._cache.changed(tiers, stored):
                     self._routers.broadcast_cache_events(changes)
             case messages.Offered():
                 self._routers.offer(message)
