@@ -31,6 +31,12 @@ def try_port(host: str, port: int) -> None:
     socket.create_server((host, port), family=family(host)).close()
 
 
+def free_port(host: str) -> int:
+    """A port on which nothing listens now."""
+    with socket.create_server((host.strip("[]"), 0), family=family(host)) as probe:
+        return probe.getsockname()[1]
+
+
 def cannot_listen(flag: str, host: str, port: int, error: OSError) -> str:
     """Returns the message for the user. `flag` is the option that named the port."""
     reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)

@@ -95,6 +95,12 @@ def parse(url: str) -> tuple[SplitResult, Mapping[str, str]]:
     return found, MappingProxyType(dict(parse_qsl(found.query)))
 
 
+def master_of(url: str) -> str:
+    """The master's address in Mooncake's words."""
+    found, options = parse(url)
+    return f"{'etcd://' if options.get('ha') == 'etcd' else ''}{found.netloc}"
+
+
 def max_age(url: str) -> float:
     """Seconds after which no object is used any more; 0: no limit. Raises ValueError."""
     given = parse(url)[1].get("max_age", "0")

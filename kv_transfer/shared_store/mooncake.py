@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from urllib.parse import SplitResult
 
-from baton.kv_transfer.shared_store import StoreBackend, StoreGone
+from baton.kv_transfer.shared_store import StoreBackend, StoreGone, master_of
 
 CLIENT_BUFFER = 16 << 20
 """Bytes that Mooncake's client takes for itself. Objects do not pass through it."""
@@ -34,7 +34,7 @@ class Backend(StoreBackend):
             raise StoreGone(f"the master does not answer: {error}") from error
         self._store = MooncakeDistributedStore()
         if code := self._store.setup(
-            host, "P2PHANDSHAKE", 0, CLIENT_BUFFER, protocol, device, f"{url.hostname}:{url.port}"
+            host, "P2PHANDSHAKE", 0, CLIENT_BUFFER, protocol, device, master_of(url.geturl())
         ):
             raise StoreGone(f"setup failed with code {code}")
         self._memory = memory  # registered, so it must stay

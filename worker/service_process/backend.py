@@ -96,6 +96,7 @@ class Backend:
             host_tokens_per_s=loads.get(Tier.HOST, 0.0),
             disk_tokens_per_s=loads.get(Tier.DISK, 0.0),
             store_tokens_per_s=0.0 if engine.store is None else engine.store.tokens_per_s,
+            store="" if engine.store is None else "open" if engine.store.is_open else "closed",
             prefix_links=[
                 pb.PrefixLink(
                     incarnation=link.incarnation,
