@@ -36,7 +36,7 @@ LOOK = 0.05  # seconds
 
 
 def run(given: StoreRole) -> int:
-    if given.store.action == "clear":
+    if given.what.action == "clear":
         return _clear(given)
     with supervised(given.process.ready_fd):
         return _serve(given)

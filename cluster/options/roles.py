@@ -340,11 +340,15 @@ class PickerRole:
 
 
 @dataclass(frozen=True)
+class StoreAction:
+    action: Literal["serve", "clear"] = argument("serve: give memory. clear: remove the KV of this cluster.")
+
+
+@dataclass(frozen=True)
 class StoreOptions:
     """What `baton store` runs or removes."""
 
     panel: ClassVar[str] = "Store"
-    action: Literal["serve", "clear"] = argument("serve: give memory. clear: remove the KV of this cluster.")
     kv_store: str | None = opt(
         None,
         "The store. Without it, serve starts a master. With it, serve adds memory to that store.",
@@ -367,6 +371,7 @@ class StoreOptions:
 class StoreRole:
     """The options of `baton store`."""
 
+    what: StoreAction
     store: StoreOptions
     secret: SecretOptions
     process: RoleOptions = RoleOptions()
