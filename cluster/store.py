@@ -103,7 +103,7 @@ def _serve(given: StoreRole) -> int:
     if size:
         if store.kv_store is not None or store.etcd:
             master = shared_store.master_of(store.kv_store or f"mooncake://{store.etcd}?ha=etcd")
-        own = free_port(store.host)
+        own = free_port(store.host) if store.kv_store is None else store.port
         flags = [f"--host={store.host}", f"--port={own}", f"--global_segment_size={size}"]
         flags += [f"--master_server_address={master}", "--metadata_server=P2PHANDSHAKE"]
         commands.append([f"{directory}/mooncake_client", *flags, f"--protocol={store.protocol}"])
