@@ -356,7 +356,12 @@ class StoreOptions:
         shown="none",
     )
     host: str = opt("127.0.0.1", "Address at which workers and other stores reach this one.", "ADDRESS")
-    port: int = opt(50051, "Port of the master; with --kv-store, of the process that gives memory.", "PORT", check=between(1, 65535))
+    port: int = opt(
+        50051,
+        "Port of the master; with --kv-store, of the process that gives memory.",
+        "PORT",
+        check=between(1, 65535),
+    )
     metrics_port: int = opt(0, "Port of the master's Prometheus metrics.", "PORT", **PORT)
     size: str = opt("4GiB", "Memory that this machine gives; 0: none.", "SIZE", check=check_size)
     protocol: Literal["tcp", "rdma"] = opt("tcp", "How objects move.")

@@ -107,7 +107,9 @@ def test_only_workers_and_stores_reach_a_store(overlays: dict[str, list[Object]]
     for store in stores:
         reach = {peer for peer in (*names, *stores, *OUTSIDE) if network.allows(peer, store, 12345)}
         assert reach == {PREFILL, DECODE, *stores}
-        assert not any(network.allows(store, peer, 12345) for peer in (*names, *OUTSIDE) if peer not in OUTSIDE)
+        assert not any(
+            network.allows(store, peer, 12345) for peer in (*names, *OUTSIDE) if peer not in OUTSIDE
+        )
 
 
 def test_rays_nodes_reach_each_other_and_clients_only_the_router(overlays: dict[str, list[Object]]) -> None:
