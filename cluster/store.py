@@ -18,6 +18,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import setproctitle
+
 from baton.cluster.options.parameters import size_in_bytes
 from baton.cluster.options.roles import StoreOptions, StoreRole
 from baton.cluster.roles import supervised
@@ -80,6 +82,7 @@ def _salt(store: StoreOptions) -> bytes:
 
 
 def _serve(given: StoreRole) -> int:
+    setproctitle.setproctitle(f"{given.process.title}: store {given.process.index}")
     store = given.store
     wheel = find_spec("mooncake")
     if wheel is None or not wheel.submodule_search_locations:

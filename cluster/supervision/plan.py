@@ -141,7 +141,7 @@ class Plan:
         _, store = self._store
         if store is None:
             return [*specs, router]
-        return [*specs, router, RoleSpec("store", 0, ("serve", *to_argv(store)), shared)]
+        return [*specs, router, RoleSpec("store", 0, ("serve", *to_argv(store, title=self.title)), shared)]
 
     @cached_property
     def _store(self) -> tuple[str | None, StoreOptions | None]:
