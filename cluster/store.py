@@ -21,7 +21,7 @@ from pathlib import Path
 import setproctitle
 
 from baton.cluster.options.parameters import size_in_bytes
-from baton.cluster.options.roles import StoreOptions, StoreRole
+from baton.cluster.options.roles import StoreRole
 from baton.cluster.roles import supervised
 from baton.kv_transfer import shared_store
 from baton.kv_transfer.shared_store.chunk_object import StoreKeys
@@ -50,7 +50,7 @@ def _clear(given: StoreRole) -> int:
     if store.kv_store is None:
         raise ValueError("--kv-store: required, it names the store, as for workers")
     shared_store.check(store.kv_store)
-    salt = None if store.tenant is None else _salt(store)
+    salt = None if store.tenant is None else _salt_of(store.api_key_file, store.tenant)
     client = ClientProcess(store.kv_store, "baton store clear", 1 << 20)
     try:
         if reason := client.reason():
@@ -64,19 +64,19 @@ def _clear(given: StoreRole) -> int:
     return 0
 
 
-def _salt(store: StoreOptions) -> bytes:
-    """The salt of the API key `--tenant`."""
+def _salt_of(key_file: Path | None, name: str) -> bytes:
+    """The salt of the API key of this name."""
     from baton.router.admission.keys import read_key_file
 
-    if store.api_key_file is None:
+    if key_file is None:
         raise ValueError("--tenant: names an API key of --api-key-file, which is missing")
-    keys = {key.name: key for key in read_key_file(str(store.api_key_file))}
-    if store.tenant not in keys:
-        raise ValueError(f"--tenant {store.tenant}: there is no such key; there are {', '.join(keys)}")
-    if not (salt := keys[store.tenant].cache_salt):
+    keys = {key.name: key for key in read_key_file(str(key_file))}
+    if name not in keys:
+        raise ValueError(f"--tenant {name}: there is no such key; there are {', '.join(keys)}")
+    if not (salt := keys[name].cache_salt):
         raise ValueError(
-            f"--tenant {store.tenant}: this key has no salt, so it shares KV with all keys without one; give "
-            "it a salt, or leave --tenant out"
+            f"--tenant {name}: this key has no salt, so it shares KV with all keys without one; give it a "
+            "salt, or leave --tenant out"
         )
     return salt
 

@@ -43,7 +43,7 @@ log = logging.getLogger("baton.kv.store")
 HANGS = 20.0
 """Seconds after which a call counts as hung."""
 REST = 1.0
-"""After a write, so many times as long without one: at least half of the bandwidth is left to reads."""
+"""After a write beside reads, so many times as long without one: half of the bandwidth is left to them."""
 TICK = 1.0
 
 
@@ -69,6 +69,7 @@ class StoreProcess:
         self._session = int.from_bytes(os.urandom(7))
         self._orders: dict[bool, SimpleQueue[StoreOrder | None]] = {True: SimpleQueue(), False: SimpleQueue()}
         self._calls: dict[bool, float] = {}  # since when a thread is in a call; time.monotonic()
+        self._read_at = 0.0  # the last urgent call, as above
 
     def run(self, client: Client) -> None:
         """Serves until the engine process is gone."""
@@ -116,7 +117,9 @@ class StoreProcess:
                 log.warning("the store is lost: %s", error)
                 os._exit(1)
             del self._calls[is_urgent]
-            if order is not None and order.is_put:
+            if is_urgent:
+                self._read_at = time.monotonic()
+            elif self._read_at > began:
                 time.sleep((time.monotonic() - began) * REST)
 
     def _do(self, client: Client, order: StoreOrder) -> list[bool]:
