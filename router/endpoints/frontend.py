@@ -237,7 +237,7 @@ def _salt(of_key: bytes, sent: str | None) -> bytes:
     client's field. So a store can remove all KV of a key."""
     if sent is None:
         return of_key
-    own = hashlib.blake2b(sent.encode(errors="replace"), key=of_key, digest_size=32).digest()
+    own = hashlib.blake2b(sent.encode(errors="replace"), key=of_key, digest_size=48).digest()
     return of_key.ljust(16, b"\0") + own
 
 
