@@ -96,7 +96,7 @@ class SharedStore:
     ) -> None:
         """`hold`: keeps the chunk of this name in place, or the states after it, if the second argument is
         not 0. The third is the position of the chunk in its prompt. `known` is called when this worker learns
-        that the store has a chunk, and when it forgets that."""
+        that the store has a chunk or lacks it, and when it forgets that."""
         self._layout = kv.layout
         self._block_size = kv.block_size
         self._cut = units = Units(kv.layout, kv.ranks)
@@ -157,8 +157,9 @@ class SharedStore:
             count = [*there[: len(names)], False].index(False)
             for name in names[:count]:
                 self._knows(name)
-            for name in names[count : count + 1]:
-                self._forget(name)
+            for name in names[count : count + 1]:  # routers may know it from a worker that has ended
+                self._known.pop(name, None)
+                self._on_known(name_of(name), False)
             if parts:
                 with_states = zip(ends, there[len(names) :], strict=False)
                 count = next((end for end, is_there in with_states if is_there and end <= count), 0)

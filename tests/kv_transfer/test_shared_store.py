@@ -130,6 +130,7 @@ class Worker:
         ours, self._theirs = channel_pair()
         self.pinned: list[bytes] = []
         self.known: set[bytes] = set()
+        self.lacking: set[bytes] = set()
         pairs = [[channel_pair() for _ in range(ranks - 1)] for _ in range(2)]
         to_ranks = [[mine.detach() for mine, _ in some] for some in pairs]
         fds = StoreFds(self._arena_fd, ours.detach(), *to_ranks)
@@ -183,7 +184,8 @@ class Worker:
         return Held(blocks, 1, lambda: self.pinned.remove(name))
 
     def _knows(self, name: bytes, there: bool) -> None:
-        (self.known.add if there else self.known.remove)(name)
+        (self.known.add if there else self.known.discard)(name)
+        (self.lacking.discard if there else self.lacking.add)(name)
 
     def until(self, condition: object, what: str) -> None:
         def pumped() -> bool:
@@ -402,6 +404,7 @@ def test_another_secret_finds_nothing() -> None:
     writer, stranger = Worker(store, 16), Worker(store, 16, secret=b"t" * 32)
     writer.offer(NAMES[:2])
     assert stranger.fetched(NAMES[:2]) == 0
+    assert stranger.lacking == {NAMES[0]}, "routers may believe that it is there"
     stranger.offer(NAMES[:2])
     assert len(store.objects) == 4, "and takes nothing away"
     for worker in (writer, stranger):
