@@ -84,7 +84,7 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def cluster(directory: Path, *flags: str) -> AsyncIterator[Cluster]:
-    port, log = free_port("127.0.0.1"), directory / f"serve{len(flags)}.log"
+    port, log = free_port(), directory / f"serve{len(flags)}.log"
     command = [sys.executable, "-m", "baton.cluster.cli", "serve", "--port", str(port), "--dtype", "float32"]
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *flags], stdout=output, stderr=output)  # noqa: ASYNC220

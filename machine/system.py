@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
+import random
 import signal
 import socket
 from pathlib import Path
@@ -31,10 +33,14 @@ def try_port(host: str, port: int) -> None:
     socket.create_server((host, port), family=family(host)).close()
 
 
-def free_port(host: str) -> int:
-    """A port on which nothing listens now."""
-    with socket.create_server((host.strip("[]"), 0), family=family(host)) as probe:
-        return probe.getsockname()[1]
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing uses. Linux gives ports below 32768 to no outgoing connection, so a process may
+    listen on this port later, and again after a restart."""
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with socket.socket(family(host)) as probe, contextlib.suppress(OSError):
+            probe.bind((host.strip("[]"), port))
+            return port
 
 
 def cannot_listen(flag: str, host: str, port: int, error: OSError) -> str:

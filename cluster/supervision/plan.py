@@ -155,7 +155,7 @@ class Plan:
                 "--kv-store local: is for one machine; run `baton store serve`, and give mooncake://HOST:PORT"
             )
         options = dict(parse_qsl(given))
-        store = StoreOptions(size=options.pop("size", "1GiB"), port=free_port("127.0.0.1"))
+        store = StoreOptions(size=options.pop("size", "1GiB"), port=free_port())
         size_in_bytes(store.size)
         query = f"?{urlencode(options)}" if options else ""
         return f"mooncake://127.0.0.1:{store.port}{query}", store
