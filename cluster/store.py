@@ -20,7 +20,7 @@ from pathlib import Path
 
 import setproctitle
 
-from baton.cluster.options.parameters import size_in_bytes
+from baton.cluster.options.parameters import ENV_PREFIX, size_in_bytes
 from baton.cluster.options.roles import StoreRole
 from baton.cluster.roles import supervised
 from baton.kv_transfer import shared_store
@@ -119,6 +119,8 @@ def _serve(given: StoreRole) -> int:
 def _run(commands: list[list[str]], ports: list[int], host: str, ready_fd: int | None) -> int:
     """Runs the commands, each after the one before listens on its port, until one ends or a signal comes."""
     children: list[subprocess.Popen[bytes]] = []
+    # Any peer may read their memory, so they must not have the cluster secret.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     told: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda signum, _: told.append(signum))
@@ -130,7 +132,7 @@ def _run(commands: list[list[str]], ports: list[int], host: str, ready_fd: int |
     for command, port in zip(commands, ports, strict=True):
         # No thread runs here, so code may run between fork and exec.
         tied = partial(die_with_parent, os.getpid())
-        children.append(subprocess.Popen(command, preexec_fn=tied))
+        children.append(subprocess.Popen(command, env=environment, preexec_fn=tied))
         while not told and ended() is None and not _listens(host, port):
             if time.monotonic() > deadline:
                 raise ValueError(f"{Path(command[0]).name} does not listen on port {port}; see its log above")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,21 @@ def test_clear_without_a_store_or_a_key_file(monkeypatch: pytest.MonkeyPatch) ->
     assert "--kv-store: required" in result.output
     result = CliRunner().invoke(app, ["store", "clear", "--kv-store", URL, "--tenant", "alice"])
     assert "--tenant: names an API key of --api-key-file" in result.output
+
+
+def test_the_processes_of_a_store_have_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Any peer of Mooncake may read their memory."""
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    seen = tmp_path / "environment"
+    try:
+        code = baton.cluster.store._run([["sh", "-c", f"env > {seen}; exit 127"]], [1], "127.0.0.1", None)
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    assert code == 1
+    assert "sh exited with 127 (Debian: apt install libibverbs1)" in capfd.readouterr().err
+    assert "PATH=" in seen.read_text()
+    assert "BATON_" not in seen.read_text()
