@@ -29,7 +29,7 @@ _ENGINE_MODULES = {"baton": "baton.cluster.engine_process", "vllm": "baton.vllm_
 
 
 def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
-    with _supervised(given.process.ready_fd):
+    with supervised(given.process.ready_fd):
         from baton.rpc.auth import load_secret
 
         model.download_to(given.model.download_dir)
@@ -123,7 +123,7 @@ def _configured(config: Callable[..., Config], given: Any, **others: Any) -> Con
 
 
 def run_router(given: RouterRole) -> int:
-    with _supervised(given.process.ready_fd):
+    with supervised(given.process.ready_fd):
         import uvloop
 
         from baton import router
@@ -221,7 +221,7 @@ def _kubernetes(services: Sequence[str], port: str) -> Discovery | None:
 
 
 @contextlib.contextmanager
-def _supervised(ready_fd: int | None) -> Generator[None]:
+def supervised(ready_fd: int | None) -> Generator[None]:
     """For a role. With `ready_fd`, ties it to its supervisor, which is told of a ValueError."""
     if ready_fd is not None:
         processes.tie_to_parent(ready_fd)

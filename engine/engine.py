@@ -100,7 +100,10 @@ class Engine:
         self.states = runner.states
         """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
         self.prefix_exchange = self._scheduler.prefix_exchange
-        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache."""
+        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache, or
+        the model has states."""
+        self.store_exchange = self._scheduler.store_exchange
+        """Moves prefixes between this prefix cache and a shared store. None: there is no cache."""
         self.offload = self._scheduler.offload
         """The tiers below the device. They say which blocks to copy there and back."""
         self.landings_fd = self._steps.landings_fd

@@ -234,10 +234,12 @@ class Frontend:
 
 
 def _salt(of_key: bytes, sent: str | None) -> bytes:
-    """Returns the salt of a request: that of its API key, or one derived from it and the client's field."""
-    return (
-        of_key if sent is None else hashlib.blake2b(sent.encode(errors="replace"), key=of_key[:64]).digest()
-    )
+    """Returns the salt of a request: that of its API key, and behind its 16 bytes one derived from it and the
+    client's field. So a store can remove all KV of a key."""
+    if sent is None:
+        return of_key
+    own = hashlib.blake2b(sent.encode(errors="replace"), key=of_key, digest_size=48).digest()
+    return of_key.ljust(16, b"\0") + own
 
 
 @asynccontextmanager

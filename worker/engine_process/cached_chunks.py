@@ -31,7 +31,8 @@ class CachedChunks:
         self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
         self._tier_of: dict[bytes, Tier] = {}  # of these blocks
         self._blocks: dict[int, list[Tier]] = {}  # chunk → of each cached block in which it ends, its tier
-        self._changes: dict[int, Tier | None] = {}  # as in `CacheChanged`
+        self._changes: dict[int, Tier | None] = {}  # as in `CacheChanged`, and the next
+        self._stored: dict[int, bool] = {}
 
     def cached(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
@@ -54,6 +55,10 @@ class CachedChunks:
             for chunk in chunks:
                 self._change(chunk, before, None)
 
+    def stored(self, name: bytes, is_there: bool) -> None:
+        """The shared store has this chunk, or is not known to have it any more."""
+        self._stored[hint(name)] = is_there
+
     def _change(self, chunk: int, before: Tier | None, now: Tier | None) -> None:
         """A block in which the chunk ends moves between two tiers. None: outside the cache."""
         tiers = self._blocks.setdefault(chunk, [])
@@ -69,7 +74,8 @@ class CachedChunks:
 
     def take(self) -> CacheChanged | None:
         """Returns the changes since the last call, or None if there are none."""
-        if not self._changes:
+        if not self._changes and not self._stored:
             return None
-        changes, self._changes = self._changes, {}
-        return CacheChanged(changes)
+        changed = CacheChanged(self._changes, self._stored)
+        self._changes, self._stored = {}, {}
+        return changed
