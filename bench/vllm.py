@@ -142,6 +142,8 @@ class Deployment:
         port, more = free_port(), []
         if connector is not None:
             more = ["--kv-transfer-config", json.dumps(connector)]
+        if name == "proxied-p" and self._cuda:
+            more += ["--compilation-config", '{"cudagraph_mode": "PIECEWISE"}']
         self._start(
             name, port, "vllm.entrypoints.openai.api_server", "--port", str(port), *self._options, *more,
             *self._of_vllm, **({} if self._cuda else ON_CPU), **environment,
@@ -415,7 +417,7 @@ async def measure(args: argparse.Namespace, report: Report, directory: Path) -> 
     def draw(length: int) -> list[int]:
         return [rng.randrange(10, SHAPES[SMALL]["vocab_size"]) for _ in range(length)]
 
-    lengths = [3, 16, 17, 130, 700] if args.short else [3, *(5 + 69 * i for i in range(28)), 2000]
+    lengths = [3, 16, 17, 130, 700] if args.short else [3, *(5 + 69 * i for i in range(28)), 2049]
     small = Deployment(args, small_model(directory), "float32", [s for s in SIDES if s != "nixl"], logs)
     large = small
     try:

@@ -83,6 +83,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._transfers: Transfers | None = None  # of rank 0
         self._copier: RankCopier | None = None  # of each other rank
         self._plan = Plan()
+        self._num_layers = self._layers_written = 0
         self._first_tokens: dict[bytes, int] = {}  # by decode id, as in `Plan`
         self._process: TransferProcess | None = None
 
@@ -179,6 +180,7 @@ class BatonConnector(KVConnectorBase_V1):
             rank=get_tensor_model_parallel_rank(),
             ranks=config.parallel_config.tensor_parallel_size,
         )
+        self._num_layers = kv.layout.num_layers
         model = _fingerprint(config)
         if settings.attach:
             num_blocks = self._kv_cache_config.num_blocks
@@ -211,7 +213,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: Plan) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._plan = connector_metadata
+        self._plan, self._layers_written = connector_metadata, 0
         self._first_tokens.update(connector_metadata.first_tokens)
         for decode_id in connector_metadata.forgotten:
             self._first_tokens.pop(decode_id, None)
@@ -228,14 +230,21 @@ class BatonConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        layer = layer_number(layer_name)
+        self._written(layer_number(layer_name))
+
+    def _written(self, layer: int) -> None:
+        self._layers_written = layer + 1
         if self._transfers is not None:
             self._transfers.saved(layer)
         elif self._copier is not None and self._plan.chunks:  # as rank 0 counts
             self._copier.layer_done(layer)
 
     def wait_for_save(self) -> None:
-        """Blocks stay until they are sent: `request_finished` says so."""
+        """Does not wait: blocks stay until they are sent. A step that one CUDA graph holds has called
+        `save_kv_layer` for no layer. Such steps compute one token of each request."""
+        if self._plan.chunks:
+            for layer in range(self._layers_written, self._num_layers):
+                self._written(layer)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         return (set(), set()) if self._transfers is None else self._transfers.ended(finished_req_ids)
@@ -258,11 +267,6 @@ class BatonConnector(KVConnectorBase_V1):
         if self._process is not None:
             self._process.close()
             self._process = None
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """`save_kv_layer` is not called inside of a full CUDA graph."""
-        return _settings(extra_config).prefills
 
 
 def _settings(extra: dict[str, Any]) -> Settings:

@@ -65,8 +65,6 @@ class Settings:
     attach: str = ""
     """Socket of a worker (`attachment`), which has a transfer process. The settings above are then its own,
     but for `timeout`."""
-    prefills: bool = True
-    """False: the server only decodes. vLLM may then use full CUDA graphs, which call no hooks of layers."""
 
 
 class TransferProcess:
