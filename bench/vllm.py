@@ -173,7 +173,7 @@ class Deployment:
                 connector |= {
                     "kv_connector": "BatonConnector",
                     "kv_connector_module_path": "baton.vllm_worker.connector",
-                    "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"prefills": i == 0},
+                    "kv_load_failure_policy": "recompute",
                 }  # fmt: skip
             else:
                 environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,cuda_copy"}
