@@ -87,10 +87,16 @@ FromConnector = Started | Landed | Lost | Freed
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def events_address(connector: str) -> str:
+    """Where vLLM publishes what enters and leaves its prefix cache: beside the connector's socket."""
+    return f"ipc://{connector}.events"
+
+
 class ConnectorLink:
     """The engine process's end. All methods are for its event loop.
 
-    Owns the descriptors of `arenas`, one for each rank, until the connectors have them."""
+    Owns the descriptors of `arenas`, one for each rank, until the connectors have them, and the directory of
+    `path`."""
 
     def __init__(self, arenas: Sequence[Arenas], heartbeat_fd: int) -> None:
         self._arenas = arenas
@@ -120,7 +126,7 @@ class ConnectorLink:
             self._channels[said.rank] = Channel(connector, FromConnector, self._blocked)
             if said.rank == 0:
                 first = said
-        self._stop_listening()
+        self._listener.close()
         assert first is not None, "each rank has attached"
         return first
 
@@ -140,8 +146,13 @@ class ConnectorLink:
                 loop.remove_reader(channel)
         return messages
 
+    def remove_directory(self) -> None:
+        """All that it was made for is connected. Idempotent."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
     def close(self) -> None:
-        self._stop_listening()
+        self._listener.close()
+        self.remove_directory()
         for channel in self._channels.values():
             channel.sock.close()
 
@@ -154,10 +165,6 @@ class ConnectorLink:
             channel.flush()
 
         loop.add_writer(channel, flush)
-
-    def _stop_listening(self) -> None:
-        self._listener.close()
-        shutil.rmtree(self._directory, ignore_errors=True)  # closed twice
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from baton.kv_transfer.spawn import die_with_parent
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
+from baton.vllm_worker.options import check_version
 from baton.vllm_worker.plan import Address, Plan, Planner
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 
@@ -77,7 +78,13 @@ class BatonConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
         self._refuse_what_is_unknown()
-        if self._settings.attach:
+        if not self._settings.attach:  # else the worker has checked it
+            check_version(
+                untested=self._settings.untested,
+                part="BatonConnector",
+                remedy='add "untested": true to kv_connector_extra_config to try this one',
+            )
+        else:
             die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
         self._planner = Planner(named=bool(self._settings.attach))
         self._transfers: Transfers | None = None  # of rank 0

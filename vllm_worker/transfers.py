@@ -65,6 +65,8 @@ class Settings:
     attach: str = ""
     """Socket of a worker (`attachment`), which has a transfer process. The settings above are then its own,
     but for `timeout`."""
+    untested: bool = False
+    """Start also with a version of vLLM that Baton was not tested with."""
 
 
 class TransferProcess:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import psutil
 import torch
 
 from baton.bench.chaos.cluster import free_port, leaks_when_idle
+from baton.bench.roles import spawn
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.processes import alive
@@ -86,14 +88,53 @@ class Reference:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-class VLLMCluster:
+class Front:
+    """A router as clients see it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def ask(self, **fields: Any) -> dict[str, Any]:
+        """Asks for a greedy completion. Returns its choice."""
+        with self._post(fields) as response:
+            return json.load(response)["choices"][0]
+
+    def stream(self, **fields: Any) -> Generator[list[int]]:
+        """The tokens of each event."""
+        with self._post({"stream": True} | fields) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    assert "error" not in event, event
+                    yield event["choices"][0]["token_ids"]
+
+    def _post(self, fields: dict[str, Any]) -> Any:
+        greedy = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(greedy | fields).encode(),
+            {"content-type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=300)
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """Their reports, by role."""
+        with urllib.request.urlopen(f"{self.url}/status", timeout=30) as response:
+            found = json.load(response)["workers"]
+        return {worker["role"]: worker for worker in found}
+
+    def assert_whole(self) -> None:
+        assert leaks_when_idle(self.url) == {}
+
+
+class VLLMCluster(Front):
     """`baton serve --engine vllm`, float32, on its way up until `until_ready` returns."""
 
     def __init__(self, model: Path, directory: Path, *flags: str) -> None:
         assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
+        super().__init__(free_port())
         self.model = model
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         self.logs = directory / "logs"
         self._output = directory / "serve.log"
         # vLLM keeps files of one run for the next in its cache.
@@ -131,44 +172,12 @@ class VLLMCluster:
         assert found is not None, title
         return found
 
-    def ask(self, **fields: Any) -> dict[str, Any]:
-        """Asks for a greedy completion. Returns its choice."""
-        with self._post(fields) as response:
-            return json.load(response)["choices"][0]
-
-    def stream(self, **fields: Any) -> Generator[list[int]]:
-        """The tokens of each event."""
-        with self._post({"stream": True} | fields) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line.removeprefix(b"data: "))
-                    assert "error" not in event, event
-                    yield event["choices"][0]["token_ids"]
-
-    def _post(self, fields: dict[str, Any]) -> Any:
-        greedy = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps(greedy | fields).encode(),
-            {"content-type": "application/json"},
-        )
-        return urllib.request.urlopen(request, timeout=300)
-
     def flip(self, role: str, pool: Pool) -> None:
         async def call() -> None:
             async with connect(self.workers()[role]["address"], SECRET.encode()) as channel:
                 await set_pool(channel, pool, CALL_S)
 
         asyncio.run(call())
-
-    def workers(self) -> dict[str, dict[str, Any]]:
-        """Their reports, by role."""
-        with urllib.request.urlopen(f"{self.url}/status", timeout=30) as response:
-            found = json.load(response)["workers"]
-        return {worker["role"]: worker for worker in found}
-
-    def assert_whole(self) -> None:
-        assert leaks_when_idle(self.url) == {}
 
     def stop(self) -> None:
         """Asserts the end after SIGTERM. A worker that a test has killed may just be starting again."""
@@ -183,3 +192,35 @@ class VLLMCluster:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+@contextlib.contextmanager
+def joined(cluster: VLLMCluster, *flags: str) -> Iterator[tuple[Front, Front]]:
+    """Starts Baton's engine beside the vLLM workers of a cluster. Yields a router of a pair in which it
+    prefills, and one of a pair in which it decodes."""
+    common = ["--model", str(cluster.model)]
+    engine = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", *flags]
+    environment = os.environ | {"BATON_CLUSTER_SECRET": SECRET}
+    roles: list[subprocess.Popen[bytes]] = []
+    fronts: list[Front] = []
+    try:
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            theirs = cluster.workers()[other]["address"]
+            worker = ["--port", str(port := free_port()), *common, *engine]
+            front = Front(free_port())
+            router = [
+                "--port", str(front.port), "--no-overflow", "--served-model-name", "tiny", *common,
+                "--worker", f"127.0.0.1:{port}", "--worker", theirs,
+            ]  # fmt: skip
+            for name, line in ((role, worker), ("router", router)):
+                process, told = spawn(name, *line, environment=environment)
+                roles.append(process)
+                with told:
+                    assert "ready" in json.loads([*told][-1])
+            fronts.append(front)
+        yield fronts[0], fronts[1]
+    finally:
+        for process in reversed(roles):
+            process.terminate()
+        for process in roles:
+            process.wait(STOP_S)

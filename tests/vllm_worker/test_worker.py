@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .served import Reference, VLLMCluster, prompts_of, save_model
+from .served import Front, Reference, VLLMCluster, joined, prompts_of, save_model
 
 TOKENS = 12
 FLAGS = ("--max-model-len", "2304", "--num-blocks", "100", "--max-num-batched-tokens", "256")
@@ -36,7 +36,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
         served.kill()
 
 
-def streamed(cluster: VLLMCluster, **fields: Any) -> list[int]:
+def streamed(cluster: Front, **fields: Any) -> list[int]:
     return [token for tokens in cluster.stream(**fields) for token in tokens]
 
 
@@ -65,6 +65,22 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
     prompts = {role: worker["status"]["prompt_tokens"] for role, worker in workers.items()}
     assert prompts == {"prefill": 3 + 40 + 130 + 133 + 300 + 310, "decode": 0}, "all KV was handed over"
     cluster.assert_whole()
+
+
+@pytest.mark.timeout(900)
+def test_pairs_with_batons_engine(cluster: VLLMCluster, reference: Reference) -> None:
+    """Chunked prompts, and one that begins as another. Log probabilities are those of one engine."""
+    with joined(cluster, "--max-model-len", "2304", "--num-blocks", "400") as fronts:
+        for seed, front in enumerate(fronts, 20):
+            short, long = prompts_of([3, 300], seed)
+            for prompt in (short, long, [*long, 7, 8, 9]):
+                choice = front.ask(prompt=prompt, max_tokens=TOKENS, logprobs=2)
+                assert choice["token_ids"] == (right := reference.tokens(prompt, TOKENS))
+                found = choice["logprobs"]["token_logprobs"]
+                assert found == pytest.approx(reference.logprobs(prompt, right), abs=1e-3)
+            computed = {role: worker["status"]["prompt_tokens"] for role, worker in front.workers().items()}
+            assert computed["decode"] == 0, "all KV was handed over"
+            front.assert_whole()
 
 
 @pytest.mark.timeout(900)
