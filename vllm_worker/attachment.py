@@ -28,7 +28,7 @@ import msgspec
 from baton.kv_transfer import Arenas, Heartbeat, InjectStats, KVLayout, TraceWriter, Transport
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.protocol.local_messages import Local
-from baton.kv_transfer.protocol.messages import Reason
+from baton.kv_transfer.protocol.messages import FirstToken, Reason
 
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 250
@@ -53,6 +53,14 @@ class Close(Local):
 
     prefill_id: bytes
     reason: Reason = "cancelled"  # "finished": the first token is the last
+
+
+class Commit(Local):
+    """Engine process → connector: the first token of a prefill with `logprobs`. The connector knows the other
+    first tokens from vLLM, which does not show it log probabilities."""
+
+    prefill_id: bytes
+    first_token: FirstToken
 
 
 class Started(Local):
@@ -83,6 +91,7 @@ class Freed(Local):
     reason: str
 
 
+ToConnector = Close | Commit
 FromConnector = Started | Landed | Lost | Freed
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -130,7 +139,7 @@ class ConnectorLink:
         assert first is not None, "each rank has attached"
         return first
 
-    def send(self, message: Close) -> None:
+    def send(self, message: ToConnector) -> None:
         """Raises ChannelClosed if the connector's process has ended."""
         self._channels[0].send(message)
 
@@ -189,7 +198,7 @@ class WorkerLink:
         transport = Transport(
             *arenas.ends(), TraceWriter(None, ""), exports=arenas.exports, adopts=arenas.adopts
         )
-        return cls(transport, Heartbeat(fds[-1]), Channel(sock, Close))
+        return cls(transport, Heartbeat(fds[-1]), Channel(sock, ToConnector))
 
 
 def _uid_of_peer(sock: socket.socket) -> int:

@@ -24,7 +24,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.engine import EngineRequest, EngineStats, Output
-from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost, Started
+from baton.kv_transfer.protocol.messages import FirstToken
+from baton.vllm_worker.attachment import (
+    Close,
+    Commit,
+    Freed,
+    FromConnector,
+    Landed,
+    Lost,
+    Started,
+    ToConnector,
+)
 from baton.vllm_worker.plan import Address, Source
 from baton.vllm_worker.sampling import logprobs_at, prompt_logprobs, sampling
 from baton.vllm_worker.stats import Load
@@ -87,7 +97,7 @@ class Roles:
         self,
         attempts: Attempts,
         generate: Generate,
-        tell: Callable[[Close], None],
+        tell: Callable[[ToConnector], None],
         computing: Callable[[Collection[bytes]], None],
         soon: Callable[[], None],
         *,
@@ -163,8 +173,8 @@ class Roles:
         params: dict[str, Any] | None = None
         if message.handover:
             params = {"do_remote_decode": True, "prefill_id": attempt.id.hex()}
-            if message.report_start:
-                params["report_start"] = True
+            params["report_start"] = message.report_start
+            params["logprobs"] = attempt.request.sampling.logprobs is not None
         self._start(attempt, params)
 
     def _decode(self, message: messages.Decode) -> None:
@@ -282,6 +292,9 @@ class Roles:
                 attempt.id, index, token, logprobs, last, output.num_cached_tokens or 0, queued, computing
             )
             attempt.answered, attempt.token = True, token
+            if attempt.handover and logprobs is not None:
+                first_token = FirstToken(token, logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
+                self._tell(Commit(attempt.id, first_token))
             if repeated:
                 self._joined(attempt)
             else:

@@ -12,7 +12,7 @@ import subprocess
 import urllib.request
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -22,7 +22,10 @@ from baton.bench.roles import spawn
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.processes import alive
+from baton.content import prompt_hints
+from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
+from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.system.machine import titled, tree, until
 
 ROOT = Path(__file__).parents[2]
@@ -178,6 +181,25 @@ class VLLMCluster(Front):
                 await set_pool(channel, pool, CALL_S)
 
         asyncio.run(call())
+
+    def until_cached(self, role: str, prompt: list[int], tokens: int) -> None:
+        """Returns when the worker has told routers that it has cached these tokens of the prompt."""
+
+        async def look() -> None:
+            async with (
+                connect(self.workers()[role]["address"], SECRET.encode()) as channel,
+                asyncio.timeout(CALL_S),
+            ):
+                stub = WorkerStub(channel)
+                described = await cast("Any", stub.Describe(pb.DescribeRequest()))
+                missing = set(prompt_hints(prompt[:tokens], described.content_root, b""))
+                call: Any = stub.Attach(None)
+                await call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=os.urandom(16))))
+                while missing:
+                    missing -= {*(await call.read()).cache.added}
+                call.cancel()
+
+        asyncio.run(look())
 
     def stop(self) -> None:
         """Asserts the end after SIGTERM. A worker that a test has killed may just be starting again."""

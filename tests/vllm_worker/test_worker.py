@@ -61,6 +61,8 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
 
     assert len(streamed(cluster, prompt=sampled, max_tokens=3, temperature=1)) == 3
 
+    for role in ("prefill", "decode"):
+        cluster.until_cached(role, again, 128)
     workers = cluster.workers()
     prompts = {role: worker["status"]["prompt_tokens"] for role, worker in workers.items()}
     assert prompts == {"prefill": 3 + 40 + 130 + 133 + 300 + 310, "decode": 0}, "all KV was handed over"
