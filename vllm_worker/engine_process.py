@@ -106,6 +106,7 @@ class EngineProcess:
             self._soon,
             blocks=ready.num_blocks - 1,
             block_size=ready.block_size,
+            prefix_caching=self._config.engine.enable_prefix_caching,
             max_model_len=ready.max_model_len,
             incarnation=self._config.incarnation,
         )

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.content import CHUNK_TOKENS, extend_names, salted
 from baton.engine import EngineRequest, EngineStats, Output
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker.attachment import (
@@ -58,6 +59,8 @@ class EngineGone(Exception):
 @dataclass(slots=True, eq=False, kw_only=True)
 class VLLMAttempt(Attempt):
     request: EngineRequest
+    chunks: Sequence[bytes]
+    """Names of the full chunks in full blocks of the prompt, which requests share. Empty: they share none."""
     handover: bool = False
     """A prefill with KV for another worker."""
     decode: bool
@@ -103,6 +106,7 @@ class Roles:
         *,
         blocks: int,
         block_size: int,
+        prefix_caching: bool,
         max_model_len: int,
         incarnation: int,
     ) -> None:
@@ -115,6 +119,7 @@ class Roles:
         self._soon = soon
         self._blocks = blocks
         self._block_size = block_size
+        self._prefix_caching = prefix_caching
         self._max_model_len = max_model_len
         self._incarnation = incarnation
         self._table = attempts.table(VLLMAttempt)
@@ -167,7 +172,7 @@ class Roles:
                 raise AssertionError(f"not of a role: {message}")
 
     def _prefill(self, message: messages.Prefill) -> None:
-        attempt = _attempt(message.stream, message.work, decode=False, handover=message.handover)
+        attempt = self._attempt(message.stream, message.work, decode=False, handover=message.handover)
         if not self._attempts.open(attempt, used=False):
             return
         params: dict[str, Any] | None = None
@@ -178,7 +183,7 @@ class Roles:
         self._start(attempt, params)
 
     def _decode(self, message: messages.Decode) -> None:
-        attempt = _attempt(message.stream, message.work, decode=True, source=message.source)
+        attempt = self._attempt(message.stream, message.work, decode=True, source=message.source)
         if not self._attempts.open(attempt, used=False):
             return
         params: dict[str, Any] | None = None
@@ -191,7 +196,7 @@ class Roles:
                 return
             else:
                 params = {"first_token": prefill.token}
-        needed = sum(map(self._blocks_of, self._table.values()))
+        needed = self._needed_blocks()
         if needed > self._blocks:
             self.counts.no_room += 1
             text = f"{needed} blocks are needed with this request, and there are {self._blocks}"
@@ -199,8 +204,25 @@ class Roles:
         elif self._start(attempt, params):
             self._attempts.reserved(attempt)
 
-    def _blocks_of(self, attempt: VLLMAttempt) -> int:
-        return -(-(attempt.length + 1) // self._block_size)
+    def _needed_blocks(self) -> int:
+        """Blocks of all attempts. Those of a common prefix count once: vLLM's prefix cache has it, but for
+        requests that compute it at the same time."""
+        chunks: set[bytes] = set()
+        own = 0
+        for attempt in self._table.values():
+            chunks.update(attempt.chunks)
+            own -= -(attempt.length + 1 - len(attempt.chunks) * CHUNK_TOKENS) // self._block_size
+        return own + -(-len(chunks) * CHUNK_TOKENS // self._block_size)
+
+    def _attempt(self, stream: int, work: Work, **more: Any) -> VLLMAttempt:
+        request, chunks = work.request, list[bytes]()
+        tokens = len(request.prompt_ids) + len(request.output_ids)
+        if self._prefix_caching:
+            whole = len(request.prompt_ids) // self._block_size * self._block_size
+            extend_names(chunks, request.prompt_ids, whole, salted(b"", request.cache_salt))
+        return VLLMAttempt(
+            stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks, **more
+        )
 
     def _start(self, attempt: VLLMAttempt, kv_transfer_params: dict[str, Any] | None) -> bool:
         """Gives the request to vLLM. Returns False if it is wrong."""
@@ -383,12 +405,6 @@ class Roles:
             del self._table[prefill.id]
         elif reason not in _SERVED:
             self._close(prefill)
-
-
-def _attempt(stream: int, work: Work, **more: Any) -> VLLMAttempt:
-    request = work.request
-    tokens = len(request.prompt_ids) + len(request.output_ids)
-    return VLLMAttempt(stream=stream, origin=work.origin, tokens=tokens, request=request, **more)
 
 
 def _fetch(source: PrefillSource, decode_id: bytes) -> dict[str, Any]:

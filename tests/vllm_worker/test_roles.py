@@ -44,7 +44,7 @@ class Worker:
         self.attempts = Attempts(self.sent.append)
         self.roles = Roles(
             self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush,
-            blocks=10, block_size=16, max_model_len=200, incarnation=OURS,
+            blocks=10, block_size=16, prefix_caching=True, max_model_len=200, incarnation=OURS,
         )  # fmt: skip
 
     def _computes(self, ids: Iterable[bytes]) -> None:
@@ -240,6 +240,18 @@ async def test_decodes_are_refused_if_their_blocks_do_not_fit(worker: Worker) ->
     worker.roles.heard(Freed(P, "acked"))
     worker.roles.handle(messages.Decode(7, work(E), source()))
     assert worker.failures() == [Code.NO_ROOM]
+
+
+async def test_blocks_of_a_common_prefix_count_once(worker: Worker) -> None:
+    """130 tokens and one more are 9 blocks of 10. Of these 8 are shared."""
+    worker.roles.handle(messages.Decode(7, work(D, 130), source()))
+    other = work(P, 130)
+    other.request.cache_salt = b"of another tenant"
+    worker.roles.handle(messages.Decode(7, other, source()))
+    assert worker.failures() == [Code.NO_ROOM]
+    worker.roles.handle(messages.Decode(7, work(E, 130), source()))
+    assert worker.failures() == [Code.NO_ROOM]
+    assert len(worker.of(messages.Reserved)) == 2
 
 
 async def test_decodes_go_first_in_vllms_queue(worker: Worker) -> None:
