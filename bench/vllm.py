@@ -53,7 +53,7 @@ from baton.bench.shapes import DENSE, SHAPES, write_shape
 
 SMALL = "small-random"
 SIDES = ("alone", "proxied", "nixl", "workers", "to_vllm", "from_vllm")
-START_S = {"cpu": 400.0, "cuda": 240.0}
+START_S = {"cpu": 400.0, "cuda": 160.0}
 TAIL = 25  # lines of a log
 TOKENS, PROMPT = 8, 2000
 COMMON = ("--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--max-num-seqs", "16",
@@ -146,7 +146,7 @@ class Deployment:
             more += ["--compilation-config", '{"cudagraph_mode": "PIECEWISE"}']
         self._start(
             name, port, "vllm.entrypoints.openai.api_server", "--port", str(port), *self._options, *more,
-            *self._of_vllm, **({} if self._cuda else ON_CPU), **environment,
+            *self._small_share, *self._of_vllm, **({} if self._cuda else ON_CPU), **environment,
         )  # fmt: skip
 
     @property
@@ -155,15 +155,15 @@ class Deployment:
         return ["--model", str(self._model), "--dtype", self._dtype, *dummy, *COMMON]
 
     @property
+    def _small_share(self) -> list[str]:
+        return ["--gpu-memory-utilization", "0.05"] if self._cuda else []
+
+    @property
     def _of_vllm(self) -> list[str]:
+        """Those that Baton lacks."""
         if not self._cuda:
             return ["--enforce-eager"]
-        return [
-            "--gpu-memory-utilization",
-            "0.05",
-            "--kv-cache-memory-bytes",
-            str(1 << 30 if self._dummy else 1 << 28),
-        ]
+        return ["--kv-cache-memory-bytes", str(1 << 30 if self._dummy else 1 << 28)]
 
     def _pair(self, side: str) -> None:
         for i, role in enumerate(("producer", "consumer")):
@@ -210,7 +210,7 @@ class Deployment:
                         *self._options,
                     ]
                     if engine == "vllm":
-                        line += ["--vllm-args", shlex.join(self._of_vllm)]
+                        line += [*self._small_share, "--vllm-args", shlex.join(self._of_vllm)]
                     elif self._cuda:
                         line += ["--num-blocks", "4000"]
                     line += ["--device", "cuda" if self._cuda else "cpu"]

@@ -168,3 +168,26 @@ def _leave(cluster: VLLMCluster, prompt: list[int], after: int) -> None:
     for _ in range(after):
         next(events)
     events.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_workers_with_two_ranks(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Each rank moves the heads that it has. A killed rank ends its engine, and streams go on."""
+    cluster = VLLMCluster(model, tmp_path, *FLAGS, "--tensor-parallel-size", "2")
+    try:
+        cluster.until_ready()
+        for prompt in prompts_of([3, 130, 300, 700], 11):
+            assert streamed(cluster, prompt=prompt, max_tokens=TOKENS) == reference.tokens(prompt, TOKENS)
+        assert cluster.workers()["decode"]["status"]["prompt_tokens"] == 0, "all KV was handed over"
+        [prompt], tokens = prompts_of([60], 12), []
+        for some in cluster.stream(prompt=prompt, max_tokens=200):
+            if len(tokens) < 20 <= len(tokens) + len(some):
+                cluster.process_of("decode 0 engine::Worker_TP1").kill()
+            tokens += some
+        assert tokens == reference.tokens(prompt, 200)
+        cluster.until_restarted("decode 0", 2)
+        cluster.assert_whole()
+        cluster.stop()
+    finally:
+        cluster.kill()
