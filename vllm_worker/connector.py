@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+_KINDS = {"FullAttentionSpec": "attention", "MLAAttentionSpec": "latent"}
+"""vLLM's kinds of caches, and those of `content.cache_kinds`."""
+
+
 @dataclass
 class Reachable(KVConnectorHandshakeMetadata):
     """What a worker tells the scheduler once: where its KV can be fetched."""
@@ -96,10 +100,11 @@ class BatonConnector(KVConnectorBase_V1):
 
     def _refuse_what_is_unknown(self) -> None:
         groups, parallel = self._kv_cache_config.kv_cache_groups, self._vllm_config.parallel_config
-        if len(groups) != 1 or type(groups[0].kv_cache_spec).__name__ != "FullAttentionSpec":
-            kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        if len(groups) != 1 or kinds[0] not in _KINDS:
             raise ValueError(
-                f"BatonConnector moves full attention of one shape, and this model has {', '.join(kinds)}"
+                "BatonConnector moves full attention or latents, of one shape, and this model has "
+                f"{', '.join(kinds)}"
             )
         if parallel.world_size != parallel.tensor_parallel_size:
             raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
@@ -178,12 +183,14 @@ class BatonConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, settings = self._vllm_config, self._settings
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        kind = _KINDS[type(spec).__name__]
         kv = paged_kv(
             kv_caches,
             spec.block_size,
             spec.num_kv_heads,
             spec.head_size,
-            all_heads=config.model_config.get_total_num_kv_heads(),
+            all_heads=1 if kind == "latent" else config.model_config.get_total_num_kv_heads(),
+            kind=kind,
             rank=get_tensor_model_parallel_rank(),
             ranks=config.parallel_config.tensor_parallel_size,
         )
