@@ -44,12 +44,13 @@ from tests.forked import forking
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
-ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse")
+ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse", "vllm")
 ON_CPU = ("chaos", "router", "routing_sim")
 ELSEWHERE = {
     "load": "tests/bench/test_cli.py",
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
+    "vllm": "tests/vllm_worker/test_bench.py",
 }
 
 
