@@ -57,7 +57,7 @@ START_S = {"cpu": 400.0, "cuda": 160.0}
 TAIL = 25  # lines of a log
 TOKENS, PROMPT = 8, 2000
 COMMON = ("--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--max-num-seqs", "16",
-          "--no-enable-prefix-caching", "--served-model-name", "m")  # fmt: skip
+          "--served-model-name", "m")  # fmt: skip
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 Times = list[float]
 
@@ -151,7 +151,7 @@ class Deployment:
 
     @property
     def _options(self) -> list[str]:
-        dummy = ["--load-format", "dummy"] if self._dummy else []
+        dummy = ["--load-format", "dummy", "--no-enable-prefix-caching"] if self._dummy else []
         return ["--model", str(self._model), "--dtype", self._dtype, *dummy, *COMMON]
 
     @property
