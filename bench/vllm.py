@@ -285,16 +285,15 @@ class Deployment:
     def _url(self, name: str) -> str:
         return f"http://127.0.0.1:{self._processes[name].port}/v1/completions"
 
-    async def hidden(self) -> float:
-        """The mean share of the transfers to the vLLM worker that prefills have hidden."""
-        port = self._processes["vllm-decode"].port
-        async with self._session.get(f"http://127.0.0.1:{port}/metrics") as response:
-            lines = (await response.text()).splitlines()
-        total, count = (
-            sum(float(line.split()[-1]) for line in lines if line.startswith(f"baton:kv_hidden_share_{end}"))
-            for end in ("sum", "count")
-        )
-        return total / count
+    async def means(self, name: str) -> dict[str, float]:
+        """The means of the histograms of a worker."""
+        async with self._session.get(f"http://127.0.0.1:{self._processes[name].port}/metrics") as response:
+            found = (
+                line.split() for line in (await response.text()).splitlines() if line.startswith("baton:")
+            )
+            values = {words[0].partition("{")[0]: float(words[1]) for words in found if len(words) == 2}
+        sums = {name.removesuffix("_sum"): value for name, value in values.items() if name.endswith("_sum")}
+        return {name: value / count for name, value in sums.items() if (count := values[f"{name}_count"])}
 
     # ------------------------------------------------------------ measurements
 
@@ -346,7 +345,10 @@ class Deployment:
                 goal = 1.05 if side == "proxied" and self._cuda else None
                 report.add_ratio(f"{name}.prefill", answered, "ms", one, "alone", scale=1e3, goal=goal)
         if "workers" in sides:
-            report.add(Row(f"{prefix}.hidden", await self.hidden(), "of 1"))
+            for role in ("prefill", "decode"):
+                report.detail[f"means of {role}"] = await self.means(f"vllm-{role}")
+            hidden = report.detail["means of decode"]["baton:kv_hidden_share"]
+            report.add(Row(f"{prefix}.hidden", hidden, "of 1"))
 
     async def decodes(
         self, report: Report, prefix: str, rounds: int, draw: Callable[[int], list[int]]

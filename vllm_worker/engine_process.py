@@ -120,6 +120,9 @@ class EngineProcess:
         [ended, *_], _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         loop.remove_reader(self._link.fileno())
         if (code := ended.result()) == 0:
+            for task in waits:
+                task.cancel()
+            await asyncio.wait(waits)  # they use what is closed now
             vllm.close()
             self._connector.close()
             self._link.close()

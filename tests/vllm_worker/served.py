@@ -209,6 +209,7 @@ class VLLMCluster(Front):
         assert self.output().endswith("Stopped.\n")
         assert "did not end in time" not in self.output(), "no process of vLLM outlives its worker"
         assert not any(map(alive, processes))
+        assert not [log for log in self.logs.iterdir() if "unhandled exception" in log.read_text()]
 
     def kill(self) -> None:
         if self.process.poll() is None:

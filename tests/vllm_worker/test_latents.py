@@ -51,6 +51,8 @@ def test_latents_are_handed_over(tmp_path: Path) -> None:
         found = decode.answers(
             [(prompt, GREEDY, params) for prompt, (_, params) in zip(prompts, sent, strict=True)]
         )
+        alone = prefill.answers([(prompt, GREEDY, None) for prompt in prompts])
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
         assert [tokens for tokens, _ in found] == generated(model, prompts)
     finally:
         for server in servers:
