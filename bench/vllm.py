@@ -32,6 +32,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shlex
 import statistics
 import subprocess
@@ -288,10 +289,8 @@ class Deployment:
     async def means(self, name: str) -> dict[str, float]:
         """The means of the histograms of a worker."""
         async with self._session.get(f"http://127.0.0.1:{self._processes[name].port}/metrics") as response:
-            found = (
-                line.split() for line in (await response.text()).splitlines() if line.startswith("baton:")
-            )
-            values = {words[0].partition("{")[0]: float(words[1]) for words in found if len(words) == 2}
+            lines = [line for line in (await response.text()).splitlines() if line.startswith("baton:")]
+        values = {re.split("[{ ]", line)[0]: float(line.split()[-1]) for line in lines}
         sums = {name.removesuffix("_sum"): value for name, value in values.items() if name.endswith("_sum")}
         return {name: value / count for name, value in sums.items() if (count := values[f"{name}_count"])}
 
