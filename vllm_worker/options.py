@@ -25,20 +25,24 @@ _MEANINGLESS = ("host_cache_size", "disk_cache_size", "disk_cache_dir", "ttit_ta
 _CONNECTOR = "kv_transfer_config"
 
 
-def check_version(*, untested: bool) -> None:
-    """Raises ValueError if vLLM is not installed here, or is of a version that was not tested."""
+def check_version(
+    *, untested: bool, part: str = "--engine vllm", remedy: str = "try this one with --vllm-untested"
+) -> None:
+    """Raises ValueError if vLLM is not installed here, or is of a version that was not tested.
+
+    `part` of Baton needs it. `remedy`: how to use it all the same."""
     version = _installed()
     if version is None:
         raise ValueError(
-            "--engine vllm: vLLM is not installed in this Python; in Baton's source directory run "
+            f"{part}: vLLM is not installed in this Python; in Baton's source directory run "
             "`pip install -e '.[vllm]'`, or for CPUs `make venv-vllm` and then `.venv-vllm/bin/baton`"
         )
     found = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if not untested and not TESTED[0] <= found <= TESTED[1]:
         first, last = (".".join(map(str, each)) for each in TESTED)
         raise ValueError(
-            f"--engine vllm: vLLM {version} is installed, and Baton is tested with {first} to {last}; "
-            "install one of these, or try this one with --vllm-untested"
+            f"{part}: vLLM {version} is installed, and Baton is tested with {first} to {last}; "
+            f"install one of these, or {remedy}"
         )
 
 

@@ -45,13 +45,14 @@ from tests.mooncake import libraries
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
-ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse")
+ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse", "vllm")
 ON_CPU = ("chaos", "router", "routing_sim", "store")
 ELSEWHERE = {
     "load": "tests/bench/test_cli.py",
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
     "store": "test_the_short_form_runs_with_real_processes",
+    "vllm": "tests/vllm_worker/test_bench.py",
 }
 
 

@@ -75,6 +75,8 @@ def test_only_tested_versions(monkeypatch: pytest.MonkeyPatch, version: str, err
     if error:
         with pytest.raises(ValueError, match=error):
             check_version(untested=False)
+        with pytest.raises(ValueError, match=r"BatonConnector: .* or use Baton"):
+            check_version(untested=False, part="BatonConnector", remedy="use Baton's engine")
     else:
         check_version(untested=False)
 
