@@ -32,6 +32,8 @@ TILE = 128
 GROUP_SIZES = (32, 64, 128, 256)
 """What torch's kernel for 4 bits supports."""
 
+GROUP_SIZES_ON_GPU = (32, 64, 128)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsFormat(PlainFormat):
@@ -104,12 +106,12 @@ def for_prompts(values: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
 def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMethod:
     from baton.engine.kernels.launch import multiprocessors
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
+    from baton.engine.kernels.quantized.reference import four_bits
 
-    codes, scales, zeros, bits = groups
-    packed = packs(bits, weights.dtype, weights.device)
-    if not packed or not Int4Linear.suits(codes, scales, weights.dtype):
+    if not packs(groups.bits, weights.dtype, weights.device) or groups.size not in GROUP_SIZES_ON_GPU:
         return PlainLinear(groups.values().to(weights.dtype), bias)
-    return Int4Linear(codes, scales, zeros, bias, weights.dtype, multiprocessors(weights.device))
+    weight = four_bits(*groups[:3], weights.dtype)
+    return Int4Linear(weight, bias, multiprocessors(weights.device))
 
 
 class PackedLinear(LinearMethod):
