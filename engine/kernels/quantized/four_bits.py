@@ -1,9 +1,9 @@
 """What products with weights in 4 bits share (`FourBits`).
 
-A *plane* has the codes of WORDS adjacent columns. A shift and a mask take it from the words. A register
-of 32 bits holds two codes (as in Marlin, https://github.com/IST-DASLab/marlin), and becomes two numbers of 16
-A *plane* has the codes of WORDS adjacent columns. A shift and a mask take it from the words. A register
-the exponent and the highest one of the mantissa of value · 2⁻ⁿ.
+A *plane* has the codes of WORDS adjacent columns. A shift and a mask take it from the words. A register of
+32 bits holds two codes (as in Marlin, https://github.com/IST-DASLab/marlin), and becomes two numbers of 16
+bits without a conversion: integers are the lowest bits of the mantissa of 2ⁿ + code, floats the lowest bits
+of the exponent and the highest one of the mantissa of value · 2⁻ⁿ.
 """
 
 import torch
