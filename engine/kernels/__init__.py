@@ -39,6 +39,7 @@ from baton.engine.kernels.attention.paged import (
 )
 from baton.engine.kernels.moe.experts import Choice, Experts, mix, route
 from baton.engine.kernels.quantized.reference import (
+    FLOATS,
     FP8,
     FP8_GROUP,
     FourBits,
@@ -55,6 +56,7 @@ from baton.engine.kernels.state.mamba2 import LayerState, Mamba2, StateLayer
 from baton.engine.model_config import LatentConfig, Span
 
 __all__ = [
+    "FLOATS",
     "FP8",
     "FP8_GROUP",
     "KV",

@@ -9,7 +9,7 @@ All keep integers of 4 bits in words of 32 bits, the first one in the lowest bit
                          weight_zero_point [out / 8, groups]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Fp8Experts
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import Groups, Stack, Weights, stacked
@@ -60,11 +59,6 @@ class Int4Format(GroupsFormat):
         groups = stacked(parts)
         assert groups is not None, "all are read with one size"
         return groups
-
-    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts:
-        if any(weights.has(f"{name}.{self.marker}") for stack in experts for name in stack.names):
-            raise ValueError(f"{weights.source}: experts in the format {self.name} are not supported")
-        return super().experts(weights, experts)
 
 
 def gptq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:

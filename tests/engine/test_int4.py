@@ -19,7 +19,7 @@ from baton.engine.layers.grouped_linear import ByRows, packs
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, Ranks, whole
 from baton.engine.layers.weights import Weights
-from baton.engine.loader import check_model, choose_format, open_checkpoint
+from baton.engine.loader import check_model, choose_format, int4_on_load, open_checkpoint
 from baton.engine.loader.int4_formats import Int4Format
 from baton.engine.loader.int4_on_load import rounded
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
@@ -287,7 +287,17 @@ def test_memory_planning_counts_an_output_projection_in_fp8(
     assert model.weight_bytes(2, *sizes) == round(2 * table + sizes[0] * table + sizes[1] * matrices)
 
 
-def test_experts_are_not_rounded_to_int4(tmp_path: Path) -> None:
+def test_experts_are_rounded_to_int4_and_routers_are_not(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Qwen3Moe")
-    message = r"--quantization int4: .* has experts, which can be in fp8"
-    assert_refused(tmp_path, message, quantization="int4")
+    plain, ours = (
+        load(tmp_path, device="cpu", quantization=chosen)._runner.model.layers[1].mlp
+        for chosen in ("none", "int4")
+    )
+    x = torch.eye(plain.experts.down.shape[1])
+    assert torch.equal(ours.router(x), plain.router(x))
+    for name in ("gate_up", "down"):
+        weights = getattr(plain.experts, name)
+        size = next(size for size in int4_on_load.SIZES if weights.shape[2] % size == 0)
+        expected = torch.stack([rounded(weight, size).values() for weight in weights])
+        assert torch.equal(getattr(ours.experts, name), expected)
+        assert not torch.equal(expected, weights)

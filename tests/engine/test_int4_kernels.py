@@ -37,7 +37,7 @@ def test_int4_products(
     from baton.engine.kernels.quantized.four_bits import values
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
 
-    codes, scales, zeros, bits = random_groups(out, columns, size).on(torch.device(DEVICE))
+    codes, scales, zeros, bits, _ = random_groups(out, columns, size).on(torch.device(DEVICE))
     rounded = Groups(codes, scales.to(dtype).float(), zeros.mul_(not symmetric).to(dtype).float(), bits)
     bias = torch.randn(out, device=DEVICE).to(dtype)
     linear = Int4Linear(four_bits(codes, scales, zeros, dtype), bias, 3)
@@ -75,7 +75,7 @@ def test_experts_in_four_bits(
     """All tilings; columns that fill no block; rows that fill no tile. The reference has the exact values."""
 
     def experts(out: int, columns: int) -> FourBits:
-        codes, scales, zeros, _ = random_groups(out, columns, size)
+        codes, scales, zeros = random_groups(out, columns, size)[:3]
         each = [
             four_bits(codes.roll(i, 0), scales * (i + 1), zeros * (not symmetric), dtype, floats=floats)
             for i in range(4)
