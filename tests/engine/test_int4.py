@@ -288,7 +288,7 @@ def test_memory_planning_counts_an_output_projection_in_fp8(
 
 
 def test_experts_are_rounded_to_int4_and_routers_are_not(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "Qwen3Moe")
+    save_tiny(tmp_path, "Qwen3Moe", moe_intermediate_size=96)
     plain, ours = (
         load(tmp_path, device="cpu", quantization=chosen)._runner.model.layers[1].mlp
         for chosen in ("none", "int4")
