@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import FourBits, Fp8Experts, LinearMethod, from_hopper_on
+from baton.engine.kernels import FourBits, Fp8Experts, Kernels, LinearMethod, from_hopper_on
 from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
@@ -94,6 +94,9 @@ def grouped_linear(
 ) -> LinearMethod:
     """The product with these weights. `output`: it gives the logits, so it gets one row of each request."""
     rows = len(groups.codes)
+    if groups.order is not None and packs(groups.bits, weights.dtype, weights.device):
+        product = grouped_linear(groups._replace(order=None), bias, weights, output=output)
+        return Reordered(product, groups.order)
     if weights.device.type == "cuda":
         return _on_gpu(groups, bias, weights)
     if not packs(groups.bits, weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
@@ -122,7 +125,7 @@ def for_prompts(values: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
 
 
 def _packs_on_gpu(groups: Groups, weights: Weights) -> bool:
-    if weights.device.type != "cuda" or groups.size not in GROUP_SIZES_ON_GPU:
+    if weights.device.type != "cuda" or groups.size not in GROUP_SIZES_ON_GPU or groups.order is not None:
         return False
     fits = not groups.floats or weights.dtype is torch.bfloat16  # float16 has not all scales of MXFP4
     return fits and packs(groups.bits, weights.dtype, weights.device)
@@ -138,11 +141,25 @@ def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMeth
     return Int4Linear(weight, bias, multiprocessors(weights.device))
 
 
+class Reordered(LinearMethod):
+    """A product with weights whose columns have another order."""
+
+    def __init__(self, product: LinearMethod, order: Tensor) -> None:
+        """Column i of the product's weights is column order[i]."""
+        self._product, self._order = product, order
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x.index_select(1, self._order))
+
+    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return self._product.silu_mul(x.index_select(1, self._order), kernels)
+
+
 class PackedLinear(LinearMethod):
     """y = x Wᵀ + b with torch's kernel for 4 bits on a CPU. It sums the halves of codes of 8 bits."""
 
     def __init__(self, groups: Groups, bias: Tensor | None) -> None:
-        codes, scales, zeros, bits, _ = groups
+        codes, scales, zeros, bits = groups[:4]
         if bits == 4:
             halves = [(codes, scales, zeros)]
         else:  # code − 128 = 16 · (high − 8) + (low − 8) + 8

@@ -45,6 +45,7 @@ class Groups(NamedTuple):
     bits: int
     floats: bool = False
     """Whether a code stands for a float of 4 bits: FLOATS[code] · scale + zero."""
+    order: Tensor | None = None  # [columns] int64: column i of `codes` is column order[i]. None: in order
 
     @property
     def size(self) -> int:
@@ -53,7 +54,8 @@ class Groups(NamedTuple):
 
     def on(self, device: torch.device) -> "Groups":
         codes, scales, zeros = (part.to(device) for part in self[:3])
-        return self._replace(codes=codes, scales=scales, zeros=zeros)
+        order = None if self.order is None else self.order.to(device)
+        return self._replace(codes=codes, scales=scales, zeros=zeros, order=order)
 
     def values(self) -> Tensor:
         """[rows, columns] float32."""
@@ -61,17 +63,15 @@ class Groups(NamedTuple):
             numbers = FLOATS.to(self.codes.device)[self.codes.int()]
         else:
             numbers = self.codes.float().sub_(1 << (self.bits - 1))
-        return (
-            numbers.unflatten(1, (-1, self.size))
-            .mul_(self.scales[:, :, None])
-            .add_(self.zeros[:, :, None])
-            .flatten(1)
-        )
+        numbers = numbers.unflatten(1, (-1, self.size)).mul_(self.scales[:, :, None])
+        values = numbers.add_(self.zeros[:, :, None]).flatten(1)
+        return values if self.order is None else values[:, self.order.argsort()]
 
 
 def stacked(parts: Sequence[Groups]) -> Groups | None:
-    """The rows of all parts. None: their groups differ."""
-    if len({(part.size, part.bits) for part in parts}) > 1:
+    """The rows of all parts. None: their groups or orders differ."""
+    orders = {None if part.order is None else tuple(part.order.tolist()) for part in parts}
+    if len(orders) > 1 or len({(part.size, part.bits) for part in parts}) > 1:
         return None
     codes, scales, zeros = map(torch.cat, zip(*(part[:3] for part in parts), strict=True))
     return parts[0]._replace(codes=codes, scales=scales, zeros=zeros)

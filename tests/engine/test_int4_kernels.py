@@ -37,8 +37,8 @@ def test_int4_products(
     from baton.engine.kernels.quantized.four_bits import values
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
 
-    codes, scales, zeros, bits, _ = random_groups(out, columns, size).on(torch.device(DEVICE))
-    rounded = Groups(codes, scales.to(dtype).float(), zeros.mul_(not symmetric).to(dtype).float(), bits)
+    codes, scales, zeros = random_groups(out, columns, size).on(torch.device(DEVICE))[:3]
+    rounded = Groups(codes, scales.to(dtype).float(), zeros.mul_(not symmetric).to(dtype).float(), 4)
     bias = torch.randn(out, device=DEVICE).to(dtype)
     linear = Int4Linear(four_bits(codes, scales, zeros, dtype), bias, 3)
     weight = values(linear.weight)
