@@ -19,6 +19,8 @@ import torch
 import triton
 from torch import Tensor
 
+from baton.engine.kernels.launch import COMPILED
+
 logger = logging.getLogger(__name__)
 
 RUNS = 7
@@ -31,21 +33,34 @@ FLUSHES = 10
 Kernel = Callable[[Any], Tensor]
 
 
-class Fastest:
-    """The choices on one device, by name: of a product, and of its rows up to a power of two."""
+def fastest(product: str, x: Any, rows: int, kernels: Mapping[str, Kernel]) -> Tensor:
+    """The result of the fastest kernel for so many rows, up to a power of two. `product` names the kind and
+    shape of the weights. All kernels give the same result, up to the order of a sum. Without a GPU: the
+    result of the first."""
+    choices = _choices()
+    if choices is None:
+        return next(iter(kernels.values()))(x)
+    measures = not torch.cuda.is_current_stream_capturing()
+    return choices.among(product, rows, x, kernels, measures=measures)(x)
+
+
+class Choices:
+    """The choices on one device, by product and rows."""
 
     def __init__(self, path: Path, seconds: Callable[[Kernel, Any], float]) -> None:
-        """`path`: the file, which need not exist. `seconds`: measures a kernel with this x."""
+        """`path`: the file, which need not exist. `seconds`: measures a kernel."""
         self._path, self._seconds = path, seconds
         self._chosen = _read(path)
 
-    def among(self, product: str, rows: int, x: Any, kernels: Mapping[str, Kernel]) -> Kernel:
-        """The fastest for these rows. All kernels give the same result, up to the order of a sum."""
+    def among(
+        self, product: str, rows: int, x: Any, kernels: Mapping[str, Kernel], *, measures: bool = True
+    ) -> Kernel:
+        """`measures`: if nothing is known yet. Else it is the first."""
         name = f"{product} rows {triton.next_power_of_2(rows)}"
         chosen = self._chosen.get(name)
         if chosen in kernels:
             return kernels[chosen]
-        if torch.cuda.is_current_stream_capturing():
+        if not measures:
             return next(iter(kernels.values()))
         taken = {kind: self._seconds(kernel, x) for kind, kernel in kernels.items()}
         self._chosen[name] = min(taken, key=taken.__getitem__)
@@ -72,11 +87,13 @@ def _read(path: Path) -> dict[str, str]:
 
 
 @cache
-def on_device(device: torch.device) -> Fastest:
-    """The choices on a GPU."""
-    versions = f"{torch.cuda.get_device_name(device)} torch {torch.__version__} triton {triton.__version__}"
+def _choices() -> Choices | None:
+    """Those on the GPU of this process."""
+    if not COMPILED or not torch.cuda.is_available():
+        return None
+    versions = f"{torch.cuda.get_device_name()} torch {torch.__version__} triton {triton.__version__}"
     name = "".join(letter if letter.isalnum() or letter in ".+-" else "-" for letter in versions)
-    return Fastest(Path.home() / ".cache" / "baton" / f"kernels-{name}.json", _seconds)
+    return Choices(Path.home() / ".cache" / "baton" / f"kernels-{name}.json", _seconds)
 
 
 def _seconds(kernel: Kernel, x: Any) -> float:

@@ -70,20 +70,22 @@ MOST_FP8 = Tiling(128, 128, 128, 4, 3, False, 8)
 FEW_GROUPS = Tiling(16, 128, FP8_GROUP, 4, 3, True, None)
 SOME_GROUPS = Tiling(32, 128, FP8_GROUP, 4, 3, True, None)
 MANY_GROUPS = Tiling(64, 128, FP8_GROUP, 4, 4, False, 8)
-# Four bits: BLOCK_K is that of a plane.
-FEW_BITS = Tiling(16, 64, 32, 4, 4, True, None)
-SOME_BITS = Tiling(64, 128, 32, 4, 3, True, 8)
-MANY_BITS = Tiling(128, 128, 32, 8, 3, True, 8)
+# Four bits, with limits of their own: BLOCK_K is words. Measured with these experts, and with gpt-oss's.
+LIMITS_BITS = (12, 32, 200)
+FEW_BITS = Tiling(16, 128, 32, 4, 4, True, None)
+SOME_BITS = Tiling(32, 128, 32, 4, 4, True, 8)
+MANY_BITS = Tiling(64, 128, 32, 4, 3, True, 8)
+MOST_BITS = Tiling(128, 128, 32, 8, 3, True, 8)
 
 
 def tiling(mean: float, dtype: torch.dtype, *, gated: bool, grouped: bool, bits: bool) -> Tiling:
     """The tiling for `mean` pairs of an expert. grouped: W has scales of groups of columns. bits: it has four
     bits."""
     if bits:
-        tilings = (FEW_BITS, SOME_BITS, MANY_BITS, MANY_BITS)
-    elif dtype is torch.float32:
+        return (FEW_BITS, SOME_BITS, MANY_BITS, MOST_BITS)[bisect_right(LIMITS_BITS, mean)]
+    if dtype is torch.float32:
         return FLOAT32
-    elif grouped:
+    if grouped:
         tilings = (FEW_GROUPS, SOME_GROUPS, MANY_GROUPS, MANY_GROUPS)
     elif dtype is FP8:
         tilings = (FEW_FP8, SOME_FP8, MANY_FP8, MOST_FP8)
@@ -133,7 +135,7 @@ def grouped_linear(
     # The copy engine needs rows of a multiple of 16 bytes.
     copied = bits is not None or inner * weight.itemsize % 16 == 0
     if bits:
-        weight, weight_scales, zeros = tiles(bits, shape.block_n)
+        weight, weight_scales, zeros = tiles(bits, shape.block_n, shape.block_k)
     elif copied:
         weight = TensorDescriptor.from_tensor(weight.view(-1, inner), [shape.block_n, shape.block_k])
     _grouped_linear[(triton.cdiv(most_tiles, group) * group * triton.cdiv(columns, shape.block_n),)](
@@ -163,6 +165,7 @@ def grouped_linear(
         COPIED=copied,
         BITS=bits.group if bits else None,
         FLOATS=bits is not None and bits.floats,
+        WORDS=bits.block if bits else None,
         EXPERTS=triton.next_power_of_2(experts),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
@@ -203,13 +206,14 @@ def _grouped_linear(
     COPIED: tl.constexpr,
     BITS: tl.constexpr,
     FLOATS: tl.constexpr,
+    WORDS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    """BITS: columns of a group of four bits. BLOCK_K then is that of a plane."""
+    """BITS: columns of a group of four bits. BLOCK_K then is words at a time, of a block of WORDS."""
     inputs_ready()
     of_group = group * tl.cdiv(columns, BLOCK_N)  # programs
     in_group = tl.program_id(0) % of_group
@@ -240,7 +244,7 @@ def _grouped_linear(
         if BITS is not None:
             acc = _add_four_bits(
                 acc, x_at, real, k, inner, weight, weight_scales, weight_zeros,
-                base + first_column, index, first_column, BITS, FLOATS, BLOCK_N, BLOCK_K,
+                base + first_column, index, first_column, BITS, FLOATS, WORDS, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             for start in tl.range(0, inner, BLOCK_K):
@@ -275,20 +279,22 @@ def _grouped_linear(
 @triton.jit
 def _add_four_bits(
     acc, x_at, real, k, inner, words, scales, zeros, first_row, expert, first_n,
-    GROUP: tl.constexpr, FLOATS: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+    GROUP: tl.constexpr, FLOATS: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """acc + W xᵀ for rows of W from `first_row` on, which are those of an expert from `first_n` on."""
     first_group = expert * tl.cdiv(inner, GROUP)
-    for block in tl.range(tl.cdiv(inner, 4 * WORDS)):
-        first = 4 * WORDS * block
-        group = (first_group + first // GROUP).to(tl.int32)
-        codes = words.load([first_row.to(tl.int32), WORDS * block])
+    for step in tl.range(tl.cdiv(inner, 4 * WORDS) * (WORDS // BLOCK_K)):
+        block = BLOCK_K * step // WORDS
+        column = BLOCK_K * step + 3 * WORDS * block
+        group = (first_group + 4 * WORDS * block // GROUP).to(tl.int32)
+        codes = words.load([first_row.to(tl.int32), BLOCK_K * step])
         of_scales = of_planes(scales, group, first_n, GROUP, BLOCK_N, WORDS)
         of_zeros = of_planes(zeros, group, first_n, GROUP, BLOCK_N, WORDS)
-        x0 = _columns(x_at, first, real, k, inner)
-        x1 = _columns(x_at, first + WORDS, real, k, inner)
-        x2 = _columns(x_at, first + 2 * WORDS, real, k, inner)
-        x3 = _columns(x_at, first + 3 * WORDS, real, k, inner)
+        x0 = _columns(x_at, column, real, k, inner)
+        x1 = _columns(x_at, column + WORDS, real, k, inner)
+        x2 = _columns(x_at, column + 2 * WORDS, real, k, inner)
+        x3 = _columns(x_at, column + 3 * WORDS, real, k, inner)
         acc = add_block(acc, codes, of_scales, of_zeros, x0, x1, x2, x3, FLOATS)
     return acc
 

@@ -20,13 +20,13 @@ BLOCK_N = 64
 
 
 def tiles(
-    weight: FourBits, block_n: int
+    weight: FourBits, block_n: int, block_k: int
 ) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor | None]:
-    """What the copy engine needs for tiles of words, scales and zeros of `block_n` rows."""
+    """What the copy engine needs for tiles of words, scales and zeros of `block_n` rows. `block_k`: words."""
     words, scales = weight.words.flatten(0, -2), weight.scales.flatten(0, -2)
     zeros = None if weight.zeros is None else weight.zeros.flatten(0, -2)
     return (
-        TensorDescriptor.from_tensor(words, [block_n, weight.block]),
+        TensorDescriptor.from_tensor(words, [block_n, block_k]),
         TensorDescriptor.from_tensor(scales, [1, block_n]),
         None if zeros is None else TensorDescriptor.from_tensor(zeros, [1, block_n]),
     )
@@ -34,10 +34,10 @@ def tiles(
 
 def values(weight: FourBits, out: Tensor | None = None) -> Tensor:
     """One matrix [out, in] in x's dtype."""
-    words, scales, zeros, size, inner, group, floats = weight
+    words, scales, zeros, size, inner, group, floats, block = weight
     if out is None:
         out = torch.empty(size, inner, dtype=scales.dtype, device=words.device)
-    _values[(triton.cdiv(size, BLOCK_N), words.shape[1] // weight.block)](
+    _values[(triton.cdiv(size, BLOCK_N), words.shape[1] // block)](
         words,
         scales,
         zeros,
@@ -48,7 +48,7 @@ def values(weight: FourBits, out: Tensor | None = None) -> Tensor:
         GROUP=group,
         FLOATS=floats,
         BLOCK_N=BLOCK_N,
-        WORDS=weight.block,
+        WORDS=block,
     )
     return out
 
@@ -135,8 +135,8 @@ def of_planes(tiles, row, first_n, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, W
 
 @triton.jit
 def add_block(acc, words, scales, zeros, x0, x1, x2, x3, FLOATS: tl.constexpr):
-    """acc + W xᵀ for a block of columns: `words` [n, WORDS] has those of W, and each plane those of x in
-    x0 to x3 [m, WORDS]. All loads come before: then a program waits for them once."""
+    """acc + W xᵀ for columns of W in `words` [n, k], and for those of x of each plane, in x0 to x3 [m, k].
+    All loads come before: then a program waits for them once."""
     acc = tl.dot(plane(words, scales, zeros, 0, FLOATS), tl.trans(x0), acc)
     acc = tl.dot(plane(words, scales, zeros, 1, FLOATS), tl.trans(x1), acc)
     acc = tl.dot(plane(words, scales, zeros, 2, FLOATS), tl.trans(x2), acc)
