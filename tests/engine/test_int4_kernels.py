@@ -60,17 +60,17 @@ def test_int4_products(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("size", "symmetric", "floats"), [(32, True, True), (32, False, False), (128, True, False)]
+    ("tokens", "size", "symmetric", "floats"),
+    [
+        (2, 32, True, True),
+        (10, 128, False, False),
+        (22, 32, False, False),
+        (60, 64, True, False),
+        (210, 32, True, True),
+    ],
 )
-@pytest.mark.parametrize(("tokens", "chosen"), [(3, 2), (40, 2), (150, 4), (400, 4)])
 def test_experts_in_four_bits(
-    tokens: int,
-    chosen: int,
-    size: int,
-    symmetric: bool,
-    floats: bool,
-    dtype: torch.dtype,
-    triton_kernels: Kernels,
+    tokens: int, size: int, symmetric: bool, floats: bool, dtype: torch.dtype, triton_kernels: Kernels
 ) -> None:
     """All tilings; columns that fill no block; rows that fill no tile. The reference has the exact values."""
 
@@ -88,7 +88,7 @@ def test_experts_in_four_bits(
         assert scales is not None
         return weight._replace(words=words, scales=scales, zeros=zeros)
 
-    hidden, inner = 2 * 128 if size == 128 else 160, 128
+    hidden, inner, chosen = {128: (256, 128), 64: (192, 64), 32: (96, 32)}[size] + (4,)
     gate_up, down = experts(2 * inner, hidden), experts(hidden, inner)
     x, logits = normal(tokens, hidden, seed=3).to(dtype), normal(tokens, 4, seed=4)
     choice, counts = Choice(chosen, Scoring.NORMALIZED_SOFTMAX), torch.zeros(4, dtype=torch.int32)

@@ -40,8 +40,9 @@ MULTIPROCESSOR_BYTES, PROGRAM_BYTES = 228 << 10, 1200
 
 def tiling(rows: int, weight: FourBits, multiprocessors: int) -> Tiling:
     """The tiling for x of these rows, measured on an H200 with the products of an 8B model."""
-    block_m, words, warps = max(16, triton.next_power_of_2(min(rows, MAX_BLOCK_M))), weight.block, 4
-    narrow, tiles = (triton.cdiv(rows, block_m) * triton.cdiv(weight.size, n) for n in (NARROW, WIDE))
+    rows = max(16, triton.next_power_of_2(rows))  # as `fastest` counts them
+    block_m, words, warps = min(rows, MAX_BLOCK_M), weight.block, 4
+    narrow, tiles = (rows // block_m * triton.cdiv(weight.size, n) for n in (NARROW, WIDE))
     # `each`: programs that share a multiprocessor. While one waits, the others use the tensor cores.
     if block_m <= FEW_ROWS:
         block_n, each = (NARROW, 3) if narrow <= 2 * multiprocessors else (WIDE, 2 if words > 32 else 4)
