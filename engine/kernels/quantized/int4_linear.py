@@ -23,7 +23,7 @@ from baton.engine.kernels.fastest import fastest
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.quantized import int4_gemv
 from baton.engine.kernels.quantized.four_bits import add_block, of_planes, tiles, values
-from baton.engine.kernels.split_k import Tiling, add_parts, counters, parts_of, store_transposed
+from baton.engine.kernels.split_k import MAX_SPLITS, Tiling, add_parts, counters, parts_of, store_transposed
 
 MAX_FEW_ROWS = 256
 MAX_MEASURED_ROWS = 1024
@@ -32,7 +32,6 @@ MAX_BLOCK_M = 128
 NARROW, WIDE = 64, 128
 """Rows of W of a program."""
 FEW_ROWS, SOME_ROWS = 32, 64
-MAX_SPLITS = 8
 MAX_STAGES = 6
 MULTIPROCESSOR_BYTES, PROGRAM_BYTES = 228 << 10, 1200
 """Shared memory of a multiprocessor, and what a program takes of it beside its tiles."""
