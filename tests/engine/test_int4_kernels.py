@@ -26,7 +26,7 @@ DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
         (128, 640, 130, 17, True),
         (128, 8320, 20, 2, True),  # wide, and a second pass over the columns
         (128, 512, 64, 130, False),
-        (128, 256, 200, 70, True),  # half of a block at a time
+        (128, 256, 400, 70, True),  # half of a block at a time
         (64, 256, 64, 257, True),
     ],
 )
