@@ -39,8 +39,10 @@ from baton.engine.kernels.attention.paged import (
 )
 from baton.engine.kernels.moe.experts import Choice, Experts, mix, route
 from baton.engine.kernels.quantized.reference import (
+    FLOATS,
     FP8,
     FP8_GROUP,
+    FourBits,
     Fp8Experts,
     Quantized,
     fp8_linear,
@@ -54,6 +56,7 @@ from baton.engine.kernels.state.mamba2 import LayerState, Mamba2, StateLayer
 from baton.engine.model_config import LatentConfig, Span
 
 __all__ = [
+    "FLOATS",
     "FP8",
     "FP8_GROUP",
     "KV",
@@ -61,6 +64,7 @@ __all__ = [
     "AttentionMetadata",
     "Choice",
     "Experts",
+    "FourBits",
     "Fp8Experts",
     "Fp8KV",
     "GatedDelta",
@@ -139,8 +143,11 @@ class Kernels:
         routing = route(logits, experts.choice)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
         gate_up, down = experts.gate_up, experts.down
-        assert isinstance(gate_up, Tensor) == isinstance(down, Tensor), "experts have one format"
         inputs, round_inner = x, None
+        if isinstance(gate_up, FourBits):
+            gate_up = gate_up.exact()
+        if isinstance(down, FourBits):
+            down = down.exact()
         if isinstance(gate_up, Fp8Experts):
             inputs, gate_up = rounded(x, grouped=gate_up.grouped), gate_up.exact()
         if isinstance(down, Fp8Experts):

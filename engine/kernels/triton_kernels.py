@@ -102,7 +102,7 @@ class TritonKernels(Kernels):
     ) -> Tensor:
         gate_up, down, choice = experts.gate_up, experts.down, experts.choice
         on_input = choice.scoring is Scoring.SIGMOID_ON_INPUT
-        count = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
+        count = len(gate_up if isinstance(gate_up, Tensor) else gate_up[0])
         held = range(experts.first, experts.first + count)
         shuffled = shuffle(logits, counts, choice, slots, held)
         inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x

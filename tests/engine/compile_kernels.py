@@ -60,6 +60,7 @@ def main() -> None:
     from baton.engine.kernels.peer_copy import PeerCopy
     from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
+    from baton.engine.kernels.quantized.reference import four_bits, of_experts
     from baton.engine.kernels.sampling import race
     from baton.engine.kernels.sampling.thresholds import thresholds
     from baton.engine.kernels.skinny_linear import SkinnyLinear
@@ -150,7 +151,7 @@ def main() -> None:
     for size, dtype in ((32, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)):
         scales = torch.zeros(4096, 4096 // size)
         for zeros in (scales, scales + 1):
-            int4 = Int4Linear(codes, scales, zeros, None, dtype, 132)
+            int4 = Int4Linear(four_bits(codes, scales, zeros, dtype), None, 132)
             for tokens in (1, 2, 4, 16, 64, 256):
                 int4(torch.zeros(tokens, 4096, dtype=dtype))
 
@@ -177,6 +178,14 @@ def main() -> None:
                 for groups, rows in ((1, 1), (16, 1), (16, 128)):
                     of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768 // rows))
                     of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048 // rows))
+                    kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, choice), counts)
+                if dtype is torch.bfloat16:
+                    of_gate_up, of_down = (
+                        of_experts(
+                            [four_bits(codes, codes[:, ::32], codes[:, ::32], dtype, floats=floats)] * 16
+                        )
+                        for codes, floats in ((gate_up[0].byte(), False), (down[0].byte(), True))
+                    )
                     kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, choice), counts)
             experts = Experts(
                 gate_up,
