@@ -52,6 +52,7 @@ def main() -> None:
         GatedDelta,
         HeadNorm,
         LatentHeads,
+        LatentNorm,
         LayerState,
         Mamba2,
         parts,
@@ -202,11 +203,12 @@ def main() -> None:
                 [(0, 20), (0, 480)],
             )
             q = torch.zeros(rows, heads, nope + 64, dtype=dtype)
-            cached, shared = q.new_zeros(rows, 512), q.new_zeros(rows, 64)
+            made, norm = q.new_zeros(rows, 576), LatentNorm(q.new_zeros(512), 1e-6)
             kv, up = q.new_zeros(1, 8, 64, 1, 576), q.new_zeros(heads, nope + value, 512)
-            kernels.write_latent(q, cached, shared, torch.zeros(rows, 2, 64), kv, metadata.slots)
+            rotary = torch.zeros(rows, 2, 64)
+            kernels.write_latent(q, made[:, :512], made[:, 512:], norm, rotary, kv, metadata.slots)
             plan = kernels.plan_latent(metadata, heads, shape, dtype)
-            kernels.latent_attention(q, kv, plan, LatentHeads(up, nope, 1.0))
+            kernels.latent_attention(q, kv, plan, LatentHeads.of(up, shape))
 
     print("-- Mamba-2")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -45,14 +45,15 @@ def test_a_context_that_the_scratch_memory_does_not_hold_is_absorbed(
 ) -> None:
     from baton.engine.kernels.attention import latent_kernels
 
-    monkeypatch.setattr(LatentConfig, "least_expanded", 1)
-    monkeypatch.setattr(latent_kernels, "MOST_EXPANDED", 128)
+    monkeypatch.setattr(LatentConfig, "least_expanded", 2)
+    monkeypatch.setattr(latent_kernels, "SCRATCH_BYTES", 256 * 4 * (32 + 16) * 4)
     monkeypatch.setattr(latent_kernels, "MOST_ABSORBED", 4)
-    step = LatentStep([(126, 128), (120, 129)])
+    step = LatentStep([(126, 128), (250, 257), (0, 3), (60, 63), (0, 2), (5, 6)])
     plan = triton_kernels.plan_latent(step.metadata, 4, step.shape, F32)
-    rows = [(type(part), part.rows) for part in plan]
-    absorbed = [(latent_kernels.Absorbed, slice(*x)) for x in ((2, 6), (6, 10), (10, 11))]
-    assert rows == [(latent_kernels.ExpandedChunk, slice(0, 2)), *absorbed]
+    rows = [(type(part), part.rows.indices(18)[:2]) for part in plan]
+    absorbed = [(latent_kernels.Absorbed, x) for x in ((0, 1), (3, 7), (7, 10))]
+    expanded = [(latent_kernels.ExpandedChunks, x) for x in ((1, 3), (10, 16), (16, 18))]
+    assert rows == [absorbed[0], expanded[0], *absorbed[1:], *expanded[1:]]
     step.check(triton_kernels, DEVICE)
 
 
