@@ -58,7 +58,9 @@ class LatentCases(Cases[LatentShape]):
         metadata = AttentionMetadata(shape.block_size, slots, tables, contexts, decodes, chunks)
         of_position = heads * (config.key_dim + shape.value) * kv.itemsize
         least = tokens + absorbed  # of an expanded chunk
-        plan = latent_kernels.plan_latent(metadata, heads, least, of_position, multiprocessors(self.device))
+        form = latent_kernels.form_of(heads, config, shape.dtype, shape.block_size)
+        programs = multiprocessors(self.device)
+        plan = latent_kernels.plan_latent(metadata, heads, form, least, of_position, shape.dtype, programs)
         seen = requests * tokens * (shape.context - tokens // 2) * heads
         made = (shape.nope + shape.value) * shape.rank * heads
         flops = 2 * seen * (2 * shape.rank + shape.rope) + 2 * made * requests * tokens

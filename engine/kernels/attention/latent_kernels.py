@@ -21,30 +21,40 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.engine.kernels.attention import latent_wgmma
 from baton.engine.kernels.attention.decode import Pieces, combine, partition
 from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.online_softmax import LOG2_E, Expanded
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
-from baton.engine.kernels.attention.tiles import shape_for, tile_work
-from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.attention.tiles import SHORT, Shape, tile_work
+from baton.engine.kernels.launch import inputs_ready, launch_options, on_hopper
+from baton.engine.model_config import LatentConfig
 
-ROWS = 16  # query heads of a program
-BLOCK_N = 64  # positions of a tile; pieces are cut at multiples of it
 WARPS = 4
 STAGES = 2
 MAX_SKINNY_ROWS = 64  # tokens whose heads `_multiply` multiplies; cuBLAS is faster for more
-BLOCK_OUT = 32  # columns of a program of `_multiply`
+WEIGHTS = 16384  # of a program of `_multiply`
+EXPANDED = Shape(128, 64, 8)
 SCRATCH_BYTES = 1 << 30
 SCRATCH_BLOCK = 128  # positions; the tiles of `prefill` divide it
 MOST_ABSORBED = 512
 """Queries of a chunk at a time: their partial results are larger than those of other kernels."""
 
 
+class Form(NamedTuple):
+    """How a program attends."""
+
+    rows: int  # query heads
+    block_n: int  # positions of a tile; pieces are cut at multiples of it
+    wgmma: bool  # by `latent_wgmma`
+
+
 class Absorbed(NamedTuple):
     """Rows that read the cache as it is."""
 
     rows: slice
+    form: Form
     pieces: Pieces
     tables: Tensor  # [rows, blocks], or [blocks] of all rows
 
@@ -62,22 +72,33 @@ class ExpandedChunks(NamedTuple):
 LatentPlan = Sequence[Absorbed | ExpandedChunks]
 
 
+def form_of(num_heads: int, shape: LatentConfig, dtype: torch.dtype, block_size: int) -> Form:
+    if dtype is torch.float32:
+        return Form(16, 32, wgmma=False)  # larger tiles do not fit into shared memory
+    sizes = shape.rank == latent_wgmma.RANK and shape.rope_dim == latent_wgmma.ROPE
+    if sizes and block_size % latent_wgmma.BLOCK_N == 0 and on_hopper():
+        return Form(latent_wgmma.ROWS, latent_wgmma.BLOCK_N, wgmma=True)
+    return Form(16 if num_heads <= 16 else 32, 64, wgmma=False)
+
+
 def plan_latent(
     metadata: AttentionMetadata,
     num_heads: int,
+    form: Form,
     least_expanded: int,
     expanded_bytes: int,
+    dtype: torch.dtype,
     multiprocessors: int,
 ) -> LatentPlan:
     """`least_expanded`: queries of a chunk. `expanded_bytes`: of the keys and values of a position."""
     decodes, device = metadata.num_decodes, metadata.contexts.device
-    programs = max(1, multiprocessors // triton.cdiv(num_heads, ROWS))
+    programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
     plan: list[Absorbed | ExpandedChunks] = []
     if decodes:
         # A program fills a multiprocessor. So the pieces are as many as run at once, or twice as many, …
         count = triton.cdiv(decodes + programs // 2, programs) * programs
-        pieces = partition(metadata.contexts[:decodes], 1, count, block_n=BLOCK_N)
-        plan.append(Absorbed(slice(decodes), pieces, metadata.block_tables))
+        pieces = partition(metadata.contexts[:decodes], 1, count, block_n=form.block_n)
+        plan.append(Absorbed(slice(decodes), form, pieces, metadata.block_tables))
     room = SCRATCH_BYTES // expanded_bytes // SCRATCH_BLOCK * SCRATCH_BLOCK
     expanded: list[tuple[int, int, int]] = []  # request, start, stop
     row = decodes
@@ -85,7 +106,7 @@ def plan_latent(
     def expand() -> None:
         if expanded:
             first = row - sum(stop - start for _, start, stop in expanded)
-            plan.append(_expanded_chunks(metadata, expanded, slice(first, row), room))
+            plan.append(_expanded_chunks(metadata, expanded, slice(first, row), room, dtype))
             expanded.clear()
 
     for request, (start, stop) in enumerate(metadata.prefills, decodes):
@@ -95,7 +116,8 @@ def plan_latent(
                 end = min(begin + MOST_ABSORBED, stop)
                 rows = slice(row + begin - start, row + end - start)
                 table = metadata.block_tables[request]
-                plan.append(Absorbed(rows, _pieces(begin, end, programs, device), table))
+                pieces = _pieces(begin, end, form.block_n, programs, device)
+                plan.append(Absorbed(rows, form, pieces, table))
         else:
             if sum(map(_padded, (*(end for *_, end in expanded), stop))) > room:
                 expand()
@@ -110,7 +132,11 @@ def _padded(positions: int) -> int:
 
 
 def _expanded_chunks(
-    metadata: AttentionMetadata, chunks: Sequence[tuple[int, int, int]], rows: slice, room: int
+    metadata: AttentionMetadata,
+    chunks: Sequence[tuple[int, int, int]],
+    rows: slice,
+    room: int,
+    dtype: torch.dtype,
 ) -> ExpandedChunks:
     """The contexts of the chunks (request, start, stop) follow each other in the scratch memory."""
     device, size = metadata.contexts.device, metadata.block_size
@@ -121,7 +147,7 @@ def _expanded_chunks(
         positions.append(np.minimum(np.arange(padded), stop - 1))
         first.append(first[-1] + padded // SCRATCH_BLOCK)
     spans = [(start, stop) for _, start, stop in chunks]
-    shape = shape_for(spans)
+    shape = EXPANDED if dtype.itemsize == 2 else SHORT
     work = tile_work(spans, 0, shape.tokens(1), 0)
     most = max(map(_padded, (stop for _, stop in spans))) // SCRATCH_BLOCK
     tables = np.array(first[:-1], dtype=np.int32)[:, None] + np.arange(most, dtype=np.int32)
@@ -133,11 +159,11 @@ def _expanded_chunks(
     return ExpandedChunks(rows, slots, room, blocks, Tiles(on_device, shape, None))
 
 
-def _pieces(start: int, stop: int, programs: int, device: torch.device) -> Pieces:
+def _pieces(start: int, stop: int, block_n: int, programs: int, device: torch.device) -> Pieces:
     """Cuts the contexts of queries at positions [start, stop) for so many programs at once."""
     contexts = np.arange(start + 1, stop + 1, dtype=np.int32)
-    tiles = -(-stop * len(contexts) // (BLOCK_N * max(programs, len(contexts))))
-    length = max(1, tiles) * BLOCK_N
+    tiles = -(-stop * len(contexts) // (block_n * max(programs, len(contexts))))
+    length = max(1, tiles) * block_n
     counts = -(-contexts // length)
     first = np.concatenate(([0], counts.cumsum())).astype(np.int32)
     rows = np.repeat(np.arange(len(contexts), dtype=np.int32), counts)
@@ -166,29 +192,26 @@ def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads, out: Te
     partial = torch.empty((count, num_heads, rank), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
     cached = kv.view(-1, size)
-    _attend_absorbed[(triton.cdiv(num_heads, ROWS), count)](
-        queries,
-        cached,
-        TensorDescriptor.from_tensor(cached, [BLOCK_N, rank]),
-        TensorDescriptor.from_tensor(cached, [BLOCK_N, size - rank]),
-        part.tables,
-        part.pieces.work,
-        part.pieces.first,
-        partial,
-        lse,
-        latents,
-        heads.scale * LOG2_E.value,
-        part.tables.stride(0) if part.tables.dim() == 2 else 0,
-        BLOCK_SIZE=block_size,
-        HEADS=num_heads,
-        RANK=rank,
-        ROPE=size - rank,
-        ROWS=ROWS,
-        BLOCK_N=BLOCK_N,
-        num_warps=WARPS,
-        num_stages=STAGES,
-        **launch_options(),
-    )
+    grid, form = (triton.cdiv(num_heads, part.form.rows), count), part.form
+    row_stride = part.tables.stride(0) if part.tables.dim() == 2 else 0
+    work, scale = (part.tables, part.pieces.work, part.pieces.first), heads.scale * LOG2_E.value
+    arguments = (*work, partial, lse, latents, scale, row_stride)
+    shape = {"BLOCK_SIZE": block_size, "HEADS": num_heads, "ROWS": form.rows, "BLOCK_N": form.block_n}
+    if form.wgmma:
+        latent_wgmma.attend(grid, queries, cached, *arguments, **shape)
+    else:
+        _attend_absorbed[grid](
+            queries,
+            cached,
+            *(TensorDescriptor.from_tensor(cached, [form.block_n, n]) for n in (rank, size - rank)),
+            *arguments,
+            **shape,
+            RANK=rank,
+            ROPE=size - rank,
+            num_warps=WARPS,
+            num_stages=STAGES,
+            **launch_options(),
+        )
     combine(partial, lse, part.pieces, latents)
     _multiply_heads(latents, heads.values.mT, out)
 
@@ -222,10 +245,10 @@ def _attend_absorbed(
     table_stride,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
     inputs_ready()
     piece = tl.program_id(1)
@@ -244,7 +267,7 @@ def _attend_absorbed(
     m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([RANK, ROWS], tl.float32)
     last = begin
-    if BLOCK_SIZE % BLOCK_N == 0:
+    if BLOCK_SIZE % BLOCK_N == 0 and q.dtype.element_ty != tl.float32:
         last += (stop - begin) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, last, BLOCK_N):
             slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
@@ -296,8 +319,9 @@ def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor) -> None:
         torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
         return
     assert x.stride(2) == 1, "the kernel assumes dense heads"
-    columns = weights.shape[2]
-    _multiply[(triton.cdiv(columns, BLOCK_OUT), num_heads)](
+    columns, inner = weights.shape[2], triton.next_power_of_2(size)
+    block_n = max(16, WEIGHTS // inner)
+    _multiply[(triton.cdiv(columns, block_n), num_heads)](
         x,
         weights,
         out,
@@ -308,9 +332,9 @@ def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor) -> None:
         columns,
         HEADS=num_heads,
         SIZE=size,
-        INNER=triton.next_power_of_2(size),
+        INNER=inner,
         ROWS=max(16, triton.next_power_of_2(tokens)),
-        BLOCK_N=BLOCK_OUT,
+        BLOCK_N=block_n,
         num_warps=4,
         **launch_options(),
     )
