@@ -46,10 +46,11 @@ class LatentStep:
             return (x.double() if exact and x.is_floating_point() else x).to(device, copy=True)
 
         metadata = placed(self.metadata, put)
-        kv, q = put(self.kv), put(self.q)
-        # As the product leaves them, whose rows have both.
-        made = torch.cat((put(self.latent), put(self.shared)), dim=1)
-        latent, shared = made.split((self.rank, self.rope), dim=1)
+        kv, parts = put(self.kv), (self.q.flatten(1), self.latent, self.shared)
+        # As the product leaves them, whose rows have all three.
+        made = torch.cat([put(part) for part in parts], dim=1)
+        q, latent, shared = made.split([part.shape[1] for part in parts], dim=1)
+        q = q.unflatten(1, self.q.shape[1:])
         norm = LatentNorm(put(self.norm.weight), self.norm.eps)
         kernels.write_latent(q, latent, shared, norm, put(self.rotary), kv, metadata.slots)
         plan = kernels.plan_latent(metadata, q.shape[1], self.shape, torch.float64 if exact else self.dtype)
