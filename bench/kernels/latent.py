@@ -56,11 +56,9 @@ class LatentCases(Cases[LatentShape]):
         slots = torch.empty(0, dtype=torch.int64, device=self.device)  # no latent is written
         chunks = [] if decodes else [(shape.context - tokens, shape.context)]
         metadata = AttentionMetadata(shape.block_size, slots, tables, contexts, decodes, chunks)
-        of_position = heads * (config.key_dim + shape.value) * kv.itemsize
         least = tokens + absorbed  # of an expanded chunk
-        form = latent_kernels.form_of(heads, config, shape.dtype, shape.block_size)
         programs = multiprocessors(self.device)
-        plan = latent_kernels.plan_latent(metadata, heads, form, least, of_position, shape.dtype, programs)
+        plan = latent_kernels.plan_latent(metadata, heads, config, least, shape.dtype, programs)
         seen = requests * tokens * (shape.context - tokens // 2) * heads
         made = (shape.nope + shape.value) * shape.rank * heads
         flops = 2 * seen * (2 * shape.rank + shape.rope) + 2 * made * requests * tokens

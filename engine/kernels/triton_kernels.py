@@ -160,10 +160,8 @@ class TritonKernels(Kernels):
     def plan_latent(
         self, metadata: AttentionMetadata, num_heads: int, shape: LatentConfig, dtype: torch.dtype
     ) -> latent_kernels.LatentPlan:
-        of_position = num_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
-        form = latent_kernels.form_of(num_heads, shape, dtype, metadata.block_size)
         return latent_kernels.plan_latent(
-            metadata, num_heads, form, shape.least_expanded, of_position, dtype, self._multiprocessors
+            metadata, num_heads, shape, shape.least_expanded, dtype, self._multiprocessors
         )
 
     def tile_programs(self, num_kv_heads: int) -> int:

@@ -10,6 +10,7 @@ them. The scratch memory always has `SCRATCH_BYTES`, so the rehearsal of the lar
 with more positions than it holds are absorbed, `MOST_ABSORBED` queries at a time.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ class ExpandedChunks(NamedTuple):
 
     rows: slice
     slots: Tensor  # [positions] int64: of each position in the scratch memory
-    room: int  # positions of the scratch memory
+    scratch: Expanded  # of all layers
     tables: Tensor  # [chunks, blocks] int32: of the scratch memory
     tiles: Tiles
 
@@ -84,14 +85,14 @@ def form_of(num_heads: int, shape: LatentConfig, dtype: torch.dtype, block_size:
 def plan_latent(
     metadata: AttentionMetadata,
     num_heads: int,
-    form: Form,
+    shape: LatentConfig,
     least_expanded: int,
-    expanded_bytes: int,
     dtype: torch.dtype,
     multiprocessors: int,
 ) -> LatentPlan:
-    """`least_expanded`: queries of a chunk. `expanded_bytes`: of the keys and values of a position."""
+    """`least_expanded`: queries of a chunk."""
     decodes, device = metadata.num_decodes, metadata.contexts.device
+    form = form_of(num_heads, shape, dtype, metadata.block_size)
     programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
     plan: list[Absorbed | ExpandedChunks] = []
     if decodes:
@@ -99,14 +100,20 @@ def plan_latent(
         count = triton.cdiv(decodes + programs // 2, programs) * programs
         pieces = partition(metadata.contexts[:decodes], 1, count, block_n=form.block_n)
         plan.append(Absorbed(slice(decodes), form, pieces, metadata.block_tables))
-    room = SCRATCH_BYTES // expanded_bytes // SCRATCH_BLOCK * SCRATCH_BLOCK
+    sizes = shape.key_dim, shape.value_dim
+    blocks = SCRATCH_BYTES // (num_heads * sum(sizes) * dtype.itemsize * SCRATCH_BLOCK)
+    room, scratch = blocks * SCRATCH_BLOCK, None
     expanded: list[tuple[int, int, int]] = []  # request, start, stop
     row = decodes
 
     def expand() -> None:
+        nonlocal scratch
         if expanded:
+            if scratch is None:
+                empty = functools.partial(torch.empty, dtype=dtype, device=device)
+                scratch = Expanded(*(empty(1, blocks, SCRATCH_BLOCK, num_heads, size) for size in sizes))
             first = row - sum(stop - start for _, start, stop in expanded)
-            plan.append(_expanded_chunks(metadata, expanded, slice(first, row), room, dtype))
+            plan.append(_expanded_chunks(metadata, expanded, slice(first, row), scratch))
             expanded.clear()
 
     for request, (start, stop) in enumerate(metadata.prefills, decodes):
@@ -135,8 +142,7 @@ def _expanded_chunks(
     metadata: AttentionMetadata,
     chunks: Sequence[tuple[int, int, int]],
     rows: slice,
-    room: int,
-    dtype: torch.dtype,
+    scratch: Expanded,
 ) -> ExpandedChunks:
     """The contexts of the chunks (request, start, stop) follow each other in the scratch memory."""
     device, size = metadata.contexts.device, metadata.block_size
@@ -147,7 +153,7 @@ def _expanded_chunks(
         positions.append(np.minimum(np.arange(padded), stop - 1))
         first.append(first[-1] + padded // SCRATCH_BLOCK)
     spans = [(start, stop) for _, start, stop in chunks]
-    shape = EXPANDED if dtype.itemsize == 2 else SHORT
+    shape = EXPANDED if scratch.keys.itemsize == 2 else SHORT
     work = tile_work(spans, 0, shape.tokens(1), 0)
     most = max(map(_padded, (stop for _, stop in spans))) // SCRATCH_BLOCK
     tables = np.array(first[:-1], dtype=np.int32)[:, None] + np.arange(most, dtype=np.int32)
@@ -156,7 +162,7 @@ def _expanded_chunks(
         for x in (np.concatenate(requests), np.concatenate(positions), work, tables)
     )
     slots = metadata.block_tables[of, at // size].long() * size + at % size
-    return ExpandedChunks(rows, slots, room, blocks, Tiles(on_device, shape, None))
+    return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, None))
 
 
 def _pieces(start: int, stop: int, block_n: int, programs: int, device: torch.device) -> Pieces:
@@ -218,15 +224,12 @@ def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads, out: Te
 
 def _expanded(q: Tensor, kv: Tensor, part: ExpandedChunks, heads: LatentHeads, out: Tensor) -> None:
     cached = kv.flatten(0, 3).index_select(0, part.slots)
-    made = []
-    for weights in (heads.keys, heads.values):
-        num_heads, dim, inputs = weights.shape
-        scratch = q.new_empty(part.room, num_heads * dim)
-        torch.mm(cached[:, :inputs], weights.flatten(0, 1).T, out=scratch[: len(cached)])
-        made.append(scratch.view(1, -1, SCRATCH_BLOCK, num_heads, dim))
+    for weights, made in zip(heads[:2], part.scratch, strict=True):
+        out_rows = made.flatten(0, 2).flatten(1)[: len(cached)]
+        torch.mm(cached[:, : weights.shape[2]], weights.flatten(0, 1).T, out=out_rows)
     padding = heads.keys.shape[1] - q.shape[2]
     q = F.pad(q, (0, padding)) if padding else q
-    prefill_attention(q, Expanded(*made), part.tables, part.tiles, out, None, None, heads.scale)
+    prefill_attention(q, part.scratch, part.tables, part.tiles, out, None, None, heads.scale)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
