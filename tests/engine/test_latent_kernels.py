@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from baton.engine.kernels import Kernels
 from baton.engine.model_config import LatentConfig
 from tests.device import DEVICE
-from tests.engine.attention_step import RAGGED
+from tests.engine.attention_step import RAGGED, placed
 from tests.engine.kernel_checks import BF16, F16, F32, close
 from tests.engine.latent_step import LatentStep
 
@@ -60,7 +60,8 @@ def test_a_context_that_the_scratch_memory_does_not_hold_is_absorbed(
     monkeypatch.setattr(latent_kernels, "SCRATCH_BYTES", 256 * 4 * (32 + 16) * 4)
     monkeypatch.setattr(latent_kernels, "MOST_ABSORBED", 4)
     step = LatentStep([(126, 128), (250, 257), (0, 3), (60, 63), (0, 2), (5, 6)])
-    plan = triton_kernels.plan_latent(step.metadata, 4, step.shape, F32)
+    metadata = placed(step.metadata, lambda x: x.to(DEVICE))
+    plan = triton_kernels.plan_latent(metadata, 4, step.shape, F32)
     rows = [(type(part), part.rows.indices(18)[:2]) for part in plan]
     absorbed = [(latent_kernels.Absorbed, x) for x in ((0, 1), (3, 7), (7, 10))]
     expanded = [(latent_kernels.ExpandedChunks, x) for x in ((1, 3), (10, 16), (16, 18))]

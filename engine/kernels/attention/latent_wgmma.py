@@ -24,6 +24,7 @@ from baton.engine.kernels.launch import launch_options
 
 ROWS = 64  # query heads of a program: the rows of an instruction
 BLOCK_N = 64  # positions of a tile
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
 STAGES = gl.constexpr(2)  # tiles in shared memory
 RANK, ROPE = 512, 64  # the only sizes
 ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # of [rows, ROPE]
@@ -165,7 +166,7 @@ def _attend(
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
         acc = warpgroup_mma(weighted, latent, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        gl.thread_barrier()  # both warp groups have read the tile
+        _barrier()  # both warp groups have read the tile
         later = i + STAGES
         _load(later, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, barriers, BLOCK_SIZE)
 
