@@ -259,6 +259,7 @@ class FrontOptions(ServerTlsOptions):
             "deepseek_v3",
             "deepseek_v31",
             "glm45",
+            "glm47",
             "hermes",
             "kimi_k2",
             "llama3_json",

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels.attention import latent
-from baton.engine.kernels.attention.latent import LatentHeads
+from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.paged import (
     KV,
     AttentionMetadata,
@@ -71,6 +71,7 @@ __all__ = [
     "HeadNorm",
     "Kernels",
     "LatentHeads",
+    "LatentNorm",
     "LayerState",
     "LinearMethod",
     "Mamba2",

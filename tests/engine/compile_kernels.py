@@ -52,6 +52,7 @@ def main() -> None:
         GatedDelta,
         HeadNorm,
         LatentHeads,
+        LatentNorm,
         LayerState,
         Mamba2,
         parts,
@@ -198,24 +199,27 @@ def main() -> None:
             kernels.mix_experts(x, logits, experts, counts)
 
     print("-- latent attention")
-    for heads, nope, value in ((16, 128, 128), (20, 192, 256), (128, 128, 128)):  # V2-Lite, GLM-4.7-Flash, V3
-        for dtype in (torch.bfloat16, torch.float32):
+    # V2-Lite, GLM-4.7-Flash, V3. Small blocks have another kernel.
+    sizes = (16, 128, 128, 64), (20, 192, 256, 64), (128, 128, 128, 64), (20, 192, 256, 16)
+    for heads, nope, value, block_size in sizes:
+        for dtype in (torch.bfloat16, torch.float32)[: 1 + (block_size == 64)]:
             shape = LatentConfig(1536, 512, nope, 64, value, 1.0)
             kernels, rows = TritonKernels(torch.device("cpu"), 256), 64 + 500
             metadata = AttentionMetadata(
-                64,
+                block_size,
                 torch.zeros(rows, dtype=torch.int64),
-                torch.zeros(66, 16, dtype=torch.int32),
+                torch.zeros(66, 32, dtype=torch.int32),
                 torch.ones(66, dtype=torch.int32),
                 64,
                 [(0, 20), (0, 480)],
             )
             q = torch.zeros(rows, heads, nope + 64, dtype=dtype)
-            cached, shared = q.new_zeros(rows, 512), q.new_zeros(rows, 64)
-            kv, up = q.new_zeros(1, 8, 64, 1, 576), q.new_zeros(heads, nope + value, 512)
-            kernels.write_latent(q, cached, shared, torch.zeros(rows, 2, 64), kv, metadata.slots)
+            made, norm = q.new_zeros(rows, 576), LatentNorm(q.new_zeros(512), 1e-6)
+            kv, up = q.new_zeros(1, 8, block_size, 1, 576), q.new_zeros(heads, nope + value, 512)
+            rotary = torch.zeros(rows, 2, 64)
+            kernels.write_latent(q, made[:, :512], made[:, 512:], norm, rotary, kv, metadata.slots)
             plan = kernels.plan_latent(metadata, heads, shape, dtype)
-            kernels.latent_attention(q, kv, plan, LatentHeads(up, nope, 1.0))
+            kernels.latent_attention(q, kv, plan, LatentHeads.of(up, shape))
 
     print("-- Mamba-2")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

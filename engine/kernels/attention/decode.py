@@ -51,7 +51,7 @@ ROWS = 8  # least size of a side of a tensor core product; a group of query head
 
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
 COMBINED = 32  # results of `_split` that a program of `_combine` takes at once
-MOST_HEAD = 256  # a program takes fewer results of larger heads
+MOST_HEAD = 256  # a program takes fewer results of larger heads, and has more warps
 COMBINED_LAST = 16  # that the last program of `_split` takes at once, of all query heads of a group
 FEW_REQUESTS = 32  # up to these, `_combine` runs
 LEAST = tl.constexpr(-1e30)  # of m: −∞ would give NaN where a head is not used
@@ -66,10 +66,16 @@ class Pieces:
     finished: Tensor  # [requests, KV heads] int32: pieces that are finished; 0 between layers
 
 
-def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int, span: Span | None = None) -> Pieces:
-    """Cuts contexts [requests] int32 into pieces, from the first position in the span on."""
+def most_pieces(requests: int, num_kv_heads: int, multiprocessors: int) -> int:
+    return requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
+
+
+def partition(
+    contexts: Tensor, num_kv_heads: int, pieces: int, span: Span | None = None, *, block_n: int = BLOCK_N
+) -> Pieces:
+    """Cuts contexts [requests] int32 into up to so many pieces, at multiples of `block_n`, from the first
+    position in the span on."""
     requests = len(contexts)
-    pieces = requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
     new = contexts.new_empty
     result = Pieces(new(pieces, 3), new(requests + 1), new(requests, num_kv_heads))
     _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
@@ -80,7 +86,7 @@ def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int, span: S
         requests,
         pieces,
         KV_HEADS=num_kv_heads,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
         REQUESTS=max(16, triton.next_power_of_2(requests)),
         PIECES=PARTITION_PIECES,
         **span_options(span),
@@ -153,7 +159,7 @@ def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor) -> None:
         HEADS=heads,
         HEAD_DIM=size,
         COMBINED=max(1, COMBINED * MOST_HEAD // max(MOST_HEAD, size)),
-        num_warps=1,
+        num_warps=1 if size <= MOST_HEAD else 4,
         **launch_options(),
     )
 

@@ -45,6 +45,7 @@ from baton.engine.model_config import Span
 
 # Measured on an H200.
 STAGES = 5
+EXPANDED_STAGES = 2
 MASKED_N = 32  # keys of a tile that the causal mask cuts
 FIELDS = tl.constexpr(TILE_FIELDS)
 LEAST = tl.constexpr(-1e30)  # not −inf, which would give NaN where a query sees no key of its first tile
@@ -78,7 +79,9 @@ def prefill_attention(
     (block_m, block_n, warps), stages = tiles.shape, STAGES
     if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
         largest = q.dtype is torch.float32 and head_dim > 128
-        block_n, stages = MASKED_N if largest else SHORT.block_n, 1
+        block_n, stages = MASKED_N if largest else min(block_n, SHORT.block_n), 1
+        if isinstance(kv, Expanded) and q.dtype.itemsize == 2:
+            stages = EXPANDED_STAGES
     shape, cache, slots = cache_of(kv, block_n)
     split = tiles.finished is not None and span is None
     partial = lse = finished = out  # not used
