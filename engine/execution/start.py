@@ -66,12 +66,19 @@ def start_rank(
     limits = choose_limits(config, checkpoint.config, weight_format, device, ranks)
     with memory_for("the weights", "choose a smaller --model"):
         model, fingerprint = load_model(
-            checkpoint, limits.max_model_len, limits.dtype, device, progress, weight_format, ranks
+            checkpoint,
+            limits.max_model_len,
+            limits.dtype,
+            device,
+            progress,
+            weight_format,
+            ranks,
+            exact=config.batch_invariant,
         )
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     runner = ModelRunner(
         model,
-        kernels_for(device, model_config.kernel_head_dim),
+        kernels_for(device, model_config.kernel_head_dim, exact=config.batch_invariant),
         model_config.of_rank(ranks.size),
         limits.cache,
         dtype=limits.dtype,

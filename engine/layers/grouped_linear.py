@@ -77,7 +77,7 @@ def grouped_linear(
     if weights.device.type == "cuda":
         return _on_gpu(groups, bias, weights)
     if not packs(groups.bits, weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
-        return PlainLinear(groups.values().to(weights.dtype), bias)
+        return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
     plain = for_prompts(groups.values(), bias)
     return ByRows(PackedLinear(groups, bias), plain, output=output)
 
@@ -108,7 +108,7 @@ def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMeth
     codes, scales, zeros, bits = groups
     packed = packs(bits, weights.dtype, weights.device)
     if not packed or not Int4Linear.suits(codes, scales, weights.dtype):
-        return PlainLinear(groups.values().to(weights.dtype), bias)
+        return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
     return Int4Linear(codes, scales, zeros, bias, weights.dtype, multiprocessors(weights.device))
 
 

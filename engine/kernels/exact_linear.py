@@ -1,0 +1,147 @@
+"""y = x Wᵀ + b with the same bits for any number of rows of x: the products of the exact mode.
+
+    y[m, n] = b[n] + Σ x[m, k] W[n, k], times the scales of x and W if both are in FP8
+
+The tensor cores of Hopper (`wgmma`) add 16 products, 32 of FP8, at a time to a float32 accumulator. The bits of a sum depend
+on the order of these additions alone, and neither on the shape of a tile nor on which operand is the large
+one. So every sum takes all columns from the first to the last, in one accumulator: no parts of columns
+(`split_k` with one split), whatever the number of rows. All tiles must make Triton choose `wgmma`: four or
+more warps, and 64 or more rows of the first operand. A test compares the bits of all tiles.
+
+Few rows have the kernel of `split_k`. Many rows have the kernel below: programs that run side by side compute
+a few tiles of x for all rows of W, so they share what they read.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from baton.engine.kernels.fp8 import group_scales, outer_scales
+from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.split_k import SHARED_BYTES, Tiling, counters, multiply
+
+# Measured on an H200.
+FEW = 256
+"""Rows of x for which reading W takes most of the time."""
+MANY = Tiling(128, 256, 128, 1, 8, 4)
+"""For more rows. Columns at a time: in bytes."""
+GROUP = 8
+"""Tiles of x that programs compute side by side."""
+MAX_STAGES = 8
+
+
+def few_tiling(rows: int, itemsize: int, size: int, multiprocessors: int) -> Tiling:
+    """For x with up to `FEW` rows and W with `size` rows."""
+    padded = max(16, triton.next_power_of_2(rows))
+    shared = triton.cdiv(size, 64) > multiprocessors  # by two programs
+    columns = (128 if padded >= 64 or shared else 256) * 2 // itemsize
+    columns = columns // 2 if padded >= 128 else columns
+    room = SHARED_BYTES // 2 if shared and padded < 256 else SHARED_BYTES
+    stages = min(MAX_STAGES, room // (itemsize * columns * (64 + padded)))
+    return Tiling(padded, 64, columns, 1, 4, stages)
+
+
+class ExactLinear:
+    """A linear product of the exact mode. Its calls must be in one stream."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, multiprocessors: int) -> None:
+        """weight [out, in] float16 or bfloat16, bias [out]. Neither is copied."""
+        self._weight, self._bias, self._multiprocessors = weight, bias, multiprocessors
+        self._finished = counters(1, weight.device)  # not used: no product has parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, in], contiguous. Returns [rows, out]."""
+        return exact_linear(x, self._weight, self._bias, x.dtype, self._multiprocessors, self._finished)
+
+
+def exact_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    multiprocessors: int,
+    finished: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """As `split_k.multiply`. `scales`: one of each row of x and W, if they are in FP8."""
+    assert x.is_contiguous(), "the kernel assumes dense rows"
+    rows, size = len(x), len(weight)
+    if rows <= FEW:
+        shape = few_tiling(rows, x.itemsize, size, multiprocessors)
+        return multiply(x, weight, bias, dtype, shape, finished, scales)
+    return many(x, weight, bias, dtype, scales, MANY)
+
+
+def many(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    scales: tuple[Tensor, Tensor] | None,
+    shape: Tiling,
+    group: int = GROUP,
+) -> Tensor:
+    (rows, inner), size = x.shape, len(weight)
+    of_x, of_w = scales or (None, None)
+    out = torch.empty(rows, size, dtype=dtype, device=x.device)
+    columns = shape.block_k // x.itemsize
+    _many[(triton.cdiv(rows, shape.block_m) * triton.cdiv(size, shape.block_n),)](
+        TensorDescriptor.from_tensor(x, [shape.block_m, columns]),
+        of_x,
+        TensorDescriptor.from_tensor(weight, [shape.block_n, columns]),
+        of_w,
+        bias,
+        out,
+        rows,
+        size,
+        inner,
+        GROUP=group,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=columns,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **launch_options(),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _many(
+    x_tiles,
+    x_scales,
+    weight_tiles,
+    weight_scales,
+    bias,
+    out,
+    rows,
+    size,
+    inner,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    inputs_ready()
+    tiles, columns_of_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(size, BLOCK_N)
+    first_tile = tl.program_id(0) // (GROUP * columns_of_tiles) * GROUP
+    in_group = tl.program_id(0) % (GROUP * columns_of_tiles)
+    height = tl.minimum(tiles - first_tile, GROUP)
+    first_row = (first_tile + in_group % height) * BLOCK_M
+    first_column = in_group // height * BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(0, inner, BLOCK_K):
+        x = x_tiles.load([first_row, k])  # past the end: zeros
+        w = weight_tiles.load([first_column, k])
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    row, column = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < rows, column < size
+    if weight_scales is not None:
+        of_x, of_w = group_scales(x_scales + row, weight_scales + column, True, is_row, is_column, False)
+        acc *= outer_scales(of_x, of_w, False, False)
+    if bias is not None:
+        acc += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    to = out + row[:, None].to(tl.int64) * size + column[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
