@@ -71,7 +71,7 @@ def exact_linear(
     if rows <= FEW:
         shape = few_tiling(rows, x.itemsize, size, multiprocessors)
         return multiply(x, weight, bias, dtype, shape, finished, scales)
-    return many(x, weight, bias, dtype, scales, MANY)
+    return many(x, weight, bias, dtype, scales, MANY, multiprocessors)
 
 
 def many(
@@ -81,13 +81,15 @@ def many(
     dtype: torch.dtype,
     scales: tuple[Tensor, Tensor] | None,
     shape: Tiling,
-    group: int = GROUP,
+    programs: int,
 ) -> Tensor:
+    """As `exact_linear`, with this tiling and this many programs at most."""
     (rows, inner), size = x.shape, len(weight)
     of_x, of_w = scales or (None, None)
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     columns = shape.block_k // x.itemsize
-    _many[(triton.cdiv(rows, shape.block_m) * triton.cdiv(size, shape.block_n),)](
+    tiles = triton.cdiv(rows, shape.block_m) * triton.cdiv(size, shape.block_n)
+    _many[(min(tiles, programs),)](
         TensorDescriptor.from_tensor(x, [shape.block_m, columns]),
         of_x,
         TensorDescriptor.from_tensor(weight, [shape.block_n, columns]),
@@ -97,7 +99,7 @@ def many(
         rows,
         size,
         inner,
-        GROUP=group,
+        GROUP=GROUP,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=columns,
@@ -125,23 +127,24 @@ def _many(
     BLOCK_K: tl.constexpr,
 ):
     inputs_ready()
-    tiles, columns_of_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(size, BLOCK_N)
-    first_tile = tl.program_id(0) // (GROUP * columns_of_tiles) * GROUP
-    in_group = tl.program_id(0) % (GROUP * columns_of_tiles)
-    height = tl.minimum(tiles - first_tile, GROUP)
-    first_row = (first_tile + in_group % height) * BLOCK_M
-    first_column = in_group // height * BLOCK_N
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in tl.range(0, inner, BLOCK_K):
-        x = x_tiles.load([first_row, k])  # past the end: zeros
-        w = weight_tiles.load([first_column, k])
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    row, column = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
-    is_row, is_column = row < rows, column < size
-    if weight_scales is not None:
-        of_x, of_w = group_scales(x_scales + row, weight_scales + column, True, is_row, is_column, False)
-        acc *= outer_scales(of_x, of_w, False, False)
-    if bias is not None:
-        acc += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    to = out + row[:, None].to(tl.int64) * size + column[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    height, width = tl.cdiv(rows, BLOCK_M), tl.cdiv(size, BLOCK_N)  # in tiles
+    for tile in tl.range(tl.program_id(0), height * width, tl.num_programs(0), flatten=True):
+        first_tile = tile // (GROUP * width) * GROUP
+        in_group = tile % (GROUP * width)
+        side_by_side = tl.minimum(height - first_tile, GROUP)
+        first_row = (first_tile + in_group % side_by_side) * BLOCK_M
+        first_column = in_group // side_by_side * BLOCK_N
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in tl.range(0, inner, BLOCK_K):
+            x = x_tiles.load([first_row, k])  # past the end: zeros
+            w = weight_tiles.load([first_column, k])
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        row, column = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
+        is_row, is_column = row < rows, column < size
+        if weight_scales is not None:
+            of_x, of_w = group_scales(x_scales + row, weight_scales + column, True, is_row, is_column, False)
+            acc *= outer_scales(of_x, of_w, False, False)
+        if bias is not None:
+            acc += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        to = out + row[:, None].to(tl.int64) * size + column[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels import KV
-from baton.engine.kernels.attention.decode import EXACT_FIELDS, ROWS, Pieces
+from baton.engine.kernels.attention.decode import EXACT_FIELDS, Pieces
 from baton.engine.kernels.attention.online_softmax import (
     EXACT_N,
     LEAST,
@@ -30,7 +30,9 @@ from baton.engine.model_config import Span
 
 # Measured on an H200.
 WARPS = 4
-STAGES = 3
+STAGES = 5
+ROWS = 16
+"""Least number of query heads of a group, padded: with fewer, or fewer warps, Triton does not choose `wgmma`."""
 
 
 def exact_decode_attention(
@@ -161,8 +163,7 @@ def _decode(
     )
     to_row = out + request * out_stride
     if pieces == 1:
-        total = tl.max(total, axis=0)
-        y = tl.trans(acc) / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: a padding request
+        y = _normalized(tl.trans(acc), tl.max(total, axis=0))
         tl.store(to_row + in_row, y.to(out.dtype.element_ty), mask=used[:, None])
     else:
         tl.debug_barrier()  # all threads have stored before the program counts as finished
@@ -211,5 +212,9 @@ def _fold_results(results, first, segments, sinks, HEAD_DIM: tl.constexpr, SINKS
         in_result = at[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
         own = tl.load(partial + in_result, mask=there[:, None], other=0.0, cache_modifier=".cg")
         m, total, acc = fold(m, total, acc, own_m, own_total[:, None], own, 1)
-    total = tl.max(total, axis=1)
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    return _normalized(acc, tl.max(total, axis=1))
+
+
+@triton.jit
+def _normalized(acc, total):
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: a padding request
