@@ -84,7 +84,8 @@ class Kernels:
     `exact`: each row of a result has the same bits whatever the other rows and the cut of prompts
     (`--batch-invariant`)."""
 
-    exact = False
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
 
     quantize = staticmethod(quantize)
     fp8_linear = staticmethod(fp8_linear)
@@ -190,7 +191,7 @@ class Kernels:
         span: Span | None = None,
     ) -> Any:
         """The plan that `attention` needs, the same for all layers of a step that have this span."""
-        return plan_attention(metadata, span, dtype)
+        return plan_attention(metadata, span, dtype, exact=self.exact)
 
     def attention(self, q: Tensor, kv: KV, plan: Any, sinks: Tensor | None, scale: float) -> Tensor:
         """Every query attends to the positions of its request up to its own, from the first in the plan's
@@ -255,9 +256,7 @@ def kernels_for(device: torch.device, head_dim: int, *, exact: bool = False) -> 
     """The kernels for this device. `exact`: as in `Kernels`. Raises `ValueError` if CUDA has no kernel for this head_dim, or if Triton
     is not installed; the message then names the extra."""
     if device.type == "cpu":
-        kernels = Kernels()
-        kernels.exact = exact
-        return kernels
+        return Kernels(exact=exact)
     try:
         from baton.engine.kernels.triton_kernels import TritonKernels
     except ModuleNotFoundError as error:

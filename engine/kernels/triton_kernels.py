@@ -83,8 +83,8 @@ class TritonKernels(Kernels):
             )
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # Triton launches on the current device
+        super().__init__(exact=exact)
         self._multiprocessors = multiprocessors(device)
-        self.exact = exact
 
     def fp8_linear(
         self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
