@@ -129,7 +129,11 @@ def numerics_of(
     name = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    ranks = f"{config.tensor_parallel_size} expert" if config.enable_expert_parallel else config.tensor_parallel_size
+    ranks = (
+        f"{config.tensor_parallel_size} expert"
+        if config.enable_expert_parallel
+        else config.tensor_parallel_size
+    )
     parts = {
         "device": name,
         "ranks": ranks,

@@ -75,7 +75,9 @@ def _check_exact(engine: EngineConfig, model: ModelConfig, device: torch.device,
     }
     for what, is_so in refused.items():
         if is_so:
-            raise ValueError(f"--batch-invariant: {what} are not supported ({engine.model}); leave the flag out")
+            raise ValueError(
+                f"--batch-invariant: {what} are not supported ({engine.model}); leave the flag out"
+            )
 
 
 def _chosen(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:

@@ -6,15 +6,20 @@ any shape add in the order of the columns, as `wgmma` does. On a GPU the same te
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import AttentionMetadata, Kernels
-from baton.engine.model_config import Span
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.kernels import AttentionMetadata, Choice, Experts, Fp8Experts, Kernels
+from baton.engine.layers.linear import PlainLinear
+from baton.engine.loader import check_model
+from baton.engine.model_config import Scoring, Span
 from tests.device import DEVICE
+from tests.engine.conftest import request_of, run
 from tests.engine.kernel_checks import BF16, F16, F32, normal
 
 ON_GPU = DEVICE == "cuda"
@@ -22,9 +27,7 @@ HALVES = [BF16, F16] if ON_GPU else [F32]
 
 
 @pytest.fixture
-def exact_kernels(
-    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> Kernels:
+def exact_kernels(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     monkeypatch.setattr(triton_kernels, "exact", True)
     if not ON_GPU:
         chained_products(monkeypatch)
@@ -33,7 +36,6 @@ def exact_kernels(
 
 def chained_products(patch: pytest.MonkeyPatch) -> None:
     """NumPy adds in an order that depends on the shapes of both operands."""
-    import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
@@ -49,7 +51,12 @@ class Sequences:
     """Requests with all their KV cached, and the queries of all positions."""
 
     def __init__(
-        self, lengths: Sequence[int], heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
+        self,
+        lengths: Sequence[int],
+        heads: tuple[int, int],
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
     ) -> None:
         self.heads, self.block_size, self.dtype = heads, block_size, dtype
         width = max(-(-length // block_size) for length in lengths)
@@ -57,18 +64,26 @@ class Sequences:
         random.Random(0).shuffle(order)
         self.tables = torch.tensor(order, dtype=torch.int32, device=DEVICE).view(len(lengths), width)
         self.kv = normal(2, len(order), block_size, heads[1], head_dim).to(dtype).to(DEVICE)
-        self.q = [normal(n, heads[0], head_dim, seed=i).mul(3).to(dtype).to(DEVICE) for i, n in enumerate(lengths)]
+        self.q = [
+            normal(n, heads[0], head_dim, seed=i).mul(3).to(dtype).to(DEVICE) for i, n in enumerate(lengths)
+        ]
         self.sinks: Tensor | None = None
         self.span: Span | None = None
 
     def attend(
-        self, kernels: Kernels, decodes: Sequence[tuple[int, int]], chunks: Sequence[tuple[int, int, int]], padding: int = 0
+        self,
+        kernels: Kernels,
+        decodes: Sequence[tuple[int, int]],
+        chunks: Sequence[tuple[int, int, int]],
+        padding: int = 0,
     ) -> Tensor:
         """Of decodes (request, position) and chunks (request, start, stop)."""
         requests = [request for request, *_ in (*decodes, *chunks)]
         spans = [(request, at, at + 1) for request, at in decodes] + list(chunks)
         q = torch.cat([self.q[request][start:stop] for request, start, stop in spans])
-        contexts = torch.tensor([at + 1 for _, at in decodes] + [0] * padding, dtype=torch.int32, device=DEVICE)
+        contexts = torch.tensor(
+            [at + 1 for _, at in decodes] + [0] * padding, dtype=torch.int32, device=DEVICE
+        )
         metadata = AttentionMetadata(
             self.block_size,
             torch.zeros(len(q), dtype=torch.int64, device=DEVICE),
@@ -85,9 +100,7 @@ class Sequences:
 @pytest.mark.parametrize(
     ("span", "with_sinks"), [(None, False), (None, True), (Span(100), True), (Span(160, chunked=True), False)]
 )
-def test_attention(
-    exact_kernels: Kernels, dtype: torch.dtype, span: Span | None, with_sinks: bool
-) -> None:
+def test_attention(exact_kernels: Kernels, dtype: torch.dtype, span: Span | None, with_sinks: bool) -> None:
     """Of a query: as a decode alone and beside others, and in chunks of several lengths."""
     length = 4500 if ON_GPU else 330
     shapes = [((4, 2), 64, 16), ((3, 1), 64, 128)] + [((8, 2), 128, 128)] * ON_GPU
@@ -104,7 +117,9 @@ def test_attention(
             assert torch.equal(alone, whole[at]), at
             assert torch.equal(beside, alone), at
         cut = draw.randrange(1, length)
-        chunks = [requests.attend(exact_kernels, [(1, 7)], [(0, *part)])[1:] for part in ((0, cut), (cut, length))]
+        chunks = [
+            requests.attend(exact_kernels, [(1, 7)], [(0, *part)])[1:] for part in ((0, cut), (cut, length))
+        ]
         assert torch.equal(torch.cat(chunks), whole)
 
 
@@ -116,3 +131,139 @@ def test_pieces_are_whole_segments(exact_kernels: Kernels, monkeypatch: pytest.M
     monkeypatch.setattr(exact_kernels, "_multiprocessors", 0)
     together = requests.attend(exact_kernels, [(i, length - 1) for i in range(3)], [])[0]
     assert torch.equal(alone, together)
+
+
+def test_the_default_differs(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without the mode the same comparison finds other bits."""
+    if not ON_GPU:
+        chained_products(monkeypatch)
+    length = 330
+    requests = Sequences([length], (4, 2), 64, 16, HALVES[0])
+    whole = requests.attend(triton_kernels, [], [(0, 0, length)])
+    decoded = requests.attend(triton_kernels, [(0, at) for at in range(200, length, 40)], [])
+    assert not torch.equal(decoded, whole[200::40])
+
+
+@pytest.mark.parametrize("span", [None, Span(100)])
+def test_attention_on_a_cpu(span: Span | None) -> None:
+    """In bfloat16. With heads like these, about a sixth of the queries differ in the default."""
+    if ON_GPU:
+        pytest.skip("the kernels of a CPU")
+    kernels, length = Kernels(exact=True), 600
+    requests = Sequences([length, 90], (9, 3), 64, 16, BF16)
+    requests.span = span
+    whole = requests.attend(kernels, [], [(0, 0, length)])
+    alone = torch.cat([requests.attend(kernels, [(0, at)], []) for at in range(0, length, 7)])
+    beside = requests.attend(kernels, [(1, 80), (0, 201)], [(0, 7, 100), (1, 0, 30)])
+    assert torch.equal(alone, whole[::7])
+    assert torch.equal(beside[1:95], torch.cat((whole[201:202], whole[7:100])))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16] if ON_GPU else [F32, BF16])
+def test_products(kernel_device: str, dtype: torch.dtype) -> None:
+    """With any number of rows, by all tiles: those of few rows and of many, with a bias."""
+    weight = normal(200, 1536).mul(0.05).to(dtype).to(DEVICE)
+    product = PlainLinear(weight, normal(200, seed=1).to(dtype).to(DEVICE), exact=True)
+    rows = normal(700, 1536, seed=2).to(dtype).to(DEVICE)
+    whole = product(rows)
+    for count in (1, 2, 15, 16, 17, 33, 64, 65, 129, 256, 257, 600):
+        assert torch.equal(product(rows[:count].contiguous()), whole[:count]), count
+        assert torch.equal(product(rows[-count:].contiguous()), whole[-count:]), count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grouped", [False, True])
+def test_products_in_fp8(triton_kernels: Kernels, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "exact", True)
+    weight = triton_kernels.quantize(normal(1024, 512).cuda(), grouped=grouped)
+    product = triton_kernels.fp8_linear(weight.values, weight.scales.T.contiguous(), None, BF16)
+    rows = normal(700, 512, seed=2).to(BF16).cuda()
+    whole = product(triton_kernels.quantize(rows, grouped=grouped))
+    for count in (1, 16, 17, 33, 64, 65, 129, 256, 257, 600):
+        some = triton_kernels.quantize(rows[:count].contiguous(), grouped=grouped)
+        assert torch.equal(product(some), whole[:count]), count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
+def test_experts(triton_kernels: Kernels, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few pairs and many for each expert: all tiles."""
+    monkeypatch.setattr(triton_kernels, "exact", True)
+    experts, size, inner = 16, 512, 256
+    matrices = [normal(experts, *shape).mul(0.05).cuda() for shape in ((2 * inner, size), (size, inner))]
+    held: list[Any] = [matrix.to(BF16) for matrix in matrices]
+    if fp8:
+        quantized = [triton_kernels.quantize(matrix.flatten(0, 1), grouped=False) for matrix in matrices]
+        held = [
+            Fp8Experts(q.values.view(matrix.shape), q.scales.view(experts, 1, -1))
+            for q, matrix in zip(quantized, matrices, strict=True)
+        ]
+    layer = Experts(*held, Choice(4, Scoring.NORMALIZED_SOFTMAX))
+    x, logits = normal(3000, size).to(BF16).cuda(), normal(3000, experts, seed=3).to(BF16).cuda()
+
+    def mixed(rows: int) -> Tensor:
+        counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
+        return triton_kernels.mix_experts(x[:rows].contiguous(), logits[:rows].contiguous(), layer, counts)
+
+    whole = mixed(3000)
+    for rows in (1, 8, 40, 100, 200, 300, 700, 1500):
+        assert torch.equal(mixed(rows), whole[:rows]), rows
+
+
+def test_thresholds_of_the_sampler(exact_kernels: Kernels) -> None:
+    probs = normal(40, 3000, seed=4).mul(2).softmax(-1).to(DEVICE)
+    limits = torch.full((40,), 3000, dtype=torch.int32), torch.full((40,), 0.9), torch.zeros(40)
+    whole = exact_kernels.thresholds(probs, *(limit.to(DEVICE) for limit in limits))
+    for rows in (1, 7):
+        some = exact_kernels.thresholds(probs[:rows], *(limit[:rows].to(DEVICE) for limit in limits))
+        assert torch.equal(some, whole[:rows])
+
+
+@pytest.fixture(scope="module")
+def exact_engine(shallow_model_path: Path) -> Engine:
+    return build_engine(
+        EngineConfig(
+            str(shallow_model_path),
+            dtype="bfloat16",
+            device=DEVICE,
+            max_num_batched_tokens=64,
+            num_threads=1,
+            batch_invariant=True,
+        )
+    )
+
+
+def test_an_engine_gives_the_same_tokens_alone_beside_others_and_after_a_recovery(
+    exact_engine: Engine,
+) -> None:
+    """Greedy and seeded; together, prompts are cut into other chunks and share steps with decodes."""
+    prompts = [
+        [(7 * i + 3 * j * j) % 900 + 5 for j in range(length)] for i, length in enumerate((3, 20, 75, 150))
+    ]
+
+    def asked(i: int, output: Sequence[int] = ()) -> Any:
+        sampled = {"temperature": 0.8, "seed": i} if i % 2 else {}
+        return request_of(i, prompts[i], list(output), max_tokens=12, ignore_eos=True, **sampled)
+
+    def tokens(*requests: Any) -> list[list[int]]:
+        results = run(exact_engine, list(requests))
+        return [list(request.output_ids) + results[request.id].tokens for request in requests]
+
+    alone = [tokens(asked(i))[0] for i in range(4)]
+    assert tokens(*map(asked, range(4))) == alone
+    assert tokens(*(asked(i, alone[i][: 3 + i]) for i in range(4))) == alone
+    exact_engine.assert_whole()
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"quantization": "int4"}, "weights in int4"),
+        ({"device": "cuda", "kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 on a GPU"),
+        ({"device": "cuda", "tensor_parallel_size": 3}, "more than two ranks on GPUs"),
+    ],
+)
+def test_what_the_mode_does_not_cover_is_refused(embedded_model_path: Path, changes: Any, what: str) -> None:
+    config = EngineConfig(str(embedded_model_path), batch_invariant=True, **changes)
+    with pytest.raises(ValueError, match=f"--batch-invariant: {what}.* are not supported"):
+        check_model(config)

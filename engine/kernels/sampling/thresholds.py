@@ -41,9 +41,7 @@ def passes(pivots: int) -> int:
     return count
 
 
-def thresholds(
-    probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, exact: bool = False
-) -> Tensor:
+def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, exact: bool = False) -> Tensor:
     """As `Kernels.thresholds`; probs need dense rows only. top_k is at least 1."""
     rows, vocabulary = probs.shape
     assert probs.stride(1) == 1, "the kernel assumes dense rows"
