@@ -95,8 +95,8 @@ class EngineOptions:
     )
     batch_invariant: bool = opt(
         False,
-        "A request gets the same bits whatever shares its batch, however its prompt is cut, and after a recovery, "
-        "also in bfloat16 and FP8.",
+        "A request gets the same bits whatever shares its batch, however its prompt is cut, and after a "
+        "recovery, also in bfloat16 and FP8.",
     )
     optimize: Optimize = opt(
         "balanced",

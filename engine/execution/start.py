@@ -129,14 +129,10 @@ def numerics_of(
     name = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    ranks = (
-        f"{config.tensor_parallel_size} expert"
-        if config.enable_expert_parallel
-        else config.tensor_parallel_size
-    )
+    experts = " with whole experts" if config.enable_expert_parallel else ""
     parts = {
         "device": name,
-        "ranks": ranks,
+        "ranks": f"{config.tensor_parallel_size}{experts}",
         "dtype": str(limits.dtype).removeprefix("torch."),
         "kv": str(limits.kv_dtype).removeprefix("torch."),
         "format": weight_format.identity or "plain",

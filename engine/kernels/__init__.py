@@ -253,8 +253,8 @@ def from_hopper_on(device: torch.device) -> bool:
 
 
 def kernels_for(device: torch.device, head_dim: int, *, exact: bool = False) -> Kernels:
-    """The kernels for this device. `exact`: as in `Kernels`. Raises `ValueError` if CUDA has no kernel for this head_dim, or if Triton
-    is not installed; the message then names the extra."""
+    """The kernels for this device. `exact`: as in `Kernels`. Raises `ValueError` if CUDA has no kernel for
+    this head_dim, or if Triton is not installed; the message then names the extra."""
     if device.type == "cpu":
         return Kernels(exact=exact)
     try:

@@ -2,11 +2,11 @@
 
     y[m, n] = b[n] + Σ x[m, k] W[n, k], times the scales of x and W if both are in FP8
 
-The tensor cores of Hopper (`wgmma`) add 16 products, 32 of FP8, at a time to a float32 accumulator. The bits of a sum depend
-on the order of these additions alone, and neither on the shape of a tile nor on which operand is the large
-one. So every sum takes all columns from the first to the last, in one accumulator: no parts of columns
-(`split_k` with one split), whatever the number of rows. All tiles must make Triton choose `wgmma`: four or
-more warps, and 64 or more rows of the first operand. A test compares the bits of all tiles.
+The tensor cores of Hopper (`wgmma`) add 16 products, 32 of FP8, at a time to a float32 accumulator. The bits
+of a sum depend on the order of these additions alone, and neither on the shape of a tile nor on which operand
+is the large one. So every sum takes all columns from the first to the last, in one accumulator: no parts of
+columns (`split_k` with one split), whatever the number of rows. All tiles must make Triton choose `wgmma`:
+four or more warps, and 64 or more rows of the first operand. A test compares the bits of all tiles.
 
 Few rows have the kernel of `split_k`. Many rows have the kernel below: programs that run side by side compute
 a few tiles of x for all rows of W, so they share what they read.

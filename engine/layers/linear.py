@@ -54,7 +54,7 @@ def _product(weight: Tensor, bias: Tensor | None, *, exact: bool) -> Callable[[T
     if not SkinnyLinear.suits(weight):
         if exact:
             raise ValueError(
-                f"--batch-invariant: no kernel multiplies weights of {weight.dtype} and {weight.shape[1]} columns "
+                f"--batch-invariant: no kernel multiplies {weight.dtype} with {weight.shape[1]} columns "
                 "exactly on this GPU; use --dtype bfloat16 on Hopper or later, or leave the flag out"
             )
         return None

@@ -1,4 +1,4 @@
-"""The exact mode: the bits of a row do not depend on the other rows of its step, nor on the cut of its prompt.
+"""The exact mode: the bits of a row depend neither on the rows beside it nor on the cut of its prompt.
 
 In Triton's interpreter the tensor cores are a chain of float32 additions (`chained_products`): products of
 any shape add in the order of the columns, as `wgmma` does. On a GPU the same tests run in the model's dtypes.
@@ -118,7 +118,7 @@ def test_attention(exact_kernels: Kernels, dtype: torch.dtype, span: Span | None
             assert torch.equal(beside, alone), at
         cut = draw.randrange(1, length)
         chunks = [
-            requests.attend(exact_kernels, [(1, 7)], [(0, *part)])[1:] for part in ((0, cut), (cut, length))
+            requests.attend(exact_kernels, [(1, 7)], [part])[1:] for part in ((0, 0, cut), (0, cut, length))
         ]
         assert torch.equal(torch.cat(chunks), whole)
 
@@ -198,7 +198,7 @@ def test_experts(triton_kernels: Kernels, fp8: bool, monkeypatch: pytest.MonkeyP
             Fp8Experts(q.values.view(matrix.shape), q.scales.view(experts, 1, -1))
             for q, matrix in zip(quantized, matrices, strict=True)
         ]
-    layer = Experts(*held, Choice(4, Scoring.NORMALIZED_SOFTMAX))
+    layer = Experts(held[0], held[1], Choice(4, Scoring.NORMALIZED_SOFTMAX))
     x, logits = normal(3000, size).to(BF16).cuda(), normal(3000, experts, seed=3).to(BF16).cuda()
 
     def mixed(rows: int) -> Tensor:
@@ -233,7 +233,7 @@ def exact_engine(shallow_model_path: Path) -> Engine:
     )
 
 
-def test_an_engine_gives_the_same_tokens_alone_beside_others_and_after_a_recovery(
+def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(
     exact_engine: Engine,
 ) -> None:
     """Greedy and seeded; together, prompts are cut into other chunks and share steps with decodes."""

@@ -81,9 +81,9 @@ def partition(
 ) -> Pieces:
     """Cuts contexts [requests] int32 into pieces, from the first position in the span on.
 
-    `exact`: pieces are whole segments (`online_softmax`). Their work has three more fields: the number of pieces of the request, the
-    positions of a segment, and the piece's first segment, counted from the request's first one. `first`
-    counts the segments of the requests that have several pieces."""
+    `exact`: pieces are whole segments (`online_softmax`). Their work has three more fields: the number of
+    pieces of the request, the positions of a segment, and the piece's first segment, counted from the first
+    one of the request. `first` counts the segments of the requests that have several pieces."""
     requests = len(contexts)
     pieces = requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
     new = contexts.new_empty

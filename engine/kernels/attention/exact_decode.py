@@ -32,7 +32,7 @@ from baton.engine.model_config import Span
 WARPS = 4
 STAGES = 5
 ROWS = 16
-"""Least number of query heads of a group, padded: with fewer, or fewer warps, Triton does not choose `wgmma`."""
+"""Least number of query heads of a group, padded: with fewer, or fewer warps, Triton takes no `wgmma`."""
 
 
 def exact_decode_attention(
@@ -117,10 +117,8 @@ def _decode(
     request = tl.load(work).to(tl.int64)
     if request < 0:
         return
-    begin, stop, pieces = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
-    segment = tl.load(work + 4)
-    first_result = tl.load(first + request)
-    result = first_result + tl.load(work + 5)
+    begin, stop, pieces, segment = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3), tl.load(work + 4)
+    first_result, result = tl.load(first + request), tl.load(first + request) + tl.load(work + 5)
     group, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
     used, heads = group < GROUP, kv_head * GROUP + group
     in_row = heads[:, None] * HEAD_DIM + dims[None, :]

@@ -21,8 +21,8 @@ Values past `stop` are masked when they are loaded: these slots may hold NaN, wh
 remove. Products of float32 take three passes of the tensor cores (TF32 and its rounding errors), because TF32
 alone has 10 bits of mantissa.
 
-*Exact*: a query gets the same bits as a decode and in any chunk of its prompt. Its keys form tiles of EXACT_N and
-segments (`segment_of`), which begin at fixed positions and depend on the position of the query alone. The
+*Exact*: a query gets the same bits as a decode and in any chunk of its prompt. Its keys form tiles of EXACT_N
+and segments (`segment_of`), which begin at fixed positions and depend on the position of the query alone. The
 sums of a segment begin at zero, and `fold` adds segments in their order. Within a segment, the tensor cores
 add all sums, that of the weights, too (`attend_exactly`): from one key to the next, whatever the shape of a
 tile. A program reduces nothing across threads but the largest score, which has no order. Each product that is
