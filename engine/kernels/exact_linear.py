@@ -8,8 +8,9 @@ is the large one. So every sum takes all columns from the first to the last, in 
 columns (`split_k` with one split), whatever the number of rows. All tiles must make Triton choose `wgmma`:
 four or more warps, and 64 or more rows of the first operand. A test compares the bits of all tiles.
 
-Few rows have the kernel of `split_k`. Many rows have the kernel below: programs that run side by side compute
-a few tiles of x for all rows of W, so they share what they read.
+Small tiles have the kernel of `split_k`. Large ones have the kernel below: its programs compute one tile
+after the other, and load the next one while they store. Programs that run side by side compute a few tiles of
+x for all rows of W, so they share what they read.
 """
 
 import torch
@@ -18,29 +19,37 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.engine.kernels import skinny_linear
 from baton.engine.kernels.fp8 import group_scales, outer_scales
 from baton.engine.kernels.launch import inputs_ready, launch_options
-from baton.engine.kernels.split_k import SHARED_BYTES, Tiling, counters, multiply
+from baton.engine.kernels.split_k import Tiling, counters, multiply
 
 # Measured on an H200.
-FEW = 256
-"""Rows of x for which reading W takes most of the time."""
-MANY = Tiling(128, 256, 128, 1, 8, 4)
-"""For more rows. Columns at a time: in bytes."""
+COSTS = {(64, 64): 20, (128, 64): 22, (128, 128): 30, (128, 256): 48}
+"""Microseconds in which every multiprocessor computes a tile: so many rows of x and of W, 4,096 columns."""
+SMALL = {64: 6, 128: 8}
+"""Stages of the small tiles, by rows of x."""
+LARGE = {128: 6, 256: 4}
+"""Stages of the large ones, by rows of W."""
 GROUP = 8
 """Tiles of x that programs compute side by side."""
-MAX_STAGES = 8
+LINE = 128  # bytes of a row of a large tile
 
 
-def few_tiling(rows: int, itemsize: int, size: int, multiprocessors: int) -> Tiling:
-    """For x with up to `FEW` rows and W with `size` rows."""
-    padded = max(16, triton.next_power_of_2(rows))
-    shared = triton.cdiv(size, 64) > multiprocessors  # by two programs
-    columns = (128 if padded >= 64 or shared else 256) * 2 // itemsize
-    columns = columns // 2 if padded >= 128 else columns
-    room = SHARED_BYTES // 2 if shared and padded < 256 else SHARED_BYTES
-    stages = min(MAX_STAGES, room // (itemsize * columns * (64 + padded)))
-    return Tiling(padded, 64, columns, 1, 4, stages)
+def tiling(rows: int, inner: int, size: int, itemsize: int, multiprocessors: int) -> Tiling:
+    """For x [rows, inner] and W [size, inner], with the least cost."""
+    if rows <= 64:
+        few = skinny_linear.tiling(rows, inner * itemsize // 2, size, multiprocessors)
+        return few._replace(block_k=few.block_k * 2 // itemsize, splits=1)
+
+    def cost(tile: tuple[int, int]) -> int:
+        tiles = triton.cdiv(rows, tile[0]) * triton.cdiv(size, tile[1])
+        return triton.cdiv(tiles, multiprocessors) * COSTS[tile]
+
+    height, width = min(COSTS, key=cost)
+    if width > 64:
+        return Tiling(height, width, LINE // itemsize, 1, 8, LARGE[width])
+    return Tiling(height, width, 2 * LINE * 64 // height // itemsize, 1, 4, SMALL[height])
 
 
 class ExactLinear:
@@ -67,32 +76,30 @@ def exact_linear(
 ) -> Tensor:
     """As `split_k.multiply`. `scales`: one of each row of x and W, if they are in FP8."""
     assert x.is_contiguous(), "the kernel assumes dense rows"
-    rows, size = len(x), len(weight)
-    if rows <= FEW:
-        shape = few_tiling(rows, x.itemsize, size, multiprocessors)
+    shape = tiling(*x.shape, len(weight), x.itemsize, multiprocessors)
+    if shape.block_n == skinny_linear.BLOCK_N:
         return multiply(x, weight, bias, dtype, shape, finished, scales)
-    return many(x, weight, bias, dtype, scales, MANY, multiprocessors)
+    return multiply_large(x, weight, bias, dtype, shape, multiprocessors, scales)
 
 
-def many(
+def multiply_large(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    scales: tuple[Tensor, Tensor] | None,
     shape: Tiling,
     programs: int,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """As `exact_linear`, with this tiling and this many programs at most."""
+    """As `split_k.multiply`, by so many programs at most."""
     (rows, inner), size = x.shape, len(weight)
     of_x, of_w = scales or (None, None)
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
-    columns = shape.block_k // x.itemsize
     tiles = triton.cdiv(rows, shape.block_m) * triton.cdiv(size, shape.block_n)
-    _many[(min(tiles, programs),)](
-        TensorDescriptor.from_tensor(x, [shape.block_m, columns]),
+    _large[(min(tiles, programs),)](
+        TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]),
         of_x,
-        TensorDescriptor.from_tensor(weight, [shape.block_n, columns]),
+        TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]),
         of_w,
         bias,
         out,
@@ -102,7 +109,7 @@ def many(
         GROUP=GROUP,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        BLOCK_K=columns,
+        BLOCK_K=shape.block_k,
         num_warps=shape.warps,
         num_stages=shape.stages,
         **launch_options(),
@@ -111,7 +118,7 @@ def many(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _many(
+def _large(
     x_tiles,
     x_scales,
     weight_tiles,

@@ -133,6 +133,22 @@ def test_pieces_are_whole_segments(exact_kernels: Kernels, monkeypatch: pytest.M
     assert torch.equal(alone, together)
 
 
+def test_padding_requests_get_zeros(exact_kernels: Kernels) -> None:
+    """As in a captured graph. The other requests keep their bits, also in the layers after."""
+    requests = Sequences([300, 300], (4, 2), 64, 16, HALVES[0])
+    q = torch.cat([requests.q[0][[200]], requests.q[0][[299]].fill_(torch.nan), requests.q[1][[280]]])
+    contexts = torch.tensor([201, 0, 281], dtype=torch.int32, device=DEVICE)
+    slots = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    metadata = AttentionMetadata(16, slots, requests.tables[[0, 0, 1]], contexts, 3, [])
+    plan = exact_kernels.plan(metadata, 4, 2, HALVES[0])
+    alone = requests.attend(exact_kernels, [(0, 200), (1, 280)], [])
+    for _ in range(2):
+        out = exact_kernels.attention(q, requests.kv, plan, None, 64**-0.5)
+        assert not out[1].any()
+        assert torch.equal(out[[0, 2]], alone)
+    assert not plan.pieces.finished.any()
+
+
 def test_the_default_differs(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the mode the same comparison finds other bits."""
     if not ON_GPU:

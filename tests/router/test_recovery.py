@@ -416,3 +416,39 @@ async def test_a_worker_that_refuses_because_it_drains_gets_no_requests(pair: Cl
     for _ in range(8):
         await answered_whole(pair)
     assert len(decodes(pair.decodes[0])) <= 1
+
+
+# ---------------------------------------------------------------- workers that compute other bits
+
+
+async def test_a_request_goes_on_with_workers_of_the_same_numerics(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    """As long as there is one. Then it goes on with any, and the usage says so."""
+    async with make_cluster(tokenizer, tmp_path, prefill=1, decode=5) as cluster:
+        for worker, numerics in zip(cluster.workers, "aababb", strict=True):
+            port, worker.numerics = int(worker.address.rpartition(":")[2]), numerics
+            await worker.kill()
+            await worker.start(port)
+        named = cluster.pool.of_other_numerics
+        await cluster.until(lambda: len(named("a")) == 3 and len(named("")) == 6)
+        await cluster.until(lambda: len(cluster.pool.ready(pb.POOL_DECODE)) == 5)
+        for worker in cluster.decodes:
+            worker.steps = asyncio.Semaphore(3)
+        options = {"include_usage": True}
+        async with cluster.http.post(
+            cluster.url + "/v1/completions", json={**BODY, "stream_options": options}
+        ) as response:
+            used: list[FakeWorker] = []
+            for _ in range(3):
+                await cluster.until(lambda: any(decodes(w) for w in cluster.decodes if w not in used))
+                used.append(next(w for w in cluster.decodes if decodes(w) and w not in used))
+                if len(used) < 3:
+                    await used[-1].kill()
+            used[-1].steps = None
+            lines = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
+        assert [worker.numerics for worker in used] == ["a", "a", "b"]
+        assert lines[-1]["usage"]["numerics_changed"] is True
+        assert [token for line in lines for choice in line["choices"] for token in choice["token_ids"]] == (
+            cluster.output_ids
+        )

@@ -228,7 +228,7 @@ def _partition(
     tl.store(work + own * FIELDS + 1, start, mask=inside)
     tl.store(work + own * FIELDS + 2, stop, mask=inside)
     if EXACT:
-        of_request = tl.cdiv(tl.cdiv(last, unit) - seen // unit, length // unit)
+        of_request = tl.maximum(tl.cdiv(tl.cdiv(last, unit) - seen // unit, length // unit), 1)
         tl.store(work + own * FIELDS + 3, of_request, mask=inside)
         tl.store(work + own * FIELDS + 4, unit, mask=inside)
         tl.store(work + own * FIELDS + 5, (own - before) * (length // unit), mask=inside)

@@ -52,8 +52,7 @@ SEGMENT = tl.constexpr(256)
 SEGMENTS = tl.constexpr(16)
 """The most segments of a context: those of a longer one are twice as long."""
 LEAST = tl.constexpr(-1e30)  # of m: −∞ would give NaN where a query has seen no key
-ONES = tl.constexpr(16)  # columns of ones that sum weights: the least that `wgmma` takes
-ROWS_OF_ONES = tl.constexpr(64)  # the same, where the first operand has the ones
+ONES = tl.constexpr(16)  # rows or columns of ones that sum weights: the least that the tensor cores take
 
 
 class CacheShape(NamedTuple):
@@ -233,7 +232,7 @@ def segment_of(context):
 def no_sums(queries: tl.constexpr, dims: tl.constexpr, AXIS: tl.constexpr):
     """m [queries], total and acc of no key. AXIS: of total and acc, the one that is not of queries."""
     m = tl.full([queries], LEAST, tl.float32)
-    total = tl.zeros([ROWS_OF_ONES, queries] if AXIS == 0 else [queries, ONES], tl.float32)
+    total = tl.zeros([ONES, queries] if AXIS == 0 else [queries, ONES], tl.float32)
     return m, total, tl.zeros([dims, queries] if AXIS == 0 else [queries, dims], tl.float32)
 
 
@@ -253,7 +252,7 @@ def attend_exactly(queries, tile, seen, m, total, acc, scale, AXIS: tl.constexpr
     weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), largest)).to(v.dtype)
     shrink = tl.expand_dims(tl.exp2(m - new_m), AXIS)
     if AXIS == 0:
-        ones = tl.full([ROWS_OF_ONES, weights.shape[0]], 1.0, v.dtype)
+        ones = tl.full([ONES, weights.shape[0]], 1.0, v.dtype)
         total = tl.dot(ones, weights, total * shrink, input_precision="tf32x3")
         acc = tl.dot(tl.trans(v), weights, acc * shrink, input_precision="tf32x3")
     else:
