@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.kernels import AttentionMetadata, Choice, Experts, Fp8Experts, Kernels
+from baton.engine.kernels import AttentionMetadata, Choice, Experts, Fp8Experts, HeadNorm, Kernels
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.loader import check_model
 from baton.engine.model_config import Scoring, Span
@@ -226,6 +226,32 @@ def test_experts(triton_kernels: Kernels, fp8: bool, monkeypatch: pytest.MonkeyP
         assert torch.equal(mixed(rows), whole[:rows]), rows
 
 
+def test_norms_activations_and_rotation(exact_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of many tokens rotate several of them in a program."""
+    from baton.engine.kernels.attention import rope
+
+    many, dtype, heads, size = (1500, HALVES[0], 6, 192) if ON_GPU else (40, HALVES[0], 6, 192)
+    monkeypatch.setattr(rope, "MANY", many)
+    x, delta, gate_up = (normal(many, n, seed=n).to(dtype).to(DEVICE) for n in (size, size + 1, 2 * size))
+    qkv = normal(many, heads, 64, seed=9).to(dtype).to(DEVICE)
+    rotary, weight = normal(many, 2, 64).to(DEVICE), normal(size).to(dtype).to(DEVICE)
+    norm = HeadNorm(normal(5, 64).to(dtype).to(DEVICE), 1e-6)
+    slots = torch.arange(many, device=DEVICE)
+
+    def results(rows: int) -> list[Tensor]:
+        residual = x[:rows].clone()
+        kv = torch.zeros(2, -(-many // 16), 16, 1, 64, dtype=dtype, device=DEVICE)
+        normed = exact_kernels.add_rms_norm(residual, delta[:rows, :size].contiguous(), weight, 1e-6)
+        inner = exact_kernels.silu_mul(gate_up[:rows].clone())
+        q = exact_kernels.rope_and_write(qkv[:rows].clone(), rotary[:rows], norm, kv, slots[:rows])
+        return [residual, normed, inner, q, kv.flatten(1, 2)[:, :rows].transpose(0, 1)]
+
+    whole = results(many)
+    for rows in (1, 9):
+        for some, of_all in zip(results(rows), whole, strict=True):
+            assert torch.equal(some, of_all[:rows])
+
+
 def test_thresholds_of_the_sampler(exact_kernels: Kernels) -> None:
     probs = normal(40, 3000, seed=4).mul(2).softmax(-1).to(DEVICE)
     limits = torch.full((40,), 3000, dtype=torch.int32), torch.full((40,), 0.9), torch.zeros(40)
@@ -244,6 +270,7 @@ def exact_engine(shallow_model_path: Path) -> Engine:
             device=DEVICE,
             max_num_batched_tokens=64,
             num_threads=1,
+            enable_prefix_caching=True,
             batch_invariant=True,
         )
     )
@@ -252,7 +279,8 @@ def exact_engine(shallow_model_path: Path) -> Engine:
 def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(
     exact_engine: Engine,
 ) -> None:
-    """Greedy and seeded; together, prompts are cut into other chunks and share steps with decodes."""
+    """Greedy and seeded; together, prompts are cut into other chunks, share steps with decodes, and begin with
+    cached blocks."""
     prompts = [
         [(7 * i + 3 * j * j) % 900 + 5 for j in range(length)] for i, length in enumerate((3, 20, 75, 150))
     ]
@@ -269,6 +297,18 @@ def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(
     assert tokens(*map(asked, range(4))) == alone
     assert tokens(*(asked(i, alone[i][: 3 + i]) for i in range(4))) == alone
     exact_engine.assert_whole()
+
+
+def test_numerics_are_a_part_of_content_names(exact_engine: Engine, shallow_model_path: Path) -> None:
+    default = build_engine(
+        EngineConfig(
+            str(shallow_model_path), dtype="bfloat16", quantization="none", device=DEVICE, num_blocks=8
+        )
+    )
+    assert exact_engine.model_fingerprint == default.model_fingerprint
+    assert exact_engine.content_root != default.content_root
+    assert exact_engine.numerics.startswith("device=")
+    assert not default.numerics
 
 
 @pytest.mark.parametrize(
