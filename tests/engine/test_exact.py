@@ -279,8 +279,8 @@ def exact_engine(shallow_model_path: Path) -> Engine:
 def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(
     exact_engine: Engine,
 ) -> None:
-    """Greedy and seeded; together, prompts are cut into other chunks, share steps with decodes, and begin with
-    cached blocks."""
+    """Greedy and seeded. Together, prompts are cut into other chunks, share steps with decodes, and begin
+    with cached blocks."""
     prompts = [
         [(7 * i + 3 * j * j) % 900 + 5 for j in range(length)] for i, length in enumerate((3, 20, 75, 150))
     ]
