@@ -76,7 +76,8 @@ def exact_linear(
 ) -> Tensor:
     """As `split_k.multiply`. `scales`: one of each row of x and W, if they are in FP8."""
     assert x.is_contiguous(), "the kernel assumes dense rows"
-    shape = tiling(*x.shape, len(weight), x.itemsize, multiprocessors)
+    (rows, inner), size = x.shape, len(weight)
+    shape = tiling(rows, inner, size, x.itemsize, multiprocessors)
     if shape.block_n == skinny_linear.BLOCK_N:
         return multiply(x, weight, bias, dtype, shape, finished, scales)
     return multiply_large(x, weight, bias, dtype, shape, multiprocessors, scales)
