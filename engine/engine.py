@@ -64,6 +64,7 @@ class Engine:
         self.model_config = model
         self.model_fingerprint = started.model_fingerprint
         self.content_root = started.content_root
+        self.numerics = started.numerics
         self.tokenizer = tokenizer_source(config, started.source)
         """The file or directory that has the tokenizer."""
         self.cache_spec = started.cache_spec

@@ -56,6 +56,8 @@ class TokenCounts:
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that were found in a prefix cache."""
+    numerics_changed: bool = False
+    """As in `AttemptPair`."""
 
 
 class ActiveRequests:
@@ -259,6 +261,7 @@ class ActiveRequest:
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=sum(generation.cached_tokens for generation in self._generations[:: self.body.n]),
+            numerics_changed=any(generation.numerics_changed for generation in self._generations),
         )
 
     def timing(self) -> dict[str, float] | None:

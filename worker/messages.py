@@ -184,6 +184,7 @@ class EngineReady(_Message):
     num_blocks: int
     offload_blocks: int  # of all tiers below the device
     vocabulary_fingerprint: str  # empty if the model has no tokenizer
+    numerics: str = ""  # as in `Started`
 
 
 class Tokens(_Message):

@@ -94,6 +94,10 @@ class Generation:
     def output_ids(self) -> list[int]:
         return self._pair.output_ids
 
+    @property
+    def numerics_changed(self) -> bool:
+        return self._pair.numerics_changed
+
     # ------------------------------------------------------------ starting attempts
 
     def advance(self) -> None:

@@ -5,6 +5,7 @@ or does not fit into shared memory, fails here and not first on a GPU.
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def main() -> None:
         parts,
     )
     from baton.engine.kernels.attention import gather_kv
+    from baton.engine.kernels.exact_linear import ExactLinear
     from baton.engine.kernels.peer_copy import PeerCopy
     from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
@@ -106,6 +108,19 @@ def main() -> None:
         sinks = None if span is None else x[0, :heads]
         plan = kernels.plan(metadata, heads, kv_heads, dtype, span)
         kernels.attention(q, kv, plan, sinks, head_dim**-0.5)
+        if not fp8_kv and dtype is not torch.float32:
+            exact = TritonKernels(torch.device("cpu"), head_dim, exact=True)
+            exact.attention(q, kv, exact.plan(metadata, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
+            long = replace(metadata, num_decodes=0, prefills=[(5000, 5000 + rows)])
+            exact.attention(q, kv, exact.plan(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
+            for tokens, size in itertools.product((1, 64, 128, 256, 1024), (hidden, 16 * hidden)):
+                weight, many = (
+                    torch.zeros(size, hidden, dtype=dtype),
+                    torch.zeros(tokens, hidden, dtype=dtype),
+                )
+                ExactLinear(weight, weight[:, 0].contiguous(), 132)(many)
+                scales = torch.zeros(1, size)
+                exact.fp8_linear(weight.to(FP8), scales, None, dtype)(kernels.quantize(many, grouped=False))
         if isinstance(kv, Fp8KV):
             gather_kv.gather(kv, metadata.block_tables[0], dtype)
         if dtype is not torch.float32:

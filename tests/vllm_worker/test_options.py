@@ -37,6 +37,7 @@ def test_options_have_vllms_names() -> None:
     [
         ({"host_cache_size": 1 << 30, "enable_prefix_caching": True}, "--host-cache-size"),
         ({"ttit_target": 0.1}, "--ttit-target"),
+        ({"batch_invariant": True}, "--batch-invariant"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"quantization": "int4"}, "--quantization int4"),
         ({"device": "cuda:1"}, "--device cuda:1"),

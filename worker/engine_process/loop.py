@@ -336,4 +336,5 @@ def _ready(engine: Engine) -> messages.EngineReady:
         num_blocks=engine.num_blocks,
         offload_blocks=sum(tier.num_places for tier in engine.offload),
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.tokenizer)),
+        numerics=engine.numerics,
     )

@@ -150,11 +150,13 @@ class ChoicesBuilder:
 
     def _usage(self) -> dict[str, Any]:
         used = self._request.usage()
+        changed = {"numerics_changed": True} if used.numerics_changed else {}
         return {
             "prompt_tokens": used.prompt_tokens,
             "completion_tokens": used.completion_tokens,
             "total_tokens": used.prompt_tokens + used.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+            **changed,
         }
 
     def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:
