@@ -76,10 +76,16 @@ def start_rank(
         limits.cache,
         dtype=limits.dtype,
         block_size=limits.block_size,
-        max_num_seqs=config.max_num_seqs,
+        max_sampled_rows=config.max_decode_rows,
         device=device,
         ranks=ranks,
+        ahead=config.ahead,
     )
+    if config.speculative is not None and limits.state_bytes:
+        raise ValueError(
+            f"--speculative-config: {model_config.architecture} has layers with states, which keep no state "
+            "for each draft; leave the flag out"
+        )
     use = _measure(config, runner, limits, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
