@@ -333,5 +333,6 @@ class Engine:
             short=limit.mixed_step(limit.short_seconds),
             long=limit.mixed_step(limit.long_seconds),
             experts=None if (load := self._runner.expert_load) is None else load.read(),
+            speculation=None if scheduler.speculation is None else scheduler.speculation.stats,
             offload=[tier.stats for tier in self.offload],
         )

@@ -193,8 +193,6 @@ class StepLoop:
             if live.phase is Phase.GONE:
                 continue  # the request ended while this step was under way
             right = accepted[first] if count else 0
-            if speculation is not None:
-                speculation.record(live, count, right)
             for row in range(first, first + right + 1):
                 if row in plan.refused:
                     result.refused.append((live.id, plan.refused[row]))
@@ -212,7 +210,10 @@ class StepLoop:
                     result.outputs.append(self.emit(live, position, logprobs.get(row)))
                     if live.phase is Phase.RUNNING:
                         continue
-                break  # the request has ended, so later drafts are no tokens
+                count = right = row - first  # the request has ended, so later drafts are no tokens
+                break
+            if speculation is not None:
+                speculation.record(live, count, right)
 
     def emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
         """Ends the request, or its prefill, if the token at this position says so."""

@@ -8,6 +8,7 @@ step samples before it: drafts change no stream, only its speed (Leviathan 2023,
 
 from collections.abc import Sequence
 
+from baton.engine.api.stats import SpeculationStats
 from baton.engine.core.draft_counts import StepCosts, draft_counts
 from baton.engine.core.drafters import Drafter
 from baton.engine.core.live_request import LiveRequest
@@ -23,21 +24,20 @@ PRIOR = 0.5
 
 
 class Speculation:
-    """Chooses the drafts of each step.
-
-    Attributes:
-        drafts, accepted: tokens since the start.
-        steps: of requests that had drafts, since the start.
-    """
+    """Chooses the drafts of each step, and learns from what became of them."""
 
     def __init__(self, drafter: Drafter, most: int, sizes: Sequence[int]) -> None:
         """`most`: drafts of a request in a step. `sizes`: as in `StepCosts`; the last one is the most tokens
         of a step with drafts."""
         self.drafter = drafter
         self.costs = StepCosts(sizes)
-        self.drafts = self.accepted = self.steps = 0
+        self._steps = self._drafts = self._accepted = 0
         self._most = most
         self._tested = self._right = 0.0  # of all requests, recent ones
+
+    @property
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(self._steps, self._drafts, self._accepted)
 
     def draft(self, plan: Schedule, memory: RequestMemory) -> None:
         """Adds drafts to a step, and notes what comes after drafts. Takes blocks only if they are spare."""
@@ -81,9 +81,9 @@ class Speculation:
         """Learns that the first `accepted` of `count` drafts were right."""
         if not count:
             return
-        self.steps += 1
-        self.drafts += count
-        self.accepted += accepted
+        self._steps += 1
+        self._drafts += count
+        self._accepted += accepted
         tested = accepted + (accepted < count)
         live.tested += tested
         live.accepted += accepted

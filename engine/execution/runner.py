@@ -334,6 +334,8 @@ class ModelRunner:
         token_ids, positions = inputs["token_ids"], inputs["positions"]
         after = inputs["ahead.after"]
         rows = min(len(after), len(token_ids))
+        if self.ahead > 1:
+            self._given.zero_()
         if rows:
             after = after[:rows]
             shift = torch.where(after < 0, 0, self.sampled[after.clamp_min(0), 1])
@@ -346,7 +348,6 @@ class ModelRunner:
             contexts = attention.contexts
             contexts = torch.cat((contexts[:rows] + shift[: len(contexts)].int(), contexts[rows:]))
             attention = replace(attention, slots=slots, contexts=contexts)
-            self._given[1].zero_()
             self._given[1, :rows] = shift
         sampled = self.sampled[(-1 - token_ids).clamp_min(0), 0].clamp_min(0)
         token_ids = torch.where(token_ids < 0, sampled, token_ids)
