@@ -68,18 +68,26 @@ def expected(tiny_engine: MakeEngine, spelled_path: Path) -> dict[bytes, Result]
     return run(tiny_engine(model=str(spelled_path), num_blocks=512), requests_of())
 
 
-@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+ROOMY: dict[str, Any] = {"num_blocks": 512, "speculative": SEVEN}
+CACHED: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "speculative": THREE}
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "wrong"),
     [
-        pytest.param({"num_blocks": 512, "speculative": SEVEN}, id="roomy"),
-        pytest.param({**PREEMPTING, "max_num_batched_tokens": 40, "num_blocks": 24, "speculative": THREE}, id="preemption"),
+        pytest.param(ROOMY, 0.0, id="right"),
+        pytest.param(ROOMY, 0.3, id="some wrong"),
+        pytest.param(ROOMY, 1.0, id="wrong"),
         pytest.param(
-            {"block_size": 2, "num_blocks": 512, "enable_prefix_caching": True, "speculative": THREE},
-            id="prefix cache",
+            {**PREEMPTING, "max_num_batched_tokens": 40, "num_blocks": 24, "speculative": THREE},
+            0.3,
+            id="preemption",
         ),
-        pytest.param({"max_num_seqs": 3, "max_num_batched_tokens": 32, "speculative": SEVEN}, id="few seats"),
+        pytest.param({**CACHED, "num_blocks": 512}, 0.0, id="prefix cache"),
+        pytest.param(
+            {"max_num_seqs": 3, "max_num_batched_tokens": 32, "speculative": SEVEN}, 0.3, id="few seats"
+        ),
     ],
 )
 def test_drafts_change_no_stream(
