@@ -25,20 +25,21 @@ from torch import Tensor
 
 import baton.bench.contract as contract
 from baton.bench.contract import MIN_PAIRS, Report, Row
-from baton.bench.engine.drive import drain, fill, greedy
+from baton.bench.engine.drive import drain, fill
 from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.model import embedded_path
-from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
-from baton.engine.api.config import SpeculativeConfig
+from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig, build_engine
 from baton.engine.core.draft_counts import StepCosts
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.execution.runner import ModelRunner
 
-TEXT = """The harbour of the old town opens to the north. In winter the fishing boats stay inside for weeks, \
-and the men mend their nets in the long sheds behind the church. Every Saturday a small ferry brings letters, \
-flour and newspapers from the mainland. The children wait on the pier, because the captain always has a bag \
-of oranges for them. When the ice breaks in March, the first boat leaves before sunrise."""
+TEXT = (
+    "The harbour of the old town opens to the north. In winter the fishing boats stay inside for weeks, and "
+    "the men mend their nets in the long sheds behind the church. Every Saturday a small ferry brings "
+    "letters, flour and newspapers from the mainland. The children wait on the pier, because the captain "
+    "always has a bag of oranges for them. When the ice breaks in March, the first boat leaves before dawn."
+)
 QUESTIONS = (
     "Write a short story about a fox and a clock.",
     "Explain how a bicycle stays upright.",
@@ -75,14 +76,18 @@ def on_cpu(report: Report, *, short: bool) -> None:
     assert stats is not None
     report.add(Row("speculation.cpu.accepted", stats.accepted / max(1, stats.drafts), "of drafts"))
     exact = [_embedded(speculative, dtype="float32") for speculative in (SpeculativeConfig(), None)]
-    requests = [_request(n, ids, 48, temperature=t) for n, ids in enumerate([copying, *free]) for t in (0.0, 0.8)]
+    requests = [
+        _request(n, ids, 48, temperature=t) for n, ids in enumerate([copying, *free]) for t in (0.0, 0.8)
+    ]
     one, other = (_answers(engine, requests) for engine in exact)
     differ = sum(a != b for mine, its in zip(one, other, strict=True) for a, b in zip(mine, its, strict=True))
     report.add(Row("speculation.cpu.different", differ, f"of {sum(map(len, one))} tokens", goal=0))
 
 
 def _embedded(speculative: SpeculativeConfig | None, **config: Any) -> Engine:
-    return build_engine(EngineConfig(str(embedded_path()), num_blocks=512, speculative=speculative, **config))
+    return build_engine(
+        EngineConfig(str(embedded_path()), num_blocks=512, speculative_config=speculative, **config)
+    )
 
 
 def _request(number: int, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> EngineRequest:
@@ -90,7 +95,9 @@ def _request(number: int, prompt: Sequence[int], max_tokens: int, **sampling: An
     return EngineRequest(number.to_bytes(8) + bytes(f"{sampling}", "utf8"), list(prompt), sampling=params)
 
 
-def _tokens_per_s(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any) -> float:
+def _tokens_per_s(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any
+) -> float:
     """Of each prompt alone, after its first token."""
     seconds = 0.0
     for number, prompt in enumerate(prompts):
@@ -151,30 +158,28 @@ def on_cuda(report: Report, *, short: bool) -> None:
             "enable_prefix_caching": True,  # so that only the first run of a batch computes its prompts
         }  # fmt: skip
         without = build_engine(EngineConfig(str(path), **config))
-        drafting = build_engine(EngineConfig(str(path), **config, speculative=SpeculativeConfig()))
+        drafting = build_engine(EngineConfig(str(path), **config, speculative_config=SpeculativeConfig()))
     speculation = drafting._scheduler.speculation
     assert speculation is not None
     speculation.drafter = _Set(SpeculativeConfig())
     costs = speculation.costs
     for batch in BATCHES:
-        step, speed = GOALS.get(batch, (None, None))
+        step, gain = GOALS.get(batch, (None, None))
         run = partial(_steady, batch=batch, steps=steps)
         share.fill_(0.0)
         if step is not None:
             speculation.costs = _Free(costs.sizes.tolist())
-            forced, plain = contract.interleaved(
-                lambda: run(drafting)[1], lambda: run(without)[1], MIN_PAIRS  # noqa: B023
-            )
+            series = contract.interleaved(partial(run, drafting), partial(run, without), MIN_PAIRS)
+            forced, plain = ([seconds for _, seconds in each] for each in series)
             speculation.costs = costs
             report.add_ratio(
                 f"speculation.cuda.step.b{batch}", forced, "ms", plain, "a token each", scale=1e3, goal=step
             )
-        for kind, accepted, goal in (("accepted", ACCEPTED, speed), ("never", 0.0, NEVER)):
+        for kind, accepted, goal in (("accepted", ACCEPTED, gain), ("never", 0.0, NEVER)):
             share.fill_(accepted)
             run(drafting)
-            ours, theirs = contract.interleaved(
-                lambda: run(drafting)[0], lambda: run(without)[0], pairs  # noqa: B023
-            )
+            series = contract.interleaved(partial(run, drafting), partial(run, without), pairs)
+            ours, theirs = ([speed for speed, _ in each] for each in series)
             report.add_ratio(
                 f"speculation.cuda.{kind}.b{batch}", ours, "tokens/s", theirs, "none",
                 goal=goal, better="higher",

@@ -54,7 +54,7 @@ def build_engine(
 
 def _speculation(config: EngineConfig) -> Speculation | None:
     """None: no token is drafted."""
-    if (wanted := config.speculative) is None:
+    if (wanted := config.speculative_config) is None:
         return None
     return Speculation(
         make_drafter(wanted), wanted.num_speculative_tokens, batch_sizes(config.max_decode_rows)
@@ -333,6 +333,6 @@ class Engine:
             short=limit.mixed_step(limit.short_seconds),
             long=limit.mixed_step(limit.long_seconds),
             experts=None if (load := self._runner.expert_load) is None else load.read(),
-            speculation=None if scheduler.speculation is None else scheduler.speculation.stats,
             offload=[tier.stats for tier in self.offload],
+            speculation=None if scheduler.speculation is None else scheduler.speculation.stats,
         )

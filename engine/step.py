@@ -310,6 +310,8 @@ def _with_drafts(
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 NO_PAIRS = np.zeros((0, 2), dtype=np.int64)
+
+
 def _pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
     return np.array(pairs, dtype=np.int64) if pairs else NO_PAIRS
 

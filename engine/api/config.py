@@ -51,7 +51,9 @@ class SpeculativeConfig:
             if name not in known:
                 raise ValueError(f"--speculative-config: {name!r} is not one of {', '.join(known)}")
             if type(value) is not type(getattr(cls, name)):
-                raise ValueError(f"--speculative-config: {name} must be a {type(getattr(cls, name)).__name__}")
+                raise ValueError(
+                    f"--speculative-config: {name} must be a {type(getattr(cls, name)).__name__}"
+                )
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -118,7 +120,7 @@ class EngineConfig:
     num_threads: int | None = None
     """CPU threads of torch, of all ranks together. None: torch's default, at most the CPUs that
     this process may use."""
-    speculative: SpeculativeConfig | None = None
+    speculative_config: SpeculativeConfig | None = None
     """How tokens are drafted. None: they are not."""
     overlap: bool | None = None
     """Whether a step is launched before the tokens of the step before are known. None: yes on CUDA."""
@@ -133,7 +135,7 @@ class EngineConfig:
     @property
     def ahead(self) -> int:
         """As in `engine.step.arrange`."""
-        return 1 if self.speculative is None else 1 + self.speculative.num_speculative_tokens
+        return 1 if self.speculative_config is None else 1 + self.speculative_config.num_speculative_tokens
 
     @property
     def max_decode_rows(self) -> int:

@@ -102,7 +102,7 @@ class EngineStats:
     only if a prompt would otherwise be late."""
     experts: ExpertStats | None
     """None: a dense model."""
-    speculation: SpeculationStats | None
-    """None: no token is drafted."""
     offload: Sequence[OffloadStats]
     """One entry for each tier below the device."""
+    speculation: SpeculationStats | None = None
+    """None: no token is drafted."""

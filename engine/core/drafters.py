@@ -21,8 +21,8 @@ class Drafter(Protocol):
 class PromptLookup:
     """Finds the last tokens earlier in prompt or output, and proposes what followed there (Saxena 2023).
 
-    It takes the place where most tokens before are the same, up to a limit, and of these the last one. If that
-    is near the end, what followed repeats."""
+    It takes the place where most tokens before are the same, up to a limit, and of these the last one. If
+    that is near the end, what followed repeats."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._most = config.prompt_lookup_max

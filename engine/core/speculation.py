@@ -48,7 +48,9 @@ class Speculation:
             return  # prompts fill the step
         requests = [live for live in plan.chunks if live.num_left == 1]
         limits = [self._limit(live) for live in requests]
-        counts = draft_counts([self._acceptance(live) for live in requests], limits, len(plan.chunks), self.costs)
+        counts = draft_counts(
+            [self._acceptance(live) for live in requests], limits, len(plan.chunks), self.costs
+        )
         for live, count in zip(requests, counts, strict=True):
             if count and memory.has_room_for(live, live.slack + count):
                 self._propose(live, count, plan)

@@ -313,9 +313,7 @@ def _bias(
     return Bias(np.array(rows), np.array(tokens), np.array(values, dtype=np.float32))
 
 
-def _penalties(
-    requests: Sequence[LiveRequest], drafts: Mapping[int, Sequence[int]]
-) -> Penalties | None:
+def _penalties(requests: Sequence[LiveRequest], drafts: Mapping[int, Sequence[int]]) -> Penalties | None:
     rows = [
         row
         for row, live in enumerate(requests)

@@ -171,7 +171,13 @@ class ModelRunner:
         tile = 0 if config.latent else SHORT.tokens(config.num_heads // config.num_kv_heads)
         programs = self._kernels.tile_programs(config.num_kv_heads)
         widths = Widths(
-            self.table_width, config.hidden_size, config.vocab_size, tile, programs, self.chunk_tokens, self.ahead
+            self.table_width,
+            config.hidden_size,
+            config.vocab_size,
+            tile,
+            programs,
+            self.chunk_tokens,
+            self.ahead,
         )
         self._graphs = StepGraphs(
             (self.forward, self.logits, self.choose),
@@ -332,22 +338,22 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """The token ids and positions of the step, and its attention, after what the step before sampled."""
         token_ids, positions = inputs["token_ids"], inputs["positions"]
-        after = inputs["ahead.after"]
-        rows = min(len(after), len(token_ids))
+        rows = 0
         if self.ahead > 1:
-            self._given.zero_()
-        if rows:
-            after = after[:rows]
+            rows = min(len(inputs["ahead.after"]), len(token_ids))
+            after = inputs["ahead.after"][:rows]
             shift = torch.where(after < 0, 0, self.sampled[after.clamp_min(0), 1])
-            chosen = [inputs[f"ahead.{name}"][:rows].gather(1, shift[:, None])[:, 0] for name in ("token_ids", "slots")]
-            token_ids, slots = (
-                torch.cat((torch.where(after < 0, values[:rows], ahead), values[rows:]))
-                for values, ahead in zip((token_ids, attention.slots), chosen, strict=True)
-            )
+
+            def chosen(name: str, values: Tensor) -> Tensor:
+                ahead = inputs[f"ahead.{name}"][:rows].gather(1, shift[:, None])[:, 0]
+                return torch.cat((torch.where(after < 0, values[:rows], ahead), values[rows:]))
+
+            token_ids, slots = chosen("token_ids", token_ids), chosen("slots", attention.slots)
             positions = torch.cat((positions[:rows] + shift, positions[rows:]))
             contexts = attention.contexts
             contexts = torch.cat((contexts[:rows] + shift[: len(contexts)].int(), contexts[rows:]))
             attention = replace(attention, slots=slots, contexts=contexts)
+            self._given.zero_()
             self._given[1, :rows] = shift
         sampled = self.sampled[(-1 - token_ids).clamp_min(0), 0].clamp_min(0)
         token_ids = torch.where(token_ids < 0, sampled, token_ids)

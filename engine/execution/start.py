@@ -81,7 +81,7 @@ def start_rank(
         ranks=ranks,
         ahead=config.ahead,
     )
-    if config.speculative is not None and limits.state_bytes:
+    if config.speculative_config is not None and limits.state_bytes:
         raise ValueError(
             f"--speculative-config: {model_config.architecture} has layers with states, which keep no state "
             "for each draft; leave the flag out"

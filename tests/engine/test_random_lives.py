@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine import Engine, EngineRequest, Output, Reservation, StructuredOutput
-from baton.engine.api.config import SpeculativeConfig
+from baton.engine import Engine, EngineRequest, Output, Reservation, SpeculativeConfig, StructuredOutput
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.kernels import parts
 from baton.engine.step import Step
@@ -224,7 +223,7 @@ class Lives:
                 "max_num_seqs": 5,
                 "max_num_batched_tokens": 40,
                 "enable_prefix_caching": True,
-                "speculative": SpeculativeConfig(),
+                "speculative_config": SpeculativeConfig(),
             },
             id="drafts",
         ),
@@ -249,7 +248,7 @@ def test_random_lives(
     prefill, decode = engine(), engine()
     requests = requests_of()
     expected = run(waits, requests)
-    if "speculative" in config:
+    if "speculative_config" in config:
         for each in (prefill, decode):
             draft_always(each, {key: result.tokens for key, result in expected.items()}, wrong=0.3)
     for _ in range(2):

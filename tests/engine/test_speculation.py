@@ -1,14 +1,12 @@
 """Drafts change no stream: every kind of request, with drafters that are right, wrong and both."""
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.engine import Engine, EngineRequest, StructuredOutput
-from baton.engine.api.config import SpeculativeConfig
-from tests.engine.conftest import MakeEngine, Result, TinyOf, request_of, run
+from baton.engine import EngineRequest, SpeculativeConfig, StructuredOutput
+from tests.engine.conftest import MakeEngine, Result, request_of, run
 from tests.engine.drafting import draft_always
 from tests.engine.mixed_requests import mixed_requests
 from tests.engine.test_engine import PREEMPTING, PROMPT, crowd, without_repeats
@@ -68,8 +66,8 @@ def expected(tiny_engine: MakeEngine, spelled_path: Path) -> dict[bytes, Result]
     return run(tiny_engine(model=str(spelled_path), num_blocks=512), requests_of())
 
 
-ROOMY: dict[str, Any] = {"num_blocks": 512, "speculative": SEVEN}
-CACHED: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "speculative": THREE}
+ROOMY: dict[str, Any] = {"num_blocks": 512, "speculative_config": SEVEN}
+CACHED: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "speculative_config": THREE}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -80,13 +78,15 @@ CACHED: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "specu
         pytest.param(ROOMY, 0.3, id="some wrong"),
         pytest.param(ROOMY, 1.0, id="wrong"),
         pytest.param(
-            {**PREEMPTING, "max_num_batched_tokens": 40, "num_blocks": 24, "speculative": THREE},
+            {**PREEMPTING, "max_num_batched_tokens": 40, "num_blocks": 24, "speculative_config": THREE},
             0.3,
             id="preemption",
         ),
         pytest.param({**CACHED, "num_blocks": 512}, 0.0, id="prefix cache"),
         pytest.param(
-            {"max_num_seqs": 3, "max_num_batched_tokens": 32, "speculative": SEVEN}, 0.3, id="few seats"
+            {"max_num_seqs": 3, "max_num_batched_tokens": 32, "speculative_config": SEVEN},
+            0.3,
+            id="few seats",
         ),
     ],
 )
