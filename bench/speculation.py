@@ -86,7 +86,13 @@ def on_cpu(report: Report, *, short: bool) -> None:
 
 def _embedded(speculative: SpeculativeConfig | None, **config: Any) -> Engine:
     return build_engine(
-        EngineConfig(str(embedded_path()), num_blocks=512, speculative_config=speculative, **config)
+        EngineConfig(
+            str(embedded_path()),
+            num_blocks=512,
+            enable_prefix_caching=True,
+            speculative_config=speculative,
+            **config,
+        )
     )
 
 

@@ -46,14 +46,14 @@ class SpeculativeConfig:
             given = json.loads(text)
         except ValueError as error:
             raise ValueError(f"--speculative-config: {text!r} is not JSON ({error})") from error
-        known = {each.name: each.type for each in fields(cls)}
-        for name, value in given.items() if isinstance(given, dict) else [("", None)]:
+        if not isinstance(given, dict):
+            raise ValueError(f"--speculative-config: {text!r} is not a JSON object")
+        known = {each.name: type(each.default) for each in fields(cls)}
+        for name, value in given.items():
             if name not in known:
                 raise ValueError(f"--speculative-config: {name!r} is not one of {', '.join(known)}")
-            if type(value) is not type(getattr(cls, name)):
-                raise ValueError(
-                    f"--speculative-config: {name} must be a {type(getattr(cls, name)).__name__}"
-                )
+            if type(value) is not known[name]:
+                raise ValueError(f"--speculative-config: {name} must be of type {known[name].__name__}")
         return cls(**given)
 
     def __post_init__(self) -> None:
