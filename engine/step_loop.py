@@ -60,6 +60,7 @@ class StepLoop:
         self._graph_rows = runner.graph_rows
         self._overlap = overlap
         self._pace = Pace()
+        self._landed_at = 0.0  # when the last step was over, as the host saw it
         self._landings = Landings()
         self.landings_fd = self._landings.fd
 
@@ -104,6 +105,7 @@ class StepLoop:
             if not self.flights:
                 self._grammars.wait(GRAMMAR_WAIT)
             return False
+        plan.began = started
         plan.ids = frozenset([live.id for live in plan.chunks])
         self._hooks.computing(plan.ids.union(*(earlier.ids for earlier, _ in self.flights)))
         memory = self._scheduler.memory
@@ -177,7 +179,8 @@ class StepLoop:
         seconds = result.seconds = launched.seconds
         result.prompts = {live.id: positions for live, positions in plan.prompts.items()}
         result.decodes = plan.decodes
-        self._pace.landed(seconds, time.monotonic())
+        landed_at = time.monotonic()
+        self._pace.landed(seconds, landed_at)
         self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds)
         self._hooks.computing(frozenset().union(*(later.ids for later, _ in self.flights)))
         self._scheduler.landed(plan.chunks)
@@ -186,7 +189,8 @@ class StepLoop:
         logprobs = _of_outputs(plan.sampled, launched.logprobs)
         speculation = self._scheduler.speculation
         if speculation is not None and plan.decodes and not plan.prompts:
-            speculation.costs.record(launched.rows, seconds)
+            speculation.costs.record(launched.rows, landed_at - max(plan.began, self._landed_at))
+        self._landed_at = landed_at
         accepted = launched.accepted if plan.drafts else ()
         for live, first, count in plan.requests():
             live.slack -= count

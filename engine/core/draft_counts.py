@@ -11,7 +11,7 @@ brings, and no request gets a draft.
 
 Both are measured. `seconds` is kept for a few numbers of rows, and is a line between two of them. Larger
 numbers that were never tried take no longer, so they are tried. What was measured long ago counts half, so
-that a number which once took long is tried again.
+that a number which once took long is tried again. A step without drafts is measured now and then, too.
 """
 
 from bisect import bisect_left
@@ -54,12 +54,15 @@ class StepCosts:
         average.add(min(seconds, OUTLIER * average.value) if average.value else seconds)
         self._at[index] = self._steps
 
+    def is_known(self, rows: int) -> bool:
+        """Whether a step with so many rows was measured lately."""
+        index = self.index(rows)
+        return index in self._seconds and self._at[index] + OLD_STEPS >= self._steps
+
     def seconds(self, rows: int) -> np.ndarray:
-        """Of a step of each size from that of `rows` on. Only their ratios mean something."""
+        """Of a step of each size from that of `rows` on, which is known."""
         first = self.index(rows)
         known = sorted(self._seconds)
-        if not known:
-            return np.ones(len(self.sizes) - first)
         values = np.array([self._seconds[index].value for index in known])
         base = np.interp(self.sizes[first], self.sizes[known], values)
         old = np.array([self._at[index] + OLD_STEPS < self._steps and index != first for index in known])
@@ -76,7 +79,7 @@ def draft_counts(
     most drafts. `rows`: of the step without drafts."""
     most = max(limits, default=0)
     room = int(costs.sizes[-1]) - rows
-    if most <= 0 or room <= 0:
+    if most <= 0 or room <= 0 or not costs.is_known(rows):
         return [0] * len(limits)
     each = np.arange(1, most + 1)
     gains = np.where(each <= np.array(limits)[:, None], np.array(acceptance)[:, None] ** each, 0.0).ravel()

@@ -56,6 +56,8 @@ class Schedule:
     """Requests that this step admitted from the queue."""
     preempted: list[LiveRequest] = field(default_factory=list)
     """Requests that lost their blocks to others. They are in the queue again, or go back to their sender."""
+    began: float = 0.0
+    """When the host began to launch it."""
     ids: frozenset[bytes] = frozenset()
     """The requests that it computes. This and the rest is known from the launch on."""
     drafts: dict[LiveRequest, Draft] = field(default_factory=dict)

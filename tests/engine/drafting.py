@@ -30,4 +30,5 @@ def draft_always(engine: Engine, answers: Mapping[bytes, Sequence[int]], wrong: 
     assert speculation is not None
     speculation.drafter = Known(answers, wrong)
     costs = speculation.costs
+    costs.is_known = lambda rows: True
     costs.seconds = lambda rows: np.ones(len(costs.sizes) - costs.index(rows))

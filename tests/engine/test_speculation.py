@@ -197,7 +197,7 @@ def test_a_step_has_as_many_drafts_as_give_the_most_tokens_in_a_second() -> None
 
 def test_costs_that_are_not_known_are_tried_and_old_ones_tried_again() -> None:
     costs = StepCosts([1, 2, 4, 8])
-    assert draft_counts([0.3], [7], 1, costs) == [7], "nothing is known"
+    assert draft_counts([0.3], [7], 1, costs) == [0], "a step without drafts comes first"
     for _ in range(2):
         costs.record(1, 1.0)
     assert draft_counts([0.3], [7], 1, costs) == [7]
@@ -207,6 +207,9 @@ def test_costs_that_are_not_known_are_tried_and_old_ones_tried_again() -> None:
     for _ in range(500):
         costs.record(1, 1.0)
     assert draft_counts([0.8], [7], 1, costs) == [3], "it once took long"
+    for _ in range(501):
+        costs.record(4, 1.0)
+    assert draft_counts([0.8], [7], 1, costs) == [0], "a step without drafts comes now and then"
 
 
 def test_a_drafter_that_is_always_wrong_is_asked_rarely(
