@@ -11,7 +11,8 @@ brings, and no request gets a draft.
 
 Both are measured. `seconds` is kept for a few numbers of rows, and is a line between two of them. Larger
 numbers that were never tried take no longer, so they are tried. What was measured long ago counts half, so
-that a number which once took long is tried again. A step without drafts is measured now and then, too.
+that a number which once took long is tried again. A step without drafts is measured now and then, too. More
+rows never take less, so a pause of the process in a step without drafts makes no draft look cheap.
 """
 
 from bisect import bisect_left
@@ -25,6 +26,10 @@ DECAY = 0.8
 """Factor on the weight of a past step with each later step of its rows."""
 OUTLIER = 2.0
 """A step counts as at most this many average ones of its rows."""
+KNOWN_STEPS = 64
+"""After so many steps with drafts, one without is measured again."""
+GAIN = 1.02
+"""Drafts must promise so many times the speed without them, since what they promise is not exact."""
 OLD_STEPS = 500
 """After so many steps, what steps of other rows took counts half."""
 
@@ -57,7 +62,7 @@ class StepCosts:
     def is_known(self, rows: int) -> bool:
         """Whether a step with so many rows was measured lately."""
         index = self.index(rows)
-        return index in self._seconds and self._at[index] + OLD_STEPS >= self._steps
+        return index in self._seconds and self._at[index] + KNOWN_STEPS >= self._steps
 
     def seconds(self, rows: int) -> np.ndarray:
         """Of a step of each size from that of `rows` on, which is known."""
@@ -67,7 +72,7 @@ class StepCosts:
         base = np.interp(self.sizes[first], self.sizes[known], values)
         old = np.array([self._at[index] + OLD_STEPS < self._steps and index != first for index in known])
         values = np.where(old, np.minimum(values, (values + base) / 2), values)
-        return np.interp(self.sizes[first:], self.sizes[known], values)
+        return np.maximum.accumulate(np.interp(self.sizes[first:], self.sizes[known], values))
 
 
 def draft_counts(
@@ -89,7 +94,7 @@ def draft_counts(
     added = np.minimum(sizes - rows, len(order))
     best = int(np.argmax((rows + total[added]) / seconds))
     without = rows / seconds[0]
-    if (rows + total[added[best]]) / seconds[best] <= without:
+    if (rows + total[added[best]]) / seconds[best] <= GAIN * without:
         return [0] * len(limits)
     counts = np.bincount(order[: added[best]] // most, minlength=len(limits))
     return counts.tolist()
