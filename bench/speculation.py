@@ -46,6 +46,8 @@ QUESTIONS = (
     "Explain how a bicycle stays upright.",
     "Describe a market in a mountain village.",
 )
+SHORT, LONG = 64, 96
+"""Tokens of an answer."""
 ACCEPTED = 0.7
 CONTEXT = 1064
 BATCHES = 1, 8, 32, 64, 128, 256
@@ -60,7 +62,7 @@ def on_cpu(report: Report, *, short: bool) -> None:
     tokenizer = load_tokenizer(str(embedded_path()))
     copying = tokenizer.encode(f"{TEXT}\n\n{TEXT}\n\n{TEXT[:60]}")
     free = [tokenizer.encode(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n") for q in QUESTIONS]
-    tokens, pairs = (64, MIN_PAIRS) if short else (96, 9)
+    tokens, pairs = (SHORT, MIN_PAIRS) if short else (LONG, 9)
     with_drafts, without = (_embedded(speculative) for speculative in (SpeculativeConfig(), None))
     for name, prompts, sampling, goal in (
         ("copying", [copying], {"temperature": 0.0}, 1.6),
