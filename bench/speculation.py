@@ -33,7 +33,7 @@ from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, Sp
 from baton.engine.core.draft_counts import StepCosts
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
-from baton.engine.execution.runner import ModelRunner
+from baton.engine.kernels import Kernels
 
 TEXT = (
     "The harbour of the old town opens to the north. In winter the fishing boats stay inside for weeks, and "
@@ -130,7 +130,7 @@ def _answers(engine: Engine, requests: Sequence[EngineRequest]) -> list[list[int
 
 
 class _Set:
-    """A drafter that takes the time of prompt lookup. Its guesses are accepted as `_SetRunner` says."""
+    """A drafter that takes the time of prompt lookup."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._lookup = PromptLookup(config)
@@ -139,25 +139,27 @@ class _Set:
         return self._lookup.propose(live, drafts, count) or [0] * count
 
 
-def _set_acceptance(device: torch.device) -> Tensor:
+def _set_acceptance(device: torch.device, kernels: type[Kernels]) -> Tensor:
     """From now on, engines accept each draft with the probability in the result, whatever it is. Their graphs
     read it, so it may change later."""
     share = torch.zeros((), device=device)
     count = torch.zeros((), dtype=torch.int64, device=device)
 
-    def accepted(self: ModelRunner, tokens: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:
+    def accepted(tokens: Tensor, rows: Tensor, drafts: Tensor, given: Tensor) -> Tensor:
         index = torch.arange(len(tokens), device=device)
         count.add_(1)
         random = ((count * 7919 + index) * 2654435761 % 4294967291) * 40503 % 65521 / 65521.0
         wrong = torch.where((drafts > 0) & (random < share), len(tokens), index)
         return wrong.flip(0).cummin(0).values.flip(0) - index
 
-    ModelRunner._accepted = accepted  # type: ignore[method-assign]
+    kernels.accepted = staticmethod(accepted)
     return share
 
 
 def on_cuda(report: Report, *, short: bool) -> None:
-    share = _set_acceptance(torch.device("cuda"))
+    from baton.engine.kernels.triton_kernels import TritonKernels
+
+    share = _set_acceptance(torch.device("cuda"), TritonKernels)
     steps, pairs = (32, MIN_PAIRS) if short else (128, 7)
     with tempfile.TemporaryDirectory() as name:
         path = write_shape(DENSE, Path(name))

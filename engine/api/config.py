@@ -140,7 +140,8 @@ class EngineConfig:
     @property
     def max_decode_rows(self) -> int:
         """Most tokens of a step without prompts, drafts included."""
-        return max(self.max_num_seqs, min(SPECULATIVE_ROWS, self.max_num_seqs * self.ahead))
+        most = min(SPECULATIVE_ROWS, self.max_num_batched_tokens, self.max_num_seqs * self.ahead)
+        return max(self.max_num_seqs, most)
 
     @property
     def offload_sizes(self) -> dict[Tier, int]:
@@ -181,9 +182,9 @@ class EngineConfig:
         require("ttit_target", self.ttit_target is None or self.ttit_target > 0, "must be a time above 0")
         require(
             "max_num_batched_tokens",
-            self.max_num_batched_tokens >= self.max_decode_rows,
-            f"a step decodes one token of each running request, and its drafts; raise it to at least "
-            f"{self.max_decode_rows}, or lower --max-num-seqs ({self.max_num_seqs})",
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"a step decodes one token of each running request; raise it to at least --max-num-seqs "
+            f"({self.max_num_seqs}), or lower --max-num-seqs",
         )
 
 

@@ -26,6 +26,7 @@ from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_l
 from baton.engine.kernels import KV, HeadNorm, Kernels, LatentHeads, LayerState, StateLayer
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
+from baton.engine.kernels.sampling.drafts import Inputs as DraftInputs
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
@@ -338,27 +339,14 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """The token ids and positions of the step, and its attention, after what the step before sampled."""
         token_ids, positions = inputs["token_ids"], inputs["positions"]
-        rows = 0
-        if self.ahead > 1:
-            rows = min(len(inputs["ahead.after"]), len(token_ids))
-            after = inputs["ahead.after"][:rows]
-            shift = torch.where(after < 0, 0, self.sampled[after.clamp_min(0), 1])
-
-            def chosen(name: str, values: Tensor) -> Tensor:
-                ahead = inputs[f"ahead.{name}"][:rows].gather(1, shift[:, None])[:, 0]
-                return torch.cat((torch.where(after < 0, values[:rows], ahead), values[rows:]))
-
-            token_ids, slots = chosen("token_ids", token_ids), chosen("slots", attention.slots)
-            positions = torch.cat((positions[:rows] + shift, positions[rows:]))
-            contexts = attention.contexts
-            contexts = torch.cat((contexts[:rows] + shift[: len(contexts)].int(), contexts[rows:]))
-            attention = replace(attention, slots=slots, contexts=contexts)
-            self._given.zero_()
-            self._given[1, :rows] = shift
-        sampled = self.sampled[(-1 - token_ids).clamp_min(0), 0].clamp_min(0)
-        token_ids = torch.where(token_ids < 0, sampled, token_ids)
-        self._given[0, :rows] = token_ids[:rows]
-        return token_ids, positions, attention
+        if self.ahead == 1:
+            sampled = self.sampled[(-1 - token_ids).clamp_min(0), 0].clamp_min(0)
+            return torch.where(token_ids < 0, sampled, token_ids), positions, attention
+        after, ids, slots = (inputs[f"ahead.{name}"] for name in ("after", "token_ids", "slots"))
+        known = DraftInputs(token_ids, positions, attention.slots, attention.contexts)
+        found = self._kernels.follow(known, after, ids, slots, self.sampled, self._given)
+        attention = replace(attention, slots=found.slots, contexts=found.contexts)
+        return found.token_ids, found.positions, attention
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocabulary], in the model's dtype."""
@@ -380,17 +368,11 @@ class ModelRunner:
         tokens = choose(adjusted, logits, variant, draws, self._kernels)
         self.sampled[: len(rows), 0] = tokens
         if self.ahead > 1:
-            self.sampled[: len(rows), 1] = self._accepted(tokens, rows, inputs["ahead.drafts"])
+            self.sampled[: len(rows), 1] = self._kernels.accepted(
+                tokens, rows, inputs["ahead.drafts"], self._given
+            )
 
     def _keys(self, keys: Tensor, rows: Tensor) -> Tensor:
         """The keys of these sampled rows, of `Ahead.keys`."""
         shift = self._given[1, rows.clamp_max(self._given.shape[1] - 1)]
         return keys.gather(1, shift[:, None])[:, 0]
-
-    def _accepted(self, tokens: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:
-        """For each sampled row, how many drafts after it are right, all from the first one on."""
-        given = self._given[0]
-        following = given[(rows + 1).clamp_max(len(given) - 1)]
-        index = torch.arange(len(tokens), device=tokens.device)
-        wrong = torch.where((drafts > 0) & (tokens == following), len(tokens), index)
-        return wrong.flip(0).cummin(0).values.flip(0) - index

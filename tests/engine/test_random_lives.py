@@ -221,7 +221,7 @@ class Lives:
             {
                 "num_blocks": 26,
                 "max_num_seqs": 5,
-                "max_num_batched_tokens": 40,
+                "max_num_batched_tokens": 24,
                 "enable_prefix_caching": True,
                 "speculative_config": SpeculativeConfig(),
             },

@@ -82,7 +82,7 @@ CACHED: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "specu
         pytest.param(ROOMY, 0.3, id="some wrong"),
         pytest.param(ROOMY, 1.0, id="wrong"),
         pytest.param(
-            {**PREEMPTING, "max_num_batched_tokens": 40, "num_blocks": 24, "speculative_config": THREE},
+            {**PREEMPTING, "num_blocks": 24, "speculative_config": THREE},
             0.3,
             id="preemption",
         ),
