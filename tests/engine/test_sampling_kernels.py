@@ -181,7 +181,8 @@ def test_what_follows_drafts(triton_kernels: Kernels, kernel_device: str, seed: 
 
     given, ours = torch.full((2, most + 1), 7), torch.full((2, most + 1), 7, device=kernel_device)
     expected = drafts.follow(inputs, *arrays, given)
-    found = triton_kernels.follow(drafts.Inputs(*moved(inputs)), *moved(arrays), ours)
+    after, token_ids, slots, sampled = moved(arrays)
+    found = triton_kernels.follow(drafts.Inputs(*moved(inputs)), after, token_ids, slots, sampled, ours)
     for mine, other in zip(found, expected, strict=True):
         assert mine.cpu().equal(other)
         assert mine.dtype == other.dtype
