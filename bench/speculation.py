@@ -173,21 +173,22 @@ def on_cuda(report: Report, *, short: bool) -> None:
     speculation = drafting._scheduler.speculation
     assert speculation is not None
     speculation.drafter = _Set(SpeculativeConfig())
-    costs = speculation.costs
+    costs, acceptance = speculation.costs, speculation._acceptance
     for batch in BATCHES:
         step, gain = GOALS.get(batch, (None, None))
         run = partial(_steady, batch=batch, steps=steps)
         share.fill_(0.0)
         if step is not None:
-            speculation.costs = _Free(costs.sizes.tolist())
+            speculation.costs, speculation._acceptance = _Free(costs.sizes.tolist()), lambda live: 1.0
             series = contract.interleaved(partial(run, drafting), partial(run, without), MIN_PAIRS)
             forced, plain = ([seconds for _, seconds in each] for each in series)
-            speculation.costs = costs
+            speculation.costs, speculation._acceptance = costs, acceptance
             report.add_ratio(
                 f"speculation.cuda.step.b{batch}", forced, "ms", plain, "a token each", scale=1e3, goal=step
             )
         for kind, accepted, goal in (("accepted", ACCEPTED, gain), ("never", 0.0, NEVER)):
             share.fill_(accepted)
+            speculation._tested = speculation._right = 0.0  # of another workload
             run(drafting)
             series = contract.interleaved(partial(run, drafting), partial(run, without), pairs)
             ours, theirs = ([speed for speed, _ in each] for each in series)

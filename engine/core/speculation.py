@@ -17,7 +17,7 @@ from baton.engine.core.step_builder import Schedule
 from baton.engine.step import Draft
 
 FORGET = 0.98
-"""Factor on the weight of what a request's drafts were, with each later step. So one without drafts gets some
+"""Factor on the weight of what became of drafts, with each later step. So a request without drafts gets some
 again."""
 PRIOR = 0.5
 """Acceptance of a drafter of which nothing is known."""
@@ -46,6 +46,8 @@ class Speculation:
                 plan.drafts[live] = Draft((), 0, live.slack, live.row)
         if plan.prompts or plan.preempted:
             return  # prompts fill the step
+        self._tested *= FORGET
+        self._right *= FORGET
         requests = [live for live in plan.chunks if live.num_left == 1]
         limits = [self._limit(live) for live in requests]
         counts = draft_counts(
@@ -89,5 +91,5 @@ class Speculation:
         tested = accepted + (accepted < count)
         live.tested += tested
         live.accepted += accepted
-        self._tested = FORGET * self._tested + tested
-        self._right = FORGET * self._right + accepted
+        self._tested += tested
+        self._right += accepted

@@ -212,7 +212,7 @@ def test_costs_that_are_not_known_are_tried_and_old_ones_tried_again() -> None:
     assert draft_counts([0.8], [7], 1, costs) == [0], "a step without drafts comes now and then"
 
 
-def test_a_drafter_that_is_always_wrong_is_asked_rarely(
+def test_a_drafter_that_was_always_wrong_is_asked_rarely_and_again_when_it_is_right(
     tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each draft costs a tenth of a step."""
@@ -224,4 +224,11 @@ def test_a_drafter_that_is_always_wrong_is_asked_rarely(
     speculation.costs = costs_of([1.0, 1.1, 1.3, 1.7, 2, 3])
     monkeypatch.setattr(speculation.costs, "record", lambda rows, seconds: None)
     assert len(run(engine, [request])[request.id].tokens) == 200
-    assert 0 < speculation.stats.drafts < 40
+    wrong = speculation.stats.drafts
+    assert 0 < wrong < 40
+    other = request_of(2, PROMPT, max_tokens=200, ignore_eos=True, temperature=1.0)
+    draft_always(engine, answers_of(run(tiny_engine(), [other])), 0.0)
+    speculation.costs = costs_of([1.0, 1.1, 1.3, 1.7, 2, 3])
+    monkeypatch.setattr(speculation.costs, "record", lambda rows, seconds: None)
+    run(engine, [other])
+    assert speculation.stats.accepted > 100, "it is asked again"
