@@ -11,7 +11,7 @@ from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, O
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP, ChunkLimit
-from baton.engine.core.drafters import make_drafter
+from baton.engine.core.drafters import DRAFTERS
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
 from baton.engine.core.prefix_cache import PrefixCache
@@ -56,9 +56,8 @@ def _speculation(config: EngineConfig) -> Speculation | None:
     """None: no token is drafted."""
     if (wanted := config.speculative_config) is None:
         return None
-    return Speculation(
-        make_drafter(wanted), wanted.num_speculative_tokens, batch_sizes(config.max_decode_rows)
-    )
+    drafter = DRAFTERS[wanted.method](wanted)
+    return Speculation(drafter, wanted.num_speculative_tokens, batch_sizes(config.max_decode_rows))
 
 
 class Engine:

@@ -18,6 +18,8 @@ AT_LEAST_ONE = (
 )  # fmt: skip
 
 
+METHODS = ("ngram",)
+"""The keys of `engine.core.drafters.DRAFTERS`."""
 MOST_DRAFTS = 7
 """More queries of a request would read their KV in another way."""
 MOST_LOOKUP = 32
@@ -31,7 +33,7 @@ class SpeculativeConfig:
     """How the next tokens of requests are drafted. Names follow vLLM. Raises `ValueError`."""
 
     method: str = "ngram"
-    """A key of `engine.core.drafters.DRAFTERS`."""
+    """One of `METHODS`."""
     num_speculative_tokens: int = 3
     """Most drafts of a request in a step."""
     prompt_lookup_max: int = 4
@@ -57,6 +59,10 @@ class SpeculativeConfig:
         return cls(**given)
 
     def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(
+                f"--speculative-config: method {self.method!r} is not one of {', '.join(METHODS)}"
+            )
         for name, least, most in (
             ("num_speculative_tokens", 1, MOST_DRAFTS),
             ("prompt_lookup_min", 1, self.prompt_lookup_max),

@@ -49,12 +49,3 @@ class PromptLookup:
 
 DRAFTERS: Mapping[str, Callable[[SpeculativeConfig], Drafter]] = {"ngram": PromptLookup}
 """By `SpeculativeConfig.method`."""
-
-
-def make_drafter(config: SpeculativeConfig) -> Drafter:
-    """Raises `ValueError` if the method is unknown."""
-    if config.method not in DRAFTERS:
-        raise ValueError(
-            f"--speculative-config: method {config.method!r} is not supported ({', '.join(DRAFTERS)} are)"
-        )
-    return DRAFTERS[config.method](config)

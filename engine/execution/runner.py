@@ -274,7 +274,7 @@ class ModelRunner:
             assert inputs is not None
             adjusted = logits if adjustments is None else adjust(logits, adjustments, self.sampled[:, 0])
             self.choose(logits, launched.variant, inputs, adjusted)
-        launched.sampled = to_host(self.sampled[:rows].clone())
+        launched.sampled = to_host(self.sampled[:rows])
         if adjustments is not None:
             launched.logprobs = top_logprobs(logits, self.sampled[:rows, 0], adjustments)
 

@@ -64,6 +64,11 @@ def start_rank(
     checkpoint = open_checkpoint(config, device)
     weight_format = choose_format(config, checkpoint.config, device)
     limits = choose_limits(config, checkpoint.config, weight_format, device, ranks)
+    if config.speculative_config is not None and limits.state_bytes:
+        raise ValueError(
+            f"--speculative-config: {checkpoint.config.architecture} has layers with states, which keep no "
+            "state for each draft; leave the flag out"
+        )
     with memory_for("the weights", "choose a smaller --model"):
         model, fingerprint = load_model(
             checkpoint, limits.max_model_len, limits.dtype, device, progress, weight_format, ranks
@@ -81,11 +86,6 @@ def start_rank(
         ranks=ranks,
         ahead=config.ahead,
     )
-    if config.speculative_config is not None and limits.state_bytes:
-        raise ValueError(
-            f"--speculative-config: {model_config.architecture} has layers with states, which keep no state "
-            "for each draft; leave the flag out"
-        )
     use = _measure(config, runner, limits, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):

@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine import EngineRequest, SpeculativeConfig, StructuredOutput
 from baton.engine.core.draft_counts import StepCosts, draft_counts
-from baton.engine.core.drafters import PromptLookup, make_drafter
+from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
 from tests.engine.conftest import MakeEngine, Result, TinyOf, request_of, run
 from tests.engine.drafting import draft_always
@@ -169,12 +169,12 @@ def test_prompt_lookup() -> None:
         ('{"num_speculative_tokens": "3"}', "num_speculative_tokens must be of type int"),
         ('{"num_speculative_tokens": 8}', "num_speculative_tokens is 8; choose 1 to 7"),
         ('{"prompt_lookup_max": 2, "prompt_lookup_min": 3}', "prompt_lookup_min is 3; choose 1 to 2"),
-        ('{"method": "medusa"}', r"method 'medusa' is not supported \(ngram are\)"),
+        ('{"method": "medusa"}', "method 'medusa' is not one of ngram"),
     ],
 )
 def test_wrong_configurations(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_drafter(SpeculativeConfig.of(text))
+        SpeculativeConfig.of(text)
 
 
 def costs_of(seconds: Sequence[float], sizes: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> StepCosts:
