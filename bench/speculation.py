@@ -60,7 +60,7 @@ def on_cpu(report: Report, *, short: bool) -> None:
     from baton.router.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(embedded_path()))
-    copying = tokenizer.encode(f"{TEXT}\n\n{TEXT}\n\n{TEXT[:60]}")
+    copying = tokenizer.encode(f"{TEXT}\n\n" * 4 + TEXT[:100])
     free = [tokenizer.encode(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n") for q in QUESTIONS]
     tokens, pairs = (SHORT, MIN_PAIRS) if short else (LONG, 9)
     with_drafts, without = (_embedded(speculative) for speculative in (SpeculativeConfig(), None))
