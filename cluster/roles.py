@@ -49,7 +49,7 @@ def worker_config(
     from baton.cluster.gpus import default_device, gpu_gib
     from baton.cluster.options.optimize import choose
     from baton.cluster.options.parameters import size_in_bytes
-    from baton.engine import EngineConfig
+    from baton.engine import EngineConfig, SpeculativeConfig
     from baton.kv_transfer.config import TransferDeadlines
     from baton.worker.config import WorkerConfig
 
@@ -68,6 +68,7 @@ def worker_config(
         disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
         ttit_target=given.engine.ttit_target and given.engine.ttit_target / 1000,
         ttit_target_steps=chosen.target_steps,
+        speculative_config=(drafts := given.engine.speculative_config) and SpeculativeConfig.of(drafts),
     )
     return _configured(
         WorkerConfig,

@@ -60,6 +60,8 @@ def engine_args(engine: EngineConfig, more: str) -> tuple[str, ...]:
     for name in _MEANINGLESS:
         if getattr(engine, name):
             raise ValueError(f"{_flag(name)}: has no meaning with --engine vllm; leave it out")
+    if engine.speculative_config is not None:
+        raise ValueError("--speculative-config: is of Baton's own engine; leave it out with --engine vllm")
     if engine.kv_cache_dtype != "auto":
         raise ValueError(f"--kv-cache-dtype {engine.kv_cache_dtype}: --engine vllm supports only auto")
     if engine.quantization not in ("auto", "fp8"):

@@ -49,6 +49,7 @@ from baton.engine.kernels.quantized.reference import (
     quantize,
     rounded,
 )
+from baton.engine.kernels.sampling import drafts
 from baton.engine.kernels.sampling.reference import SMALLEST_TEMPERATURE, draw, greedy, thresholds
 from baton.engine.kernels.state import gated_delta, mamba2
 from baton.engine.kernels.state.gated_delta import GatedDelta
@@ -102,6 +103,8 @@ class Kernels:
     greedy = staticmethod(greedy)
     draw = staticmethod(draw)
     thresholds = staticmethod(thresholds)
+    follow = staticmethod(drafts.follow)
+    accepted = staticmethod(drafts.accepted)
 
     def add_rms_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, grouped: bool | None = None

@@ -35,7 +35,7 @@ from baton.engine.kernels.moe.combine import combine
 from baton.engine.kernels.moe.grouped_linear import grouped_linear
 from baton.engine.kernels.moe.shuffle import shuffle
 from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
-from baton.engine.kernels.sampling import race
+from baton.engine.kernels.sampling import draft_kernels, race
 from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
 from baton.engine.kernels.state.plan import TritonStatePlan, chunk_tokens, plan_states
@@ -75,6 +75,8 @@ class TritonKernels(Kernels):
     chunk_tokens = staticmethod(chunk_tokens)
     greedy = staticmethod(race.greedy)
     draw = staticmethod(race.draw)
+    follow = staticmethod(draft_kernels.follow)
+    accepted = staticmethod(draft_kernels.accepted)
 
     def __init__(self, device: torch.device, head_dim: int, *, exact: bool = False) -> None:
         if head_dim not in HEAD_DIMS:

@@ -45,7 +45,7 @@ from tests.mooncake import libraries
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
-ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse", "vllm")
+ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse", "speculation", "vllm")
 ON_CPU = ("chaos", "router", "routing_sim", "store")
 ELSEWHERE = {
     "load": "tests/bench/test_cli.py",
@@ -167,6 +167,19 @@ def test_runs_engine(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(on_cpu, "FORMAT_PROMPT_TOKENS", 16)
     rows = run("engine", "--short")
     assert {"engine.cpu.default.ttft", "engine.cpu.vs_transformers.b16"} <= {*rows}
+
+
+def test_runs_speculation(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.bench import speculation
+
+    monkeypatch.setattr(contract, "gpus", list)
+    monkeypatch.setattr(speculation, "embedded_path", lambda: checkpoint)
+    monkeypatch.setattr(speculation, "SHORT", 4)
+    for module in (contract, speculation):
+        monkeypatch.setattr(module, "MIN_PAIRS", 1)
+    rows = run("speculation", "--short")
+    assert rows["speculation.cpu.different"] == 0
+    assert {"speculation.cpu.copying", "speculation.cpu.free"} <= {*rows}
 
 
 def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(

@@ -64,7 +64,7 @@ def main() -> None:
     from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
     from baton.engine.kernels.quantized.reference import four_bits, of_experts
-    from baton.engine.kernels.sampling import race
+    from baton.engine.kernels.sampling import draft_kernels, drafts, race
     from baton.engine.kernels.sampling.thresholds import thresholds
     from baton.engine.kernels.skinny_linear import SkinnyLinear
     from baton.engine.kernels.sum_norm import SumNorm
@@ -278,6 +278,10 @@ def main() -> None:
     race.greedy(logits.bfloat16())
     race.draw(logits, limit, whole)
     race.draw(logits, limit, whole, logits, thresholds(logits, whole, limit, limit))
+    ids = torch.zeros(16, dtype=torch.int64)
+    columns, given = torch.zeros((16, 4), dtype=torch.int64), torch.zeros((2, 17), dtype=torch.int64)
+    draft_kernels.follow(drafts.Inputs(ids, ids, ids, ids.int()), ids, columns, columns, columns, given)
+    draft_kernels.accepted(ids, ids, ids, given)
 
 
 if __name__ == "__main__":

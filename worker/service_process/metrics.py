@@ -188,6 +188,12 @@ class Metrics(Collector):
             yield from self._of_experts(stats.experts)
         if stats.offload:
             yield from self._of_offload(stats.offload)
+        if (drafts := stats.speculation) is not None:
+            text = "Steps of requests that had drafts."
+            yield counter("vllm:spec_decode_num_drafts", text, drafts.steps)
+            yield counter("vllm:spec_decode_num_draft_tokens", "Drafts of tokens.", drafts.drafts)
+            text = "Drafts that became tokens."
+            yield counter("vllm:spec_decode_num_accepted_tokens", text, drafts.accepted)
         text = "Prompt tokens that this worker prefilled."
         yield counter("vllm:prompt_tokens", text, counts.prompt_tokens)
         known, fetched = counts.prompt_tokens_cached, counts.prompt_tokens_fetched
