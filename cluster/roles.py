@@ -101,9 +101,9 @@ def _engine_args(given: EngineOptions, engine: EngineConfig) -> tuple[str, ...] 
         if given.vllm_args or given.vllm_untested:
             raise ValueError("--vllm-args and --vllm-untested: need --engine vllm")
         return None
-    from baton.vllm_worker import options
+    from baton.vllm_worker import options, version
 
-    options.check_version(untested=given.vllm_untested)
+    version.check_version(untested=given.vllm_untested)
     return options.engine_args(engine, given.vllm_args)
 
 

@@ -14,7 +14,7 @@ Let b be the block size and c the number of leading chunks of a prompt that rout
 The engine uses the full blocks of these tokens that end before the last position of the prompt.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from baton.content import Tier, hint
 from baton.engine import CachedBlock
@@ -36,12 +36,16 @@ class CachedChunks:
 
     def cached(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
-            chunks = [hint(name) for name in block.chunks]
-            if chunks:
-                self._chunks_of[block.name] = chunks
-                self._tier_of[block.name] = Tier.DEVICE
-            for chunk in chunks:
-                self._change(chunk, None, Tier.DEVICE)
+            self.add(block.name, block.chunks)
+
+    def add(self, block: bytes, names: Sequence[bytes]) -> None:
+        """A block has entered the cache, in which the chunks with these names end."""
+        chunks = [hint(name) for name in names]
+        if chunks:
+            self._chunks_of[block] = chunks
+            self._tier_of[block] = Tier.DEVICE
+        for chunk in chunks:
+            self._change(chunk, None, Tier.DEVICE)
 
     def moved(self, name: bytes, tier: Tier) -> None:
         if (chunks := self._chunks_of.get(name)) is not None:
