@@ -255,6 +255,8 @@ def longest_stalls(url: str, requests: dict[str, tuple[str, bytes]], repeats: in
             for name, (path, body) in requests.items():
                 watch.longest.value = 0.0
                 _send(url + path, body)
+                while not watch.longest.value:  # a stall may still go on
+                    time.sleep(_PAUSE_S)
                 found[name].append(1e3 * watch.longest.value)
     return found
 
