@@ -128,14 +128,15 @@ class ConnectorLink:
                 continue
             said = msgspec.msgpack.decode(await loop.sock_recv(connector, _MOST_BYTES), type=Attach)
             arenas = self._arenas[said.rank]
-            # The channels must show the end of the process that uses them, so no other one keeps them open.
             socket.send_fds(connector, [_encode(arenas)], [*arenas.fds, self._heartbeat_fd])
-            for fd in arenas.fds:
-                os.close(fd)
             self._channels[said.rank] = Channel(connector, FromConnector, self._blocked)
             if said.rank == 0:
                 first = said
         self._listener.close()
+        # The channels must show the end of the process that uses them, so no other one keeps them open. Ranks
+        # share the memory.
+        for fd in {fd for arenas in self._arenas for fd in arenas.fds}:
+            os.close(fd)
         assert first is not None, "each rank has attached"
         return first
 
