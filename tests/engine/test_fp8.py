@@ -164,9 +164,14 @@ def test_tokens_of_models_with_latents_are_those_of_the_dequantized_one(
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     engine = engine_of(tmp_path)
     assert all(len(answer) == 10 for answer in tokens(engine, prompts))
-    attention = engine._runner.model.layers[0].mixer
-    exact = reference.model.layers[0].self_attn.kv_b_proj.weight
-    torch.testing.assert_close(attention.heads.up.flatten(0, 1), exact.detach())
+    heads = engine._runner.model.layers[0].mixer.heads
+    value_dim, rank = heads.values.shape[1:]
+    exact = (
+        reference.model.layers[0].self_attn.kv_b_proj.weight.detach().unflatten(0, (len(heads.values), -1))
+    )
+    nope = exact.shape[1] - value_dim
+    torch.testing.assert_close(heads.keys[:, :nope, :rank], exact[:, :nope])
+    torch.testing.assert_close(heads.values, exact[:, nope:])
 
 
 def test_quantizing_on_load(tmp_path: Path, prompts: list[list[int]]) -> None:
