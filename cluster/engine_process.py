@@ -29,8 +29,10 @@ def run(config: EngineProcessConfig) -> int:
         fetches = PrefixFetches(
             engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace
         )
-        prefill = PrefillRole(parts, engine, sink, fetches)
-        decode = DecodeRole(parts, engine, receiver, fetches, prefill.take, prefill.let_go)
+        prefill = PrefillRole(parts, engine, sink, receiver, fetches)
+        decode = DecodeRole(
+            parts, engine, receiver, fetches, prefill.take, prefill.let_go, prefill.fetched
+        )
         return engine, (prefill, decode)
 
     return loop.run(config, build)

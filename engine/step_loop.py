@@ -191,7 +191,8 @@ class StepLoop:
                 self._leave_batch(live)
             else:
                 position = live.learn(token)
-                self._scheduler.memory.publish(live, position)
+                if not live.unverified:
+                    self._scheduler.memory.publish(live, position)
                 result.outputs.append(self.emit(live, position, logprobs.get(row)))
 
     def emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:

@@ -33,6 +33,7 @@ from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.spawn import TransferStats, spawn_transfer
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import (
+    Began,
     Closed,
     ContentWanted,
     FetchFailed,
@@ -46,6 +47,7 @@ __all__ = [
     "Arena",
     "ArenaEnd",
     "Arenas",
+    "Began",
     "Closed",
     "ContentWanted",
     "FetchFailed",

@@ -1,0 +1,141 @@
+"""Prompts that several workers compute at the same time: real workers, driven as a router would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from baton.rpc import worker_pb2 as pb
+from tests.cluster_helpers import (
+    WorkerProcess,
+    WorkerStream,
+    assert_whole,
+    attached,
+    metrics,
+    request,
+    sampling,
+    side_by_side,
+)
+
+PARAMS = sampling(max_tokens=8, ignore_eos=True)
+ENGINE: dict[str, Any] = {
+    "load_format": "dummy",
+    "num_blocks": 200,
+    "block_size": 16,
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": True,
+}
+Workers = Sequence[WorkerProcess]
+
+
+@dataclass
+class Submitted:
+    """A shared prompt: the id of each worker's part, and the decode."""
+
+    parts: dict[int, bytes]
+    final: int
+    decode_id: bytes
+
+
+class Streams(list[WorkerStream]):
+    """A router's streams to the workers, by number."""
+
+    def __init__(self, workers: Workers, streams: Sequence[WorkerStream]) -> None:
+        super().__init__(streams)
+        self.workers = workers
+
+    def source(self, worker: int, prefill_id: bytes) -> pb.PrefillSource:
+        ready = self.workers[worker].ready
+        return pb.PrefillSource(
+            prefill_id=prefill_id, kv_address=ready["kv_address"], incarnation=ready["incarnation"]
+        )
+
+    async def share(self, token_ids: Sequence[int], plan: Sequence[tuple[int, int]], decode: int) -> Submitted:
+        """`plan`: the worker of each range, and its end. `decode`: the worker that decodes."""
+        parts = {worker: os.urandom(16) for worker, _ in plan}
+        starts = [0, *(stop for _, stop in plan)]
+        ranges = [
+            pb.PlanRange(
+                prefill_id=parts[worker],
+                kv_address=self.workers[worker].ready["kv_address"],
+                incarnation=self.workers[worker].ready["incarnation"],
+                start=start,
+                stop=stop,
+            )
+            for start, (worker, stop) in zip(starts, plan, strict=False)
+        ]
+        for worker, prefill_id in parts.items():
+            end = max(stop for of, stop in plan if of == worker)
+            asked = request(token_ids[:end], PARAMS)
+            submit = pb.SubmitPrefill(prefill_id=prefill_id, request=asked, handover=True, plan=ranges)
+            await self[worker].send(prefill=submit)
+        final = plan[-1][0]
+        source = self.source(final, parts[final])
+        decode_id = await self[decode].submit_decode(request(token_ids, PARAMS), source)
+        return Submitted(parts, final, decode_id)
+
+    async def answer(self, asked: Submitted, decode: int) -> list[int]:
+        first, _ = await self[asked.final].token(asked.parts[asked.final])
+        await self[decode].reserved(asked.decode_id)
+        tokens = [token.token_id for token, _ in await self[decode].tokens(asked.decode_id)]
+        assert tokens[0] == first.token_id
+        return tokens
+
+    async def alone(self, token_ids: Sequence[int]) -> list[int]:
+        """What one worker gives that never has a part of such a prompt in its cache."""
+        asked = request(token_ids, PARAMS)
+        asked.cache_salt = os.urandom(8)
+        decode_id = await self[-1].reserve(asked)
+        return [token.token_id for token, _ in await self[-1].tokens(decode_id)]
+
+
+@pytest.fixture(scope="module", params=["tcp", "auto"])
+def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Three that share prompts, and one that never does."""
+    roles = dict(enumerate(("prefill", "prefill", "decode", "decode")))
+    given = {
+        number: {"role": role, "index": number, "engine": ENGINE, "kv_connector": request.param}
+        for number, role in roles.items()
+    }
+    with side_by_side(tmp_path_factory.mktemp("parts"), given) as started:
+        yield [started[number].wait_ready() for number in roles]
+
+
+@pytest.fixture
+async def streams(workers: Workers) -> AsyncIterator[Streams]:
+    async with AsyncExitStack() as stack:
+        yield Streams(workers, [await stack.enter_async_context(attached(worker)) for worker in workers])
+        await assert_whole(*workers)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(500), k=length)
+
+
+@pytest.mark.parametrize(
+    ("plan", "decode"),
+    [
+        pytest.param([(0, 300)], 2, id="one range"),
+        pytest.param([(0, 192), (1, 300)], 2, id="two workers"),
+        pytest.param([(0, 192), (2, 300)], 2, id="the last range at the decode worker"),
+        pytest.param([(0, 128), (1, 192), (2, 300)], 2, id="three workers"),
+        pytest.param([(0, 64), (1, 128), (0, 192), (1, 300)], 2, id="in turns"),
+        pytest.param([(1, 64), (0, 128), (2, 192), (1, 256), (0, 320), (2, 391)], 2, id="three in turns"),
+        pytest.param([(0, 64), (1, 1000)], 2, id="a range of several steps"),
+    ],
+)
+async def test_the_tokens_are_those_of_one_worker(
+    streams: Streams, plan: list[tuple[int, int]], decode: int
+) -> None:
+    token_ids = prompt(plan[-1][1], seed=len(plan) + decode)
+    asked = await streams.share(token_ids, plan, decode)
+    assert await streams.answer(asked, decode) == await streams.alone(token_ids)
