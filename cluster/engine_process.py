@@ -30,9 +30,7 @@ def run(config: EngineProcessConfig) -> int:
             engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace
         )
         prefill = PrefillRole(parts, engine, sink, receiver, fetches)
-        decode = DecodeRole(
-            parts, engine, receiver, fetches, prefill.take, prefill.let_go, prefill.fetched
-        )
+        decode = DecodeRole(parts, engine, receiver, fetches, prefill.take, prefill.let_go, prefill.fetched)
         return engine, (prefill, decode)
 
     return loop.run(config, build)

@@ -58,8 +58,8 @@ class PrefillAttempt(Attempt):
 class SenderSink:
     """The engine's hooks of prefills: passes reports to the KV sender and to their routers.
 
-    Only a shared prompt waits, for its KV from other workers. `sender` and `waits` are set after the engine is
-    built, because they use its cache.
+    Only a shared prompt waits, for its KV from other workers. `sender` and `waits` are set after the engine
+    is built, because they use its cache.
     """
 
     sender: Sender
@@ -130,8 +130,8 @@ class PrefillRole:
         receiver: Receiver,
         prefix_fetches: PrefixFetches,
     ) -> None:
-        """`sink` is the engine's. It gets its sender here. `receiver` is that of the decode role, which reports
-        to `fetched`."""
+        """`sink` is the engine's. It gets its sender here. `receiver` is that of the decode role, which
+        reports to `fetched`."""
         self._attempts = parts.attempts
         self._counts = parts.counts
         self._link = parts.link
@@ -243,7 +243,8 @@ class PrefillRole:
             part.not_begun.discard(event.stop)
             self._advance(prefill, part)
             return True
-        del self._shared[event.decode_id], part.inputs[event.decode_id]
+        del self._shared[event.decode_id]
+        part.inputs.remove(event.decode_id)
         if isinstance(event, Injected):
             part.uncommitted.discard(event.decode_id)
             self._finish_part(prefill, part)

@@ -36,8 +36,8 @@ class Phase(Enum):
     HELD = auto()
     """Prefilled for a handover. Keeps its blocks until the KV transfer is over, or until it is resumed."""
     RESERVED = auto()
-    """Has blocks. Their KV is on its way from a prefill worker, or that of the positions before its next range
-    is."""
+    """Has blocks. Their KV is on its way from a prefill worker, or that of the positions before its next
+    range is."""
     GONE = auto()
     """Ended. A launched step may still have the request."""
 
@@ -96,8 +96,8 @@ class LiveRequest:
     num_published: int = 0
     """Number of leading blocks that were offered to the prefix cache."""
     ranges: deque[range] = field(default_factory=deque)
-    """The positions of a shared prompt that are computed here and that no step has begun. Other workers compute
-    the positions between them."""
+    """The positions of a shared prompt that are computed here and that no step has begun. Other workers
+    compute the positions between them."""
     range_stop: int | None = None
     """The end of the range that steps compute now. None: steps compute all that is left."""
     unverified: bool = False

@@ -7,11 +7,11 @@ only then.
 One injection costs the host some 0.2 ms, and the same thread launches steps. So while the device computes, a
 slice waits up to 2 ms for others, unless it is of the last layer. While a launch is due, all slices wait.
 
-Of a prompt that several workers compute, KV is used layer by layer, while the step of another worker computes it
-(`fetch_ranges`, `wait_for_layer`). The engine thread waits inside its step then, and empties slots meanwhile. A
-device that waited for a word of memory instead would hang with the first allocation behind it, or when its
-queue of launches is full. The wait costs the launch of one attention, in a layer that takes a hundred times as
-long.
+Of a prompt that several workers compute, KV is used layer by layer, while the step of another worker computes
+it (`fetch_ranges`, `wait_for_layer`). The engine thread waits inside its step then, and empties slots
+meanwhile. A device that waited for a word of memory instead would hang with the first allocation behind it,
+or when its queue of launches is full. The wait costs the launch of one attention, in a layer that takes a
+hundred times as long.
 """
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ class Receiver:
         block_ids: Sequence[int],
         ranges: Sequence[Range],
     ) -> None:
-        """Fetches these positions (ascending, disjoint) of a prompt that a step of another worker computes. `poll`
-        reports the beginning of each range. Steps may touch the other positions of the blocks meanwhile. A
-        fetch that fails is not tried again."""
+        """Fetches these positions (ascending, disjoint, perhaps none) of a prompt that a step of another
+        worker computes. `poll` reports the beginning of each range. Steps may touch the other positions of
+        the blocks meanwhile. A fetch that fails is not tried again."""
         heads = self._layout.num_kv_heads
         request = local.FetchIn(
             os.urandom(16), prefill_id, kv_address, incarnation, 0, tuple(ranges), 0, heads
         )
-        fetch = self._open(fetch_id, request, block_ids, ranges[-1][1])
+        fetch = self._open(fetch_id, request, block_ids, ranges[-1][1] if ranges else 0)
         fetch.layers = _Layers(ranges, self._layout.kv_layers, heads)
 
     def wait_for_layer(

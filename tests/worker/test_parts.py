@@ -6,27 +6,30 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.rpc import worker_pb2 as pb
+from baton.worker.engine_process.parts import STEP_WAIT
+from tests.bad_network import BadNetwork
 from tests.cluster_helpers import (
     WorkerProcess,
     WorkerStream,
     assert_whole,
     attached,
-    metrics,
     request,
     sampling,
     side_by_side,
 )
 
 PARAMS = sampling(max_tokens=8, ignore_eos=True)
+ENDLESS = sampling(max_tokens=3000, ignore_eos=True)
 ENGINE: dict[str, Any] = {
     "load_format": "dummy",
     "num_blocks": 200,
@@ -59,7 +62,9 @@ class Streams(list[WorkerStream]):
             prefill_id=prefill_id, kv_address=ready["kv_address"], incarnation=ready["incarnation"]
         )
 
-    async def share(self, token_ids: Sequence[int], plan: Sequence[tuple[int, int]], decode: int) -> Submitted:
+    async def share(
+        self, token_ids: Sequence[int], plan: Sequence[tuple[int, int]], decode: int
+    ) -> Submitted:
         """`plan`: the worker of each range, and its end. `decode`: the worker that decodes."""
         parts = {worker: os.urandom(16) for worker, _ in plan}
         starts = [0, *(stop for _, stop in plan)]
@@ -139,3 +144,64 @@ async def test_the_tokens_are_those_of_one_worker(
     token_ids = prompt(plan[-1][1], seed=len(plan) + decode)
     asked = await streams.share(token_ids, plan, decode)
     assert await streams.answer(asked, decode) == await streams.alone(token_ids)
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> Iterator[tuple[Workers, BadNetwork]]:
+    """Two that share prompts, and one that decodes. The second layer from the first one never arrives."""
+    roles = dict(enumerate(("prefill", "prefill", "decode")))
+    given = {
+        number: {"role": role, "index": number, "engine": ENGINE, "kv_connector": "tcp"}
+        for number, role in roles.items()
+    }
+    with side_by_side(tmp_path, given) as started:
+        workers = [started[number].wait_ready() for number in roles]
+        port = int(workers[0].ready["kv_address"].rpartition(":")[2])
+        with closing(BadNetwork(port, "lose", layer=1, hits=1)) as network:
+            workers[0].ready["kv_address"] = network.address
+            yield workers, network
+
+
+ENDS = {
+    "deadline": STEP_WAIT,
+    "cancel": STEP_WAIT / 2,
+    "kill -9 of the engine": STEP_WAIT / 2,
+    "kill -9 of the transfer process": STEP_WAIT / 2,
+    "stop": STEP_WAIT,
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(
+    lost: tuple[Workers, BadNetwork], how: str
+) -> None:
+    """Another request in that step keeps its tokens, and no block is left behind."""
+    (first, second, third), network = lost
+    token_ids, beside = prompt(300, seed=1), request(prompt(40, seed=2), ENDLESS)
+    async with attached(first) as a, attached(second) as b, attached(third) as d:
+        streams = Streams((first, second, third), (a, b, d))
+        other = await b.reserve(beside)
+        await b.token(other)
+        asked = await streams.share(token_ids, [(0, 192), (1, 300)], 2)
+        async with asyncio.timeout(10):
+            while not network.suffered:  # noqa: ASYNC110  a thread counts it
+                await asyncio.sleep(0.001)
+        began = time.monotonic()
+        if how == "cancel":
+            await a.cancel(asked.parts[0])
+        elif how == "stop":
+            first.child("engine").send_signal(signal.SIGSTOP)
+        elif how != "deadline":
+            first.child(how.split()[-1] if "engine" in how else "transfer").kill()
+        failure = await b.failure(asked.parts[1])
+        assert failure.code == pb.FAILURE_CODE_DROPPED, failure.message
+        assert time.monotonic() - began < ENDS[how] + 1
+        await d.cancel(asked.decode_id)
+        tokens = [token.token_id for token, _ in [await b.token(other) for _ in range(30)]]
+        await b.cancel(other)
+        again = await d.reserve(beside)
+        assert [(await d.token(again))[0].token_id for _ in range(31)][1:] == tokens
+        await d.cancel(again)
+        await assert_whole(second, third)
+    if how == "stop":
+        first.child("engine").send_signal(signal.SIGCONT)

@@ -1,16 +1,16 @@
 """Parts of a prompt that several workers compute at the same time.
 
-A *plan* names ranges of positions, in order, and the worker of each. The ranges of a worker are its *part*. It
-is a prefill of the prompt up to its last range, and the KV of the other positions comes from the workers that
-compute them. The *final* part has the last range: it samples, and hands over like any prefill.
+A *plan* names ranges of positions, in order, and the worker of each. The ranges of a worker are its *part*.
+It is a prefill of the prompt up to its last range, and the KV of the other positions comes from the workers
+that compute them. The *final* part has the last range: it samples, and hands over like any prefill.
 
 1. The part gets all its blocks at once, or is refused.
-2. For each other worker with an earlier range it fetches that KV. For each one with a later range it offers its
-   own KV, under an id for this pair of workers. So a transfer of one receiver never ends that of another.
-3. A range is computed when KV of the end of each earlier range has come: the steps that compute them have then
-   started.
-4. Each layer of that step writes its own KV, which leaves at once. Before its attention it waits until the layer
-   has the KV of all earlier ranges.
+2. For each other worker with an earlier range it fetches that KV. For each one with a later range it offers
+   its own KV, under an id for this pair of workers. So a transfer of one receiver never ends that of another.
+3. A range is computed when KV of the end of each earlier range has come: the steps that compute them have
+   then started.
+4. Each layer of that step writes its own KV, which leaves at once. Before its attention it waits until the
+   layer has the KV of all earlier ranges.
 5. When the step is over, COMMIT tells the receivers that its inputs were complete. COMMIT waits for no other
    COMMIT.
 6. When COMMIT of each earlier part has come, the prefix cache may have the KV, and the first token leaves.
@@ -25,9 +25,9 @@ Why nothing waits in a circle ("──▶": waits for):
     token, cache      ──▶ COMMIT of each earlier part
     end of the blocks ──▶ ACK of each later part ──▶ COMMIT
 
-A step waits only for steps that started before it, also if it computes ranges of several plans. If a worker is
-lost or slow, `STEP_WAIT` bounds the waits of a step together. The step then computes garbage in the rows of this
-part only. The part fails, and so do the parts that rest on it.
+A step waits only for steps that started before it, also if it computes ranges of several plans. If a worker
+is lost or slow, `STEP_WAIT` bounds the waits of a step together. The step then computes garbage in the rows
+of this part only. The part fails, and so do the parts that rest on it.
 """
 
 import hashlib
@@ -37,7 +37,6 @@ from dataclasses import dataclass, field
 
 from baton.engine import Engine, EngineRequest, Output
 from baton.kv_transfer import Receiver, Sender
-from baton.kv_transfer.layout import Range
 from baton.worker.messages import PlanRange
 
 STEP_WAIT = 2.0
@@ -59,8 +58,8 @@ class Part:
     """That are computed here."""
     gaps: dict[int, int]
     """By the start of a range of its own, the end of what is here before the KV of other workers."""
-    inputs: dict[bytes, Sequence[Range]] = field(default_factory=dict)
-    """By fetch id, what other workers send. Until nothing writes into the blocks."""
+    inputs: set[bytes] = field(default_factory=set)
+    """Fetches of KV of other workers. Until nothing writes into the blocks."""
     uncommitted: set[bytes] = field(default_factory=set)
     """Of these, the fetches without COMMIT."""
     outputs: dict[bytes, int] = field(default_factory=dict)
@@ -98,7 +97,9 @@ class LayerWaits:
             return False
         began = time.monotonic()
         if not self._receiver.wait_for_layer(part.uncommitted, layer, start, began + self._left, self._tick):
-            part.failed = f"KV of layer {layer} below position {start} did not come from another worker in time"
+            part.failed = (
+                f"KV of layer {layer} below position {start} did not come from another worker in time"
+            )
         seconds = time.monotonic() - began
         self._left -= seconds
         part.waited += seconds
@@ -127,10 +128,12 @@ def start_part(
     )
     for other, worker in others.items():
         theirs = [range(of.start, of.stop) for of in plan if of.prefill_id == other]
-        if wanted := [(max(r.start, cached), r.stop) for r in _before(theirs, own[-1]) if r.stop > cached]:
+        if earlier := _before(theirs, own[-1]):
+            # What is cached here is not fetched. If this is all, the ACK still lets the other worker go on.
+            wanted = [(max(found.start, cached), found.stop) for found in earlier if found.stop > cached]
             fetch_id = pair_id(other, request.id)
-            part.inputs[fetch_id] = wanted
-            part.uncommitted.add(fetch_id)
+            part.inputs.add(fetch_id)
+            part.uncommitted.update([fetch_id] if wanted else ())
             part.not_begun.update(stop for _, stop in wanted)
             receiver.fetch_ranges(
                 fetch_id,

@@ -200,7 +200,11 @@ def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
     """Checks the plan of a shared prompt. Raises RefusedAttempt(INVALID); StreamError for a malformed id."""
     ranges = tuple(
         messages.PlanRange(
-            attempt_id(of.prefill_id, "plan.prefill_id"), _address(of.kv_address), of.incarnation, of.start, of.stop
+            attempt_id(of.prefill_id, "plan.prefill_id"),
+            _address(of.kv_address),
+            of.incarnation,
+            of.start,
+            of.stop,
         )
         for of in submit.plan[: MAX_RANGES + 1]
     )
