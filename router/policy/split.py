@@ -1,0 +1,167 @@
+"""Splits a prompt over several workers, which compute ranges of it at the same time.
+
+A worker computes a range one layer behind the worker of the range before, whose KV it needs. So ranges that
+take equal times end one layer after each other:
+
+    A  ├── range 0 ──┤├── range 2 ──┤
+    B    ├── range 1 ──┤├── range 3 ──┤      the first token comes here
+
+A later token costs more, since it attends to more positions. At the same speed B gets fewer tokens than A. A
+range is at most one step of its worker, so long prompts go in turns. The times follow from measured speeds,
+so a plan has no constants of one machine. Pure.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.content import CHUNK_TOKENS
+
+LEAST_GAIN = 0.1
+"""A prompt is split if the first token should come earlier by this share: the estimates are not exact, and a
+lost worker costs all of the prompt."""
+MOST_WORKERS = 4
+"""Workers of a plan. Each receives the KV of all others."""
+HOP_SECONDS = 0.004
+"""From the first KV of a layer at one worker to its use at the next: two looks of the sender at its
+device."""
+_HALVINGS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWorker:
+    """A worker that may compute ranges of a prompt. It decodes nothing, so no gap waits for its steps."""
+
+    wait: float
+    """Seconds until it could begin."""
+    speed: float
+    """Tokens/s at the beginning of a prompt."""
+    step: int
+    """Most tokens of a step."""
+    floor: float = 0.0
+    """Seconds of a step with hardly any token."""
+    link: float = math.inf
+    """Tokens/s at which KV of other workers comes. Infinite: not known, and so not limited."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRange:
+    """Positions [start, stop), computed by the worker of this index."""
+
+    worker: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A plan for a prompt.
+
+    Attributes:
+        seconds: until the first token, as expected.
+        unsplit: the same without a split.
+    """
+
+    ranges: tuple[SplitRange, ...]
+    seconds: float
+    unsplit: float
+
+    def attributes(self) -> dict[str, str | float]:
+        """The plan and its reasons, for a trace."""
+        ranges = " ".join(f"{found.worker}:{found.start}-{found.stop}" for found in self.ranges)
+        costs = {"baton.cost_s.split": self.seconds, "baton.cost_s.unsplit": self.unsplit}
+        return {"baton.ranges": ranges, **costs}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCost:
+    """What a prompt of one model costs.
+
+    Attributes:
+        tokens: of the prompt.
+        cached: of these, what the first worker has. The others get this KV from there.
+        doubles_at: the position whose token costs twice as much as the first one, by its attention.
+        layers: of the model.
+    """
+
+    tokens: int
+    cached: int
+    doubles_at: float
+    layers: int
+
+    def work(self, start: int, stop: int) -> float:
+        """The cost of [start, stop), in first tokens of a prompt."""
+        return (stop - start) * (1 + (start + stop) / 2 / self.doubles_at)
+
+    def reach(self, start: int, work: float) -> int:
+        """The position up to which so much work goes from `start` on."""
+        linear = 1 + start / self.doubles_at
+        return start + int(self.doubles_at * (math.sqrt(linear**2 + 2 * work / self.doubles_at) - linear))
+
+
+def split(cost: PromptCost, workers: Sequence[SplitWorker], unsplit: float) -> Split | None:
+    """Returns the plan with the earliest first token. None: one worker is about as good.
+
+    Args:
+        workers: in the order in which they compute. The last of those that take part has the first token.
+        unsplit: seconds until the first token if one worker computes the prompt.
+    """
+    best: Split | None = None
+    for count in range(2, min(len(workers), MOST_WORKERS) + 1):
+        # The last one stays the last: it may be the one that decodes.
+        chosen = [*range(count - 1), len(workers) - 1]
+        found = _plan(cost, workers, chosen, unsplit)
+        if found is not None and found.seconds < (best.seconds if best else (1 - LEAST_GAIN) * unsplit):
+            best = found
+    return best
+
+
+def _plan(
+    cost: PromptCost, workers: Sequence[SplitWorker], chosen: list[int], unsplit: float
+) -> Split | None:
+    """The plan with the least time for a range, in as few turns as the steps of the workers allow."""
+    steps = sum(workers[i].step for i in chosen)
+    fewest = max(1, math.ceil((cost.tokens - cost.cached) / steps))
+    for turns in (fewest, fewest + 1):
+        found, low, high = _fill(cost, workers, chosen, turns, unsplit), 0.0, unsplit
+        for _ in range(_HALVINGS if found else 0):
+            middle = (low + high) / 2
+            tried = _fill(cost, workers, chosen, turns, middle)
+            low, high, found = (middle, high, found) if tried is None else (low, middle, tried)
+        if found is not None:
+            ranges, seconds = found
+            shared = len({part.worker for part in ranges}) > 1
+            return Split(tuple(ranges), seconds, unsplit) if shared else None
+    return None
+
+
+def _fill(
+    cost: PromptCost, workers: Sequence[SplitWorker], chosen: list[int], turns: int, seconds: float
+) -> tuple[list[SplitRange], float] | None:
+    """Gives each worker in turn what it computes in `seconds`. None: that is not the whole prompt.
+
+    Also returns when the last range ends."""
+    free = {i: workers[i].wait for i in chosen}  # when a worker can begin its next range
+    lag = seconds / cost.layers + HOP_SECONDS
+    position, start, began, ended, ranges = cost.cached, 0, -lag, 0.0, list[SplitRange]()
+    for index in chosen * turns:
+        worker = workers[index]
+        begins = max(free[index], began + lag)
+        # The first range of a worker that is busy for a while is shorter, so that all end together.
+        late = begins - began - lag if ranges and free[index] == worker.wait else 0.0
+        time = seconds - late - worker.floor
+        if time <= 0:
+            continue
+        most = position + int(min(worker.step, time * worker.link / (len(chosen) - 1)))
+        stop = min(cost.reach(position, time * worker.speed), most)
+        stop = cost.tokens if stop >= cost.tokens else stop - stop % CHUNK_TOKENS
+        if stop <= position:
+            continue
+        spent = worker.floor + cost.work(position, stop) / worker.speed
+        began, ended = begins, max(begins + spent, ended + lag if ranges else 0.0)
+        free[index] = ended
+        ranges.append(SplitRange(index, start, stop))
+        if stop == cost.tokens:
+            return ranges, ended
+        position = start = stop
+    return None
