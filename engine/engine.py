@@ -181,6 +181,12 @@ class Engine:
         self._prepare(live)
         return tuple(live.blocks)
 
+    @property
+    def computes_parts(self) -> bool:
+        """Whether `start_part` may be called. Other ranks do not wait for KV inside a step, and states do not
+        come from another engine inside a step."""
+        return self.ranks.size == 1 and not self.states
+
     def start_part(self, request: EngineRequest, ranges: Iterable[range]) -> Reservation | None:
         """Reserves blocks for a prompt that this engine shares with others, as for `add` with handover. It
         computes these ranges, each after `begin_range`. The caller writes the KV of the positions between

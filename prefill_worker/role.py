@@ -210,9 +210,8 @@ class PrefillRole:
 
     def _start_part(self, prefill: PrefillAttempt, message: messages.Prefill) -> None:
         request, engine = message.work.request, self.engine
-        can = engine.ranks.size == 1 and not engine.states
-        alone = sum(of.incarnation == self._incarnation for of in message.plan)
-        if not can or alone != sum(of.prefill_id == request.id for of in message.plan):
+        here = {of.prefill_id for of in message.plan if of.incarnation == self._incarnation}
+        if not engine.computes_parts or here != {request.id}:
             text = "a worker with one rank, without states, computes one part of a prompt"
             del self._prefills[prefill.id]
             self._attempts.fail(prefill, Code.INVALID, text)

@@ -195,6 +195,7 @@ class EngineReady(_Message):
     num_blocks: int
     offload_blocks: int  # of all tiers below the device
     vocabulary_fingerprint: str  # empty if the model has no tokenizer
+    attention_doubles_at: int = 0  # as in `ModelConfig`; 0: it computes no parts of prompts
 
 
 class Tokens(_Message):

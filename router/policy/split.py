@@ -99,14 +99,13 @@ class PromptCost:
         return start + int(self.doubles_at * (math.sqrt(linear**2 + 2 * work / self.doubles_at) - linear))
 
 
-def split(cost: PromptCost, workers: Sequence[SplitWorker], unsplit: float) -> Split | None:
+def split(cost: PromptCost, workers: Sequence[SplitWorker]) -> Split | None:
     """Returns the plan with the earliest first token. None: one worker is about as good.
 
-    Args:
-        workers: in the order in which they compute. The last of those that take part has the first token.
-        unsplit: seconds until the first token if one worker computes the prompt.
-    """
+    `workers`: in the order in which they compute. The first one has `cost.cached`, and the last one of those
+    that take part samples the first token."""
     best: Split | None = None
+    unsplit = workers[0].wait + cost.work(cost.cached, cost.tokens) / workers[0].speed
     for count in range(2, min(len(workers), MOST_WORKERS) + 1):
         # The last one stays the last: it may be the one that decodes.
         chosen = [*range(count - 1), len(workers) - 1]

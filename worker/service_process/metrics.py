@@ -209,6 +209,12 @@ class Metrics(Collector):
         yield counter("baton:prefix_fetched_tokens", text, by_tier, "tier")
         text = "KV from the prefix caches of other workers."
         yield counter("baton:prefix_fetched_bytes", text, counts.prefix_fetched_bytes)
+        text = "Parts of prompts that other workers compute, too."
+        yield counter("baton:prompt_parts", text, counts.prompt_parts)
+        text = "Of these, the ones that failed. Their requests are computed by one worker."
+        yield counter("baton:prompt_parts_failed", text, counts.prompt_parts_failed)
+        text = "Time that steps waited for KV of a prompt that other workers compute."
+        yield counter("baton:prompt_parts_wait_seconds", text, counts.prompt_parts_waited)
         text = "Requests that ended with their last token on this worker."
         ends = {"stop": counts.finished_stop, "length": counts.finished_length}
         yield counter("vllm:request_success", text, ends, "finished_reason")

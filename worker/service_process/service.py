@@ -258,6 +258,7 @@ class Service:
             metrics_address=metrics_address,
             vocab_size=engine.vocab_size,
             vocabulary_fingerprint=engine.vocabulary_fingerprint,
+            attention_doubles_at=engine.attention_doubles_at,
             served_model_name=config.model_name,
             revision=config.engine.revision or "",
         )
