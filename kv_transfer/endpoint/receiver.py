@@ -207,7 +207,7 @@ class Receiver:
                 return False
             tick()
             wait([self.fileno()], min(left, EVENT_POLL if self._polls else TICK))
-            self._early += self.poll()
+            self._early = self.poll()
 
     def _has(self, fetch: _Fetch, layer: int, stop: int) -> bool:
         return fetch.layers is not None and fetch.layers.has(layer, stop, self._pool.passed)

@@ -362,8 +362,8 @@ class AttemptPair:
             return
         prefill.over = True
         prefill.worker.attempt_succeeded()
-        for part in prefill.parts:
-            part.worker.forget(part.id)
+        for part in prefill.parts:  # one whose receiver is lost would keep its blocks for a while
+            part.worker.cancel(part.id)
         if prefill.answered:
             prefill.worker.forget(prefill.id)
         elif prefill.replaces:

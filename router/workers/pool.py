@@ -401,7 +401,8 @@ class WorkerPool(Roster):
 
 def _takes_part(worker: Worker) -> bool:
     """Whether the worker may compute a part of a prompt now."""
-    decodes = worker.status.requests_decoding or worker.load.own
+    # What ended since the last report is known of the own requests of this router.
+    decodes = worker.load.own or min(worker.status.requests_decoding, worker.load.running)
     return worker.ready and worker.description.attention_doubles_at > 0 and not decodes
 
 
