@@ -291,7 +291,7 @@ def test_a_layer_is_there_when_its_last_scatter_is_over(receiving: Any, until: A
 
 
 def test_the_end_of_each_range_is_reported_once(receiving: Any, until: Any) -> None:
-    bench, receiver, pool = receiving
+    bench, receiver, _ = receiving
     transfer_id = share(bench, until)
     bench.channel.send(arrived(transfer_id, 4, 0, 4, 6))
     assert receiver.poll() == []
