@@ -27,6 +27,7 @@ from tests.cluster_helpers import (
     sampling,
     side_by_side,
 )
+from tests.kv_transfer import second_wire
 
 PARAMS = sampling(max_tokens=8, ignore_eos=True)
 ENDLESS = sampling(max_tokens=3000, ignore_eos=True)
@@ -205,3 +206,68 @@ async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(
         await assert_whole(second, third)
     if how == "stop":
         first.child("engine").send_signal(signal.SIGCONT)
+
+
+async def test_a_worker_shares_a_prompt_with_another_implementation(tmp_path: Path) -> None:
+    """The other one has the first and the last range. It speaks the wire as docs/protocol.md has it."""
+    given = {"role": "prefill", "engine": ENGINE, "secret": second_wire.SECRET, "kv_connector": "tcp"}
+    with side_by_side(tmp_path, {0: given}) as started:
+        worker = started[0].wait_ready()
+        async with attached(worker, second_wire.SECRET) as stream:
+            described = await stream.stub.Describe(pb.DescribeRequest())
+            about = {
+                "model": described.model_fingerprint,
+                "layout": described.layout_fingerprint,
+                "slot_bytes": 1 << 20,
+                "incarnation": 77,
+            }
+            peer = second_wire.FakePrefill(**about)
+            mine, theirs = os.urandom(16), os.urandom(16)
+            addresses = {mine: (described.kv_address, described.incarnation), theirs: (peer.address, 77)}
+            plan = [
+                pb.PlanRange(
+                    prefill_id=of, kv_address=addresses[of][0], incarnation=addresses[of][1], start=a, stop=b
+                )
+                for of, a, b in ((theirs, 0, 64), (mine, 64, 128), (theirs, 128, 200))
+            ]
+            asked = request(prompt(128, seed=3), PARAMS)
+            submit = pb.SubmitPrefill(prefill_id=mine, request=asked, handover=True, plan=plan)
+            await stream.send(prefill=submit)
+            await asyncio.to_thread(share_with, peer, described, mine, theirs, about)
+            assert (await stream.token(mine))[0].finish_reason
+        assert worker.stop() == 0
+
+
+def share_with(
+    peer: second_wire.FakePrefill,
+    described: pb.WorkerDescription,
+    mine: bytes,
+    theirs: bytes,
+    about: dict[str, Any],
+) -> None:
+    """The other implementation, both ways at once."""
+    opened = [peer.accept()]
+    while len(opened) < 4:
+        opened.append(peer.accept())
+    [lane] = [lane for lane in opened if lane.number == 0]
+    transfer, fetch = lane.expect(second_wire.FETCH)
+    assert fetch == [second_wire.part_id(theirs, mine), 0, [[0, 64]], 0, 2]
+    while not lane.granted:
+        assert lane.read()[0] == second_wire.CREDIT
+    port = int(described.kv_address.rpartition(":")[2])
+    coming = second_wire.connect(port, who=second_wire.identity("receiver", **about))
+    coming.say(second_wire.FETCH, [second_wire.part_id(mine, theirs), 0, [[64, 128]], 0, 2], os.urandom(16))
+    coming.say(second_wire.CREDIT, [8])
+    kv = bytes(2 * 64 * 2 * 16 * 4)
+    for layer in range(2):  # the worker sends a layer of its own, and waits for this one
+        head = {"layer": layer, "head_count": 2, "token_count": 64, "seq": layer}
+        lane.send(second_wire.KV, kv, transfer, **head)
+        kind, mine_id, head, payload = coming.read()
+        assert (kind, head["layer"], head["token_start"], len(payload)) == (4, layer, 64, len(kv))
+    commit_id, [_, frames, size] = coming.expect(second_wire.COMMIT)
+    assert (commit_id, frames, size) == (mine_id, 2, 2 * len(kv)), "before COMMIT of the other part"
+    lane.say(second_wire.COMMIT, [[0], 2, 2 * len(kv)], transfer)
+    assert lane.expect(second_wire.ACK)[0] == transfer
+    coming.say(second_wire.ACK, [], commit_id)
+    for each in (*opened, coming):
+        each.sock.close()
