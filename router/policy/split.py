@@ -60,11 +60,13 @@ class Split:
     Attributes:
         seconds: until the first token, as expected.
         unsplit: the same without a split.
+        idle: how long its workers compute nothing before their last ranges end, all together.
     """
 
     ranges: tuple[SplitRange, ...]
     seconds: float
     unsplit: float
+    idle: float = 0.0
 
     def attributes(self) -> dict[str, str | float]:
         """The plan and its reasons, for a trace."""
@@ -99,19 +101,28 @@ class PromptCost:
         return start + int(self.doubles_at * (math.sqrt(linear**2 + 2 * work / self.doubles_at) - linear))
 
 
-def split(cost: PromptCost, workers: Sequence[SplitWorker]) -> Split | None:
+def split(
+    cost: PromptCost, workers: Sequence[SplitWorker], decode: SplitWorker | None = None, busy: float = 0.0
+) -> Split | None:
     """Returns the plan with the earliest first token. None: one worker is about as good.
 
-    `workers`: in the order in which they compute. The first one has `cost.cached`, and the last one of those
-    that take part samples the first token."""
-    best: Split | None = None
+    Args:
+        workers: in the order in which they compute. The first one has `cost.cached`.
+        decode: the worker that decodes, if it may have the last range. Its index is behind those of
+        `workers`. busy: the share of workers that are busy. Where others wait, time that workers idle between
+            their ranges counts as much as time until the first token.
+    """
+    all_workers = [*workers, *([decode] if decode is not None else ())]
     unsplit = workers[0].wait + cost.work(cost.cached, cost.tokens) / workers[0].speed
-    for count in range(2, min(len(workers), MOST_WORKERS) + 1):
-        # The last one stays the last: it may be the one that decodes.
-        chosen = [*range(count - 1), len(workers) - 1]
-        found = _plan(cost, workers, chosen, unsplit)
-        if found is not None and found.seconds < (best.seconds if best else (1 - LEAST_GAIN) * unsplit):
-            best = found
+    best, least = None, (1 - LEAST_GAIN) * unsplit
+    for count in range(2, MOST_WORKERS + 1):
+        ways = [range(count)] if count <= len(workers) else []
+        if decode is not None and count - 1 <= len(workers):
+            ways.append([*range(count - 1), len(workers)])
+        for chosen in ways:
+            found = _plan(cost, all_workers, list(chosen), unsplit)
+            if found is not None and (harm := found.seconds + busy * found.idle) < least:
+                best, least = found, harm
     return best
 
 
@@ -128,21 +139,23 @@ def _plan(
             tried = _fill(cost, workers, chosen, turns, middle)
             low, high, found = (middle, high, found) if tried is None else (low, middle, tried)
         if found is not None:
-            ranges, seconds = found
+            ranges, took, idle = found
             shared = len({part.worker for part in ranges}) > 1
-            return Split(tuple(ranges), seconds, unsplit) if shared else None
+            return Split(tuple(ranges), took, unsplit, idle) if shared else None
     return None
 
 
 def _fill(
     cost: PromptCost, workers: Sequence[SplitWorker], chosen: list[int], turns: int, seconds: float
-) -> tuple[list[SplitRange], float] | None:
+) -> tuple[list[SplitRange], float, float] | None:
     """Gives each worker in turn what it computes in `seconds`. None: that is not the whole prompt.
 
-    Also returns when the last range ends."""
+    Also returns when the last range ends, and how long the workers do not compute between and in their
+    ranges."""
     free = {i: workers[i].wait for i in chosen}  # when a worker can begin its next range
     lag = seconds / cost.layers + HOP_SECONDS
-    position, start, began, ended, ranges = cost.cached, 0, -lag, 0.0, list[SplitRange]()
+    position, start, began, ended, idle = cost.cached, 0, -lag, 0.0, 0.0
+    ranges = list[SplitRange]()
     for index in chosen * turns:
         worker = workers[index]
         begins = max(free[index], began + lag)
@@ -156,11 +169,12 @@ def _fill(
         stop = cost.tokens if stop >= cost.tokens else stop - stop % CHUNK_TOKENS
         if stop <= position:
             continue
-        spent = worker.floor + cost.work(position, stop) / worker.speed
-        began, ended = begins, max(begins + spent, ended + lag if ranges else 0.0)
+        work = cost.work(position, stop) / worker.speed
+        began, ended = begins, max(begins + worker.floor + work, ended + lag if ranges else 0.0)
+        idle += ended - (begins if free[index] == worker.wait else free[index]) - work
         free[index] = ended
         ranges.append(SplitRange(index, start, stop))
         if stop == cost.tokens:
-            return ranges, ended
+            return ranges, ended, idle
         position = start = stop
     return None

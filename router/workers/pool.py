@@ -317,10 +317,10 @@ class WorkerPool(Roster):
         rows = self.loads.draw(2 * MOST_WORKERS, self._rng)
         others = {self.by_row[row] for row in rows} - {first, decode}
         free = [worker for worker in others if _takes_part(worker) and worker.address not in request.avoid]
-        chosen = [first, *sorted(free, key=lambda worker: self.loads.tokens_waiting(worker.row, now))]
-        chosen += [decode] * (decode is not first and _takes_part(decode))
-        if len(chosen) < 2:
-            return None
+        waits = {worker: self.loads.tokens_waiting(worker.row, now) for worker in free}
+        chosen = [first, *sorted(free, key=lambda worker: waits[worker])]
+        last = decode if decode is not first and _takes_part(decode) else None
+        busy = sum(wait > 0 for wait in waits.values()) / max(1, len(others))
         layers = _LAYERS.search(described.layout_fingerprint)
         cost = PromptCost(
             request.tokens,
@@ -328,8 +328,13 @@ class WorkerPool(Roster):
             doubles_at=described.attention_doubles_at,
             layers=int(layers[1]) if layers else 1,
         )
-        found = split(cost, [self._split_worker(worker, first, now) for worker in chosen])
-        return None if found is None else (found, chosen)
+        found = split(
+            cost,
+            [self._split_worker(worker, first, now) for worker in chosen],
+            None if last is None else self._split_worker(last, first, now),
+            busy,
+        )
+        return None if found is None else (found, [*chosen, decode])
 
     def _split_worker(self, worker: Worker, first: Worker, now: float) -> SplitWorker:
         speed, row = worker.status.prefill_tokens_per_s or self.loads.speed(first.row), worker.row
