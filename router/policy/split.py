@@ -116,11 +116,11 @@ def split(
     unsplit = workers[0].wait + cost.work(cost.cached, cost.tokens) / workers[0].speed
     best, least = None, (1 - LEAST_GAIN) * unsplit
     for count in range(2, MOST_WORKERS + 1):
-        ways = [range(count)] if count <= len(workers) else []
+        ways = [[*range(count)]] if count <= len(workers) else []
         if decode is not None and count - 1 <= len(workers):
             ways.append([*range(count - 1), len(workers)])
         for chosen in ways:
-            found = _plan(cost, all_workers, list(chosen), unsplit)
+            found = _plan(cost, all_workers, chosen, unsplit)
             if found is not None and (harm := found.seconds + busy * found.idle) < least:
                 best, least = found, harm
     return best

@@ -77,7 +77,9 @@ def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
     outputs = []
     for start, _ in own:
         assert not target.has_work, "nothing is computed before its time"
-        assert target.next_range(request.id).start == start
+        following = target.next_range(request.id)
+        assert following is not None
+        assert following.start == start
         target.begin_range(request.id)
         assert target.next_range(request.id) is None
         outputs += target.step().outputs
