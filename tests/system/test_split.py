@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from baton.bench.chaos.cluster import LocalCluster
+from baton.bench.chaos.cluster import LocalCluster, Worker
 from baton.bench.chaos.streams import Case, cases, expected, new_session, read
 
 from .recovery import Broken
@@ -18,6 +18,8 @@ FLAGS = (
     "--max-num-batched-tokens", "256", "--engine-timeout", "5", "--peer-timeout", "3", "--drain-timeout", "1",
     "--no-enable-prefix-caching",
 )  # fmt: skip
+AT_ONCE = cases(9, 8, repeat=8)[1:]
+"""Some are of a few tokens, others of some hundred."""
 ASKED = cases(6, 8, repeat=14)[2::3]
 """Prompts of some hundred tokens."""
 
@@ -30,7 +32,7 @@ def cluster(
         tmp_path_factory.mktemp("split"), prefill=2, decode=1, worker_flags=[*FLAGS, *shallow_model],
         router_flags=["--no-split-prompts"],
     ) as started:  # fmt: skip
-        right = asyncio.run(expected(started.url, ASKED, at_once=1))
+        right = asyncio.run(expected(started.url, [*ASKED, *AT_ONCE], at_once=1))
         assert started.router_metric("baton:split_prompts_total") == 0
         started.of("router")[0].flags = started._router_flags = started._router_flags[:-1]
         started.restart_router()
@@ -61,16 +63,30 @@ async def test_the_tokens_are_those_of_one_worker(whole: Broken) -> None:
     assert not any(worker.metric("baton:prompt_parts_failed_total") for worker in cluster.workers)
 
 
-@pytest.mark.parametrize("kind", ["engine", "transfer"])
+ENDS: dict[str, Callable[[Worker], None]] = {
+    "kill -9 of the engine": lambda worker: worker.kill("engine"),
+    "kill -9 of the transfer process": lambda worker: worker.kill("transfer"),
+    "stop": lambda worker: worker.hang("engine"),
+    "drain": lambda worker: worker.terminate(),
+}
+
+
+@pytest.mark.parametrize("how", [pytest.param(x, marks=[pytest.mark.long] * (x == "stop")) for x in ENDS])
 @pytest.mark.parametrize("number", range(3), ids=["first worker", "second worker", "decode worker"])
-async def test_a_worker_is_killed_while_it_computes_its_part(whole: Broken, number: int, kind: str) -> None:
+async def test_a_worker_ends_while_it_computes_its_part(whole: Broken, number: int, how: str) -> None:
     workers = whole.cluster.workers
 
     def parts() -> float:
         return sum(worker.metric("baton:prompt_parts_total") for worker in workers)
 
     before = parts()
-    await whole.ride(ASKED[-1:], (lambda _: parts() > before, lambda: workers[number].kill(kind)))
+    await whole.ride(ASKED[-1:], (lambda _: parts() > before, lambda: ENDS[how](workers[number])))
+
+
+async def test_many_prompts_at_once(whole: Broken) -> None:
+    """Plans meet on the same workers, and some parts are refused."""
+    for _ in range(3):
+        await whole.ride(AT_ONCE)
 
 
 async def test_a_client_leaves(whole: Broken) -> None:

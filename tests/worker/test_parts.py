@@ -26,8 +26,11 @@ from tests.cluster_helpers import (
     request,
     sampling,
     side_by_side,
+    tiny_model,
 )
+from tests.engine.checkpoints import edit_json
 from tests.kv_transfer import second_wire
+from tests.worker.test_states import HYBRID, LATENTS
 
 PARAMS = sampling(max_tokens=8, ignore_eos=True)
 ENDLESS = sampling(max_tokens=3000, ignore_eos=True)
@@ -112,6 +115,7 @@ def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         number: {"role": role, "index": number, "engine": ENGINE, "kv_connector": request.param}
         for number, role in roles.items()
     }
+    given[1]["engine"] = ENGINE | {"block_size": 32, "num_blocks": 100}
     with side_by_side(tmp_path_factory.mktemp("parts"), given) as started:
         yield [started[number].wait_ready() for number in roles]
 
@@ -145,6 +149,50 @@ async def test_the_tokens_are_those_of_one_worker(
     token_ids = prompt(plan[-1][1], seed=len(plan) + decode)
     asked = await streams.share(token_ids, plan, decode)
     assert await streams.answer(asked, decode) == await streams.alone(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "settings"),
+    [
+        pytest.param(LATENTS, {}, {}, id="latents"),
+        pytest.param({}, {"kv_cache_dtype": "fp8"}, {}, id="FP8", marks=pytest.mark.long),
+        pytest.param({}, {}, {"kv_encrypt": True}, id="encrypted", marks=pytest.mark.long),
+    ],
+)
+async def test_each_kind_of_kv_is_shared(
+    changes: dict[str, Any], engine: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model(tmp_path / "kind")
+    edit_json(model / "config.json", **changes)
+    given = {
+        number: {"role": role, "index": number, "model": model, "engine": ENGINE | engine, **settings}
+        for number, role in enumerate(("prefill", "decode", "decode"))
+    }
+    with side_by_side(tmp_path, given) as started:
+        workers = [started[number].wait_ready() for number in given]
+        async with AsyncExitStack() as stack:
+            attach = [await stack.enter_async_context(attached(worker)) for worker in workers]
+            streams, token_ids = Streams(workers, attach), prompt(250, seed=9)
+            asked = await streams.share(token_ids, [(0, 64), (1, 128), (0, 192), (1, 250)], 1)
+            assert await streams.answer(asked, 1) == await streams.alone(token_ids)
+            await assert_whole(*workers)
+
+
+async def test_a_worker_with_states_computes_no_part(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "kind")
+    edit_json(model / "config.json", **HYBRID)
+    engine = {"load_format": "dummy", "num_blocks": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    given = {0: {"role": "prefill", "model": model, "engine": engine}}
+    with side_by_side(tmp_path, given) as started:
+        worker = started[0].wait_ready()
+        async with attached(worker) as stream:
+            described = await stream.stub.Describe(pb.DescribeRequest())
+            assert described.attention_doubles_at == 0
+            submitted = await Streams([worker], [stream]).share(prompt(100, seed=1), [(0, 100)], 0)
+            failure = await stream.failure(submitted.parts[0])
+            assert failure.code == pb.FAILURE_CODE_INVALID
+            await stream.cancel(submitted.decode_id)
+            await assert_whole(worker)
 
 
 @pytest.fixture
