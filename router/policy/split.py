@@ -101,6 +101,13 @@ class PromptCost:
         return start + int(self.doubles_at * (math.sqrt(linear**2 + 2 * work / self.doubles_at) - linear))
 
 
+def may_gain(tokens: int, worker: SplitWorker) -> bool:
+    """Whether a prompt with so many tokens to compute may be worth a split, if all workers are like this one.
+    The whole decision takes a hundred times as long, and most prompts are short."""
+    alone = tokens / worker.speed
+    return alone / MOST_WORKERS + worker.floor + HOP_SECONDS < (1 - LEAST_GAIN) * alone
+
+
 def split(
     cost: PromptCost, workers: Sequence[SplitWorker], decode: SplitWorker | None = None, busy: float = 0.0
 ) -> Split | None:

@@ -26,7 +26,7 @@ from baton.router.policy.placement import (
 )
 from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillWork
-from baton.router.policy.split import MOST_WORKERS, PromptCost, Split, SplitWorker, split
+from baton.router.policy.split import MOST_WORKERS, PromptCost, Split, SplitWorker, may_gain, split
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.roster import Roster
 from baton.router.workers.stream import WorkerStream
@@ -313,6 +313,8 @@ class WorkerPool(Roster):
         A worker that decodes takes no part: its requests would wait for other workers."""
         first, now, described = target.worker, time.monotonic(), target.worker.description
         if not self._config.split_prompts or target.queues or not _takes_part(first):
+            return None
+        if not may_gain(target.work.tokens, self._split_worker(first, first, now)):
             return None
         rows = self.loads.draw(2 * MOST_WORKERS, self._rng)
         others = {self.by_row[row] for row in rows} - {first, decode}

@@ -103,7 +103,13 @@ async def test_a_failed_part_ends_the_plan(cluster: Cluster, number: int, code: 
     if worker is cluster.decodes[0] and code == pb.FAILURE_CODE_INVALID:
         pytest.skip("the part that samples is the request itself")
     worker.fail = 1, code
-    await answered(cluster)
+    [last] = cluster.decodes
+    last.steps = asyncio.Semaphore(0)  # its token would show that it has all of the KV
+    asking = asyncio.create_task(answered(cluster))
+    await cluster.workers[0].until(lambda first: first.cancelled)
+    last.steps.release()
+    last.steps = None
+    await asking
     assert await splits(cluster) == 1
     again = [submit for of in cluster.workers for submit in prefills(of) if not submit.plan]
     overflow = [submit for of in cluster.workers for submit in decodes(of) if not submit.HasField("source")]

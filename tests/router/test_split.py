@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.content import CHUNK_TOKENS
-from baton.router.policy.split import HOP_SECONDS, LEAST_GAIN, PromptCost, Split, SplitWorker, split
+from baton.router.policy.split import HOP_SECONDS, LEAST_GAIN, PromptCost, Split, SplitWorker, may_gain, split
 
 # Llama-3.1-8B in bfloat16 on one H200: 8,000 tokens take 206 ms.
 SPEED, DOUBLES_AT, LAYERS, STEP, FLOOR = 44_000.0, 29_000.0, 32, 8192, 0.0043
@@ -93,6 +93,15 @@ def test_what_the_first_worker_has_cached_is_not_computed() -> None:
     assert (first.start, second.stop) == (0, 8_000)
     assert first.stop - 4_096 < 2_200
     assert split(cost_of(8_000, cached=7_900), idle(2)) is None
+
+
+@given(st.integers(65, 3_000), st.floats(100, 100_000), st.floats(0, 0.02), st.integers(2, 8))
+def test_a_prompt_that_may_not_gain_is_never_split(
+    tokens: int, speed: float, floor: float, count: int
+) -> None:
+    workers = [SplitWorker(0.0, speed, STEP, floor)] * count
+    # Far from the position at which attention counts.
+    assert may_gain(tokens, workers[0]) or split(cost_of(tokens, doubles_at=1e9), workers) is None
 
 
 @given(
