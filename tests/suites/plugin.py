@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import types
+import unittest
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from unittest.mock import MagicMock
 import pytest
 
 URL = os.environ["BATON_URL"].rstrip("/")
+with urllib.request.urlopen(URL + "/v1/models") as _page:
+    MODEL = json.load(_page)["data"][0]["id"]
 MOCKED = ("vllm", "sglang", "model_hosting_container_standards", "xgrammar")
 ALIKE = {"regex": re, "pybase64": base64}
 """Modules of the standard library that do for others."""
@@ -47,6 +50,8 @@ class _Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _mock(module: str, name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
+    if name.startswith("DEFAULT_") and name.endswith("_FOR_TEST") and "MODEL" in name:
+        return MODEL
     return KNOWN.get(name) or MagicMock(name=f"{module}.{name}")
 
 
@@ -114,8 +119,18 @@ class RemoteOpenAIServer:
         return anthropic.AsyncAnthropic(base_url=URL, api_key=self.DUMMY_API_KEY, max_retries=0, **more)
 
 
+class CustomTestCase(unittest.TestCase):
+    """Takes the place of SGLang's class of this name, which tries a failed test again."""
+
+
+LOADED = {
+    "suite_fixtures": Path("tests/entrypoints/conftest.py"),
+    "sglang.test.kits.matched_stop_kit": Path("python/sglang/test/kits/matched_stop_kit.py"),
+}
+"""Files of the other projects that import nothing of them: fixtures, and a base class of tests."""
 KNOWN: dict[str, Any] = {
     "RemoteOpenAIServer": RemoteOpenAIServer,
+    "CustomTestCase": CustomTestCase,
     "get_tokenizer": lambda *_, **__: Tokenizer(),
     "popen_launch_server": lambda *_, **__: MagicMock(),
     "DEFAULT_URL_FOR_TEST": URL,
@@ -130,6 +145,15 @@ def pytest_configure(config: pytest.Config) -> None:
     utils = types.ModuleType("tests.utils")
     utils.__getattr__ = lambda name: _mock("tests.utils", name)  # pyrefly: ignore[bad-assignment]
     sys.modules["tests.utils"] = utils
+    for name, path in LOADED.items():
+        if path.exists():
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+            config.pluginmanager.register(module)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
