@@ -72,7 +72,7 @@ class Split:
         """The plan and its reasons, for a trace."""
         ranges = " ".join(f"{found.worker}:{found.start}-{found.stop}" for found in self.ranges)
         costs = {"baton.cost_s.split": self.seconds, "baton.cost_s.unsplit": self.unsplit}
-        return {"baton.ranges": ranges, **costs}
+        return {"baton.place": "split", "baton.ranges": ranges, **costs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ def split(
 
     Args:
         workers: in the order in which they compute. The first one has `cost.cached`.
-        decode: the worker that decodes, if it may have the last range. Its index is behind those of
-        `workers`. busy: the share of workers that are busy. Where others wait, time that workers idle between
+        decode: the worker that decodes, if it may have the last range. Its index is that after `workers`.
+        busy: the share of workers that are busy. Where other prompts wait, time in which workers idle between
             their ranges counts as much as time until the first token.
     """
     all_workers = [*workers, *([decode] if decode is not None else ())]
@@ -168,13 +168,13 @@ def _fill(
         begins = max(free[index], began + lag)
         # The first range of a worker that is busy for a while is shorter, so that all end together.
         late = begins - began - lag if ranges and free[index] == worker.wait else 0.0
-        time = seconds - late - worker.floor
-        if time <= 0:
-            continue
+        time = max(0.0, seconds - late - worker.floor)
         most = position + int(min(worker.step, time * worker.link / (len(chosen) - 1)))
         stop = min(cost.reach(position, time * worker.speed), most)
         stop = cost.tokens if stop >= cost.tokens else stop - stop % CHUNK_TOKENS
         if stop <= position:
+            if not ranges:
+                return None  # the next worker has nothing cached
             continue
         work = cost.work(position, stop) / worker.speed
         began, ended = begins, max(begins + worker.floor + work, ended + lag if ranges else 0.0)

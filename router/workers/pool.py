@@ -328,7 +328,7 @@ class WorkerPool(Roster):
             request.tokens,
             cached=request.tokens - target.work.tokens,
             doubles_at=described.attention_doubles_at,
-            layers=int(layers[1]) if layers else 1,
+            layers=max(1, int(layers[1])) if layers else 1,
         )
         found = split(
             cost,
@@ -339,7 +339,8 @@ class WorkerPool(Roster):
         return None if found is None else (found, [*chosen, decode])
 
     def _split_worker(self, worker: Worker, first: Worker, now: float) -> SplitWorker:
-        speed, row = worker.status.prefill_tokens_per_s or self.loads.speed(first.row), worker.row
+        row = worker.row
+        speed = max(1.0, worker.status.prefill_tokens_per_s or self.loads.speed(first.row))
         link = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
         return SplitWorker(
             wait=self.loads.tokens_waiting(row, now) / speed,

@@ -135,4 +135,6 @@ def test_each_plan_is_whole_and_is_as_fast_as_it_says(
         assert 0 < part.stop - max(part.start, cost.cached) <= workers[part.worker].step
     assert plan.seconds < (1 - LEAST_GAIN) * plan.unsplit
     assert ends(cost, workers, plan) < plan.unsplit
-    assert set(plan.attributes()) == {"baton.ranges", "baton.cost_s.split", "baton.cost_s.unsplit"}
+    described = plan.attributes()
+    assert (described["baton.place"], described["baton.cost_s.split"]) == ("split", plan.seconds)
+    assert len(str(described["baton.ranges"]).split()) == len(ranges)
