@@ -1,7 +1,7 @@
 """The prefill role: handles messages, reports of the KV sender, and the outputs of engine steps."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -50,6 +50,11 @@ class PrefillAttempt(Attempt):
     taker: bytes | None = None  # the decode on this worker that will go on with it
 
     @property
+    def sent_at_once(self) -> Collection[bytes]:
+        """Ids whose transfers get a layer of a chunk before the chunk waits for KV of other workers."""
+        return self.opened if self.part is None else self.part.outputs.keys()
+
+    @property
     def in_use(self) -> bool:
         """Whether a transfer reads or writes its blocks."""
         return bool(self.opened or (self.part is not None and self.part.inputs))
@@ -92,15 +97,16 @@ class SenderSink:
             self.sender.ready(request_id, None, 0, num_cached)
         self._cached.clear()
         for prefill_id, chunk in chunks.items():
-            for opened_id in self._prefills[prefill_id].opened:
+            for opened_id in self._prefills[prefill_id].sent_at_once:
                 self.sender.ready(opened_id, layer, chunk.start, chunk.stop)
         if layer == 0:
             self.waits.step_begins()
         for prefill_id, chunk in chunks.items():
             part = self._prefills[prefill_id].part
-            # What came for the final part goes on to the decode worker.
+            # A decode worker gets all positions from the final part, which has those before the chunk now.
             if part is not None and self.waits.wait(part, layer, chunk.start) and part.is_final:
-                self.sender.ready(prefill_id, layer, part.gaps.get(chunk.start, chunk.start), chunk.start)
+                start = part.gaps.get(chunk.start, chunk.start)
+                self.sender.ready(prefill_id, layer, start, chunk.stop)
         if self._trace.enabled:
             for prefill_id, chunk in chunks.items():
                 self._trace.instant(
