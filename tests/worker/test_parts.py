@@ -218,9 +218,10 @@ ENDS = {
     "kill -9 of the transfer process": STEP_WAIT / 2,
     "stop": STEP_WAIT,
 }
+LONG = ("kill -9 of the transfer process", "stop")
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in ENDS])
 async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(
     lost: tuple[Workers, BadNetwork], how: str
 ) -> None:
