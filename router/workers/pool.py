@@ -321,7 +321,8 @@ class WorkerPool(Roster):
         free = [worker for worker in others if _takes_part(worker) and worker.address not in request.avoid]
         waits = {worker: self.loads.tokens_waiting(worker.row, now) for worker in free}
         chosen = [first, *sorted(free, key=lambda worker: waits[worker])]
-        last = decode if decode is not first and _takes_part(decode) else None
+        may_decode = self._may_overflow and decode is not first
+        last = decode if may_decode and _takes_part(decode) else None
         busy = sum(wait > 0 for wait in waits.values()) / max(1, len(others))
         layers = _LAYERS.search(described.layout_fingerprint)
         cost = PromptCost(

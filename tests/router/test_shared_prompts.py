@@ -78,6 +78,14 @@ async def test_each_worker_gets_the_plan_and_its_part_of_the_prompt(cluster: Clu
     assert all(submit.request.sampling.max_tokens == 1 for submit in parts.values() if submit is not last)
 
 
+@pytest.mark.parametrize("flags", [{"overflow": False}])
+async def test_without_overflow_no_decode_worker_takes_part(cluster: Cluster) -> None:
+    await answered(cluster)
+    assert await splits(cluster) == 1
+    assert not prefills(cluster.decodes[0])
+    assert [len(prefills(worker)) for worker in cluster.prefills] == [1, 1]
+
+
 async def test_a_worker_that_decodes_takes_no_part(cluster: Cluster) -> None:
     [decode] = cluster.decodes
     decode.status.requests_decoding = decode.status.requests_running = 3
