@@ -107,6 +107,7 @@ bench: venv
 	$(BIN)/python -m baton.bench.disagg $(ARGS)
 	$(BIN)/python -m baton.bench.flip $(ARGS)
 	$(BIN)/python -m baton.bench.reuse $(ARGS)
+	$(BIN)/python -m baton.bench.split $(ARGS)
 	$(BIN)/python -m baton.bench.routing_sim $(ARGS)
 
 # The virtual path baton/rpc= makes protoc write `from baton.rpc import ..._pb2` into the stubs.

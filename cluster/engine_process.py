@@ -33,8 +33,8 @@ def run(config: EngineProcessConfig) -> int:
         if parts.config.store is not None:
             parts.store = StoreTier(engine, parts.config, parts.counts, parts.trace, parts.cached_chunks)
             fetches.behind = parts.store.fetches, SOURCE
-        prefill = PrefillRole(parts, engine, sink, fetches)
-        decode = DecodeRole(parts, engine, receiver, fetches, prefill.take, prefill.let_go)
+        prefill = PrefillRole(parts, engine, sink, receiver, fetches)
+        decode = DecodeRole(parts, engine, receiver, fetches, prefill.take, prefill.let_go, prefill.fetched)
         return engine, (prefill, decode)
 
     return loop.run(config, build)

@@ -175,6 +175,7 @@ def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: 
         keep_alive=given.front.timeout_keep_alive,
         overflow=not given.front.no_overflow,
         prefix_fetches=not given.front.no_prefix_fetches,
+        split_prompts=not given.front.no_split_prompts,
         workers=tuple(given.membership.worker),
         discovery=_kubernetes(given.membership.kubernetes_service, "grpc"),
         otlp_endpoint=given.observe.endpoint,

@@ -7,7 +7,8 @@ from enum import Enum, auto
 from typing import ClassVar
 
 from baton.engine import Engine, EngineRequest, Logprobs, Output, StepResult
-from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver
+from baton.kv_transfer import Began, Closed, FetchFailed, Injected, Receiver
+from baton.kv_transfer.endpoint.receiver import Event
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt
 from baton.worker.engine_process.loop import Parts
@@ -59,8 +60,9 @@ class DecodeRole:
         prefix_fetches: PrefixFetches,
         take: Callable[[bytes, bytes], bool | None],
         let_go: Callable[..., None],
+        fetched: Callable[[Event], bool],
     ) -> None:
-        """`prefix_fetches` share the receiver. `take` and `let_go` are those of `PrefillRole`."""
+        """`prefix_fetches` share the receiver. `take`, `let_go` and `fetched` are those of `PrefillRole`."""
         self._attempts = parts.attempts
         self._counts = parts.counts
         self._trace = parts.trace
@@ -68,6 +70,7 @@ class DecodeRole:
         self._receiver = receiver
         self._take = take
         self._let_go = let_go
+        self._fetched = fetched
         self._prefix_fetches = prefix_fetches
         self._incarnation = parts.config.incarnation
         self._table = parts.attempts.table(DecodeAttempt)
@@ -253,7 +256,9 @@ class DecodeRole:
         for event in self._receiver.poll(spare):
             attempt = self._table.get(event.decode_id)
             if attempt is None:
-                self._prefix_fetches.handle(event)
+                if not self._fetched(event):
+                    assert not isinstance(event, Began), "only parts of prompts have ranges"
+                    self._prefix_fetches.handle(event)
                 continue
             match event:
                 case Injected():

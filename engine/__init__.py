@@ -7,6 +7,7 @@ The life of a request:
                ▼ │      │                                       resume ──▶ running: decode … ──▶ finished
              loading ───┘
     reserve ──▶ reserved (KV arrives from outside) ──▶ join ──▶ running: decode … ──▶ finished
+    start_part ──▶ reserved ◀──▶ running: a range of the prompt (begin_range) … ──▶ held
 
 README.md has the layers.
 

@@ -197,6 +197,40 @@ class Engine:
         self._prepare(live)
         return tuple(live.blocks)
 
+    @property
+    def computes_parts(self) -> bool:
+        """Whether `start_part` may be called. Other ranks do not wait for KV inside a step, and states do not
+        come from another engine inside a step."""
+        return self.ranks.size == 1 and not self.states
+
+    def start_part(self, request: EngineRequest, ranges: Iterable[range]) -> Reservation | None:
+        """Reserves blocks for a prompt that this engine shares with others, as for `add` with handover. It
+        computes these ranges, each after `begin_range`. The caller writes the KV of the positions between
+        them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. Returns
+        None if there is no room now, or if another prompt would be computed first."""
+        live = self._scheduler.start_part(request, ranges)
+        if live is None:
+            return None
+        live.started = time.monotonic()
+        self._prepare(live)
+        return Reservation(tuple(live.blocks), live.num_cached, live.state_slot)
+
+    def next_range(self, request_id: bytes) -> range | None:
+        """The range of `start_part` that comes next. None: steps compute one, or all are computed."""
+        live = self._scheduler.requests[request_id]
+        return live.ranges[0] if live.phase is Phase.RESERVED else None
+
+    def begin_range(self, request_id: bytes) -> None:
+        """Lets steps compute the next range. They may wait in `Hooks.layer_done` for the KV before it."""
+        self._scheduler.begin_range(self._scheduler.requests[request_id])
+
+    def verified(self, request_id: bytes) -> None:
+        """All KV that came for a request of `start_part` was complete, so the prefix cache may share it. The
+        request is held."""
+        live = self._scheduler.requests[request_id]
+        live.unverified = False
+        self._scheduler.memory.publish(live, live.num_computed)
+
     def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
         """Extends a reservation to a longer output. Returns its block table, which begins with the old one.
         None: no room, the reservation is unchanged. Raises `ValueError` if the output does not begin with the

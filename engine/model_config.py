@@ -363,6 +363,17 @@ class ModelConfig:
         return self._parameters(self.experts.read_by(tokens) if self.experts else 0)
 
     @property
+    def attention_doubles_at(self) -> int:
+        """The position of a prompt whose token costs twice as much as the first one, because it attends to
+        all positions before it. From the multiplications of matrices and of attention."""
+        sizes = 2 * self.head_dim
+        if self.latent is not None:
+            sizes = self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim
+        layers = self.num_layers - sum(span is not None for span in self.spans)
+        matrices = self.parameters_read(1) - self.embedding_parameters
+        return round(matrices / (self.num_heads * sizes * max(1, layers)))
+
+    @property
     def embedding_parameters(self) -> int:
         """Number of parameters of the input embedding and the output projection."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)

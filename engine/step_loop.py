@@ -210,7 +210,8 @@ class StepLoop:
                 else:
                     learn = live.learn if row == first else live.learn_after_draft
                     position = learn(tokens[row])
-                    self._scheduler.memory.publish(live, position)
+                    if not live.unverified:
+                        self._scheduler.memory.publish(live, position)
                     result.outputs.append(self.emit(live, position, logprobs.get(row)))
                     if live.phase is Phase.RUNNING:
                         continue

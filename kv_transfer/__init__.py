@@ -19,6 +19,9 @@ then travel as frames of the same transfer.
 Chunks of a prefix cache travel in the same way, named by their content: FETCH_CONTENT, `ContentWanted`,
 `Sender.serve`, HAVE, frames, COMMIT, ACK.
 
+Of a prompt that several workers compute, each fetches the ranges of the others (`Receiver.fetch_ranges`), and
+uses a layer as soon as it is there (`wait_for_layer`).
+
 Roles use `Sender` and `Receiver`. In engine processes these touch KV and torch (`endpoint/`, `device/`).
 Transfer processes touch sockets (`process/`) and never torch. Between them are an `Arena` and a socketpair.
 What both sides agree on is in `protocol/`, as pure state machines; the wire is in `docs/protocol.md`.
@@ -33,6 +36,7 @@ from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.spawn import TransferStats, spawn_transfer
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import (
+    Began,
     Closed,
     ContentWanted,
     FetchFailed,
@@ -46,6 +50,7 @@ __all__ = [
     "Arena",
     "ArenaEnd",
     "Arenas",
+    "Began",
     "Closed",
     "ContentWanted",
     "FetchFailed",

@@ -115,6 +115,14 @@ class Injected:
 
 
 @dataclass(frozen=True, slots=True)
+class Began:
+    """KV of the end of a range of `fetch_ranges` has come. So the step that computes this end has started."""
+
+    decode_id: bytes
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class FetchFailed:
     """The KV will not come from this prefill. Nothing writes into the blocks; fetch() may be called again."""
 

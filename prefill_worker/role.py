@@ -1,19 +1,32 @@
 """The prefill role: handles messages, reports of the KV sender, and the outputs of engine steps."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from baton.content import CHUNK_TOKENS
 from baton.engine import CachedPrefix, Engine, Output, StepResult
 from baton.engine.core.prefix_exchange import PrefixExchange
-from baton.kv_transfer import ContentWanted, FirstToken, Released, Sender, TraceWriter
+from baton.kv_transfer import (
+    Began,
+    ContentWanted,
+    FetchFailed,
+    FirstToken,
+    Injected,
+    Receiver,
+    Released,
+    Sender,
+    TraceWriter,
+)
+from baton.kv_transfer.endpoint.receiver import Event
+from baton.kv_transfer.endpoint.sender import NO_TOKEN
 from baton.prefill_worker.offers import PrefixOffers
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts
 from baton.worker.engine_process.loop import Parts
 from baton.worker.engine_process.paged_kv import paged_kv
+from baton.worker.engine_process.parts import LayerWaits, Part, start_part
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.messages import Code, ToEngine
 
@@ -29,18 +42,33 @@ class PrefillAttempt(Attempt):
 
     handover: bool
     awaited: bool  # it has not started, and its router waits for that
-    opened: bool = False  # the sender may read its blocks, until it reports them released
+    opened: set[bytes] = field(default_factory=set)
+    """Ids under which the sender may read its blocks, until it reports them released."""
+    part: Part | None = None
+    """Of a prompt that other workers compute, too."""
     held: bool = False  # computed and its first token sent; the blocks stay for the decode worker
     taker: bytes | None = None  # the decode on this worker that will go on with it
 
+    @property
+    def sent_at_once(self) -> Collection[bytes]:
+        """Ids whose transfers get a layer of a chunk before the chunk waits for KV of other workers."""
+        return self.opened if self.part is None else self.part.outputs.keys()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a transfer reads or writes its blocks."""
+        return bool(self.opened or (self.part is not None and self.part.inputs))
+
 
 class SenderSink:
-    """The engine's hooks of prefills: passes reports to the KV sender and to their routers. Never waits.
+    """The engine's hooks of prefills: passes reports to the KV sender and to their routers.
 
-    `sender` is set after the engine is built, because it reads the engine's cache.
+    Only a shared prompt waits, for its KV from other workers. `sender` and `waits` are set after the engine
+    is built, because they use its cache.
     """
 
     sender: Sender
+    waits: LayerWaits
 
     def __init__(self, trace: TraceWriter, attempts: Attempts) -> None:
         self._trace = trace
@@ -54,7 +82,7 @@ class SenderSink:
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         prefill = self._prefills[request_id]
-        prefill.opened = True
+        prefill.opened.add(request_id)
         self.sender.open(request_id, block_ids, num_tokens, state_slot)
         if num_cached:
             self._cached.append((request_id, num_cached))
@@ -69,7 +97,16 @@ class SenderSink:
             self.sender.ready(request_id, None, 0, num_cached)
         self._cached.clear()
         for prefill_id, chunk in chunks.items():
-            self.sender.ready(prefill_id, layer, chunk.start, chunk.stop)
+            for opened_id in self._prefills[prefill_id].sent_at_once:
+                self.sender.ready(opened_id, layer, chunk.start, chunk.stop)
+        if layer == 0:
+            self.waits.step_begins()
+        for prefill_id, chunk in chunks.items():
+            part = self._prefills[prefill_id].part
+            # A decode worker gets all positions from the final part, which has those before the chunk now.
+            if part is not None and self.waits.wait(part, layer, chunk.start) and part.is_final:
+                start = part.gaps.get(chunk.start, chunk.start)
+                self.sender.ready(prefill_id, layer, start, chunk.stop)
         if self._trace.enabled:
             for prefill_id, chunk in chunks.items():
                 self._trace.instant(
@@ -91,8 +128,16 @@ class PrefillRole:
         messages.OfferDeclined,
     )
 
-    def __init__(self, parts: Parts, engine: Engine, sink: SenderSink, prefix_fetches: PrefixFetches) -> None:
-        """`sink` is the engine's. It gets its sender here."""
+    def __init__(
+        self,
+        parts: Parts,
+        engine: Engine,
+        sink: SenderSink,
+        receiver: Receiver,
+        prefix_fetches: PrefixFetches,
+    ) -> None:
+        """`sink` is the engine's. It gets its sender here. `receiver` is that of the decode role, which
+        reports to `fetched`."""
         self._attempts = parts.attempts
         self._counts = parts.counts
         self._link = parts.link
@@ -101,6 +146,10 @@ class PrefillRole:
         self.engine = engine
         kv = paged_kv(self.engine, lambda: sink.layers_ready)
         self._sender = self._sink.sender = parts.transport.sender(kv)
+        self._receiver = receiver
+        sink.waits = LayerWaits(receiver, parts.heartbeat.tick)
+        self._incarnation = parts.config.incarnation
+        self._shared: dict[bytes, PrefillAttempt] = {}  # by the id of each transfer of a part
         self._prefix_fetches = prefix_fetches
         self._prefills = parts.attempts.table(PrefillAttempt)
         self._pins: set[bytes] = set()  # what transfers read of the prefix cache
@@ -151,6 +200,9 @@ class PrefillRole:
         if not self._attempts.open(prefill, used=self.engine.has(prefill_id)):
             return
         self._trace.instant("taken", attempt=prefill_id.hex())
+        if message.plan:
+            self._start_part(prefill, message)
+            return
         if message.handover:
             self._sender.expect(prefill_id)
 
@@ -161,6 +213,78 @@ class PrefillRole:
 
         if not self._prefix_fetches.get(request, message.content, add):
             add(0)
+
+    def _start_part(self, prefill: PrefillAttempt, message: messages.Prefill) -> None:
+        request, engine = message.work.request, self.engine
+        here = {of.prefill_id for of in message.plan if of.incarnation == self._incarnation}
+        if not engine.computes_parts or here != {request.id}:
+            text = "a worker with one rank, without states, computes one part of a prompt"
+            del self._prefills[prefill.id]
+            self._attempts.fail(prefill, Code.INVALID, text)
+            return
+        part = start_part(engine, self._receiver, self._sender, request, message.plan)
+        if part is None:
+            del self._prefills[prefill.id]
+            self._attempts.fail(prefill, Code.NO_ROOM, "no room for a part of a prompt now")
+            return
+        prefill.part = part
+        prefill.opened = {*part.outputs, *([prefill.id] if part.is_final else ())}
+        self._shared |= dict.fromkeys([*prefill.opened, *part.inputs], prefill)
+        self._counts.prompt_parts += 1
+        self._advance(prefill, part)
+
+    def _advance(self, prefill: PrefillAttempt, part: Part) -> None:
+        """Computes the next range, if steps of other workers compute all earlier ones."""
+        found = None if prefill.closed else self.engine.next_range(prefill.id)
+        if found is not None and all(stop > found.start for stop in part.not_begun):
+            self.engine.begin_range(prefill.id)
+
+    def fetched(self, event: Event) -> bool:
+        """Handles an event of the receiver about KV of a part. False: it is about other KV."""
+        prefill = self._shared.get(event.decode_id)
+        if prefill is None or (part := prefill.part) is None:
+            return False
+        if isinstance(event, Began):
+            part.not_begun.discard(event.stop)
+            self._advance(prefill, part)
+            return True
+        del self._shared[event.decode_id]
+        part.inputs.remove(event.decode_id)
+        if isinstance(event, Injected):
+            part.uncommitted.discard(event.decode_id)
+            self._finish_part(prefill, part)
+        elif isinstance(event, FetchFailed):
+            self._part_failed(prefill, f"KV of another part did not come: {event.reason}")
+        self._settle(prefill)
+        return True
+
+    def _part_landed(self, prefill: PrefillAttempt, part: Part, stop: int) -> None:
+        """A step has computed the positions below `stop`."""
+        if part.failed:
+            self._part_failed(prefill, part.failed)
+        for output_id in [found for found, end in part.outputs.items() if end <= stop and not prefill.closed]:
+            del part.outputs[output_id]
+            self._sender.commit(output_id, NO_TOKEN)
+
+    def _part_failed(self, prefill: PrefillAttempt, why: str) -> None:
+        if not prefill.closed:
+            self._counts.prompt_parts_failed += 1
+            self._attempts.fail(prefill, Code.DROPPED, why)
+            self._close(prefill, "gone")
+
+    def _finish_part(self, prefill: PrefillAttempt, part: Part) -> None:
+        """Goes on with a part when all of it is known to be right."""
+        output = part.output
+        if prefill.closed or prefill.held or not part.complete or output is None:
+            return
+        self.engine.verified(prefill.id)
+        self._counts.prompt_parts_waited += part.waited
+        self._trace.instant("part", prefill=prefill.id.hex(), tokens=part.tokens, waited_us=part.waited * 1e6)
+        if part.is_final:
+            self._first_token(prefill, output)
+            self._hand_over(prefill, output)
+        else:
+            prefill.held = True
 
     def cancel(self, prefill_id: bytes) -> None:
         self._close(self._prefills[prefill_id], "cancelled")
@@ -178,12 +302,21 @@ class PrefillRole:
         prefill.closed = True
         if prefill.handover:
             # This includes a prefill that is not opened yet, because a FETCH may wait for it.
-            self._sender.close(prefill.id, reason)
-        if not prefill.opened:
+            for opened_id in prefill.opened or (prefill.id,):
+                self._sender.close(opened_id, reason)
+        for fetch_id in () if prefill.part is None else prefill.part.inputs:
+            self._receiver.cancel(fetch_id)
+        self._settle(prefill)
+
+    def _settle(self, prefill: PrefillAttempt) -> None:
+        """Removes a prefill that has ended or was handed over, when no transfer uses its blocks."""
+        if prefill.in_use or self._prefills.get(prefill.id) is not prefill:
+            return
+        stays = prefill.taker is not None or (prefill.part is not None and not prefill.held)
+        if prefill.closed or not stays:
             self._forget(prefill)
 
     def _forget(self, prefill: PrefillAttempt) -> None:
-        """Removes a prefill when no transfer reads its blocks."""
         self._prefix_fetches.cancel(prefill.id)
         del self._prefills[prefill.id]
         if prefill.held:
@@ -198,6 +331,8 @@ class PrefillRole:
         for event in self._sender.poll():
             if isinstance(event, ContentWanted):
                 self._serve(event)
+            elif event.prefill_id in self._shared:
+                self._part_released(event)
             elif event.prefill_id in self._pins:
                 assert exchange is not None, "it pinned"
                 self._pins.remove(event.prefill_id)
@@ -264,7 +399,7 @@ class PrefillRole:
                 self._sender.close(prefill_id, "gone")
         if prefill.taker != decode_id:
             return None
-        return prefill.held and not prefill.opened
+        return prefill.held and not prefill.in_use
 
     def let_go(self, prefill_id: bytes, decode_id: bytes, *, resumed: bool) -> None:
         """The engine has resumed the prefill under the id of its decode, or the decode has ended before."""
@@ -280,7 +415,7 @@ class PrefillRole:
 
     def _released(self, released: Released) -> None:
         prefill = self._prefills[released.prefill_id]
-        prefill.opened = False
+        prefill.opened.clear()
         if prefill.taker is not None and not prefill.closed:
             return  # the blocks stay for the decode on this worker
         if released.reason == "deadline":
@@ -289,27 +424,56 @@ class PrefillRole:
             self._attempts.fail(prefill, Code.INVALID, "this id was used before: draw a new one")
         self._forget(prefill)
 
+    def _part_released(self, released: Released) -> None:
+        prefill = self._shared.pop(released.prefill_id)
+        prefill.opened.discard(released.prefill_id)
+        is_taken = released.prefill_id == prefill.id and prefill.taker is not None
+        if released.reason != "acked" and not is_taken:
+            self._part_failed(prefill, f"another worker has not fetched its KV: {released.reason}")
+        self._settle(prefill)
+
     # ------------------------------------------------------------ steps
 
     def after_step(self, result: StepResult) -> None:
+        for prefill_id, chunk in result.prompts.items():
+            prefill = self._prefills.get(prefill_id)
+            if prefill is not None and prefill.part is not None:
+                self._part_landed(prefill, prefill.part, chunk.stop)
         for output in result.outputs:
-            if (prefill := self._prefills.get(output.id)) is not None:
+            prefill = self._prefills.get(output.id)
+            if prefill is not None and prefill.part is None:
                 self._first_token(prefill, output)
+            elif prefill is not None and prefill.part is not None:
+                self._part_output(prefill, prefill.part, output)
         for code, ended in ((Code.ENGINE, result.failed), (Code.INVALID, result.refused)):
             for prefill_id, message in ended:
                 if (prefill := self._prefills.get(prefill_id)) is not None:
                     self._attempts.fail(prefill, code, message)
                     self._close(prefill, "gone")
 
+        for prefill in {*self._shared.values()}:
+            if prefill.part is not None:
+                self._advance(prefill, prefill.part)
+
+    def _part_output(self, prefill: PrefillAttempt, part: Part, output: Output) -> None:
+        part.output = output
+        if not part.is_final:  # its token means nothing: it says that the part is computed
+            self._counts.count_prompt(part.tokens, 0, 0)
+            self._attempts.token(prefill, output._replace(finish_reason="length"))
+        self._finish_part(prefill, part)
+        self._settle(prefill)
+
     def after_tokens(self, result: StepResult) -> None:
         # After the tokens: `commit` wakes the pump, whose thread competes for the GIL.
         for output in result.outputs:
-            if (prefill := self._prefills.get(output.id)) is not None:
+            prefill = self._prefills.get(output.id)
+            if prefill is not None and prefill.part is None:
                 self._hand_over(prefill, output)
 
     def _first_token(self, prefill: PrefillAttempt, output: Output) -> None:
         self._trace.instant("first token", prefill=output.id.hex(), computing=output.prefill_seconds)
-        self._counts.count_prompt(prefill.tokens, output.cached_tokens, prefill.fetched)
+        tokens = prefill.tokens if prefill.part is None else prefill.part.tokens + output.cached_tokens
+        self._counts.count_prompt(tokens, output.cached_tokens, prefill.fetched)
         self._counts.count(output)
         self._attempts.prefilled(prefill, output)
         self._attempts.token(prefill, output)

@@ -64,6 +64,8 @@ class RouterConfig:
     """A decode worker prefills when the second token is expected earlier that way."""
     prefix_fetches: bool = True
     """A worker fetches what another worker has cached of a prompt, where that is faster than computing it."""
+    split_prompts: bool = True
+    """Several workers compute a prompt at the same time, if its first token is expected earlier that way."""
     decode_only: bool = False
     routing_policy: str = "sticky"
     """One of `router.policy.prefill.PREFILL_POLICIES`."""

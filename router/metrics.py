@@ -113,6 +113,9 @@ class Metrics:
         self.overflow = self._counters(
             "baton:overflow", "Requests that one worker prefills and decodes.", "reason", REASONS
         )
+        self.split_prompts = self._counter(
+            "baton:split_prompts", "Prompts that several workers computed at the same time."
+        )
         self.deadlines = self._counters(
             "baton:deadlines_expired", "Waits that were given up.", "deadline", DEADLINES
         )

@@ -195,18 +195,34 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ..., structured_output: _Optional[_Union[StructuredOutput, _Mapping]] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ...) -> None: ...
 
 class SubmitPrefill(_message.Message):
-    __slots__ = ("prefill_id", "request", "handover", "report_start", "content")
+    __slots__ = ("prefill_id", "request", "handover", "report_start", "content", "plan")
     PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     REPORT_START_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     prefill_id: bytes
     request: Request
     handover: bool
     report_start: bool
     content: ContentSource
-    def __init__(self, prefill_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., handover: _Optional[bool] = ..., report_start: _Optional[bool] = ..., content: _Optional[_Union[ContentSource, _Mapping]] = ...) -> None: ...
+    plan: _containers.RepeatedCompositeFieldContainer[PlanRange]
+    def __init__(self, prefill_id: _Optional[bytes] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., handover: _Optional[bool] = ..., report_start: _Optional[bool] = ..., content: _Optional[_Union[ContentSource, _Mapping]] = ..., plan: _Optional[_Iterable[_Union[PlanRange, _Mapping]]] = ...) -> None: ...
+
+class PlanRange(_message.Message):
+    __slots__ = ("prefill_id", "kv_address", "incarnation", "start", "stop")
+    PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    prefill_id: bytes
+    kv_address: str
+    incarnation: int
+    start: int
+    stop: int
+    def __init__(self, prefill_id: _Optional[bytes] = ..., kv_address: _Optional[str] = ..., incarnation: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class ContentSource(_message.Message):
     __slots__ = ("kv_address", "incarnation", "tier")
@@ -413,7 +429,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "content_root", "kv_token_bytes", "fetches_prefixes", "offload_blocks", "tensor_parallel_size", "numerics")
+    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "content_root", "kv_token_bytes", "fetches_prefixes", "offload_blocks", "tensor_parallel_size", "numerics", "attention_doubles_at")
     FIRST_POOL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -440,6 +456,7 @@ class WorkerDescription(_message.Message):
     OFFLOAD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_DOUBLES_AT_FIELD_NUMBER: _ClassVar[int]
     first_pool: Pool
     index: int
     incarnation: int
@@ -466,7 +483,8 @@ class WorkerDescription(_message.Message):
     offload_blocks: int
     tensor_parallel_size: int
     numerics: str
-    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., content_root: _Optional[bytes] = ..., kv_token_bytes: _Optional[int] = ..., fetches_prefixes: _Optional[bool] = ..., offload_blocks: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
+    attention_doubles_at: int
+    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., content_root: _Optional[bytes] = ..., kv_token_bytes: _Optional[int] = ..., fetches_prefixes: _Optional[bool] = ..., offload_blocks: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., numerics: _Optional[str] = ..., attention_doubles_at: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -37,11 +37,13 @@ BACK_FAULTS = ("delay", "cut", "truncate", "half-open", "corrupt", "header", "ho
 @dataclass
 class BadNetwork(Proxy):
     """`fault` holds for KV frames from prefill to decode, or the other way for messages of types in `back`;
-    each of `hits` first ones that come by suffers it. `kind`: of KV frames, those of this kind alone."""
+    each of `hits` first ones that come by suffers it. `kind`, `layer`: of KV frames, those of this kind
+    and of this layer alone."""
 
     port: int  # of the prefill worker
     fault: str = ""
     kind: int | None = None
+    layer: int | None = None
     back: tuple[int, ...] = ()
     suffered: int = 0  # how many were hit
     first_token: list[object] | None = None  # replaces that of the next COMMIT; checksums are right
@@ -84,7 +86,7 @@ class BadNetwork(Proxy):
                     message[0], self.first_token = self.first_token, None
                     frame = bytearray(whole_frame(COMMIT, pack(message), head[8:24]))
                 meant = head[5] in self.back if back else head[5] == KV and not self.back
-                meant = meant and self.kind in (None, head[26])
+                meant = meant and self.kind in (None, head[26]) and self.layer in (None, head[24])
                 if head[5] == SLICES and self.arena is not None:
                     [[[slot, *_], *_]] = unpack(frame[HEADER:-trailer])
                     self.arena.slot(slot)[7] ^= 1

@@ -38,7 +38,11 @@ class FakeWorker(StandIn):
         before_status: awaited before GetStatus answers.
         described: how often Describe was called.
         cache: None, or the chunks that routers are told when they attach.
+        attention_doubles_at: as in the description; 0: it computes no parts of prompts.
     """
+
+    attention_doubles_at = 0
+    layout_fingerprint = "l1"
 
     def __init__(
         self,
@@ -159,6 +163,7 @@ class FakeWorker(StandIn):
         for name in (
             "index", "model", "served_model_name", "vocab_size", "vocabulary_fingerprint",
             "model_fingerprint", "metrics_address", "max_model_len", "numerics",
+            "attention_doubles_at", "layout_fingerprint",
         ):  # fmt: skip
             setattr(described, name, getattr(self, name))
         return described

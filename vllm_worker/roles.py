@@ -173,6 +173,9 @@ class Roles:
 
     def _prefill(self, message: messages.Prefill) -> None:
         attempt = self._attempt(message.stream, message.work, decode=False, handover=message.handover)
+        if message.plan:
+            self._attempts.fail(attempt, Code.INVALID, "vLLM computes no part of a prompt")
+            return
         if not self._attempts.open(attempt, used=False):
             return
         params: dict[str, Any] | None = None

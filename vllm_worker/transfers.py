@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from baton.kv_transfer import (
     ArenaEnd,
+    Began,
     Closed,
     ContentWanted,
     FetchFailed,
@@ -180,6 +181,7 @@ class Attendant:
                     if isinstance(event, ContentWanted):  # vLLM's prefix cache is not served
                         self._sender.close(event.pin_id, "gone")
                         continue
+                    assert not isinstance(event, Began), "vLLM computes all of a prompt, or nothing"
                     self._events.put(event)
                     if worker is not None:
                         worker.post(_report(event))

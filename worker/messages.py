@@ -67,6 +67,16 @@ class ContentSource(_Message, tag=False):
     tier: Tier = Tier.DEVICE
 
 
+class PlanRange(_Message, tag=False):
+    """A range of a prompt that several workers compute (`engine_process.parts`), and its worker."""
+
+    prefill_id: bytes  # of the worker's part
+    kv_address: str
+    incarnation: int
+    start: int
+    stop: int
+
+
 class PrefixLink(_Message, tag=False):
     """How fast prefixes came from a tier of another worker."""
 
@@ -85,6 +95,7 @@ class Prefill(_Message):
     handover: bool
     report_start: bool = False  # only with a handover: the router waits for PrefillStarted
     content: ContentSource | None = None
+    plan: tuple[PlanRange, ...] = ()  # of a shared prompt: the request is the prompt up to its last range
 
 
 class Decode(_Message):
@@ -185,6 +196,7 @@ class EngineReady(_Message):
     offload_blocks: int  # of all tiers below the device
     vocabulary_fingerprint: str  # empty if the model has no tokenizer
     numerics: str = ""  # as in `Started`
+    attention_doubles_at: int = 0  # as in `ModelConfig`; 0: it computes no parts of prompts
 
 
 class Tokens(_Message):
@@ -240,6 +252,11 @@ class RequestCounts:
     """By tier, positions with KV from prefix caches of other workers, whether a prompt used it or not."""
     prefix_fetched_bytes: int = 0
     """This KV."""
+    prompt_parts: int = 0
+    """Parts of prompts that this worker computed together with others."""
+    prompt_parts_failed: int = 0
+    prompt_parts_waited: float = 0.0
+    """Seconds that their steps waited for KV."""
 
     def count_prompt(self, tokens: int, cached: int, fetched: int) -> None:
         """Counts a prefilled prompt. `fetched` tokens came for it, and are among the `cached` ones if they

@@ -12,6 +12,9 @@ placement` takes some minutes and prints a table of it.
 Swing: 4 workers whose load swings between long prompts and long answers: each fixed split, flips by the
 autoscaler, and the placement policy. A short run leaves this part out, unless --only names it.
 
+Split: prompts of 30,000 and 128,000 tokens that up to four of 4, 64 and 1,000 prefill workers share, one
+after another and at half of the load that the workers can serve.
+
 Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
 """
 
@@ -29,6 +32,7 @@ from baton.bench.routing_sim.baselines import POLICIES, Flips
 from baton.bench.routing_sim.traces import multi_turn, shared_prefix, size
 from baton.cluster.options.optimize import PROFILES
 from baton.simulator import placement
+from baton.simulator import split as shared_prompts
 from baton.simulator.prefill import Outcome, Setting, Simulation
 from baton.simulator.step_worker import Quantiles
 from baton.simulator.trace import Trace
@@ -60,7 +64,11 @@ PLACED_REQUESTS, PLACED_REQUESTS_SHORT = 600, 200
 LARGEST_LOADS = ((2000, 150, 12),)
 """Loads of 1,000 workers."""
 KINDS: tuple[placement.Kind, ...] = ("policy", "split", "colocated")
-PARTS = ("prefill", "placement", "swing", "profiles")
+PARTS = ("prefill", "placement", "swing", "split", "profiles")
+SPLIT_PROMPTS, SPLIT_SHORT = 600, 40
+"""Prompts of each simulation, and of a short run."""
+SPLIT_GOALS = {"idle": (0.0, 0.34), "half": (0.5, 0.6)}
+"""Share of the time of the workers that is used, and the goal beside one idle engine."""
 SWING, SWING_SECONDS = ((2000, 50, 28), (200, 500, 28)), 30.0
 """Loads of 4 workers that take turns, and for how long each of them comes."""
 SWING_TTFT, SWING_GAP = 0.25, 0.02
@@ -196,6 +204,22 @@ def add_profiles(report: Report, short: bool) -> None:
             report.add(Row(f"{case}.output", requests * answer / found.seconds, "tokens/s"))
 
 
+def add_split(report: Report, short: bool) -> None:
+    for workers, tokens in itertools.product((4, MAIN, 1_000), (30_000, 128_000)):
+        alone = shared_prompts.alone_seconds(tokens)
+        for name, (load, goal) in SPLIT_GOALS.items():
+            prompts = SPLIT_SHORT if short else SPLIT_PROMPTS
+            ttft, _ = shared_prompts.simulate(tokens, load, workers=workers, splits=True, prompts=prompts)
+            half = statistics.median(ttft)
+            report.add(
+                Row(
+                    f"routing_sim.split.{tokens}.{name}.w{workers}.ttft", 1e3 * half, "ms",
+                    p99=1e3 * contract.percentile(ttft, 0.99), ratio=half / alone,
+                    ratio_to="one idle engine", goal=goal,
+                )
+            )  # fmt: skip
+
+
 def add_prefill(report: Report, short: bool) -> None:
     for case, trace, setting, names in cases(short):
         outcomes = {}
@@ -217,7 +241,8 @@ def main() -> int:
     args = p.parse_args()
     report = Report.of("routing_sim", args, seed=SEED)
     adds = {
-        "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "profiles": add_profiles,
+        "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
+        "profiles": add_profiles,
     }  # fmt: skip
     parts = [args.only] if args.only else [part for part in PARTS if part != "swing" or not args.short]
     tables = [adds[part](report, args.short) for part in parts]

@@ -307,6 +307,9 @@ class FrontOptions(ServerTlsOptions):
     )
     no_overflow: bool = opt(False, "Only handovers: no worker both prefills and decodes a request.")
     no_prefix_fetches: bool = opt(False, "Workers compute what only another worker has in its prefix cache.")
+    no_split_prompts: bool = opt(
+        False, "Each prompt is computed by one worker, and never by several at once."
+    )
     routing_policy: Literal["sticky", "round-robin"] = opt(
         "sticky", "How the router chooses a prefill worker."
     )

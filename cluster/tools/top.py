@@ -200,6 +200,7 @@ def headline(before: Scrape | None, after: Scrape) -> list[str]:
         f" · prompt tokens/s {_number(change.rate('vllm:prompt_tokens_total'))}"
         f" · output tokens/s {_number(change.rate('vllm:generation_tokens_total'))}"
         f" · errors/s {_number(change.rate('baton:request_errors_total'))}"
+        f" · split prompts {_number(change.added('baton:split_prompts_total'), digits=0)}"
         f" · retries {_number(retries, digits=0)}",
         f"{' · '.join(latencies)}  [dim](p50 / p99)[/dim]",
     ]

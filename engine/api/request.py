@@ -183,7 +183,8 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What an engine tells its caller, in the thread of its calls. No hook may block or call the engine."""
+    """What an engine tells its caller, in the thread of its calls. No hook may block or call the engine, but
+    for what `layer_done` says."""
 
     progress: Callable[[str, float], None] = _nothing
     """(stage, fraction): how far the start is."""
@@ -200,7 +201,8 @@ class Hooks:
     their KV already. The slot is where its states are, if the model has state layers."""
     layer_done: Callable[[int, Mapping[bytes, range]], None] = _nothing
     """(layer, positions by request id): K and V of the layer, or its states, are written for these (on CUDA:
-    enqueued on the current stream). Called between the launches of two layers."""
+    enqueued on the current stream). Called between the launches of two layers, before the attention. This
+    hook may block while it writes the KV that other workers compute of a prompt (`Engine.start_part`)."""
 
     # Of the prefix cache, all tiers included
     cached: Callable[[Iterable[CachedBlock]], None] = _nothing

@@ -3,6 +3,7 @@ tenants equal shares. Pure."""
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -35,7 +36,8 @@ class Phase(Enum):
     HELD = auto()
     """Prefilled for a handover. Keeps its blocks until the KV transfer is over, or until it is resumed."""
     RESERVED = auto()
-    """Has blocks. Their KV is on its way from a prefill worker."""
+    """Has blocks. Their KV is on its way from a prefill worker, or that of the positions before its next
+    range is."""
     GONE = auto()
     """Ended. A launched step may still have the request."""
 
@@ -102,6 +104,13 @@ class LiveRequest:
     """KV of positions [0, num_verified) is known to be right: a token was sampled from it."""
     num_published: int = 0
     """Number of leading blocks that were offered to the prefix cache."""
+    ranges: deque[range] = field(default_factory=deque)
+    """The positions of a shared prompt that are computed here and that no step has begun. Other workers
+    compute the positions between them."""
+    range_stop: int | None = None
+    """The end of the range that steps compute now. None: steps compute all that is left."""
+    unverified: bool = False
+    """KV from other workers is not known to be complete. Set for a shared prompt until `verified`."""
     due: float = field(init=False)
     """When its prompt should be computed; infinite if it is in no hurry."""
     started: float | None = None
@@ -177,7 +186,8 @@ class LiveRequest:
     def num_computable(self) -> int:
         """Tokens that a step may compute now: `num_left`, or one less while the grammar compiles. Computing
         the last one would sample the next token."""
-        return self.num_left if self.grammar is None or self.grammar.ready else self.num_left - 1
+        left = self.num_left if self.range_stop is None else self.range_stop - self.num_computed
+        return left if self.grammar is None or self.grammar.ready else min(left, self.num_left - 1)
 
     @property
     def num_generated(self) -> int:

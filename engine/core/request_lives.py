@@ -5,6 +5,7 @@ One engine may prefill for other workers and decode for them at the same time. W
 
     waiting   ──▶ a seat, blocks and a state slot, which running, held and reserved requests have
     held      ──▶ a transfer to a reservation on another worker, or a seat here (`resume`)
+    part      ──▶ steps of other workers that have begun, and transfers (`worker.engine_process.parts`)
     reserved  ──▶ a prefill on another worker, which may be waiting there
     running   ──▶ nothing
     pinned, importing (`prefix_exchange`) ──▶ a transfer into blocks that are reserved
@@ -28,6 +29,7 @@ Every holder of blocks or seats ends, so nothing waits in a circle:
 
 from array import array
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -121,6 +123,31 @@ class RequestLives:
         live.hand_back = True
         self._begin(live, hits)
         return live
+
+    def start_part(self, request: EngineRequest, ranges: Iterable[range]) -> LiveRequest | None:
+        """Gives a request its blocks at once. These ranges of its prompt are computed here, each after
+        `begin_range`, and the caller writes the KV of the other positions. None: no room, or another prompt
+        would be computed first."""
+        live = self._new(request)
+        if self.waiting or self.loading or not all(other.decodes for other in self.running):
+            return None
+        hits = self.memory.hits(live)
+        if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
+            return None
+        self._register(live, self._tag(live))
+        live.handover = live.unverified = True
+        self.memory.take(live, len(live.token_ids), hits)
+        live.num_computed = live.num_cached
+        uncached = (range(max(found.start, live.num_cached), found.stop) for found in ranges)
+        live.ranges = deque(filter(None, uncached))
+        self._enter(live, Phase.RESERVED)
+        return live
+
+    def begin_range(self, live: LiveRequest) -> None:
+        """Lets steps compute the next range. They may wait for the KV before it, which is on its way."""
+        found = live.ranges.popleft()
+        live.num_computed, live.range_stop = found.start, found.stop
+        self._move(live, Phase.RUNNING)
 
     def extend_reservation(self, live: LiveRequest, output_ids: list[int]) -> bool:
         """Extends a reservation to a longer output. False: no room, and nothing changes."""

@@ -87,7 +87,7 @@ class Scheduler(RequestLives):
 
     def _prompt_limit(self, decodes: int, chunk_limit: int) -> int:
         """Most prompt tokens of a step with so many decodes."""
-        if not decodes and not self.reserved:
+        if not decodes and all(live.ranges for live in self.reserved):  # those join no decodes
             return self.max_num_batched_tokens
         return prompt_limit(chunk_limit, decodes, self._mixed_steps, self._mixed_rows)
 
@@ -188,6 +188,10 @@ class Scheduler(RequestLives):
             live.num_computed = positions.stop
             live.decodes = positions.stop == len(live.token_ids)  # the step samples its next token
             live.flights += 1
+            if positions.stop == live.range_stop:
+                live.range_stop = None
+                if live.ranges:
+                    self._move(live, Phase.RESERVED)
 
     def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
         """Gives the request the blocks that it needs, and preempts others for it. False: the request itself

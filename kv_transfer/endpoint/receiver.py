@@ -6,6 +6,12 @@ only then.
 
 One injection costs the host some 0.2 ms, and the same thread launches steps. So while the device computes, a
 slice waits up to 2 ms for others, unless it is of the last layer. While a launch is due, all slices wait.
+
+Of a prompt that several workers compute, KV is used layer by layer, while the step of another worker computes
+it (`fetch_ranges`, `wait_for_layer`). The engine thread waits inside its step then, and empties slots
+meanwhile. A device that waited for a word of memory instead would hang with the first allocation behind it,
+or when its queue of launches is full. The wait costs the launch of one attention, in a layer that takes a
+hundred times as long.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +30,19 @@ from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint.pulls import Pulls
+from baton.kv_transfer.layout import Range, Slice
 from baton.kv_transfer.pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.staging import scattered_at_once
 from baton.kv_transfer.trace import TraceWriter
-from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
+from baton.kv_transfer.transport import Began, Closed, FetchFailed, Injected, InjectStats, PagedKV
+from baton.kv_transfer.wait import wait
+
+Event = Injected | FetchFailed | Closed | Began
 
 _MAX_REFETCHES = 2
+TICK = 0.1
+"""Seconds between two signs of life of an engine that waits inside a step."""
 
 
 @dataclass(slots=True)
@@ -51,6 +63,32 @@ class _LayerPace:
             self.ends_at = now + left * (now - self._since) / max(1, done)
 
 
+class _Layers:
+    """What is in the blocks of the ranges of a shared prompt, by layer."""
+
+    def __init__(self, ranges: Sequence[Range], layers: Sequence[int], heads: int) -> None:
+        self._ranges = ranges
+        # Of each layer and range: heads of positions that are not in their blocks.
+        self._missing = {layer: [heads * (stop - start) for start, stop in ranges] for layer in layers}
+        self._scatters: deque[tuple[Any, Slice]] = deque()  # under way, with their events
+        self.not_begun = {stop for _, stop in ranges}  # ends of ranges of which no KV came
+
+    def scattered(self, event: Any, piece: Slice) -> None:
+        self._scatters.append((event, piece))
+
+    def written(self, piece: Slice) -> None:
+        missing = self._missing[piece.layer]
+        index = next(i for i, (_, stop) in enumerate(self._ranges) if piece.token_start < stop)
+        missing[index] -= piece.token_count * piece.head_count
+
+    def has(self, layer: int, stop: int, passed: Callable[[Any], bool]) -> bool:
+        """Whether the layer has all positions below `stop`."""
+        while self._scatters and passed(self._scatters[0][0]):
+            self.written(self._scatters.popleft()[1])
+        of_ranges = zip(self._ranges, self._missing[layer], strict=True)
+        return not any(missing for (start, _), missing in of_ranges if start < stop)
+
+
 @dataclass(slots=True, eq=False)
 class _Fetch:
     decode_id: bytes
@@ -63,6 +101,7 @@ class _Fetch:
     heads: int = 0  # of K and V, over all positions and layers
     unread: int = 0  # slices in exported memory: not verified yet, or wrong
     pace: _LayerPace = field(default_factory=_LayerPace)  # of the last tokens
+    layers: _Layers | None = None  # of ranges of a shared prompt
     scatter_at: float = 0.0  # the first one
     complete: local.Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
     last_scatter: Any = None  # event
@@ -94,6 +133,8 @@ class Receiver:
         self._by_transfer: dict[bytes, _Fetch] = {}
         self._arrivals: deque[local.Arrived] = deque()  # not yet looked at
         self._oldest = 0.0  # when the first of them came
+        self._began: list[Began] = []  # not reported yet
+        self._early: list[Event] = []  # of polls inside a step
         self._ending: list[_Fetch] = []  # outcome certain, last scatter perhaps not over
         self._at_once = scattered_at_once(end.arena.slot_bytes)
         self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
@@ -128,6 +169,48 @@ class Receiver:
         fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot)
         if replaced is not None:  # scatters of the replaced fetch may still write to these blocks
             fetch.last_scatter = replaced.last_scatter
+
+    def fetch_ranges(
+        self,
+        fetch_id: bytes,
+        *,
+        prefill_id: bytes,
+        kv_address: str,
+        incarnation: int,
+        block_ids: Sequence[int],
+        ranges: Sequence[Range],
+    ) -> None:
+        """Fetches these positions (ascending, disjoint, perhaps none) of a prompt that a step of another
+        worker computes. `poll` reports the beginning of each range. Steps may touch the other positions of
+        the blocks meanwhile. A fetch that fails is not tried again."""
+        heads = self._layout.num_kv_heads
+        request = local.FetchIn(
+            os.urandom(16), prefill_id, kv_address, incarnation, 0, tuple(ranges), 0, heads
+        )
+        fetch = self._open(fetch_id, request, block_ids, ranges[-1][1] if ranges else 0)
+        fetch.layers = _Layers(ranges, self._layout.kv_layers, heads)
+
+    def wait_for_layer(
+        self, fetch_ids: Collection[bytes], layer: int, stop: int, until: float, tick: Callable[[], None]
+    ) -> bool:
+        """Waits inside a step until the layer has all positions below `stop` that these fetches bring. False:
+        one of them has ended, or the time `until` (time.monotonic()) has come. `tick` is called often."""
+        while True:
+            injected = {event.decode_id for event in self._early if isinstance(event, Injected)}
+            missing = [fetch_id for fetch_id in fetch_ids if fetch_id not in injected]
+            if not all(fetch_id in self._fetches for fetch_id in missing):
+                return False
+            if all(self._has(self._fetches[fetch_id], layer, stop) for fetch_id in missing):
+                return True
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            tick()
+            wait([self.fileno()], min(left, EVENT_POLL if self._polls else TICK))
+            self._early = self.poll()
+
+    def _has(self, fetch: _Fetch, layer: int, stop: int) -> bool:
+        return fetch.layers is not None and fetch.layers.has(layer, stop, self._pool.passed)
 
     def fetch_content(
         self,
@@ -178,7 +261,7 @@ class Receiver:
             if ending.decode_id == decode_id and isinstance(ending.outcome, FetchFailed):
                 ending.outcome = Closed(decode_id)
 
-    def poll(self, spare: float = math.inf) -> list[Injected | FetchFailed | Closed]:
+    def poll(self, spare: float = math.inf) -> list[Event]:
         """Writes what arrived into its blocks and returns what ended. Call it once a step, or when readable.
 
         `spare`: seconds until the next step must be launched. Infinite: no step is computed now.
@@ -220,8 +303,13 @@ class Receiver:
     @property
     def poll_within(self) -> float | None:
         """Call poll() within these seconds even if fileno() is not readable. None: no limit."""
+        return EVENT_POLL if self._polls or self._early else None
+
+    @property
+    def _polls(self) -> bool:
+        """Whether something ends that `fileno` does not show."""
         waiting = self._arrivals or self._copies or self._pulls or self._ending or self._channel.pending
-        return EVENT_POLL if waiting or any(f.complete for f in self._fetches.values()) else None
+        return bool(waiting or any(f.complete for f in self._fetches.values()))
 
     @property
     def idle(self) -> bool:
@@ -245,8 +333,16 @@ class Receiver:
                 if transfer_id in self._by_transfer:
                     self._by_transfer[transfer_id].complete = message
             case local.Arrived():
+                self._note_begin(message)
                 self._oldest = self._oldest if self._arrivals else time.monotonic()
                 self._arrivals.append(message)
+
+    def _note_begin(self, m: local.Arrived) -> None:
+        fetch, piece = self._by_transfer.get(m.header.transfer_id), m.header.piece
+        stop = piece.token_start + piece.token_count
+        if fetch is not None and fetch.layers is not None and stop in fetch.layers.not_begun:
+            fetch.layers.not_begun.remove(stop)
+            self._began.append(Began(fetch.decode_id, stop))
 
     def _pulled(self) -> None:
         for arrived, whole in self._pulls.ended():
@@ -254,6 +350,8 @@ class Receiver:
             for m, right in zip(arrived, whole, strict=True):
                 if right and (fetch := self._by_transfer.get(m.header.transfer_id)):
                     fetch.unread -= 1
+                    if fetch.layers is not None:
+                        fetch.layers.written(m.header.piece)
 
     def _take(self, spare: float) -> list[int]:
         """Injects what arrived, as far as there is time. Returns the slots of ended transfers."""
@@ -276,7 +374,8 @@ class Receiver:
                     free.append(m.slot)
             for session, arrived in by_session.items():
                 if session is None:
-                    self._inject([self._staged(m, m.slot, taken_at) for m in arrived])
+                    fetches = [self._by_transfer[m.header.transfer_id] for m in arrived]
+                    self._inject([self._staged(m, m.slot, taken_at) for m in arrived], fetches)
                 else:
                     self._pull(session, arrived, taken_at)
         return free
@@ -285,7 +384,7 @@ class Receiver:
         fetch, piece = self._by_transfer[m.header.transfer_id], m.header.piece
         # The transfer process has refused what does not fit; a write outside the reservation must not happen.
         if self._layout.parts[piece.part].per_token:
-            start, stop = fetch.request.ranges[0]
+            start, stop = next((r for r in fetch.request.ranges if piece.token_start < r[1]), (0, 0))
             assert start <= piece.token_start < piece.token_start + piece.token_count <= stop, piece
         else:
             stop = fetch.request.states_of
@@ -294,16 +393,19 @@ class Receiver:
         fetch.frames += 1
         fetch.bytes += m.header.length
         fetch.heads += piece.token_count * piece.head_count
-        if piece.token_start + piece.token_count == stop and not fetch.request.chunks:
+        if piece.token_start + piece.token_count == stop and not (fetch.request.chunks or fetch.layers):
             fetch.pace.came(piece.layer, self._layout.num_layers, taken_at)
         return local.Staged(piece, slot, fetch.table, m.dtype, m.generation)
 
-    def _inject(self, batch: list[local.Staged]) -> None:
+    def _inject(self, batch: list[local.Staged], fetches: Sequence[_Fetch]) -> None:
         now = time.monotonic()
         with self._trace.measure("inject", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
             copied, scattered = self._pool.scatter(batch)
         self._copies.append((copied, [x.slot for x in batch]))
         self._note_scatter(batch, scattered, now)
+        for fetch, item in zip(fetches, batch, strict=True):
+            if fetch.layers is not None:
+                fetch.layers.scattered(scattered, item.piece)
 
     def _pull(self, session: int, arrived: Sequence[local.Arrived], taken_at: float) -> None:
         now, batch = time.monotonic(), [self._staged(m, m.there, taken_at) for m in arrived]
@@ -323,7 +425,8 @@ class Receiver:
 
     def _failed(self, fetch: _Fetch, reason: str, retry: bool) -> None:
         del self._by_transfer[fetch.request.transfer_id]
-        if retry and not fetch.request.chunks and fetch.refetches < _MAX_REFETCHES:
+        once = fetch.request.chunks or fetch.layers
+        if retry and not once and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
             fetch.frames = fetch.bytes = fetch.heads = fetch.unread = 0
             fetch.complete = None
@@ -353,8 +456,9 @@ class Receiver:
                 return fetch
         return None
 
-    def _ended(self) -> list[Injected | FetchFailed | Closed]:
-        out: list[Injected | FetchFailed | Closed] = []
+    def _ended(self) -> list[Event]:
+        out: list[Event] = [*self._early, *self._began]
+        self._early, self._began = [], []
         for fetch in list(self._fetches.values()):
             if (complete := fetch.complete) is None:
                 continue

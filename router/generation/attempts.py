@@ -8,14 +8,17 @@
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from baton.content import CHUNK_TOKENS
 from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.policy.prefill import PrefillRequest
+from baton.router.policy.prefill_loads import PrefillWork
+from baton.router.policy.split import SplitRange
 from baton.router.workers.pool import Place, PrefillTarget, WorkerPool
 from baton.router.workers.worker import Attempt, AttemptEvent, Worker
 from baton.rpc import worker_pb2 as pb
@@ -39,6 +42,12 @@ class PrefillAttempt(Attempt):
     """The decode worker was told to fetch from another prefill before."""
     refetched: bool = False
     """A second decode worker fetches the KV, which the prefill worker may have released."""
+    ranges: Sequence[SplitRange] = ()
+    """Of a prompt that several workers compute: its own ones."""
+    parts: list["PrefillAttempt"] = field(default_factory=list)
+    """The other ones of this prompt, if this one samples the token."""
+    plan: list[pb.PlanRange] = field(default_factory=list)
+    """All ranges."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -189,17 +198,77 @@ class AttemptPair:
         )
         return self.prefill
 
+    def split(self, target: PrefillTarget, decode: Worker) -> bool:
+        """Makes the prefill attempts of several workers that compute the prompt together, and sends nothing
+        yet. False: one worker computes the prompt."""
+        if self.output_ids or self.retried or self._job.scores_prompt:
+            return False
+        found = self._pool.split(self._wanted(self.length, None), target, decode)
+        if found is None:
+            return False
+        plan, workers = found
+        self._span.set(plan.attributes())
+        chunks, attempts = self._job.chunks, dict[int, PrefillAttempt]()
+        for index in dict.fromkeys(part.worker for part in plan.ranges):
+            own = [part for part in plan.ranges if part.worker == index]
+            tokens = sum(part.stop - part.start for part in own)
+            tokens -= self.length - target.work.tokens if own[0].start == 0 else 0
+            attempts[index] = PrefillAttempt(
+                worker=workers[index],
+                name=self._name,
+                on_event=self._on_event,
+                work=PrefillWork(tokens, chunks[: own[-1].stop // CHUNK_TOKENS]),
+                within=target.within,
+                base=0,
+                ranges=own,
+            )
+        self.prefill = final = attempts.pop(plan.ranges[-1].worker)
+        final.parts = list(attempts.values())
+        for part in plan.ranges:
+            attempt = attempts.get(part.worker, final)
+            described = attempt.worker.description
+            final.plan.append(
+                pb.PlanRange(
+                    prefill_id=attempt.id,
+                    kv_address=described.kv_address,
+                    incarnation=described.incarnation,
+                    start=part.start,
+                    stop=part.stop,
+                )
+            )
+        return True
+
     def send_prefill(self) -> None:
         prefill = self.prefill
         assert prefill is not None
         prefill.sent = True
         self._waits.worker_found()
+        content = None
+        if not prefill.plan:
+            content = self._pool.content_source(prefill.worker, self._job.chunks, self.length)
+        for part in prefill.parts:
+            request = self._request([], part.within, last=True)
+            del request.prompt_ids[part.ranges[-1].stop :]
+            # What it samples means nothing.
+            request.sampling.CopyFrom(pb.SamplingParams(top_p=1, repetition_penalty=1, max_tokens=1))
+            self._submit_prefill(part, request, prefill.plan)
+        request = self._request(self.output_ids, prefill.within, last=not prefill.handover)
+        self._submit_prefill(prefill, request, prefill.plan, content)
+
+    def _submit_prefill(
+        self,
+        prefill: PrefillAttempt,
+        request: pb.Request,
+        plan: list[pb.PlanRange],
+        content: pb.ContentSource | None = None,
+    ) -> None:
         submit = pb.SubmitPrefill(
             prefill_id=prefill.id,
-            request=self._request(self.output_ids, prefill.within, last=not prefill.handover),
+            request=request,
             handover=prefill.handover,
             report_start=prefill.queued,
-            content=self._pool.content_source(prefill.worker, self._job.chunks, self.length),
+            content=content,
+            plan=plan,
         )
         self._computed_by(prefill.worker)
         prefill.worker.submit(prefill, "prefill", pb.RouterMessage(prefill=submit), self._span)
@@ -308,6 +377,8 @@ class AttemptPair:
             return
         prefill.over = True
         prefill.worker.attempt_succeeded()
+        for part in prefill.parts:  # one whose receiver is lost would keep its blocks for a while
+            part.worker.cancel(part.id)
         if prefill.answered:
             prefill.worker.forget(prefill.id)
         elif prefill.replaces:
@@ -318,7 +389,8 @@ class AttemptPair:
         prefill, self.prefill = self.prefill, None
         if prefill is not None:
             self._fulfilled(prefill)
-            prefill.worker.cancel(prefill.id, failure)
+            for attempt in (prefill, *prefill.parts):
+                attempt.worker.cancel(attempt.id, failure)
 
     def end_decode(self, *, cancel: bool, failure: str = "") -> None:
         decode, self.decode = self.decode, None

@@ -151,14 +151,16 @@ class Generation:
             return TurnResult.PARKED
         target = self._pair.choose_prefill()
         place = self._pair.place(worker, target)
-        if place is not None and place.work is not None:
+        if target is not None and self._pair.split(target, worker):
+            self._metrics.split_prompts.inc()
+        elif place is not None and place.work is not None:
             return self._prefill_and_decode_on(place)
-        if not self._plan_prefill(target):
+        elif not self._plan_prefill(target):
             return TurnResult.PARKED
         assert self._pair.prefill is not None
         assert target is not None
         if not self._pair.retried:
-            if target.queues:
+            if target.queues and not self._pair.prefill.plan:
                 self._pair.promise()
             self._send_prefill()  # first: the client waits for its token
             if self._pair.prefill.queued:
@@ -182,7 +184,7 @@ class Generation:
         assert place.work is not None
         if not self._waits.may_prefill():
             return TurnResult.PARKED
-        self._prompt_sent(place.work)
+        self._prompt_sent(place.work.tokens)
         if place.why.reason is not None:
             self._metrics.overflow[place.why.reason].inc()
         self._pair.submit_decode(place.worker, self.output_ids, place)
@@ -207,17 +209,17 @@ class Generation:
     def _send_prefill(self) -> None:
         prefill = self._pair.prefill
         assert prefill is not None
-        assert prefill.work is not None
-        self._prompt_sent(prefill.work)
+        works = [attempt.work for attempt in (prefill, *prefill.parts) if attempt.work is not None]
+        self._prompt_sent(sum(work.tokens for work in works))
         self._pair.send_prefill()
 
-    def _prompt_sent(self, work: PrefillWork) -> None:
+    def _prompt_sent(self, tokens: int) -> None:
         if not self._waits.prefilled:
             self.seconds.queue = self._waits.waited
             self._metrics.queue.observe(self.seconds.queue)
         self._waits.prefill_sent()
         if not self.output_ids:  # a prompt that is computed again after that costs its key nothing
-            self._turn.computes(work.tokens)
+            self._turn.computes(tokens)
 
     def _retarget(self, decode: DecodeAttempt) -> None:
         """Keeps the reservation. The decode worker fetches the KV of a new prefill of prompt + output."""
@@ -345,7 +347,9 @@ class Generation:
         code, cause = failure.code, pb.FailureCode.Name(failure.code).removeprefix("FAILURE_CODE_").lower()
         if self.done:
             return
-        if code == pb.FAILURE_CODE_INVALID:
+        if prefill is not None and attempt in prefill.parts:
+            self._part_failed(attempt, cause, counts=is_failure(code), message=failure.message)
+        elif code == pb.FAILURE_CODE_INVALID:
             self.fail(InvalidRequest(f"the workers rejected {self}: {failure.message}"))
         elif attempt is prefill:
             self._prefill_failed(cause, counts=is_failure(code), message=failure.message)
@@ -360,7 +364,9 @@ class Generation:
                 self._prefill_failed(cause, counts=not prefill.refetched, message=failure.message)
 
     def _on_lost(self, attempt: Attempt) -> None:
-        if attempt is self._pair.prefill:
+        if self._pair.prefill is not None and attempt in self._pair.prefill.parts:
+            self._part_failed(attempt, "lost", counts=False, message=f"{attempt.worker} was lost")
+        elif attempt is self._pair.prefill:
             self._prefill_failed("lost", counts=False, message=f"{attempt.worker} was lost")
         elif attempt is self._pair.decode:
             self._decode_failed("lost", counts=False, message=f"{attempt.worker} was lost")
@@ -374,6 +380,17 @@ class Generation:
             return
         self._pair.end_prefill(cause)
         self._failed(cause, prefill.worker, counts=counts, message=message)
+
+    def _part_failed(self, part: Attempt, cause: str, *, counts: bool, message: str) -> None:
+        """One worker computes all of the prompt instead."""
+        prefill, decode = self._pair.prefill, self._pair.decode
+        assert prefill is not None
+        if prefill.over or prefill.answered:  # its token came, so it has all of the KV
+            return
+        if decode is not None and decode.worker is prefill.worker:
+            self._pair.end_decode(cancel=True)  # it would go on with this prefill
+        self._pair.end_prefill(cause)
+        self._failed(cause, part.worker, counts=counts, message=message)
 
     def _decode_failed(self, cause: str, *, counts: bool, message: str = "", cancel: bool = False) -> None:
         decode = self._pair.decode

@@ -9,6 +9,7 @@ send everything to the worker that seems idle: `sticky` spreads sessions by a ri
 """
 
 import math
+import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -152,6 +153,16 @@ class PrefillLoads:
             setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
         self.index.grow(row + 1)
         return row
+
+    def draw(self, count: int, rng: random.Random) -> list[int]:
+        """Rows of workers that serve prefills; of many, some at random."""
+        rows = self._rows
+        chosen = range(len(rows)) if len(rows) <= count else rng.sample(range(len(rows)), count)
+        return [int(rows[i]) for i in chosen]
+
+    def speed(self, row: int) -> float:
+        """Tokens/s of this worker, measured or guessed."""
+        return float(self._speed[row])
 
     def seconds(self, row: int, tokens: int) -> float:
         """Estimated time in which this worker computes so many prompt tokens."""

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import re
 import time
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from baton.router.policy.placement import (
 )
 from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillWork
+from baton.router.policy.split import MOST_WORKERS, PromptCost, Split, SplitWorker, may_gain, split
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.roster import Roster
 from baton.router.workers.stream import WorkerStream
@@ -35,6 +37,7 @@ WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
 WINDOW_CHANGE = 0.1
 """It is updated at once if a pool has grown or shrunk by more than this part: not at each change of many."""
+_LAYERS = re.compile(r" layers=(\d+)")
 DRAWN = 2
 """Holders of a prefix to compare. More would all ask the fastest one."""
 
@@ -300,6 +303,54 @@ class WorkerPool(Roster):
         chosen = targets[found.offer]
         return Place(chosen.worker, chosen.work, chosen.within, found)
 
+    def split(
+        self, request: PrefillRequest, target: PrefillTarget, decode: Worker
+    ) -> tuple[Split, list[Worker]] | None:
+        """Chooses workers that compute a prompt together with `target`, the first of them, and their ranges.
+        If `decode` has nothing to decode it has the last one, so its KV need not be handed over. None: one
+        worker computes the prompt, since that takes about as long.
+
+        A worker that decodes takes no part: its requests would wait for other workers."""
+        first, now, described = target.worker, time.monotonic(), target.worker.description
+        if not self._config.split_prompts or target.queues or not _takes_part(first):
+            return None
+        if not may_gain(target.work.tokens, self._split_worker(first, first, now)):
+            return None
+        rows = self.loads.draw(2 * MOST_WORKERS, self._rng)
+        others = {self.by_row[row] for row in rows} - {first, decode}
+        free = [worker for worker in others if _takes_part(worker) and worker.address not in request.avoid]
+        waits = {worker: self.loads.tokens_waiting(worker.row, now) for worker in free}
+        chosen = [first, *sorted(free, key=lambda worker: waits[worker])]
+        may_decode = self._may_overflow and decode is not first
+        last = decode if may_decode and _takes_part(decode) else None
+        busy = sum(wait > 0 for wait in waits.values()) / max(1, len(others))
+        layers = _LAYERS.search(described.layout_fingerprint)
+        cost = PromptCost(
+            request.tokens,
+            cached=request.tokens - target.work.tokens,
+            doubles_at=described.attention_doubles_at,
+            layers=max(1, int(layers[1])) if layers else 1,
+        )
+        found = split(
+            cost,
+            [self._split_worker(worker, first, now) for worker in chosen],
+            None if last is None else self._split_worker(last, first, now),
+            busy,
+        )
+        return None if found is None else (found, [*chosen, decode])
+
+    def _split_worker(self, worker: Worker, first: Worker, now: float) -> SplitWorker:
+        row = worker.row
+        speed = max(1.0, worker.status.prefill_tokens_per_s or self.loads.speed(first.row))
+        link = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
+        return SplitWorker(
+            wait=self.loads.tokens_waiting(row, now) / speed,
+            speed=speed,
+            step=worker.description.max_num_batched_tokens,
+            floor=worker.status.fastest_step_seconds,
+            link=math.inf if link is None else link.tokens_per_s,
+        )
+
     # ------------------------------------------------------------ sources of prefixes
 
     def content_source(self, worker: Worker, chunks: list[int], tokens: int) -> pb.ContentSource | None:
@@ -355,6 +406,13 @@ class WorkerPool(Roster):
             source = PrefixSource(worker, self.loads.index.slowest_tier(worker.row, chunks))
             fetch = pb.FetchPrefix(prefix=prefix, content=source.message())
             target.worker.send(pb.RouterMessage(fetch_prefix=fetch))
+
+
+def _takes_part(worker: Worker) -> bool:
+    """Whether the worker may compute a part of a prompt now."""
+    # What ended since the last report is known of the own requests of this router.
+    decodes = worker.load.own or min(worker.status.requests_decoding, worker.load.running)
+    return worker.ready and worker.description.attention_doubles_at > 0 and not decodes
 
 
 def _lacks(target: PrefillTarget, content_root: bytes) -> bool:

@@ -26,7 +26,7 @@ import typer.main
 import uvloop
 from grpc.aio import Channel
 
-from baton.bench import contract, flip
+from baton.bench import contract, flip, split
 from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.disagg import __main__ as disagg
 from baton.bench.kv import __main__ as kv
@@ -34,7 +34,7 @@ from baton.bench.kv import exported
 from baton.bench.kv.pair import Pair
 from baton.bench.kv.raw_sockets import MIB
 from baton.bench.overlap.streams import Background
-from baton.bench.roles import Workers
+from baton.bench.roles import Driver, Workers
 from baton.bench.router import __main__ as router
 from baton.bench.router import ends
 from baton.bench.shapes import SHAPES, write_shape
@@ -45,7 +45,7 @@ from tests.mooncake import libraries
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
-ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse", "speculation", "vllm")
+ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse", "speculation", "split", "vllm")
 ON_CPU = ("chaos", "router", "routing_sim", "store")
 ELSEWHERE = {
     "load": "tests/bench/test_cli.py",
@@ -321,6 +321,19 @@ def test_runs_reuse(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     assert rows["reuse.cpu.bytes_over_missing"] == 1
 
 
+def test_runs_split(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy would not split: a step of the tiny model takes as long with one token as with many."""
+
+    async def plan(pair: split.Pair, tokens: int) -> list[tuple[Driver, int]]:
+        return [(pair.prefill, 192), (pair.decode, tokens)]
+
+    monkeypatch.setattr(contract, "gpus", list)
+    monkeypatch.setattr(split.Pair, "plan", plan)
+    rows = run("split", "--short", "--tokens", "400", "--model", str(checkpoint))
+    assert rows["split.cpu.failed"] == 0
+    assert {"split.cpu.ttft", "split.cpu.alone", "split.cpu.waited"} < {*rows}
+
+
 def test_overlap_gives_each_rank_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -448,7 +461,7 @@ def test_runs_flip(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "kv --only tcp", "reuse", "store"])
+@pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "kv --only tcp", "reuse", "split", "store"])
 def test_the_short_form_runs_with_real_processes(
     bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,8 @@ vllm:prefix_cache_hits_total {4 * tokens}
 # TYPE baton:prefix_fetched_tokens counter
 baton:prefix_fetched_tokens_total{{tier="device"}} {2 * tokens}
 baton:prefix_fetched_tokens_total{{tier="host"}} {tokens}
+# TYPE baton:split_prompts counter
+baton:split_prompts_total {tokens / 100}
 # TYPE baton:offload_loaded_tokens counter
 baton:offload_loaded_tokens_total{{tier="host"}} {2 * tokens}
 """
@@ -88,6 +90,7 @@ def test_rates_cover_the_time_between_two_scrapes() -> None:
     first, rates, latencies = headline(*scrapes)
     assert "over 4.0 s" in first
     assert "output tokens/s 200.0" in rates
+    assert "split prompts 8 " in rates
     assert "TTFT 55.6 / 200.0 ms" in latencies, "the thousand before do not count"
     assert "TTIT –" in latencies, "of which there is no histogram"
     [found] = rows(*scrapes)

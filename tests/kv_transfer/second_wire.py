@@ -164,8 +164,15 @@ def identity(
     dtype: str = "float32",
     scales: str = "none",
     layout: str = LAYOUT,
+    model: str = "model of the tests",
+    slot_bytes: int = 4096,
 ) -> bytes:
-    return pack([side, f"fake {side}", incarnation, "model of the tests", layout, dtype, scales, 4096])
+    return pack([side, f"fake {side}", incarnation, model, layout, dtype, scales, slot_bytes])
+
+
+def part_id(sender: bytes, receiver: bytes) -> bytes:
+    """Under which the sender's part of a shared prompt is offered to the receiver's."""
+    return hashlib.blake2b(sender + receiver, digest_size=16).digest()
 
 
 def connect(

@@ -249,3 +249,93 @@ def test_it_asks_again_twice_and_drops_late_slices_of_the_old_transfer(receiving
         transfer_id = again.transfer_id
     bench.channel.send(lm.FailedIn(transfer_id, "integrity", retry=True))
     assert receiver.poll() == [kv.FetchFailed(b"d", "integrity")]
+
+
+def share(bench: Bench, until: Any) -> bytes:
+    """Asks for two ranges of a shared prompt."""
+    bench.endpoint.fetch_ranges(
+        b"f",
+        prefill_id=b"p",
+        kv_address="127.0.0.1:1",
+        incarnation=1,
+        block_ids=[7, 2, 4],
+        ranges=((4, 12), (20, 40)),
+    )
+    message = bench.next(until, lm.FetchIn)
+    assert (message.ranges, message.states_of) == (((4, 12), (20, 40)), None)
+    return message.transfer_id
+
+
+def has(receiver: Receiver, layer: int, stop: int) -> bool:
+    """Whether a step may go on now."""
+    return receiver.wait_for_layer([b"f"], layer, stop, time.monotonic(), lambda: None)
+
+
+def test_a_layer_is_there_when_its_last_scatter_is_over(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = share(bench, until)
+    bench.channel.send(arrived(transfer_id, 4, 0, 4, 6))
+    receiver.poll()
+    pool.go(len(pool.work))
+    assert not has(receiver, 0, 20), "a part of the first range"
+    assert has(receiver, 0, 4), "no position below is fetched"
+    bench.channel.send(arrived(transfer_id, 3, 0, 10, 2))
+    receiver.poll()
+    assert not has(receiver, 0, 20), "the copy is under way"
+    pool.go(len(pool.work))
+    assert has(receiver, 0, 20)
+    assert not has(receiver, 0, 40), "the second range"
+    assert not has(receiver, 1, 20), "another layer"
+    receiver.cancel(b"f")
+    assert not has(receiver, 0, 20), "the fetch has ended"
+
+
+def test_the_end_of_each_range_is_reported_once(receiving: Any, until: Any) -> None:
+    bench, receiver, _ = receiving
+    transfer_id = share(bench, until)
+    bench.channel.send(arrived(transfer_id, 4, 0, 4, 6))
+    assert receiver.poll() == []
+    bench.channel.send(arrived(transfer_id, 3, 0, 10, 2))
+    assert receiver.poll() == [kv.Began(b"f", 12)]
+    bench.channel.send(arrived(transfer_id, 2, 1, 10, 2), arrived(transfer_id, 1, 0, 20, 20))
+    assert receiver.poll() == [kv.Began(b"f", 40)]
+
+
+def test_what_ends_during_a_wait_is_reported_once_and_by_the_next_poll(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = share(bench, until)
+    data = [(0, 4, 8), (0, 20, 20), (1, 4, 8), (1, 20, 20)]
+    for seq, (layer, start, count) in enumerate(data):
+        piece = Slice(layer, 0, 1, start, count)
+        header = Header(FrameType.KV, transfer_id, piece, seq, count * 64)
+        bench.channel.send(lm.Arrived(header, seq, "float32"))
+    bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(0), 4, 56 * 64, 0.5, 1.0, 2.0, 2.5))
+    ticks: list[int] = []
+
+    def tick() -> None:
+        ticks.append(1)
+        pool.go(len(pool.work))
+
+    assert receiver.wait_for_layer([b"f"], 1, 40, time.monotonic() + 10, tick)
+    assert receiver.wait_for_layer([b"f"], 0, 40, time.monotonic() + 10, tick)
+    assert ticks
+    pool.go(len(pool.work))
+    events = receiver.poll()
+    ends = [event for event in events if not isinstance(event, kv.Began)]
+    assert [event.stop for event in events if isinstance(event, kv.Began)] == [12, 40]
+    assert len(ends) == 1
+    assert isinstance(ends[0], kv.Injected)
+    assert receiver.poll() == []
+    assert receiver.idle
+
+
+@pytest.mark.parametrize("how", ["failed", "late"])
+def test_a_wait_ends_with_its_fetch_or_its_time(receiving: Any, until: Any, how: str) -> None:
+    bench, receiver, _ = receiving
+    transfer_id = share(bench, until)
+    began = time.monotonic()
+    if how == "failed":
+        bench.channel.send(lm.FailedIn(transfer_id, "gone", retry=True))
+    assert not receiver.wait_for_layer([b"f"], 0, 40, began + (10 if how == "failed" else 0.05), lambda: None)
+    assert time.monotonic() - began < 5
+    assert [type(event) for event in receiver.poll()] == ([kv.FetchFailed] if how == "failed" else [])

@@ -97,7 +97,7 @@ def test_an_id_in_use_is_refused(of: Table, used: str) -> None:
         config=SimpleNamespace(incarnation=1),
     )
     unused: Any = None
-    role = DecodeRole(parts, engine, unused, unused, unused, unused)
+    role = DecodeRole(parts, engine, unused, unused, unused, unused, unused)
     again = attempt(b"a" if used == "by a prefill" else b"d", 2).origin
     work = messages.Work(EngineRequest(again.attempt_id, [1]), timeout=1.0, origin=again)
     role.handle(messages.Decode(2, work, None))

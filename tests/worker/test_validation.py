@@ -14,6 +14,7 @@ from baton.worker.service_process.validation import (
     StreamError,
     attempt_id,
     output_tokens,
+    plan,
     source,
     work,
 )
@@ -134,3 +135,52 @@ def test_output_ids_of_a_retarget_are_checked() -> None:
         output_tokens([100], LIMITS)
     with pytest.raises(RefusedAttempt, match="fill the context"):
         output_tokens([1] * 32, LIMITS)
+
+
+def shared(*ranges: tuple[bytes, int, int], **changes: Any) -> pb.SubmitPrefill:
+    """The part with ID. Each worker has an incarnation and an address of its own."""
+    submit = pb.SubmitPrefill(
+        prefill_id=ID, request=request([1] * 128, sampling()), handover=changes.get("handover", True)
+    )
+    for of, start, stop in ranges:
+        submit.plan.add(
+            prefill_id=of, kv_address=f"10.0.0.1:{of[0]}", incarnation=of[0], start=start, stop=stop
+        )
+    return submit
+
+
+OTHER = b"b" * 16
+
+
+def test_a_plan_keeps_every_field() -> None:
+    found = plan(shared((OTHER, 0, 64), (ID, 64, 128), (OTHER, 128, 130)))
+    assert [(of.prefill_id, of.start, of.stop) for of in found] == [
+        (OTHER, 0, 64), (ID, 64, 128), (OTHER, 128, 130)
+    ]  # fmt: skip
+    assert {(of.kv_address, of.incarnation) for of in found} == {("10.0.0.1:97", 97), ("10.0.0.1:98", 98)}
+    assert plan(pb.SubmitPrefill(prefill_id=ID)) == ()
+
+
+@pytest.mark.parametrize(
+    ("submit", "reason"),
+    [
+        (shared((OTHER, 0, 64), (ID, 64, 130)), "must end with the tokens of the request"),
+        (shared((OTHER, 0, 64), (OTHER, 64, 128)), "must end with the tokens of the request"),
+        (shared((OTHER, 64, 128), (ID, 128, 128)), "must follow each other"),
+        (shared((OTHER, 0, 64), (ID, 65, 128)), "must follow each other"),
+        (shared((OTHER, 0, 128), (ID, 128, 128)), "must follow each other"),
+        (shared((OTHER, 0, 63), (ID, 63, 128)), "multiples of 64"),
+        (shared((OTHER, 0, 64), (ID, 64, 128), handover=False), "needs a handover"),
+        (shared((OTHER, 0, 64), (b"b" + ID[1:], 64, 128)), "one prefill_id and one address"),
+        (shared(*((OTHER, 64 * i, 64 * i + 64) for i in range(300))), "more than 256 ranges"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_its_reason(submit: pb.SubmitPrefill, reason: str) -> None:
+    with pytest.raises(RefusedAttempt, match=reason) as refused:
+        plan(submit)
+    assert refused.value.code is Code.INVALID
+
+
+def test_a_plan_with_a_malformed_id_breaks_the_protocol() -> None:
+    with pytest.raises(StreamError, match="16 bytes"):
+        plan(shared((b"short", 0, 64), (ID, 64, 128)))

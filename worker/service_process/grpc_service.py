@@ -121,11 +121,12 @@ class AttachService(WorkerServicer):
             self._require_accepting()
             work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
             content = validation.content_source(submit)
+            plan = validation.plan(submit)
         except RefusedAttempt as refusal:
             stream.put(streams.failed(prefill_id, refusal.code, str(refusal)))
         else:
             await self._backend.send(
-                messages.Prefill(stream.number, work, submit.handover, submit.report_start, content)
+                messages.Prefill(stream.number, work, submit.handover, submit.report_start, content, plan)
             )
 
     async def _decode(self, stream: RouterStream, message: pb.RouterMessage) -> None:

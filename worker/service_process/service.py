@@ -260,6 +260,7 @@ class Service:
             vocab_size=engine.vocab_size,
             vocabulary_fingerprint=engine.vocabulary_fingerprint,
             numerics=engine.numerics,
+            attention_doubles_at=engine.attention_doubles_at,
             served_model_name=config.model_name,
             revision=config.engine.revision or "",
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from baton.content import Tier
+from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import EngineRequest, Reasoning, SamplingParams, StructuredOutput, check_request
 from baton.machine.tracing import valid_traceparent
 from baton.rpc import LONGEST_REPORT, bounded_report
@@ -28,6 +28,8 @@ ID_BYTES = 16
 MAX_LISTED = 1024
 """The most entries of logit_bias, stop_token_ids, allowed_token_ids and bad_words."""
 MAX_ADDRESS = 256
+MAX_RANGES = 256
+"""Of a plan."""
 MAX_LABEL_BYTES = 64
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")  # printable, so that it cannot forge a line of the log
 _ADDRESS = re.compile(r"([\x21-\x7e]+):([0-9]{1,5})")  # printable for the same reason
@@ -192,6 +194,38 @@ def content_source(
     return messages.ContentSource(
         _address(submit.content.kv_address), submit.content.incarnation, _tier(submit.content.tier)
     )
+
+
+def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
+    """Checks the plan of a shared prompt. Raises RefusedAttempt(INVALID); StreamError for a malformed id."""
+    ranges = tuple(
+        messages.PlanRange(
+            attempt_id(of.prefill_id, "plan.prefill_id"),
+            _address(of.kv_address),
+            of.incarnation,
+            of.start,
+            of.stop,
+        )
+        for of in submit.plan[: MAX_RANGES + 1]
+    )
+    if not ranges:
+        return ()
+    own = [of.stop for of in ranges if of.prefill_id == submit.prefill_id]
+    request, stops = submit.request, [of.stop for of in ranges]
+    workers = {(of.prefill_id, of.kv_address, of.incarnation) for of in ranges}
+    if len(ranges) > MAX_RANGES:
+        raise _invalid(f"plan has more than {MAX_RANGES} ranges")
+    if [0, *stops[:-1]] != [of.start for of in ranges] or any(of.start >= of.stop for of in ranges):
+        raise _invalid("the ranges of plan must follow each other from position 0 on")
+    if any(stop % CHUNK_TOKENS for stop in stops[:-1]):
+        raise _invalid(f"the ranges of plan must end at multiples of {CHUNK_TOKENS}")
+    if not len(workers) == len({of.prefill_id for of in ranges}) == len({of.incarnation for of in ranges}):
+        raise _invalid("plan must have one prefill_id and one address for each worker")
+    if not own or own[-1] != len(request.prompt_ids) + len(request.output_ids):
+        raise _invalid("the last range of this prefill in plan must end with the tokens of the request")
+    if not submit.handover or submit.report_start or request.sampling.HasField("prompt_logprobs"):
+        raise _invalid("plan needs a handover, without report_start and prompt_logprobs")
+    return ranges
 
 
 def prefix(asked: pb.Prefix, limits: Limits) -> EngineRequest:

@@ -1,0 +1,176 @@
+"""How much sooner the first token comes if a prefill and a decode worker compute a prompt together.
+
+    python -m baton.bench.split [--json PATH] [--device cpu|cuda] [--short]
+
+Both run as real processes. The bench submits plans as a router does, made by the router's policy from what
+the workers report. Rounds of two prompts alternate, both of tokens that no prompt had before:
+
+ttft     both workers compute the prompt, and the decode worker has the last range and goes on with it
+alone    the decode worker computes all of it
+
+`failed` counts prompts of which a part failed, or whose tokens differ from those of one worker. `waited` is
+the share of `ttft` in which the step of the last range waited for KV. On CPUs each worker has one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import baton.bench.contract as contract
+from baton.bench.chaos.cluster import LocalCluster, metric
+from baton.bench.contract import Report, Row
+from baton.bench.roles import Driver, Workers, gpus_or_exit, prompt_of, request
+from baton.bench.shapes import DENSE, write_shape
+from baton.router.policy.split import PromptCost, SplitWorker, split
+from baton.rpc import worker_pb2 as pb
+
+ROUNDS = 7
+TOKENS = {"cpu": (900,), "cuda": (2_000, 8_000, 30_000)}
+GOALS = {2_000: 0.72, 8_000: 0.62, 30_000: 0.58, 128_000: 0.56}
+"""Of `ttft`, over `alone`, on GPUs."""
+ANSWER = 4
+
+
+@dataclass
+class Runs:
+    ttft: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    failed: int = 0
+
+
+class Pair(Workers):
+    async def waited(self) -> float:
+        """Seconds that steps of the decode worker waited for KV, since its start."""
+        await self.decode.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
+        url = f"http://{self.decode.report['metrics_address']}"
+        return await asyncio.to_thread(metric, url, "baton:prompt_parts_wait_seconds_total", "")
+
+    async def plan(self, tokens: int) -> list[tuple[Driver, int]]:
+        """The worker of each range, and its end."""
+        drivers, workers = (self.prefill, self.decode), list[SplitWorker]()
+        for driver in drivers:
+            described = await driver.stub.Describe(pb.DescribeRequest())
+            status = await driver.stub.GetStatus(pb.StatusRequest())
+            step, floor = described.max_num_batched_tokens, status.fastest_step_seconds
+            workers.append(SplitWorker(0.0, status.prefill_tokens_per_s, step, floor))
+        cost = PromptCost(tokens, 0, described.attention_doubles_at, layers=30)
+        found = split(cost, workers[:1], workers[1])
+        if found is None:
+            raise RuntimeError(f"the policy does not split a prompt of {tokens} tokens at these speeds")
+        return [(drivers[part.worker], part.stop) for part in found.ranges]
+
+    async def together(self, prompt: list[int], plan: list[tuple[Driver, int]]) -> tuple[float, list[int]]:
+        """Returns the time to first token, and the answer. Raises RuntimeError if a part fails."""
+        ids = {driver: os.urandom(16) for driver, _ in plan}
+        starts = [0, *(stop for _, stop in plan)]
+        ranges = [
+            pb.PlanRange(
+                prefill_id=ids[driver], kv_address=driver.report["kv_address"],
+                incarnation=int(driver.report["incarnation"]), start=start, stop=stop,
+            )
+            for start, (driver, stop) in zip(starts, plan, strict=False)
+        ]  # fmt: skip
+        began = time.perf_counter()
+        for driver, prefill_id in ids.items():
+            work = request(prompt[: max(stop for of, stop in plan if of is driver)], ANSWER)
+            submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=True, plan=ranges)
+            await driver.send(pb.RouterMessage(prefill=submit))
+        told, final = self.decode.report, ids[self.decode]
+        source = pb.PrefillSource(
+            prefill_id=final, kv_address=told["kv_address"], incarnation=int(told["incarnation"])
+        )
+        decode_id = os.urandom(16)
+        decode = pb.SubmitDecode(decode_id=decode_id, request=request(prompt, ANSWER), source=source)
+        await self.decode.send(pb.RouterMessage(decode=decode))
+        [(first, _)] = await self.decode.tokens(final, 1)
+        tokens = await self.decode.tokens(decode_id, ANSWER)
+        return first - began, [event.token_id for _, event in tokens]
+
+    async def alone(self, prompt: list[int]) -> tuple[float, list[int]]:
+        began = time.perf_counter()
+        decode_id = await self.submit_decode(request(prompt, ANSWER), None)
+        tokens = await self.decode.tokens(decode_id, ANSWER)
+        return tokens[0][0] - began, [event.token_id for _, event in tokens]
+
+
+async def one_round(pair: Pair, tokens: int, number: int, runs: Runs) -> None:
+    ttft, _ = await pair.alone(prompt_of(tokens, 3 * number))
+    runs.alone.append(ttft)
+    prompt, before = prompt_of(tokens, 3 * number + 1), await pair.waited()
+    try:
+        ttft, answer = await pair.together(prompt, await pair.plan(tokens))
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        runs.failed += 1
+        return
+    runs.ttft.append(ttft)
+    runs.waited.append((await pair.waited() - before) / ttft)
+    work = request(prompt, ANSWER)
+    work.cache_salt = b"computed again"
+    again = await pair.submit_decode(work, None)
+    runs.failed += [event.token_id for _, event in await pair.decode.tokens(again, ANSWER)] != answer
+
+
+async def measure(args: argparse.Namespace, cluster: LocalCluster) -> dict[int, Runs]:
+    found: dict[int, Runs] = {}
+    drivers = (Driver(cluster.report(role), cluster.secret) for role in ("prefill", "decode"))
+    async with Pair(*drivers) as pair:
+        for tokens in args.tokens:
+            found[tokens] = Runs()
+            # The prefill worker must know its speed.
+            warm = await pair.prefill.prefill(request(prompt_of(tokens, tokens - 1), 1))
+            await pair.prefill.tokens(warm, 1)
+            for number in range(args.rounds + 1):  # the first one warms up: lanes, speeds
+                await one_round(pair, tokens, tokens + number, found[tokens] if number else Runs())
+    return found
+
+
+def worker_flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], list[str]]:
+    """The flags of both workers, and the device of each. Exits if GPUs are missing."""
+    if args.device == "cpu":
+        model = ["--model", args.model] if args.model else []
+        return ["--dtype", "float32", "--num-threads", "1", *model], ["cpu", "cpu"]
+    gpus_or_exit(2, "this bench")
+    model = ["--model", args.model or str(write_shape(DENSE, directory)), "--load-format", "dummy"]
+    return [*model, "--max-model-len", str(max(args.tokens) + 1024)], ["cuda:0", "cuda:1"]
+
+
+def main() -> int:
+    p = contract.parser(__doc__ or "")
+    p.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (default: %(default)s)")
+    p.add_argument("--tokens", type=int, action="append", help=f"of a prompt (default: {TOKENS})")
+    p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
+    args = p.parse_args()
+    args.tokens = args.tokens or TOKENS[args.device]
+    if args.short:
+        args.rounds = contract.MIN_PAIRS
+    with tempfile.TemporaryDirectory() as name:
+        flags, devices = worker_flags(args, Path(name))
+        with LocalCluster(
+            Path(name), prefill=1, decode=1, router=False, worker_flags=flags, devices=devices
+        ) as cluster:
+            found = asyncio.run(measure(args, cluster))
+    report = Report.of("split", args)
+    for tokens, runs in found.items():
+        of = "split.cpu" if args.device == "cpu" else f"split.{args.device}.n{tokens}"
+        if runs.ttft:
+            goal = None if args.device == "cpu" else GOALS.get(tokens)
+            alone = runs.alone[: len(runs.ttft)]
+            report.add_ratio(f"{of}.ttft", runs.ttft, "ms", alone, "one engine", scale=1e3, goal=goal)
+            report.add(Row(f"{of}.alone", statistics.median(runs.alone) * 1e3, "ms"))
+            report.add(Row(f"{of}.waited", statistics.median(runs.waited), "of the time to first token"))
+        report.add(Row(f"{of}.failed", runs.failed, "prompts", goal=0))
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

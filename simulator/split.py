@@ -1,0 +1,93 @@
+"""Prefill workers that share long prompts, by the router's policy, on a simulated clock. Times are in
+seconds.
+
+A worker computes ranges in the order of their submission, at the cost of `simulator.steps`. A range begins a
+layer after the range before it, and ends no earlier than a layer after that one's end.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.router.policy.split import (
+    HOP_SECONDS,
+    MOST_WORKERS,
+    PromptCost,
+    SplitRange,
+    SplitWorker,
+    split,
+)
+from baton.simulator.step_worker import BUDGET
+from baton.simulator.steps import PAIR_SECONDS, READ_SECONDS, ROW_SECONDS, step_seconds
+
+LAYERS = 32
+DOUBLES_AT = ROW_SECONDS / PAIR_SECONDS
+"""As an engine reports it: from the cost of a position beside that of a pair of positions."""
+
+
+def alone_seconds(tokens: int) -> float:
+    """Time in which one idle worker computes a prompt."""
+    starts = range(0, tokens, BUDGET)
+    return sum(step_seconds(0, 0, [(min(BUDGET, tokens - start), start)]) for start in starts)
+
+
+@dataclass(slots=True)
+class SharedPrompts:
+    """A pool of prefill workers that compute prompts of one length.
+
+    Attributes:
+        splits: whether prompts may be split.
+        rng: which workers the router looks at.
+        free: when each worker has computed all that it has.
+        shared: prompts that several workers computed.
+    """
+
+    workers: int
+    splits: bool
+    rng: random.Random
+    free: list[float] = field(init=False)
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        self.free = [0.0] * self.workers
+
+    def compute(self, tokens: int, now: float) -> float:
+        """Submits a prompt. Returns the time of its first token."""
+        waits = {row: max(0.0, self.free[row] - now) for row in self._drawn()}
+        chosen = sorted(waits, key=lambda row: waits[row])
+        speed = BUDGET / step_seconds(0, 0, [(BUDGET, 0)])
+        workers = [SplitWorker(waits[row], speed, BUDGET, READ_SECONDS) for row in chosen]
+        busy = sum(wait > 0 for wait in waits.values()) / len(waits)
+        cost = PromptCost(tokens, 0, DOUBLES_AT, LAYERS)
+        plan = split(cost, workers, busy=busy) if self.splits else None
+        self.shared += plan is not None
+        starts = range(0, tokens, BUDGET)
+        ranges: Sequence[SplitRange] = [SplitRange(0, start, min(tokens, start + BUDGET)) for start in starts]
+        began, ended, before = now, now, -1
+        for part in plan.ranges if plan is not None else ranges:
+            row = chosen[part.worker]
+            seconds = step_seconds(0, 0, [(part.stop - part.start, part.start)])
+            lag = seconds / LAYERS + HOP_SECONDS if before not in (-1, row) else 0.0
+            began = max(self.free[row], began + lag)
+            ended = self.free[row] = max(began + seconds, ended + lag)
+            before = row
+        return ended
+
+    def _drawn(self) -> Sequence[int]:
+        """As many workers as a router looks at."""
+        rows = range(self.workers)
+        return rows if self.workers <= 2 * MOST_WORKERS else self.rng.sample(rows, 2 * MOST_WORKERS)
+
+
+def simulate(
+    tokens: int, load: float, *, workers: int, splits: bool, prompts: int, seed: int = 1
+) -> tuple[list[float], int]:
+    """Prompts arrive at random times, so many that they take the share `load` of the time of all workers; 0:
+    one after another. Returns the times to their first tokens, and how many prompts were split."""
+    arrivals, rng = random.Random(seed), random.Random(seed)
+    pool = SharedPrompts(workers, splits, rng)
+    alone, now, found = alone_seconds(tokens), 0.0, list[float]()
+    for _ in range(prompts):
+        now += arrivals.expovariate(load * workers / alone) if load else alone
+        found.append(pool.compute(tokens, now) - now)
+    return found, pool.shared

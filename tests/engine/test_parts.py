@@ -1,0 +1,170 @@
+"""A prompt of which an engine computes ranges. The test writes the other KV, as workers do."""
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.engine import Engine, EngineRequest
+from baton.engine.core.live_request import Phase
+from baton.engine.kernels import parts
+from tests.engine.conftest import MakeEngine, request_of, tokens_of
+from tests.engine.scheduling import add, hooks_to, make, step, tokens
+
+CACHING = {"block_size": 8, "num_blocks": 80, "max_num_batched_tokens": 64, "enable_prefix_caching": True}
+
+
+class Shared:
+    """Writes KV of a prompt into an engine, inside its steps. `source`: an engine that has all of it. None:
+    what is written is no number."""
+
+    def __init__(self, target: Engine, source: Engine | None) -> None:
+        self.target, self.source = target, source
+        self.table: list[int] = []  # of the request in the source
+        self.blocks: list[int] = []  # in the target
+        self.written = 0  # positions that are in the blocks of the target
+        target._steps._hooks = hooks_to(self)
+
+    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
+        chunk = chunks.get((1).to_bytes(16))
+        if chunk is None or chunk.start <= self.written:
+            return
+        positions = torch.arange(self.written, chunk.start)
+        here = parts(self.target.kv_cache[layer])[0].flatten(1, 2)
+        if self.source is None:
+            here[:, self._slots(self.target, self.blocks, positions)] = math.nan
+        else:
+            there = parts(self.source.kv_cache[layer])[0].flatten(1, 2)
+            found = there[:, self._slots(self.source, self.table, positions)]
+            here[:, self._slots(self.target, self.blocks, positions)] = found
+        if layer == len(self.target.kv_cache) - 1:
+            self.written = chunk.stop
+
+    @staticmethod
+    def _slots(engine: Engine, blocks: list[int], positions: torch.Tensor) -> torch.Tensor:
+        size = engine.block_size
+        return torch.tensor([blocks[p // size] * size + p % size for p in positions.tolist()])
+
+
+def shared_prompt(length: int) -> EngineRequest:
+    rng = random.Random(length)
+    return request_of(1, [rng.randrange(3, 199) for _ in range(length)], max_tokens=6, ignore_eos=True)
+
+
+def computed(request: EngineRequest, engine: Engine) -> list[int]:
+    """Holds the request in an engine. Returns its blocks."""
+    engine.add(request, handover=True)
+    while not engine.step().outputs:
+        pass
+    return list(engine._scheduler.requests[request.id].blocks)
+
+
+@pytest.mark.parametrize("own", [[(64, 120)], [(0, 40), (80, 120)], [(32, 64), (96, 120)]])
+def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
+    tiny_engine: MakeEngine, own: list[tuple[int, int]]
+) -> None:
+    request = shared_prompt(120)
+    source, target = tiny_engine(**CACHING), tiny_engine(**CACHING | {"block_size": 4, "num_blocks": 160})
+    [expected] = tokens_of(tiny_engine(**CACHING), [request])
+    shared = Shared(target, source)
+    shared.table = computed(request, source)
+    reservation = target.start_part(request, [range(*found) for found in own])
+    assert reservation is not None
+    shared.blocks, shared.written = list(reservation.block_ids), reservation.num_cached
+    outputs = []
+    for start, _ in own:
+        assert not target.has_work, "nothing is computed before its time"
+        following = target.next_range(request.id)
+        assert following is not None
+        assert following.start == start
+        target.begin_range(request.id)
+        assert target.next_range(request.id) is None
+        outputs += target.step().outputs
+    assert target._scheduler.requests[request.id].phase is Phase.HELD
+    assert target.stats().blocks_cached == 0, "no other request may use KV that is not verified"
+    target.verified(request.id)
+    assert target.stats().blocks_cached == 120 // 4
+    resumed = target.resume(request.id, b"goes on")
+    assert resumed is not None
+    found = [resumed.token]
+    while not target.idle:
+        found += [output.token for output in target.step().outputs]
+    assert found == expected
+    source.cancel(request.id)
+    target.assert_whole()
+
+
+def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> None:
+    """What did not come may be anything: here no number. Other requests of the step keep their tokens, and a
+    request with the same prompt finds nothing of it in the prefix cache."""
+    request, beside = shared_prompt(120), [request_of(n, range(5, 30 + n), max_tokens=12) for n in (2, 3)]
+    engine = tiny_engine(**CACHING)
+    again = replace(request, id=b"again")
+    *expected, right = tokens_of(tiny_engine(**CACHING), [*beside, again])
+    shared = Shared(engine, None)
+    found: dict[bytes, list[int]] = {each.id: [] for each in beside}
+    for each in beside:
+        engine.add(each)
+    for output in engine.step().outputs:
+        found[output.id].append(output.token)
+    reservation = engine.start_part(request, [range(64, 120)])
+    assert reservation is not None
+    shared.blocks = list(reservation.block_ids)
+    engine.begin_range(request.id)
+    failed: list[bytes] = []
+    while not failed or any(engine.has(each.id) for each in beside):
+        result = engine.step()
+        failed += [request_id for request_id, _ in result.failed]
+        for output in result.outputs:
+            found[output.id].append(output.token)
+    assert failed == [request.id]
+    engine.cancel(request.id)
+    assert list(found.values()) == expected
+    assert tokens_of(engine, [again]) == [right]
+    engine.assert_whole()
+
+
+def test_a_part_is_refused_behind_other_prompts() -> None:
+    scheduler = make(num_blocks=32, budget=16)
+    waiting = add(scheduler, 1, 40)
+    assert scheduler.start_part(EngineRequest(b"p", list(range(20))), [range(20)]) is None
+    step(scheduler)
+    assert scheduler.start_part(EngineRequest(b"p", list(range(20))), [range(20)]) is None, "16 of 40 tokens"
+    step(scheduler)
+    step(scheduler)
+    assert waiting.decodes
+    assert scheduler.start_part(EngineRequest(b"p", list(range(20))), [range(20)]) is not None
+    assert scheduler.start_part(EngineRequest(b"q", list(range(99))), [range(99)]) is None, "no room"
+
+
+def test_between_its_ranges_a_part_holds_no_step_up() -> None:
+    scheduler = make(num_blocks=32, budget=16)
+    part = scheduler.start_part(EngineRequest(b"p", list(range(40))), [range(4, 12), range(20, 40)])
+    assert part is not None
+    assert tokens(step(scheduler)) == []
+    scheduler.begin_range(part)
+    add(scheduler, 1, 6)
+    assert tokens(step(scheduler)) == [(ord("p"), 4, 12), (1, 0, 6)]
+    assert part.phase is Phase.RESERVED
+    assert tokens(step(scheduler)) == [(1, 6, 7)]
+    scheduler.begin_range(part)
+    assert tokens(step(scheduler)) == [(1, 7, 8), (ord("p"), 20, 35)]
+    assert part.phase is Phase.RUNNING
+    assert tokens(step(scheduler)) == [(1, 8, 9), (ord("p"), 35, 40)]
+    assert part.phase is Phase.HELD
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_part_may_end_at_any_time(steps: int) -> None:
+    scheduler = make(num_blocks=32, budget=64, prefix_cache=True)
+    part = scheduler.start_part(EngineRequest(b"p", list(range(40))), [range(4, 12), range(20, 40)])
+    assert part is not None
+    for _ in range(steps):
+        if part.phase is Phase.RESERVED:
+            scheduler.begin_range(part)
+        step(scheduler)
+    scheduler.drop(part)
+    scheduler.assert_whole()

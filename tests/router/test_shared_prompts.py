@@ -1,0 +1,151 @@
+"""The router submits the parts of a prompt that several workers compute, and does without when one fails."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import FakeWorker
+
+from .conftest import Cluster, make_cluster
+from .test_recovery import decodes, prefills
+
+PROMPT = [5 + i % 90 for i in range(3000)]
+
+
+@pytest.fixture
+def flags() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+async def cluster(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
+) -> AsyncIterator[Cluster]:
+    """Two prefill workers and one that decodes. Each computes 1,000 tokens of a prompt in a second."""
+    monkeypatch.setattr(FakeWorker, "attention_doubles_at", 30_000)
+    monkeypatch.setattr(FakeWorker, "layout_fingerprint", "kv7 layers=32 kv_heads=2 head_dim=16")
+    async with make_cluster(tokenizer, tmp_path, prefill=2, **flags) as made:
+        for worker in made.workers:
+            worker.status.prefill_tokens_per_s, worker.status.fastest_step_seconds = 1000.0, 0.01
+            worker.report()
+        await made.until(lambda: all(c.status.prefill_tokens_per_s == 1000.0 for c in made.pool.connections))
+        yield made
+        await made.idle()
+
+
+async def answered(cluster: Cluster, **body: Any) -> None:
+    events = await cluster.events(
+        "/v1/completions", prompt=PROMPT, max_tokens=200, return_token_ids=True, **body
+    )
+    assert "error" not in events[-1], events[-1]
+    tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert tokens == cluster.output_ids
+
+
+async def splits(cluster: Cluster) -> float:
+    lines = (await cluster.metrics()).splitlines()
+    return sum(float(x.split()[-1]) for x in lines if x.startswith("baton:split_prompts_total"))
+
+
+async def test_each_worker_gets_the_plan_and_its_part_of_the_prompt(cluster: Cluster) -> None:
+    await answered(cluster, temperature=1.0, seed=7)
+    assert await splits(cluster) == 1
+    parts = {worker: submit for worker in cluster.workers for submit in prefills(worker)}
+    assert len(parts) == 3
+    [plan] = {tuple(map(repr, submit.plan)) for submit in parts.values()}
+    ranges = next(iter(parts.values())).plan
+    assert (ranges[0].start, ranges[-1].stop, len(plan)) == (0, len(PROMPT), len(ranges))
+    assert all(a.stop == b.start and not a.stop % 64 for a, b in pairwise(ranges))
+    for worker, submit in parts.items():
+        own = [of for of in ranges if of.prefill_id == submit.prefill_id]
+        described = cluster.connection(worker).description
+        assert {(of.kv_address, of.incarnation) for of in own} == {
+            (described.kv_address, described.incarnation)
+        }
+        assert list(submit.request.prompt_ids) == PROMPT[: own[-1].stop]
+        assert submit.handover
+    # An idle decode worker has the last range, and goes on with it.
+    [last] = prefills(cluster.decodes[0])
+    [decode] = decodes(cluster.decodes[0])
+    assert ranges[-1].prefill_id == last.prefill_id == decode.source.prefill_id
+    assert last.request.sampling.seed == 7
+    assert all(submit.request.sampling.max_tokens == 1 for submit in parts.values() if submit is not last)
+
+
+@pytest.mark.parametrize("flags", [{"overflow": False}])
+async def test_without_overflow_no_decode_worker_takes_part(cluster: Cluster) -> None:
+    await answered(cluster)
+    assert await splits(cluster) == 1
+    assert not prefills(cluster.decodes[0])
+    assert [len(prefills(worker)) for worker in cluster.prefills] == [1, 1]
+
+
+async def test_a_worker_that_decodes_takes_no_part(cluster: Cluster) -> None:
+    [decode] = cluster.decodes
+    decode.status.requests_decoding = decode.status.requests_running = 3
+    decode.report()
+    await cluster.until(lambda: cluster.connection(decode).status.requests_decoding == 3)
+    await answered(cluster)
+    assert await splits(cluster) == 1
+    assert not prefills(decode)
+    assert [len(prefills(worker)) for worker in cluster.prefills] == [1, 1]
+
+
+@pytest.mark.parametrize("flags", [{"split_prompts": False}])
+async def test_a_flag_turns_it_off(cluster: Cluster) -> None:
+    await answered(cluster)
+    assert await splits(cluster) == 0
+    assert not any(submit.plan for worker in cluster.workers for submit in prefills(worker))
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (1, pb.FAILURE_CODE_DROPPED),
+        (1, pb.FAILURE_CODE_NO_ROOM),
+        (1, pb.FAILURE_CODE_INVALID),  # this worker computes no parts, but any worker can serve the request
+        (2, pb.FAILURE_CODE_DROPPED),
+        (2, pb.FAILURE_CODE_NO_ROOM),
+    ],
+)
+async def test_a_failed_part_ends_the_plan(cluster: Cluster, number: int, code: "pb.FailureCode") -> None:
+    """Of a prefill worker, and of the decode worker."""
+    worker = cluster.workers[number]
+    worker.fail = 1, code
+    [last] = cluster.decodes
+    last.steps = asyncio.Semaphore(0)  # its token would show that it has all of the KV
+    asking = asyncio.create_task(answered(cluster))
+    await cluster.workers[0].until(lambda first: first.cancelled)
+    last.steps.release()
+    last.steps = None
+    await asking
+    assert await splits(cluster) == 1
+    again = [submit for of in cluster.workers for submit in prefills(of) if not submit.plan]
+    overflow = [submit for of in cluster.workers for submit in decodes(of) if not submit.HasField("source")]
+    assert len(again) + len(overflow) == 1, (
+        "one worker computes the prompt then, and the plan is not tried again"
+    )
+    shared = [(of, submit) for of in cluster.workers for submit in prefills(of) if submit.plan]
+    for of, submit in shared:
+        assert submit.prefill_id in of.cancelled or of is worker
+
+
+async def test_a_lost_worker_ends_the_plan(cluster: Cluster) -> None:
+    for worker in cluster.workers:
+        worker.steps = asyncio.Semaphore(0)
+    asking = asyncio.create_task(answered(cluster))
+    first, second = cluster.prefills
+    await second.until(lambda worker: len(prefills(worker)) == 1)
+    for worker in (first, *cluster.decodes):
+        await worker.until(lambda worker: len(prefills(worker)) == 1)
+    await second.kill()
+    for worker in cluster.workers:
+        worker.steps = None
+    await asking
+    assert await splits(cluster) == 1

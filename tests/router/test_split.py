@@ -1,0 +1,140 @@
+"""The plan of a prompt that several workers compute. No router is needed."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.content import CHUNK_TOKENS
+from baton.router.policy.split import HOP_SECONDS, LEAST_GAIN, PromptCost, Split, SplitWorker, may_gain, split
+
+# Llama-3.1-8B in bfloat16 on one H200: 8,000 tokens take 206 ms.
+SPEED, DOUBLES_AT, LAYERS, STEP, FLOOR = 44_000.0, 29_000.0, 32, 8192, 0.0043
+
+
+def cost_of(tokens: int, cached: int = 0, doubles_at: float = DOUBLES_AT) -> PromptCost:
+    return PromptCost(tokens, cached, doubles_at, LAYERS)
+
+
+def idle(count: int, wait: float = 0.0, speed: float = SPEED) -> list[SplitWorker]:
+    return [SplitWorker(wait if i else 0.0, speed, STEP, FLOOR) for i in range(count)]
+
+
+def ends(cost: PromptCost, workers: list[SplitWorker], plan: Split) -> float:
+    """When the last range ends: each worker computes its ranges in order, each at least one layer behind the
+    range before, and none ends before the range before has ended."""
+    free = [worker.wait for worker in workers]
+    began = ended = -math.inf
+    for part in plan.ranges:
+        worker = workers[part.worker]
+        start = max(part.start, cost.cached)
+        spent = worker.floor + cost.work(start, part.stop) / worker.speed
+        began = max(free[part.worker], began + spent / cost.layers + HOP_SECONDS)
+        ended = max(began + spent, ended)
+        free[part.worker] = ended
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("tokens", "workers", "ratio"),
+    [(2_000, 2, 0.72), (8_000, 2, 0.62), (30_000, 2, 0.58), (128_000, 2, 0.56), (30_000, 4, 0.34)],
+)
+def test_an_idle_prompt_takes_its_share_of_the_time(tokens: int, workers: int, ratio: float) -> None:
+    plan = split(cost_of(tokens), idle(workers))
+    assert plan is not None
+    assert {part.worker for part in plan.ranges} == set(range(workers))
+    assert plan.seconds < ratio * plan.unsplit
+
+
+def test_a_later_range_is_shorter() -> None:
+    plan = split(cost_of(30_000), [SplitWorker(0.0, SPEED, 10**6, FLOOR)] * 4)
+    assert plan is not None
+    sizes = [part.stop - part.start for part in plan.ranges]
+    assert [part.worker for part in plan.ranges] == [0, 1, 2, 3]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_slow_worker_gets_less_and_a_busy_one_begins_later() -> None:
+    fast, slow = SplitWorker(0.0, SPEED, STEP, FLOOR), SplitWorker(0.0, SPEED / 3, STEP, FLOOR)
+    plan = split(cost_of(8_000), [fast, slow])
+    assert plan is not None
+    assert plan.ranges[0].stop > 5_000
+    busy = split(cost_of(8_000), [fast, SplitWorker(0.08, SPEED, STEP, FLOOR)])
+    even = split(cost_of(8_000), [fast, fast])
+    assert busy is not None
+    assert even is not None
+    assert busy.ranges[0].stop > even.ranges[0].stop
+    assert even.seconds < busy.seconds < busy.unsplit
+
+
+@pytest.mark.parametrize(
+    ("tokens", "workers"),
+    [
+        pytest.param(300, idle(4), id="a step with few tokens takes as long"),
+        pytest.param(8_000, idle(1), id="one worker"),
+        pytest.param(8_000, idle(4, wait=0.2), id="the others are busy"),
+        pytest.param(8_000, idle(1) + idle(1, speed=SPEED / 20), id="the other one is slow"),
+        pytest.param(
+            8_000, [idle(1)[0], SplitWorker(0.0, SPEED, STEP, FLOOR, link=2_000.0)], id="a slow network"
+        ),
+    ],
+)
+def test_one_worker_computes_a_prompt_that_gains_nothing(tokens: int, workers: list[SplitWorker]) -> None:
+    assert split(cost_of(tokens), workers) is None
+
+
+def test_what_the_first_worker_has_cached_is_not_computed() -> None:
+    cost = cost_of(8_000, cached=4_096)
+    plan = split(cost, idle(2))
+    assert plan is not None
+    first, second = plan.ranges
+    assert (first.start, second.stop) == (0, 8_000)
+    assert first.stop - 4_096 < 2_200
+    assert split(cost_of(8_000, cached=7_900), idle(2)) is None
+
+
+@given(st.integers(65, 3_000), st.floats(100, 100_000), st.floats(0, 0.02), st.integers(2, 8))
+def test_a_prompt_that_may_not_gain_is_never_split(
+    tokens: int, speed: float, floor: float, count: int
+) -> None:
+    workers = [SplitWorker(0.0, speed, STEP, floor)] * count
+    # Far from the position at which attention counts.
+    assert may_gain(tokens, workers[0]) or split(cost_of(tokens, doubles_at=1e9), workers) is None
+
+
+@given(
+    st.integers(65, 140_000),
+    st.integers(0, 20_000),
+    st.lists(
+        st.builds(
+            SplitWorker,
+            wait=st.floats(0, 2),
+            speed=st.floats(100, 100_000),
+            step=st.integers(64, 10_000),
+            floor=st.floats(0, 0.02),
+            link=st.floats(100, 1e6) | st.just(math.inf),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_each_plan_is_whole_and_is_as_fast_as_it_says(
+    tokens: int, cached: int, workers: list[SplitWorker]
+) -> None:
+    cost = cost_of(tokens, cached=min(cached, tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
+    plan = split(cost, workers)
+    if plan is None:
+        return
+    ranges = plan.ranges
+    assert (ranges[0].start, ranges[-1].stop) == (0, tokens)
+    assert all(a.stop == b.start for a, b in pairwise(ranges))
+    assert all(part.stop % CHUNK_TOKENS == 0 for part in ranges[:-1])
+    for part in ranges:
+        assert 0 < part.stop - max(part.start, cost.cached) <= workers[part.worker].step
+    assert plan.seconds < (1 - LEAST_GAIN) * plan.unsplit
+    assert ends(cost, workers, plan) < plan.unsplit
+    described = plan.attributes()
+    assert (described["baton.place"], described["baton.cost_s.split"]) == ("split", plan.seconds)
+    assert len(str(described["baton.ranges"]).split()) == len(ranges)

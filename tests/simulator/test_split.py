@@ -1,0 +1,27 @@
+"""Simulated prefill workers that share long prompts."""
+
+import statistics
+
+import pytest
+
+from baton.simulator.split import alone_seconds, simulate
+
+
+@pytest.mark.parametrize("workers", [4, 64])
+@pytest.mark.parametrize(("load", "goal"), [(0.0, 0.34), (0.5, 0.6)])
+def test_four_workers_share_a_long_prompt(workers: int, load: float, goal: float) -> None:
+    ttft, shared = simulate(30_000, load, workers=workers, splits=True, prompts=100)
+    assert shared > 90
+    assert statistics.median(ttft) < goal * alone_seconds(30_000)
+
+
+def test_without_splits_an_idle_prompt_takes_as_long_as_alone() -> None:
+    ttft, shared = simulate(30_000, 0.0, workers=4, splits=False, prompts=3)
+    assert shared == 0
+    assert ttft == [pytest.approx(alone_seconds(30_000))] * 3
+
+
+def test_busy_workers_make_no_other_prompt_wait_longer() -> None:
+    found = [simulate(30_000, 0.8, workers=64, splits=splits, prompts=300)[0] for splits in (True, False)]
+    ours, theirs = (statistics.quantiles(ttft, n=100) for ttft in found)
+    assert ours[98] < theirs[98]

@@ -1,0 +1,99 @@
+"""Prompts that several workers compute at once, through a router: the tokens are those of one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from baton.bench.chaos.cluster import LocalCluster, Worker
+from baton.bench.chaos.streams import Case, cases, expected, new_session, read
+
+from .recovery import Broken
+
+FLAGS = (
+    "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
+    "--max-num-batched-tokens", "256", "--engine-timeout", "5", "--peer-timeout", "3", "--drain-timeout", "1",
+    "--no-enable-prefix-caching",
+)  # fmt: skip
+AT_ONCE = cases(9, 8, repeat=8)[1:]
+"""Some are of a few tokens, others of some hundred."""
+ASKED = cases(6, 8, repeat=14)[2::3]
+"""Prompts of some hundred tokens."""
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]
+) -> Iterator[tuple[LocalCluster, dict[Case, list[int]]]]:
+    with LocalCluster(
+        tmp_path_factory.mktemp("split"), prefill=2, decode=1, worker_flags=[*FLAGS, *shallow_model],
+        router_flags=["--no-split-prompts"],
+    ) as started:  # fmt: skip
+        right = asyncio.run(expected(started.url, [*ASKED, *AT_ONCE], at_once=1))
+        assert started.router_metric("baton:split_prompts_total") == 0
+        started.of("router")[0].flags = started._router_flags = started._router_flags[:-1]
+        started.restart_router()
+        yield started, right
+
+
+@pytest.fixture
+async def whole(cluster: tuple[LocalCluster, dict[Case, list[int]]]) -> AsyncIterator[Broken]:
+    """All workers are there again afterwards, and all pools are whole."""
+    broken = Broken(*cluster)
+    yield broken
+    await broken.settled()
+
+
+async def test_the_tokens_are_those_of_one_worker(whole: Broken) -> None:
+    cluster = whole.cluster
+    split = functools.partial(cluster.router_metric, "baton:split_prompts_total")
+    before = split()
+    async with new_session() as http:
+        for case in ASKED:
+            stream = await read(http, cluster.url, case)
+            assert not stream.failed, stream.error
+            assert stream.token_ids == whole.right[case]
+    splits = split() - before
+    assert splits > 0
+    parts = [worker.metric("baton:prompt_parts_total") for worker in cluster.workers]
+    assert sum(parts) >= 2 * splits
+    assert not any(worker.metric("baton:prompt_parts_failed_total") for worker in cluster.workers)
+
+
+ENDS: dict[str, Callable[[Worker], None]] = {
+    "kill -9 of the engine": lambda worker: worker.kill("engine"),
+    "kill -9 of the transfer process": lambda worker: worker.kill("transfer"),
+    "stop": lambda worker: worker.hang("engine"),
+    "drain": lambda worker: worker.terminate(),
+}
+SHORT = "kill -9 of the engine"
+
+
+@pytest.mark.parametrize("how", [pytest.param(x, marks=[pytest.mark.long] * (x != SHORT)) for x in ENDS])
+@pytest.mark.parametrize("number", range(3), ids=["first worker", "second worker", "decode worker"])
+async def test_a_worker_ends_while_it_computes_its_part(whole: Broken, number: int, how: str) -> None:
+    workers = whole.cluster.workers
+
+    def parts() -> float:
+        return sum(worker.metric("baton:prompt_parts_total") for worker in workers)
+
+    before = parts()
+    await whole.ride(ASKED[-1:], (lambda _: parts() > before, lambda: ENDS[how](workers[number])))
+
+
+async def test_many_prompts_at_once(whole: Broken) -> None:
+    """Plans meet on the same workers, and some parts are refused."""
+    for _ in range(3):
+        await whole.ride(AT_ONCE)
+
+
+async def test_a_client_leaves(whole: Broken) -> None:
+    async with new_session() as http:
+        for delay in (0.0, 0.02, 0.1):
+            asking = asyncio.create_task(read(http, whole.cluster.url, ASKED[-1]))
+            await asyncio.sleep(delay)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)

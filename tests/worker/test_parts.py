@@ -1,0 +1,322 @@
+"""Prompts that several workers compute at the same time: real workers, driven as a router would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.rpc import worker_pb2 as pb
+from baton.worker.engine_process.parts import STEP_WAIT
+from tests.bad_network import BadNetwork
+from tests.cluster_helpers import (
+    WorkerProcess,
+    WorkerStream,
+    assert_whole,
+    attached,
+    request,
+    sampling,
+    side_by_side,
+    tiny_model,
+)
+from tests.engine.checkpoints import edit_json
+from tests.kv_transfer import second_wire
+from tests.worker.test_states import HYBRID, LATENTS
+
+PARAMS = sampling(max_tokens=8, ignore_eos=True)
+ENDLESS = sampling(max_tokens=3000, ignore_eos=True)
+ENGINE: dict[str, Any] = {
+    "load_format": "dummy",
+    "num_blocks": 200,
+    "block_size": 16,
+    "max_num_batched_tokens": 512,
+    "enable_prefix_caching": True,
+}
+Workers = Sequence[WorkerProcess]
+
+
+@dataclass
+class Submitted:
+    """A shared prompt: the id of each worker's part, and the decode."""
+
+    parts: dict[int, bytes]
+    final: int
+    decode_id: bytes
+
+
+class Streams(list[WorkerStream]):
+    """A router's streams to the workers, by number."""
+
+    def __init__(self, workers: Workers, streams: Sequence[WorkerStream]) -> None:
+        super().__init__(streams)
+        self.workers = workers
+
+    def source(self, worker: int, prefill_id: bytes) -> pb.PrefillSource:
+        ready = self.workers[worker].ready
+        return pb.PrefillSource(
+            prefill_id=prefill_id, kv_address=ready["kv_address"], incarnation=ready["incarnation"]
+        )
+
+    async def share(
+        self, token_ids: Sequence[int], plan: Sequence[tuple[int, int]], decode: int
+    ) -> Submitted:
+        """`plan`: the worker of each range, and its end. `decode`: the worker that decodes."""
+        parts = {worker: os.urandom(16) for worker, _ in plan}
+        starts = [0, *(stop for _, stop in plan)]
+        ranges = [
+            pb.PlanRange(
+                prefill_id=parts[worker],
+                kv_address=self.workers[worker].ready["kv_address"],
+                incarnation=self.workers[worker].ready["incarnation"],
+                start=start,
+                stop=stop,
+            )
+            for start, (worker, stop) in zip(starts, plan, strict=False)
+        ]
+        for worker, prefill_id in parts.items():
+            end = max(stop for of, stop in plan if of == worker)
+            asked = request(token_ids[:end], PARAMS)
+            submit = pb.SubmitPrefill(prefill_id=prefill_id, request=asked, handover=True, plan=ranges)
+            await self[worker].send(prefill=submit)
+        final = plan[-1][0]
+        source = self.source(final, parts[final])
+        decode_id = await self[decode].submit_decode(request(token_ids, PARAMS), source)
+        return Submitted(parts, final, decode_id)
+
+    async def answer(self, asked: Submitted, decode: int) -> list[int]:
+        first, _ = await self[asked.final].token(asked.parts[asked.final])
+        await self[decode].reserved(asked.decode_id)
+        tokens = [token.token_id for token, _ in await self[decode].tokens(asked.decode_id)]
+        assert tokens[0] == first.token_id
+        return tokens
+
+    async def alone(self, token_ids: Sequence[int]) -> list[int]:
+        """What one worker gives that never has a part of such a prompt in its cache."""
+        asked = request(token_ids, PARAMS)
+        asked.cache_salt = os.urandom(8)
+        decode_id = await self[-1].reserve(asked)
+        return [token.token_id for token, _ in await self[-1].tokens(decode_id)]
+
+
+@pytest.fixture(scope="module", params=["tcp", "auto"])
+def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Three that share prompts, and one that never does."""
+    roles = dict(enumerate(("prefill", "prefill", "decode", "decode")))
+    given = {
+        number: {"role": role, "index": number, "engine": ENGINE, "kv_connector": request.param}
+        for number, role in roles.items()
+    }
+    given[1]["engine"] = ENGINE | {"block_size": 32, "num_blocks": 100}
+    with side_by_side(tmp_path_factory.mktemp("parts"), given) as started:
+        yield [started[number].wait_ready() for number in roles]
+
+
+@pytest.fixture
+async def streams(workers: Workers) -> AsyncIterator[Streams]:
+    async with AsyncExitStack() as stack:
+        yield Streams(workers, [await stack.enter_async_context(attached(worker)) for worker in workers])
+        await assert_whole(*workers)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(500), k=length)
+
+
+@pytest.mark.parametrize(
+    ("plan", "decode"),
+    [
+        pytest.param([(0, 300)], 2, id="one range"),
+        pytest.param([(0, 192), (1, 300)], 2, id="two workers"),
+        pytest.param([(0, 192), (2, 300)], 2, id="the last range at the decode worker"),
+        pytest.param([(0, 128), (1, 192), (2, 300)], 2, id="three workers"),
+        pytest.param([(0, 64), (1, 128), (0, 192), (1, 300)], 2, id="in turns"),
+        pytest.param([(1, 64), (0, 128), (2, 192), (1, 256), (0, 320), (2, 391)], 2, id="three in turns"),
+        pytest.param([(0, 64), (1, 1000)], 2, id="a range of several steps"),
+    ],
+)
+async def test_the_tokens_are_those_of_one_worker(
+    streams: Streams, plan: list[tuple[int, int]], decode: int
+) -> None:
+    token_ids = prompt(plan[-1][1], seed=len(plan) + decode)
+    asked = await streams.share(token_ids, plan, decode)
+    assert await streams.answer(asked, decode) == await streams.alone(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "settings"),
+    [
+        pytest.param(LATENTS, {}, {}, id="latents"),
+        pytest.param({}, {"kv_cache_dtype": "fp8"}, {}, id="FP8", marks=pytest.mark.long),
+        pytest.param({}, {}, {"kv_encrypt": True}, id="encrypted", marks=pytest.mark.long),
+    ],
+)
+async def test_each_kind_of_kv_is_shared(
+    changes: dict[str, Any], engine: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model(tmp_path / "kind")
+    edit_json(model / "config.json", **changes)
+    given = {
+        number: {"role": role, "index": number, "model": model, "engine": ENGINE | engine, **settings}
+        for number, role in enumerate(("prefill", "decode", "decode"))
+    }
+    with side_by_side(tmp_path, given) as started:
+        workers = [started[number].wait_ready() for number in given]
+        async with AsyncExitStack() as stack:
+            attach = [await stack.enter_async_context(attached(worker)) for worker in workers]
+            streams, token_ids = Streams(workers, attach), prompt(250, seed=9)
+            asked = await streams.share(token_ids, [(0, 64), (1, 128), (0, 192), (1, 250)], 1)
+            assert await streams.answer(asked, 1) == await streams.alone(token_ids)
+            await assert_whole(*workers)
+
+
+async def test_a_worker_with_states_computes_no_part(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "kind")
+    edit_json(model / "config.json", **HYBRID)
+    engine = {"load_format": "dummy", "num_blocks": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    given = {0: {"role": "prefill", "model": model, "engine": engine}}
+    with side_by_side(tmp_path, given) as started:
+        worker = started[0].wait_ready()
+        async with attached(worker) as stream:
+            described = await stream.stub.Describe(pb.DescribeRequest())
+            assert described.attention_doubles_at == 0
+            submitted = await Streams([worker], [stream]).share(prompt(100, seed=1), [(0, 100)], 0)
+            failure = await stream.failure(submitted.parts[0])
+            assert failure.code == pb.FAILURE_CODE_INVALID
+            await stream.cancel(submitted.decode_id)
+            await assert_whole(worker)
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> Iterator[tuple[Workers, BadNetwork]]:
+    """Two that share prompts, and one that decodes. The second layer from the first one never arrives."""
+    roles = dict(enumerate(("prefill", "prefill", "decode")))
+    given = {
+        number: {"role": role, "index": number, "engine": ENGINE, "kv_connector": "tcp"}
+        for number, role in roles.items()
+    }
+    with side_by_side(tmp_path, given) as started:
+        workers = [started[number].wait_ready() for number in roles]
+        port = int(workers[0].ready["kv_address"].rpartition(":")[2])
+        with closing(BadNetwork(port, "lose", layer=1, hits=1)) as network:
+            workers[0].ready["kv_address"] = network.address
+            yield workers, network
+
+
+ENDS = {
+    "deadline": STEP_WAIT,
+    "cancel": STEP_WAIT / 2,
+    "kill -9 of the engine": STEP_WAIT / 2,
+    "kill -9 of the transfer process": STEP_WAIT / 2,
+    "stop": STEP_WAIT,
+}
+LONG = ("kill -9 of the transfer process", "stop")
+
+
+@pytest.mark.parametrize("how", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in ENDS])
+async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(
+    lost: tuple[Workers, BadNetwork], how: str
+) -> None:
+    """Another request in that step keeps its tokens, and no block is left behind."""
+    (first, second, third), network = lost
+    token_ids, beside = prompt(300, seed=1), request(prompt(40, seed=2), ENDLESS)
+    async with attached(first) as a, attached(second) as b, attached(third) as d:
+        streams = Streams((first, second, third), (a, b, d))
+        other = await b.reserve(beside)
+        await b.token(other)
+        asked = await streams.share(token_ids, [(0, 192), (1, 300)], 2)
+        async with asyncio.timeout(10):
+            while not network.suffered:  # noqa: ASYNC110  a thread counts it
+                await asyncio.sleep(0.001)
+        began = time.monotonic()
+        if how == "cancel":
+            await a.cancel(asked.parts[0])
+        elif how == "stop":
+            first.child("engine").send_signal(signal.SIGSTOP)
+        elif how != "deadline":
+            first.child(how.split()[-1] if "engine" in how else "transfer").kill()
+        failure = await b.failure(asked.parts[1])
+        assert failure.code == pb.FAILURE_CODE_DROPPED, failure.message
+        assert time.monotonic() - began < ENDS[how] + 1
+        await d.cancel(asked.decode_id)
+        tokens = [token.token_id for token, _ in [await b.token(other) for _ in range(30)]]
+        await b.cancel(other)
+        again = await d.reserve(beside)
+        assert [(await d.token(again))[0].token_id for _ in range(31)][1:] == tokens
+        await d.cancel(again)
+        await assert_whole(second, third)
+    if how == "stop":
+        first.child("engine").send_signal(signal.SIGCONT)
+
+
+async def test_a_worker_shares_a_prompt_with_another_implementation(tmp_path: Path) -> None:
+    """The other one has the first and the last range. It speaks the wire as docs/protocol.md has it."""
+    given = {"role": "prefill", "engine": ENGINE, "secret": second_wire.SECRET, "kv_connector": "tcp"}
+    with side_by_side(tmp_path, {0: given}) as started:
+        worker = started[0].wait_ready()
+        async with attached(worker, second_wire.SECRET) as stream:
+            described = await stream.stub.Describe(pb.DescribeRequest())
+            about = {
+                "model": described.model_fingerprint,
+                "layout": described.layout_fingerprint,
+                "slot_bytes": 1 << 20,
+                "incarnation": 77,
+            }
+            peer = second_wire.FakePrefill(**about)
+            mine, theirs = os.urandom(16), os.urandom(16)
+            addresses = {mine: (described.kv_address, described.incarnation), theirs: (peer.address, 77)}
+            plan = [
+                pb.PlanRange(
+                    prefill_id=of, kv_address=addresses[of][0], incarnation=addresses[of][1], start=a, stop=b
+                )
+                for of, a, b in ((theirs, 0, 64), (mine, 64, 128), (theirs, 128, 200))
+            ]
+            asked = request(prompt(128, seed=3), PARAMS)
+            submit = pb.SubmitPrefill(prefill_id=mine, request=asked, handover=True, plan=plan)
+            await stream.send(prefill=submit)
+            await asyncio.to_thread(share_with, peer, described, mine, theirs, about)
+            assert (await stream.token(mine))[0].finish_reason
+        assert worker.stop() == 0
+
+
+def share_with(
+    peer: second_wire.FakePrefill,
+    described: pb.WorkerDescription,
+    mine: bytes,
+    theirs: bytes,
+    about: dict[str, Any],
+) -> None:
+    """The other implementation, both ways at once."""
+    opened = [peer.accept()]
+    while len(opened) < 4:
+        opened.append(peer.accept())
+    [lane] = [lane for lane in opened if lane.number == 0]
+    transfer, fetch = lane.expect(second_wire.FETCH)
+    assert fetch == [second_wire.part_id(theirs, mine), 0, [[0, 64]], 0, 2]
+    while not lane.granted:
+        assert lane.read()[0] == second_wire.CREDIT
+    port = int(described.kv_address.rpartition(":")[2])
+    coming = second_wire.connect(port, who=second_wire.identity("receiver", **about))
+    coming.say(second_wire.FETCH, [second_wire.part_id(mine, theirs), 0, [[64, 128]], 0, 2], os.urandom(16))
+    coming.say(second_wire.CREDIT, [8])
+    kv = bytes(2 * 64 * 2 * 16 * 4)
+    for layer in range(2):  # the worker sends a layer of its own, and waits for this one
+        head = {"layer": layer, "head_count": 2, "token_count": 64, "seq": layer}
+        lane.send(second_wire.KV, kv, transfer, **head)
+        kind, mine_id, head, payload = coming.read()
+        assert (kind, head["layer"], head["token_start"], len(payload)) == (4, layer, 64, len(kv))
+    commit_id, [_, frames, size] = coming.expect(second_wire.COMMIT)
+    assert (commit_id, frames, size) == (mine_id, 2, 2 * len(kv)), "before COMMIT of the other part"
+    lane.say(second_wire.COMMIT, [[0], 2, 2 * len(kv)], transfer)
+    assert lane.expect(second_wire.ACK)[0] == transfer
+    coming.say(second_wire.ACK, [], commit_id)
+    for each in (*opened, coming):
+        each.sock.close()
