@@ -75,6 +75,7 @@ class Engine:
         self.model_config = model
         self.model_fingerprint = started.model_fingerprint
         self.content_root = started.content_root
+        self.numerics = started.numerics
         self.tokenizer = tokenizer_source(config, started.source)
         """The file or directory that has the tokenizer."""
         self.cache_spec = started.cache_spec
@@ -112,7 +113,10 @@ class Engine:
         self.states = runner.states
         """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
         self.prefix_exchange = self._scheduler.prefix_exchange
-        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache."""
+        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache, or
+        the model has states."""
+        self.store_exchange = self._scheduler.store_exchange
+        """Moves prefixes between this prefix cache and a shared store. None: there is no cache."""
         self.offload = self._scheduler.offload
         """The tiers below the device. They say which blocks to copy there and back."""
         self.landings_fd = self._steps.landings_fd

@@ -76,6 +76,7 @@ class FakeWorker(StandIn):
         self.model, self.served_model_name = "fake", ""
         self.model_fingerprint = "model=m1"
         self.max_model_len = 8192
+        self.numerics = ""
         self.vocab_size, self.vocabulary_fingerprint = 1 << 20, ""
         self.metrics_address = "127.0.0.1:2"  # no process listens there
         self._sources: dict[bytes, Source] = {}
@@ -157,7 +158,7 @@ class FakeWorker(StandIn):
         described.fetches_prefixes = self.cache is not None
         for name in (
             "index", "model", "served_model_name", "vocab_size", "vocabulary_fingerprint",
-            "model_fingerprint", "metrics_address", "max_model_len",
+            "model_fingerprint", "metrics_address", "max_model_len", "numerics",
         ):  # fmt: skip
             setattr(described, name, getattr(self, name))
         return described

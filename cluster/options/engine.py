@@ -104,6 +104,11 @@ class EngineOptions:
     enable_expert_parallel: bool = opt(
         False, "Of a mixture of experts, each GPU holds whole experts, not a part of every expert."
     )
+    batch_invariant: bool = opt(
+        False,
+        "A request gets the same bits whatever shares its batch, however its prompt is cut, and after a "
+        "recovery, also in bfloat16 and FP8.",
+    )
     optimize: Optimize = opt(
         "balanced",
         "latency (shorter gaps between tokens), balanced, or throughput (more tokens per second). It "

@@ -137,6 +137,9 @@ class EngineConfig:
     divides the KV heads or is a multiple of them. On GPUs rank i runs on the i-th from `device` on."""
     enable_expert_parallel: bool = False
     """Whether each rank holds whole experts of a mixture of experts, instead of a part of every expert."""
+    batch_invariant: bool = False
+    """Whether a request gets the same bits whatever shares its steps and however its prompt is cut, also in
+    bfloat16 and FP8. Workers of the same numerics then continue each other's requests exactly."""
 
     @property
     def ahead(self) -> int:

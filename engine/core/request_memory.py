@@ -164,9 +164,9 @@ class RequestMemory:
             live.num_published = full
         while live.state_copies and live.state_copies[0][0] <= computed:
             position, slot = live.state_copies.pop(0)
-            assert self._copies is not None
+            assert self._cache is not None
             assert live.names is not None, "the block before the copy has a name"
-            self._copies.publish(live.names.blocks[position // self._block_size - 1], slot)
+            self._cache.publish_states(live.names, position, slot)
 
     def free(self, live: LiveRequest) -> None:
         if self._states is not None and live.blocks:

@@ -23,7 +23,7 @@ from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
-from baton.engine.kernels import KV, HeadNorm, Kernels, LatentHeads, LayerState, StateLayer
+from baton.engine.kernels import KV, HeadNorm, Kernels, LatentHeads, LatentNorm, LayerState, StateLayer
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.kernels.sampling.drafts import Inputs as DraftInputs
@@ -286,10 +286,10 @@ class ModelRunner:
         token_ids, positions, attention = self._after(inputs, attention)
         kernels = self._kernels
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
-        latent = self._config.latent
+        latents = self._config.latent
         latent_plan: Any = None
-        if latent is not None:
-            latent_plan = kernels.plan_latent(attention, heads, latent, self._dtype)
+        if latents is not None:
+            latent_plan = kernels.plan_latent(attention, heads, latents, self._dtype)
         plans = {
             span: kernels.plan(attention, heads, kv_heads, self._dtype, span)
             for span in {layer.span for layer in self._attention if layer.kind == "attention"}
@@ -310,11 +310,17 @@ class ModelRunner:
             return kernels.attention(q, kv, plans[self._attention[index].span], sinks, scale)
 
         def attend_latent(
-            layer: int, q: Tensor, cached: Tensor, shared: Tensor, rotary: Tensor, heads: LatentHeads
+            layer: int,
+            q: Tensor,
+            latent: Tensor,
+            shared: Tensor,
+            norm: LatentNorm,
+            rotary: Tensor,
+            heads: LatentHeads,
         ) -> Tensor:
             kv = self.kv_cache[self._index[layer]]
             assert isinstance(kv, Tensor), "no latent is in FP8"
-            kernels.write_latent(q, cached, shared, rotary, kv, attention.slots)
+            kernels.write_latent(q, latent, shared, norm, rotary, kv, attention.slots)
             layer_done(layer)
             return kernels.latent_attention(q, kv, latent_plan, heads)
 
@@ -323,7 +329,7 @@ class ModelRunner:
         step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
         if not self._state:
             with computing(step):
-                return self.model(token_ids, positions, attend_latent if latent else attend)
+                return self.model(token_ids, positions, attend_latent if latents else attend)
         states = kernels.plan_states(attention, self._dtype)
 
         def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:

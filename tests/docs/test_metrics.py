@@ -18,7 +18,7 @@ from baton.kv_transfer import TransferStats
 from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics
 from baton.rpc import worker_pb2 as pb
-from baton.worker.messages import EngineStatus, RequestCounts
+from baton.worker.messages import EngineStatus, RequestCounts, StoreStats
 from baton.worker.service_process.metrics import Metrics as WorkerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -50,7 +50,8 @@ def test_workers() -> None:
     values["speculation"] = SpeculationStats(1, 1, 1)
     stats = EngineStats(**values)
     counts = RequestCounts()
-    metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True, links=[])
+    store = StoreStats(True, 1, 1, 1, 1)
+    metrics.engine_status = EngineStatus(1, stats, counts, idle=True, links=[], store=store)
     empty = {f.name: {} if "dict" in str(f.type) else 0 for f in msgspec.structs.fields(TransferStats)}
     metrics.transfer_stats = msgspec.convert(empty, TransferStats)
     assert names(metrics.registry.collect()) == documented("W")
