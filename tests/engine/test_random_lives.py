@@ -219,7 +219,7 @@ class Lives:
         pytest.param({"max_num_seqs": 2, "max_num_batched_tokens": 9}, id="two seats"),
         pytest.param(
             {
-                "num_blocks": 26,
+                "num_blocks": 20,
                 "max_num_seqs": 5,
                 "max_num_batched_tokens": 24,
                 "enable_prefix_caching": True,
