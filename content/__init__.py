@@ -33,6 +33,7 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
+    STORE = 3
 
 
 def content_root(model_fingerprint: str, weight_format: str, kv_dtype: str, numerics: str = "") -> bytes:

@@ -83,7 +83,11 @@ DENSE_CASES = {
     (None, "fp8"): Case("engine.fp8_kv", _NO_BOUND, _NO_PREFILL_BOUND),
     ("fp8", "fp8"): Case("engine.fp8_fp8_kv", _NO_BOUND | {256: 10.5}, _NO_PREFILL_BOUND, Fp8Floor, bytes=1),
     ("int4", None): Case(
-        "engine.int4", _NO_BOUND | {1: 2.2}, _NO_PREFILL_BOUND, bytes=1 / 2 + 2 / INT4_GROUP, output_bytes=1
+        "engine.int4",
+        {1: 2.2, 8: 3.2, 32: 4.2, 64: 5.6, 128: 9.7, 256: 15.9},
+        {(1, 2000): 50.4, (1, 8000): 220.0, (4, 2000): 202.0},
+        bytes=1 / 2 + 2 / INT4_GROUP,
+        output_bytes=1,
     ),
 }
 """By --quantization and --kv-cache-dtype."""
@@ -100,6 +104,14 @@ MOE_CASES = {
         {(1, 2000): 40.0, (1, 8000): 120.0, (4, 2000): 92.0},
         floor=None,
         bytes=1,
+    ),
+    "int4": Case(
+        "engine.moe.int4",
+        {1: 3.1, 8: 7.8, 32: 14.7, 64: 17.3, 128: 19.6, 256: 24.0},
+        {(1, 2000): 29.5, (1, 8000): 137.0, (4, 2000): 119.0},
+        floor=None,
+        bytes=1 / 2 + 2 / INT4_GROUP,
+        output_bytes=1,
     ),
 }
 HYBRID_CASE = Case(

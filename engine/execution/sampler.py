@@ -176,5 +176,5 @@ def _logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, ...]:
 def to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, valid once everything queued on the current stream is over."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -67,6 +67,11 @@ def start_rank(
     checkpoint = open_checkpoint(config, device)
     weight_format = choose_format(config, checkpoint.config, device)
     limits = choose_limits(config, checkpoint.config, weight_format, device, ranks)
+    if config.speculative_config is not None and limits.state_bytes:
+        raise ValueError(
+            f"--speculative-config: {checkpoint.config.architecture} has layers with states, which keep no "
+            "state for each draft; leave the flag out"
+        )
     with memory_for("the weights", "choose a smaller --model"):
         model, fingerprint = load_model(
             checkpoint,
@@ -86,9 +91,10 @@ def start_rank(
         limits.cache,
         dtype=limits.dtype,
         block_size=limits.block_size,
-        max_num_seqs=config.max_num_seqs,
+        max_sampled_rows=config.max_decode_rows,
         device=device,
         ranks=ranks,
+        ahead=config.ahead,
     )
     use = _measure(config, runner, limits, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)

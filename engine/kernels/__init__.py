@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels.attention import latent
-from baton.engine.kernels.attention.latent import LatentHeads
+from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.paged import (
     KV,
     AttentionMetadata,
@@ -39,14 +39,17 @@ from baton.engine.kernels.attention.paged import (
 )
 from baton.engine.kernels.moe.experts import Choice, Experts, mix, route
 from baton.engine.kernels.quantized.reference import (
+    FLOATS,
     FP8,
     FP8_GROUP,
+    FourBits,
     Fp8Experts,
     Quantized,
     fp8_linear,
     quantize,
     rounded,
 )
+from baton.engine.kernels.sampling import drafts
 from baton.engine.kernels.sampling.reference import SMALLEST_TEMPERATURE, draw, greedy, thresholds
 from baton.engine.kernels.state import gated_delta, mamba2
 from baton.engine.kernels.state.gated_delta import GatedDelta
@@ -54,6 +57,7 @@ from baton.engine.kernels.state.mamba2 import LayerState, Mamba2, StateLayer
 from baton.engine.model_config import LatentConfig, Span
 
 __all__ = [
+    "FLOATS",
     "FP8",
     "FP8_GROUP",
     "KV",
@@ -61,12 +65,14 @@ __all__ = [
     "AttentionMetadata",
     "Choice",
     "Experts",
+    "FourBits",
     "Fp8Experts",
     "Fp8KV",
     "GatedDelta",
     "HeadNorm",
     "Kernels",
     "LatentHeads",
+    "LatentNorm",
     "LayerState",
     "LinearMethod",
     "Mamba2",
@@ -97,6 +103,8 @@ class Kernels:
     greedy = staticmethod(greedy)
     draw = staticmethod(draw)
     thresholds = staticmethod(thresholds)
+    follow = staticmethod(drafts.follow)
+    accepted = staticmethod(drafts.accepted)
 
     def add_rms_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, grouped: bool | None = None
@@ -145,8 +153,11 @@ class Kernels:
         routing = route(logits, experts.choice)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
         gate_up, down = experts.gate_up, experts.down
-        assert isinstance(gate_up, Tensor) == isinstance(down, Tensor), "experts have one format"
         inputs, round_inner = x, None
+        if isinstance(gate_up, FourBits):
+            gate_up = gate_up.exact()
+        if isinstance(down, FourBits):
+            down = down.exact()
         if isinstance(gate_up, Fp8Experts):
             inputs, gate_up = rounded(x, grouped=gate_up.grouped), gate_up.exact()
         if isinstance(down, Fp8Experts):

@@ -24,7 +24,7 @@ from baton.engine.kernels import (
     silu,
 )
 from baton.engine.kernels.attention import latent_kernels, rope
-from baton.engine.kernels.attention.decode import Pieces, decode_attention, partition
+from baton.engine.kernels.attention.decode import Pieces, decode_attention, most_pieces, partition
 from baton.engine.kernels.attention.exact_decode import exact_decode_attention
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
 from baton.engine.kernels.attention.paged import AttentionMetadata
@@ -35,7 +35,7 @@ from baton.engine.kernels.moe.combine import combine
 from baton.engine.kernels.moe.grouped_linear import grouped_linear
 from baton.engine.kernels.moe.shuffle import shuffle
 from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
-from baton.engine.kernels.sampling import race
+from baton.engine.kernels.sampling import draft_kernels, race
 from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
 from baton.engine.kernels.state.plan import TritonStatePlan, chunk_tokens, plan_states
@@ -75,6 +75,8 @@ class TritonKernels(Kernels):
     chunk_tokens = staticmethod(chunk_tokens)
     greedy = staticmethod(race.greedy)
     draw = staticmethod(race.draw)
+    follow = staticmethod(draft_kernels.follow)
+    accepted = staticmethod(draft_kernels.accepted)
 
     def __init__(self, device: torch.device, head_dim: int, *, exact: bool = False) -> None:
         if head_dim not in HEAD_DIMS:
@@ -103,7 +105,7 @@ class TritonKernels(Kernels):
     ) -> Tensor:
         gate_up, down, choice = experts.gate_up, experts.down, experts.choice
         on_input = choice.scoring is Scoring.SIGMOID_ON_INPUT
-        count = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
+        count = len(gate_up if isinstance(gate_up, Tensor) else gate_up[0])
         held = range(experts.first, experts.first + count)
         shuffled = shuffle(logits, counts, choice, slots, held)
         inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
@@ -143,8 +145,8 @@ class TritonKernels(Kernels):
         decodes, device = metadata.num_decodes, metadata.contexts.device
         pieces = None
         if decodes:
-            contexts, exact = metadata.contexts[:decodes], self.exact
-            pieces = partition(contexts, num_kv_heads, self._multiprocessors, span, exact=exact)
+            count = most_pieces(decodes, num_kv_heads, self._multiprocessors)
+            pieces = partition(metadata.contexts[:decodes], num_kv_heads, count, span, exact=self.exact)
         tiles = None
         if metadata.tiles is not None or metadata.prefills:
             shape = SHORT if metadata.tiles is not None else shape_for(metadata.prefills)
@@ -161,7 +163,9 @@ class TritonKernels(Kernels):
     def plan_latent(
         self, metadata: AttentionMetadata, num_heads: int, shape: LatentConfig, dtype: torch.dtype
     ) -> latent_kernels.LatentPlan:
-        return latent_kernels.plan_latent(metadata, num_heads, shape.least_expanded, self._multiprocessors)
+        return latent_kernels.plan_latent(
+            metadata, num_heads, shape, shape.least_expanded, dtype, self._multiprocessors
+        )
 
     def tile_programs(self, num_kv_heads: int) -> int:
         return 0 if self.exact else SHORT_PER_SM * self._multiprocessors // num_kv_heads

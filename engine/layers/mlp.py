@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Choice, Experts, Fp8Experts
+from baton.engine.kernels import Choice, Experts, FourBits, Fp8Experts
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, whole
@@ -79,7 +79,7 @@ class MoE:
 
         def load(
             kinds: Sequence[str], rows: Part, columns: Part
-        ) -> tuple[Tensor | Fp8Experts, Tensor | None]:
+        ) -> tuple[Tensor | Fp8Experts | FourBits, Tensor | None]:
             """Matrices of these projections [own experts, out, in], and their biases [own experts, out]."""
             stacks = [
                 Stack([f"{name}.{kind}_proj" for kind in kinds], [own.here(i, rows)] * len(kinds), columns)
@@ -92,7 +92,7 @@ class MoE:
 
         gate_up, gate_up_bias = load(("gate", "up"), inner, hidden)
         down, down_bias = load(("down",), hidden, inner)
-        if isinstance(gate_up, Tensor) != isinstance(down, Tensor):
+        if isinstance(gate_up, Fp8Experts) != isinstance(down, Fp8Experts):
             raise ValueError(f"{weights.source}: of the experts of {name} only some matrices are in FP8")
         self.experts = Experts(
             gate_up,

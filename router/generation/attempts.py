@@ -95,6 +95,7 @@ class AttemptPair:
         self._job = job
         self._pool = pool
         self._source_count = 0
+        self._max_tokens = job.sampling.max_tokens
 
     @property
     def length(self) -> int:
@@ -103,7 +104,7 @@ class AttemptPair:
 
     @property
     def tokens_left(self) -> int:
-        return self._job.sampling.max_tokens - len(self.output_ids)
+        return self._max_tokens - len(self.output_ids)
 
     @property
     def next_token_alone(self) -> bool:
@@ -330,6 +331,7 @@ class AttemptPair:
         """Cancels both. All tokens that come now are dropped."""
         self.end_prefill()
         self.end_decode(cancel=True)
+        self._on_event = lambda *_: None  # it refers to the generation
 
 
 MAX_FAILURES = 3
@@ -383,8 +385,9 @@ class FailureCount:
 
     def token(self) -> None:
         """Records a new token."""
-        self._failures = self._losses = 0
-        self.avoid.clear()
+        if self.avoid:  # each failure adds to it
+            self._failures = self._losses = 0
+            self.avoid.clear()
 
     def failed(self, worker: str, *, crashed: bool) -> None:
         """Records a failed attempt. `crashed`: the engine crashed in a step with this request."""

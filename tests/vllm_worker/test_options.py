@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineConfig
-from baton.vllm_worker.options import check_version, command_line, engine_args
+from baton.vllm_worker.options import command_line, engine_args
+from baton.vllm_worker.version import check_version
 
 
 def config(**fields: Any) -> EngineConfig:
@@ -76,6 +77,8 @@ def test_only_tested_versions(monkeypatch: pytest.MonkeyPatch, version: str, err
     if error:
         with pytest.raises(ValueError, match=error):
             check_version(untested=False)
+        with pytest.raises(ValueError, match=r"BatonConnector: .* or use Baton"):
+            check_version(untested=False, part="BatonConnector", remedy="use Baton's engine")
     else:
         check_version(untested=False)
 

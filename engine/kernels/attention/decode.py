@@ -54,7 +54,7 @@ ROWS = 8  # least size of a side of a tensor core product; a group of query head
 
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
 COMBINED = 32  # results of `_split` that a program of `_combine` takes at once
-MOST_HEAD = 256  # a program takes fewer results of larger heads
+MOST_HEAD = 256  # a program takes fewer results of larger heads, and has more warps
 COMBINED_LAST = 16  # that the last program of `_split` takes at once, of all query heads of a group
 FEW_REQUESTS = 32  # up to these, `_combine` runs
 FIELDS = 3  # of the work of a piece
@@ -71,21 +71,26 @@ class Pieces:
     finished: Tensor  # [requests, KV heads] int32: pieces that are finished; 0 between layers
 
 
+def most_pieces(requests: int, num_kv_heads: int, multiprocessors: int) -> int:
+    return requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
+
+
 def partition(
     contexts: Tensor,
     num_kv_heads: int,
-    multiprocessors: int,
+    pieces: int,
     span: Span | None = None,
     *,
+    block_n: int = BLOCK_N,
     exact: bool = False,
 ) -> Pieces:
-    """Cuts contexts [requests] int32 into pieces, from the first position in the span on.
+    """Cuts contexts [requests] int32 into up to so many pieces, at multiples of `block_n`, from the first
+    position in the span on.
 
     `exact`: pieces are whole segments (`online_softmax`). Their work has three more fields: the number of
     pieces of the request, the positions of a segment, and the piece's first segment, counted from the first
     one of the request. `first` counts the segments of the requests that have several pieces."""
     requests = len(contexts)
-    pieces = requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
     new = contexts.new_empty
     fields = EXACT_FIELDS.value if exact else FIELDS
     result = Pieces(new(pieces, fields), new(requests + 1), new(requests, num_kv_heads))
@@ -97,7 +102,7 @@ def partition(
         requests,
         pieces,
         KV_HEADS=num_kv_heads,
-        BLOCK_N=EXACT_N if exact else BLOCK_N,
+        BLOCK_N=EXACT_N if exact else block_n,
         FIELDS=fields,
         EXACT=exact,
         REQUESTS=max(16, triton.next_power_of_2(requests)),
@@ -172,7 +177,7 @@ def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor) -> None:
         HEADS=heads,
         HEAD_DIM=size,
         COMBINED=max(1, COMBINED * MOST_HEAD // max(MOST_HEAD, size)),
-        num_warps=1,
+        num_warps=1 if size <= MOST_HEAD else 4,
         **launch_options(),
     )
 

@@ -51,6 +51,7 @@ from baton.engine.model_config import Span
 
 # Measured on an H200.
 STAGES = 5
+EXPANDED_STAGES = 2
 MASKED_N = 32  # keys of a tile that the causal mask cuts
 FIELDS = tl.constexpr(TILE_FIELDS)
 
@@ -87,7 +88,9 @@ def prefill_attention(
         block_n = EXACT_N
     if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
         largest = q.dtype is torch.float32 and head_dim > 128
-        block_n, stages = MASKED_N if largest and not tiles.exact else SHORT.block_n, 1
+        block_n, stages = MASKED_N if largest and not tiles.exact else min(block_n, SHORT.block_n), 1
+        if isinstance(kv, Expanded) and q.dtype.itemsize == 2:
+            stages = EXPANDED_STAGES
     shape, cache, slots = cache_of(kv, block_n)
     split = tiles.finished is not None and span is None
     partial = lse = finished = out  # not used
