@@ -73,7 +73,7 @@ class Fp8Format(PlainFormat):
             return super().linear(weights, stack)
         added = weights.bias(stack)
         if not self.quantizes_activations:
-            return PlainLinear(exact(weight).to(weights.dtype), added)
+            return PlainLinear(exact(weight).to(weights.dtype), added, exact=weights.kernels.exact)
         return Fp8Linear(weight._replace(scales=by_block(weight.scales)), added, weights)
 
     def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:

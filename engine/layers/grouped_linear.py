@@ -100,7 +100,7 @@ def grouped_linear(
     if weights.device.type == "cuda":
         return _on_gpu(groups, bias, weights)
     if not packs(groups.bits, weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
-        return PlainLinear(groups.values().to(weights.dtype), bias)
+        return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
     plain = for_prompts(groups.values(), bias)
     return ByRows(PackedLinear(groups, bias), plain, output=output)
 
@@ -136,7 +136,7 @@ def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMeth
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
 
     if not _packs_on_gpu(groups, weights):
-        return PlainLinear(groups.values().to(weights.dtype), bias)
+        return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
     weight = four_bits(*groups[:3], weights.dtype, floats=groups.floats)
     return Int4Linear(weight, bias, multiprocessors(weights.device))
 

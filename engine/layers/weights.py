@@ -144,7 +144,7 @@ class PlainFormat:
         """Loads a product. Tensors come from `weights.stack` and `weights.stored`, and may be on the device
         "meta". Raises `ValueError` naming file and tensor, also if the parts cut a group or block."""
         weight = weights.stack(*stack.weights, scratch=packs_plain(weights.dtype, weights.device))
-        return PlainLinear(weight, weights.bias(stack))
+        return PlainLinear(weight, weights.bias(stack), exact=weights.kernels.exact)
 
     def experts(self, weights: "Weights", experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
         """Loads a product of each expert. Experts without rows are not on this rank. Returns [experts, out,
@@ -160,7 +160,7 @@ class PlainFormat:
     def tied(self, weights: "Weights", stack: Stack, embedding: Tensor) -> LinearMethod:
         """The output projection of a model that has no other one than its input embedding. `embedding` is the
         stack, in the model's dtype."""
-        return PlainLinear(embedding)
+        return PlainLinear(embedding, exact=weights.kernels.exact)
 
 
 class Weights:
@@ -174,11 +174,13 @@ class Weights:
         progress: Callable[[str, float], None],
         weight_format: PlainFormat,
         ranks: Ranks,
+        *,
+        exact: bool = False,
     ) -> None:
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
-        self.kernels = kernels_for(device, checkpoint.config.kernel_head_dim)
+        self.kernels = kernels_for(device, checkpoint.config.kernel_head_dim, exact=exact)
         self._format = weight_format
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())

@@ -92,7 +92,7 @@ class GGUFFormat(GroupsFormat):
     def tied(self, weights: Weights, stack: Stack, embedding: Tensor) -> LinearMethod:
         groups = None if weights.device.type == "cuda" else self.read_groups(weights, stack)
         if groups is None or not packs(groups.bits, weights.dtype, weights.device):
-            return PlainLinear(embedding)
+            return PlainLinear(embedding, exact=weights.kernels.exact)
         return grouped_linear(groups, None, weights, output=True)
 
 

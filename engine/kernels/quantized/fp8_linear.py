@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from baton.engine.kernels import FP8, FP8_GROUP, Quantized
+from baton.engine.kernels.exact_linear import exact_linear
 from baton.engine.kernels.fastest import fastest
 from baton.engine.kernels.split_k import SHARED_BYTES, Tiling, counters, multiply, splits
 
@@ -72,17 +73,24 @@ class Fp8Linear:
     """A linear product with FP8 weights. Its calls must be in one stream."""
 
     def __init__(
-        self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, multiprocessors: int
+        self,
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        multiprocessors: int,
+        *,
+        exact: bool = False,
     ) -> None:
         """weight [out, in] FP8, scales [groups, out or out / FP8_GROUP] float32, bias [out]: not copied.
-        dtype: of y."""
+        dtype: of y. `exact`: as in `exact_linear`. A sum over groups of columns always is."""
         assert weight.shape[1] % 16 == 0, "the copy engine needs rows of a multiple of 16 bytes"
         self._weight, self._scales, self._bias, self._dtype = weight, scales, bias, dtype
         self._grouped, self._by_block = len(scales) > 1, scales.shape[1] < len(weight)
         self._for_cublas = scales
         if self._by_block:
             self._for_cublas = scales.T.contiguous().T
-        self._multiprocessors = multiprocessors
+        self._multiprocessors, self._exact = multiprocessors, exact
         scales_of = "blocks" if self._by_block else "groups" if self._grouped else "rows"
         self._name = f"fp8 {len(weight)} x {weight.shape[1]}, scales of {scales_of}"
         self._finished = counters(triton.cdiv(len(weight), BLOCK_N), weight.device)
@@ -90,6 +98,8 @@ class Fp8Linear:
     def __call__(self, x: Quantized) -> Tensor:
         """x [rows, in]. Returns [rows, out]."""
         rows, (size, inner) = len(x.values), self._weight.shape
+        if self._exact:
+            return self.triton(x)
         if self._grouped:
             fits = self._by_block and inner % (ALIGNED * FP8_GROUP) == 0 and knows_blocks(self._weight.device)
             by_cublas = rows > MAX_FEW_ROWS_BY_BLOCK
@@ -122,6 +132,10 @@ class Fp8Linear:
     def triton(self, x: Quantized) -> Tensor:
         """The product by the kernel alone."""
         (rows, inner), size = x.values.shape, len(self._weight)
-        shape = tiling(rows, inner, size, self._multiprocessors, grouped=self._grouped)
         scales = x.scales, self._scales
+        if self._exact and not self._grouped:
+            weight, bias, dtype, counts = self._weight, self._bias, self._dtype, self._finished
+            return exact_linear(x.values, weight, bias, dtype, self._multiprocessors, counts, scales)
+        shape = tiling(rows, inner, size, self._multiprocessors, grouped=self._grouped)
+        shape = shape._replace(splits=1) if self._exact else shape
         return multiply(x.values, self._weight, self._bias, self._dtype, shape, self._finished, scales)
