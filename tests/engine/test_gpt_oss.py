@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.engine import EngineConfig
 from baton.engine.kernels.quantized.reference import four_bits
 from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.weights import PlainFormat
+from baton.engine.loader import choose_format, open_checkpoint
 from baton.engine.loader.gpt_oss import GptOssCheckpoint
 from baton.engine.loader.hf import HFCheckpoint
 from tests.device import DEVICE
@@ -111,6 +115,15 @@ def test_groups_of_an_expert_have_its_values(checkpoints: tuple[Path, Path], kin
     assert torch.equal(packed.exact(), groups.values())
     assert mxfp4.groups(name, [parts[0], Part(16, columns, columns)]) is None
     assert plain.groups(name, parts) is None
+
+
+def test_packed_experts_are_not_exact(checkpoints: tuple[Path, Path]) -> None:
+    """By default such an engine reads them as plain matrices."""
+    config, cuda = EngineConfig(str(checkpoints[1]), batch_invariant=True), torch.device("cuda")
+    model = open_checkpoint(config, torch.device("cpu")).config
+    assert type(choose_format(config, model, cuda)) is PlainFormat
+    with pytest.raises(ValueError, match="--batch-invariant: weights in mxfp4"):
+        choose_format(replace(config, quantization="mxfp4"), model, cuda)
 
 
 def test_dummy_weights_need_no_format(checkpoints: tuple[Path, Path]) -> None:
