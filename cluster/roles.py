@@ -100,10 +100,11 @@ def _engine_args(given: EngineOptions, engine: EngineConfig) -> tuple[str, ...] 
         if given.vllm_args or given.vllm_untested:
             raise ValueError("--vllm-args and --vllm-untested: need --engine vllm")
         return None
-    from baton.vllm_worker import options
+    from baton.vllm_worker.options import engine_args
+    from baton.vllm_worker.versions import check_version
 
-    options.check_version(untested=given.vllm_untested)
-    return options.engine_args(engine, given.vllm_args)
+    check_version(untested=given.vllm_untested)
+    return engine_args(engine, given.vllm_args)
 
 
 def _configured(config: Callable[..., Config], given: Any, **others: Any) -> Config:

@@ -37,9 +37,9 @@ from baton.kv_transfer.spawn import die_with_parent
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
-from baton.vllm_worker.options import check_version
 from baton.vllm_worker.plan import Address, Plan, Planner
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
+from baton.vllm_worker.versions import check_version
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineConfig
-from baton.vllm_worker.options import check_version, command_line, engine_args
+from baton.vllm_worker.options import command_line, engine_args
+from baton.vllm_worker.versions import check_version
 
 
 def config(**fields: Any) -> EngineConfig:
