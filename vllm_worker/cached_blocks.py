@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from baton.content import CHUNK_TOKENS, extend_names, salted
-from baton.engine import CachedBlock
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.messages import CacheChanged
 
@@ -52,7 +51,7 @@ class CachedBlocks:
             rest, name = rest[len(names) * CHUNK_TOKENS :], (names or [name])[-1]
             if block not in self._ends:  # else two requests have computed it
                 self._ends[block] = name, rest
-                self._chunks.cached([CachedBlock(block, tuple(names))])
+                self._chunks.add(block, names)
 
     def _removed(self, blocks: Iterable[bytes]) -> None:
         for block in blocks:

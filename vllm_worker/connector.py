@@ -39,7 +39,7 @@ from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
 from baton.vllm_worker.plan import Address, Plan, Planner
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
-from baton.vllm_worker.versions import check_version
+from baton.vllm_worker.version import check_version
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ _OWN = {
     "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
     "served_model_name",
 }  # fmt: skip
-_MEANINGLESS = ("host_cache_size", "disk_cache_size", "disk_cache_dir", "ttit_target")
+_MEANINGLESS = ("host_cache_size", "disk_cache_size", "disk_cache_dir", "ttit_target", "batch_invariant")
 _CONNECTOR = "kv_transfer_config"
 
 
@@ -26,6 +26,8 @@ def engine_args(engine: EngineConfig, more: str) -> tuple[str, ...]:
     for name in _MEANINGLESS:
         if getattr(engine, name):
             raise ValueError(f"{_flag(name)}: has no meaning with --engine vllm; leave it out")
+    if engine.speculative_config is not None:
+        raise ValueError("--speculative-config: is of Baton's own engine; leave it out with --engine vllm")
     if engine.kv_cache_dtype != "auto":
         raise ValueError(f"--kv-cache-dtype {engine.kv_cache_dtype}: --engine vllm supports only auto")
     if engine.quantization not in ("auto", "fp8"):

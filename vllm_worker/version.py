@@ -1,6 +1,4 @@
-"""Which vLLM is tested, and which is installed. Without vLLM itself."""
-
-from __future__ import annotations
+"""Which versions of vLLM are tested. Without vLLM itself, and without Baton's engine."""
 
 import re
 from importlib import metadata
