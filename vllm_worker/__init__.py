@@ -23,5 +23,6 @@ And of a worker with vLLM as its engine (`--engine vllm`)::
 
 This is the only package that knows vLLM. `connector` and `first_token`, which vLLM loads, and
 `engine_process` import it. `plan` decides for vLLM's scheduler, without vLLM and torch. `transfers` moves the
-KV, in the process with the model. `options` and `sampling` translate to vLLM's words.
+KV, in the process with the model. `options` and `sampling` translate to vLLM's words. `version` says which
+vLLM is tested.
 """
