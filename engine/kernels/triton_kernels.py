@@ -24,7 +24,7 @@ from baton.engine.kernels import (
     silu,
 )
 from baton.engine.kernels.attention import latent_kernels, rope
-from baton.engine.kernels.attention.decode import Pieces, decode_attention, most_pieces, partition
+from baton.engine.kernels.attention.decode import Pieces, decode_attention, partition
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
@@ -142,8 +142,7 @@ class TritonKernels(Kernels):
         decodes, device = metadata.num_decodes, metadata.contexts.device
         pieces = None
         if decodes:
-            count = most_pieces(decodes, num_kv_heads, self._multiprocessors)
-            pieces = partition(metadata.contexts[:decodes], num_kv_heads, count, span)
+            pieces = partition(metadata.contexts[:decodes], num_kv_heads, self._multiprocessors, span)
         tiles = None
         if metadata.tiles is not None or metadata.prefills:
             shape = SHORT if metadata.tiles is not None else shape_for(metadata.prefills)

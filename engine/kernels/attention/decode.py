@@ -66,16 +66,20 @@ class Pieces:
     finished: Tensor  # [requests, KV heads] int32: pieces that are finished; 0 between layers
 
 
-def most_pieces(requests: int, num_kv_heads: int, multiprocessors: int) -> int:
-    return requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
-
-
 def partition(
-    contexts: Tensor, num_kv_heads: int, pieces: int, span: Span | None = None, *, block_n: int = BLOCK_N
+    contexts: Tensor,
+    num_kv_heads: int,
+    multiprocessors: int,
+    span: Span | None = None,
+    *,
+    pieces: int | None = None,
+    block_n: int = BLOCK_N,
 ) -> Pieces:
-    """Cuts contexts [requests] int32 into up to so many pieces, at multiples of `block_n`, from the first
-    position in the span on."""
+    """Cuts contexts [requests] int32 into pieces, from the first position in the span on. `pieces`: at most
+    so many; None: as many as keep the multiprocessors busy."""
     requests = len(contexts)
+    if pieces is None:
+        pieces = requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
     new = contexts.new_empty
     result = Pieces(new(pieces, 3), new(requests + 1), new(requests, num_kv_heads))
     _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
