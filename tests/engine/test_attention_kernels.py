@@ -190,16 +190,14 @@ def test_any_batch(triton_kernels: Kernels, spans: Any, block_size: int, seed: i
 )
 @pytest.mark.parametrize("span", [None, Span(100), Span(300, chunked=True)], ids=repr)
 def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int], span: Span | None) -> None:
-    from baton.engine.kernels.attention.decode import BLOCK_N, PIECES_PER_SM, partition
+    from baton.engine.kernels.attention.decode import BLOCK_N, most_pieces, partition
 
-    multiprocessors, kv_heads = 3, 2
-    pieces = partition(
-        torch.tensor(contexts, dtype=torch.int32, device=kernel_device), kv_heads, multiprocessors, span
-    )
+    most = most_pieces(len(contexts), num_kv_heads=2, multiprocessors=3)
+    pieces = partition(torch.tensor(contexts, dtype=torch.int32, device=kernel_device), 2, most, span)
     seen = first_seen(torch.tensor(contexts) - 1, span).clamp_min(0).tolist()
     assert not pieces.finished.any()
     work, first = pieces.work.tolist(), pieces.first.tolist()
-    assert len(work) == len(contexts) + PIECES_PER_SM * multiprocessors // kv_heads
+    assert len(work) == most
     longest = max(stop - start for _, start, stop in work)
     for i, context in enumerate(contexts):
         own = work[first[i] : first[i + 1]]

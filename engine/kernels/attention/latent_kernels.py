@@ -98,7 +98,8 @@ def plan_latent(
     if decodes:
         # A program fills a multiprocessor. So the pieces are as many as run at once, or twice as many, …
         count = triton.cdiv(decodes + programs // 2, programs) * programs
-        pieces = partition(metadata.contexts[:decodes], 1, count, block_n=form.block_n)
+        contexts = metadata.contexts[:decodes]
+        pieces = partition(contexts, 1, count, block_n=form.block_n)
         plan.append(Absorbed(slice(decodes), form, pieces, metadata.block_tables))
     sizes = shape.key_dim, shape.value_dim
     blocks = SCRATCH_BYTES // (num_heads * sum(sizes) * dtype.itemsize * SCRATCH_BLOCK)
