@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from baton.machine import usable_cpus
+
+T = TypeVar("T")
 
 EXIT_CANNOT_MEASURE = 2
 MIN_PAIRS = 5
@@ -189,13 +191,11 @@ def require_plotly() -> None:
         )
 
 
-def interleaved(
-    a: Callable[[], float], b: Callable[[], float], pairs: int
-) -> tuple[list[float], list[float]]:
+def interleaved(a: Callable[[], T], b: Callable[[], T], pairs: int) -> tuple[list[T], list[T]]:
     """Runs A B A B …, so that a machine whose speed drifts favours neither side. Returns both series."""
     assert pairs >= MIN_PAIRS, f"a ratio takes at least {MIN_PAIRS} pairs, not {pairs}"
-    series_a: list[float] = []
-    series_b: list[float] = []
+    series_a: list[T] = []
+    series_b: list[T] = []
     for _ in range(pairs):
         series_a.append(a())
         series_b.append(b())

@@ -180,6 +180,24 @@ def decode(worker: roles.WorkerRole) -> int:
 
 @command(
     ROLES,
+    "baton store serve --host 10.0.0.7 --size 64GiB",
+    "baton store serve --host 10.0.0.8 --size 64GiB --kv-store mooncake://10.0.0.7:50051",
+    "baton store clear --kv-store mooncake://10.0.0.7:50051 --cluster-secret-file secret --tenant alice "
+    "--api-key-file keys.toml",
+)
+def store(given: roles.StoreRole) -> int:
+    """Run a store for KV that outlives workers (--kv-store), or clear it.
+
+    It has a master, which knows where objects are, and processes that give memory. One command may run both.
+    The store authenticates nobody: keep its ports in a network of workers alone.
+    """
+    from baton.cluster.store import run
+
+    return run(given)
+
+
+@command(
+    ROLES,
     "baton picker --router 10.0.0.5:8000 --router 10.0.0.6:8000 --host 0.0.0.0",
     "baton picker --kubernetes-service baton --router-metrics-port 8002 --host 0.0.0.0",
 )

@@ -21,6 +21,7 @@ def run(config: EngineProcessConfig) -> int:
     from baton.worker.engine_process import loop
     from baton.worker.engine_process.paged_kv import paged_kv
     from baton.worker.engine_process.prefix_fetches import PrefixFetches
+    from baton.worker.engine_process.shared_store import SOURCE, StoreTier
 
     def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
         sink = SenderSink(parts.trace, parts.attempts)
@@ -29,6 +30,9 @@ def run(config: EngineProcessConfig) -> int:
         fetches = PrefixFetches(
             engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace
         )
+        if parts.config.store is not None:
+            parts.store = StoreTier(engine, parts.config, parts.counts, parts.trace, parts.cached_chunks)
+            fetches.behind = parts.store.fetches, SOURCE
         prefill = PrefillRole(parts, engine, sink, receiver, fetches)
         decode = DecodeRole(parts, engine, receiver, fetches, prefill.take, prefill.let_go, prefill.fetched)
         return engine, (prefill, decode)

@@ -29,7 +29,7 @@ _ENGINE_MODULES = {"baton": "baton.cluster.engine_process", "vllm": "baton.vllm_
 
 
 def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
-    with _supervised(given.process.ready_fd):
+    with supervised(given.process.ready_fd):
         from baton.rpc.auth import load_secret
 
         model.download_to(given.model.download_dir)
@@ -49,7 +49,7 @@ def worker_config(
     from baton.cluster.gpus import default_device, gpu_gib
     from baton.cluster.options.optimize import choose
     from baton.cluster.options.parameters import size_in_bytes
-    from baton.engine import EngineConfig
+    from baton.engine import EngineConfig, SpeculativeConfig
     from baton.kv_transfer.config import TransferDeadlines
     from baton.worker.config import WorkerConfig
 
@@ -68,6 +68,7 @@ def worker_config(
         disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
         ttit_target=given.engine.ttit_target and given.engine.ttit_target / 1000,
         ttit_target_steps=chosen.target_steps,
+        speculative_config=(drafts := given.engine.speculative_config) and SpeculativeConfig.of(drafts),
     )
     return _configured(
         WorkerConfig,
@@ -100,9 +101,9 @@ def _engine_args(given: EngineOptions, engine: EngineConfig) -> tuple[str, ...] 
         if given.vllm_args or given.vllm_untested:
             raise ValueError("--vllm-args and --vllm-untested: need --engine vllm")
         return None
-    from baton.vllm_worker import options
+    from baton.vllm_worker import options, version
 
-    options.check_version(untested=given.vllm_untested)
+    version.check_version(untested=given.vllm_untested)
     return options.engine_args(engine, given.vllm_args)
 
 
@@ -123,7 +124,7 @@ def _configured(config: Callable[..., Config], given: Any, **others: Any) -> Con
 
 
 def run_router(given: RouterRole) -> int:
-    with _supervised(given.process.ready_fd):
+    with supervised(given.process.ready_fd):
         import uvloop
 
         from baton import router
@@ -222,7 +223,7 @@ def _kubernetes(services: Sequence[str], port: str) -> Discovery | None:
 
 
 @contextlib.contextmanager
-def _supervised(ready_fd: int | None) -> Generator[None]:
+def supervised(ready_fd: int | None) -> Generator[None]:
     """For a role. With `ready_fd`, ties it to its supervisor, which is told of a ValueError."""
     if ready_fd is not None:
         processes.tie_to_parent(ready_fd)

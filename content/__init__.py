@@ -33,14 +33,17 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
+    STORE = 3
 
 
-def content_root(model_fingerprint: str, weight_format: str, kv_dtype: str) -> bytes:
-    """The root of all names of a worker. Workers with equal roots compute equal KV for equal tokens.
+def content_root(model_fingerprint: str, weight_format: str, kv_dtype: str, numerics: str = "") -> bytes:
+    """The root of all names of a worker. Workers with equal roots compute equal KV for equal tokens: equal
+    bits, if they have `numerics`.
 
     A worker may also keep KV that it converted from the dtype of a peer. It has the worker's own names, and
     differs from what the worker would compute by the rounding of both formats."""
-    parts = "".join(f"{len(part)}:{part}" for part in (model_fingerprint, weight_format, kv_dtype))
+    named = model_fingerprint, weight_format, kv_dtype, *filter(None, [numerics])
+    parts = "".join(f"{len(part)}:{part}" for part in named)
     return blake2b(parts.encode(), digest_size=32).digest()
 
 

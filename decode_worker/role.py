@@ -144,7 +144,7 @@ class DecodeRole:
             else:
                 self._refuse(attempt, Code.NO_ROOM, self._no_room())
 
-        if content is not None and self._prefix_fetches.start(request, content, start):
+        if self._prefix_fetches.get(request, content, start):
             attempt.phase = Phase.IMPORTING
         else:
             start(0)

@@ -18,7 +18,7 @@ nothing that pickles.
 
 from typing import TYPE_CHECKING, Any
 
-from baton.engine.api.config import EngineConfig
+from baton.engine.api.config import EngineConfig, SpeculativeConfig
 from baton.engine.api.request import (
     CachedBlock,
     CachedPrefix,
@@ -32,7 +32,7 @@ from baton.engine.api.request import (
     check_request,
 )
 from baton.engine.api.sampling_params import Reasoning, SamplingParams, StructuredOutput
-from baton.engine.api.stats import EngineStats, ExpertStats, MixedStep, OffloadStats
+from baton.engine.api.stats import EngineStats, ExpertStats, MixedStep, OffloadStats, SpeculationStats
 
 if TYPE_CHECKING:
     from baton.engine.engine import Engine, build_engine
@@ -54,6 +54,8 @@ __all__ = [
     "Reasoning",
     "Reservation",
     "SamplingParams",
+    "SpeculationStats",
+    "SpeculativeConfig",
     "StepResult",
     "StructuredOutput",
     "build_engine",

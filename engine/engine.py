@@ -11,11 +11,14 @@ from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, O
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP, ChunkLimit
+from baton.engine.core.drafters import DRAFTERS
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.speculation import Speculation
 from baton.engine.core.state_copies import StateCopies
+from baton.engine.execution.graphs import batch_sizes
 from baton.engine.execution.memory_plan import COPY_TOKENS
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
@@ -49,6 +52,14 @@ def build_engine(
     return Engine(config, started, hooks)
 
 
+def _speculation(config: EngineConfig) -> Speculation | None:
+    """None: no token is drafted."""
+    if (wanted := config.speculative_config) is None:
+        return None
+    drafter = DRAFTERS[wanted.method](wanted)
+    return Speculation(drafter, wanted.num_speculative_tokens, batch_sizes(config.max_decode_rows))
+
+
 class Engine:
     """One model and its KV cache; `build_engine` makes one. One thread makes all calls, and
     nothing happens between them.
@@ -64,6 +75,7 @@ class Engine:
         self.model_config = model
         self.model_fingerprint = started.model_fingerprint
         self.content_root = started.content_root
+        self.numerics = started.numerics
         self.tokenizer = tokenizer_source(config, started.source)
         """The file or directory that has the tokenizer."""
         self.cache_spec = started.cache_spec
@@ -91,6 +103,7 @@ class Engine:
             full_step=int(min(dense_step, runner.graph_rows)),
             cache=self._prefix_cache(config, started, hooks, pool),
             states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
+            speculation=_speculation(config),
         )
         overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
         self._steps = StepLoop(
@@ -100,7 +113,10 @@ class Engine:
         self.states = runner.states
         """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
         self.prefix_exchange = self._scheduler.prefix_exchange
-        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache."""
+        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache, or
+        the model has states."""
+        self.store_exchange = self._scheduler.store_exchange
+        """Moves prefixes between this prefix cache and a shared store. None: there is no cache."""
         self.offload = self._scheduler.offload
         """The tiers below the device. They say which blocks to copy there and back."""
         self.landings_fd = self._steps.landings_fd
@@ -355,4 +371,5 @@ class Engine:
             long=limit.mixed_step(limit.long_seconds),
             experts=None if (load := self._runner.expert_load) is None else load.read(),
             offload=[tier.stats for tier in self.offload],
+            speculation=None if scheduler.speculation is None else scheduler.speculation.stats,
         )

@@ -20,6 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,9 +64,13 @@ class Matcher:
 
     CPU time depends on the grammar, and not on what else the machine does."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, seconds: float = SPARE_SECONDS) -> None:
+        """`seconds` of CPU time may it take at once."""
         self._matcher = matcher
-        self._seconds_left = SPARE_SECONDS
+        self._seconds_left = seconds
+
+    def copy(self) -> "Matcher":
+        return Matcher(self._matcher.deep_copy(), self._seconds_left)
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Goes on with these tokens. llguidance holds Python's lock meanwhile."""
@@ -154,6 +159,14 @@ class CompiledGrammar:
         """Cancels the compilation, since the request has ended."""
         if self._compiling is not None:
             self._compiling.cancel()
+
+    def copy(self) -> "CompiledGrammar":
+        """A copy that consumes other tokens. The grammar must be ready."""
+        other = copy(self)
+        if self._compiling is not None and self._compiling.exception() is None:
+            other._compiling = Future()
+            other._compiling.set_result(self._compiling.result().copy())
+        return other
 
     def after(self, token_ids: "array[int]") -> Allowed:
         """Returns what may come after the request's tokens.

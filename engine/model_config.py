@@ -209,6 +209,11 @@ class LatentConfig:
         return self.rank + self.rope_dim
 
     @property
+    def key_dim(self) -> int:
+        """Numbers of a key head in memory: padded to a power of two, which kernels take."""
+        return 1 << (self.nope_dim + self.rope_dim - 1).bit_length()
+
+    @property
     def least_expanded(self) -> int:
         """The least queries of a chunk for which keys and values of the heads are made of the latents. For
         fewer, making those of a position takes more multiplications than it saves: a query of a head then
@@ -299,7 +304,7 @@ class ModelConfig:
             return self.head_dim
         if any(size.bit_count() > 1 for size in (latent.rank, latent.rope_dim, latent.value_dim)):
             return self.head_dim  # which they refuse
-        return 1 << (latent.nope_dim + latent.rope_dim - 1).bit_length()
+        return latent.key_dim
 
     def check(self, source: str) -> None:
         """Raises `ValueError` naming `source`, the checkpoint, if this shape is not supported."""

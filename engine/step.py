@@ -30,7 +30,7 @@ class Layout(NamedTuple):
     dtype: type[np.number]
     dims: tuple[str | int, ...]
     """A name stands for the same size in all arrays of a step. No size is above the number of tokens, except
-    `width`."""
+    `width` and `ahead`."""
     on_device: bool = True
     """Whether the device reads the array."""
     padding: int | None = 0
@@ -70,13 +70,33 @@ class Scored(NamedTuple):
 NOT_SCORED = Scored(np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
 
 
+class Ahead(NamedTuple):
+    """What a step with drafts needs beside its other arrays. All are empty if the engine has no drafts.
+
+    The step before may be under way, with drafts of its own. Then the host does not know where its requests
+    go on. Column a of these arrays is for a request of which that step accepts a drafts. Column 0 is that of
+    the other arrays. Positions and contexts are larger by a."""
+
+    after: Annotated[np.ndarray, Layout(np.int64, ("decode rows",), padding=-1)]
+    """For each token of the requests that decode: the first row in which the step before samples its request,
+    if that step has drafts of it; else −1."""
+    token_ids: Annotated[np.ndarray, Layout(np.int64, ("decode rows", "ahead"))]
+    slots: Annotated[np.ndarray, Layout(np.int64, ("decode rows", "ahead"))]
+    keys: Annotated[np.ndarray, Layout(np.int32, ("drafted", "ahead"))]
+    """Of each sampled row, as in `Draws`."""
+    drafts: Annotated[np.ndarray, Layout(np.int64, ("drafted",))]
+    """For each sampled row, the number of drafts that follow it in its request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Queries of requests, one request after the other; requests that decode come first.
 
     Commands to other ranks, uploads and the inputs of graphs follow from these definitions: each field is an
     array with a `Layout`, a number, or a record of these. A field that has the name of one in
-    `AttentionMetadata` becomes that one."""
+    `AttentionMetadata` becomes that one.
+
+    The last tokens of a request that decodes may be *drafts*: guesses of its next tokens (`Ahead`)."""
 
     token_ids: Annotated[np.ndarray, Layout(np.int64, ("tokens",))]
     """−1 − i: the token that the step before samples in its row i."""
@@ -101,6 +121,7 @@ class Step:
     saves: Annotated[np.ndarray, Layout(np.int64, ("saves", 2), on_device=False)]
     """The same, after the step."""
     scored: Scored
+    ahead: Ahead
     num_decodes: int
     """Requests whose queries attend one by one, each with a context of its own. The queries of a later
     request attend together."""
@@ -129,7 +150,7 @@ class Step:
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-RECORDS: Mapping[str, Any] = {"draws": Draws, "scored": Scored}
+RECORDS: Mapping[str, Any] = {"draws": Draws, "scored": Scored, "ahead": Ahead}
 """The fields of a step that are records."""
 
 
@@ -146,6 +167,7 @@ def _leaves(record: type) -> dict[str, Any]:
     return found
 
 
+NOT_AHEAD = Ahead(*(np.zeros([0, 1][: len(of.dims)], of.dtype) for of in _leaves(Ahead).values()))
 _LEAVES = _leaves(Step)
 ARRAYS: Mapping[str, Layout] = {name: x for name, x in _LEAVES.items() if isinstance(x, Layout)}
 """The arrays of a step."""
@@ -167,6 +189,19 @@ def assembled(leaves: Mapping[str, Any]) -> Step:
     return Step(**fields)
 
 
+class Draft(NamedTuple):
+    """The drafts of one request in a step."""
+
+    guesses: Sequence[int]
+    """Of the tokens at successive positions, from the first one that the step may sample. The drafts are
+    guesses[a : a + count], if the step before accepts a drafts."""
+    count: int
+    slack: int = 0
+    """Drafts of the step before, if its tokens are not known. There are slack + count guesses."""
+    row: int = 0
+    """As in `Ahead.after`, if there is slack."""
+
+
 def arrange(
     token_ids: Sequence[int],
     starts: Sequence[int],
@@ -185,6 +220,8 @@ def arrange(
     restores: Sequence[tuple[int, int]] = (),
     saves: Sequence[tuple[int, int]] = (),
     copies: Sequence[tuple[int, int]] = (),
+    drafts: Mapping[int, Draft] | None = None,
+    keys: np.ndarray | None = None,
 ) -> Step:
     """Lays out a step.
 
@@ -192,8 +229,12 @@ def arrange(
     of all requests in order. `sampled` has the numbers of the requests that get a token, ascending.
     `table_width`: blocks in a row of the block tables; None: as many as the longest table has. `state_slots`
     None: no layer has states. `copies` (row, slot): the states after this row of a prompt are copied to the
-    slot, before the step computes later rows. The other arguments are as in `Step`."""
+    slot, before the step computes later rows. `drafts`: by number of the request, behind its tokens. `keys`
+    as in `Ahead`; None: the engine has no drafts. The other arguments are as in `Step`."""
+    drafts = drafts or {}
     ends_at = np.array(stops)
+    for i, draft in drafts.items():
+        ends_at[i] += draft.count
     lengths = ends_at - np.array(starts)
     ends = np.cumsum(lengths)
     positions = np.arange(ends[-1]) - np.repeat(ends - ends_at, lengths)
@@ -203,26 +244,71 @@ def arrange(
     state_copies = np.zeros(0 if state_slots is None else len(positions), dtype=np.int32)
     for row, slot in copies:
         state_copies[row] = slot + 1
+    if keys is None:
+        ids, ahead = np.array(token_ids, dtype=np.int64), NOT_AHEAD
+        sampled_rows = ends[list(sampled)] - 1
+    else:
+        rows = int(ends[num_decodes - 1]) if num_decodes else 0
+        later = positions[:rows, None] + np.arange(keys.shape[1])
+        blocks = padded[request[:rows, None], np.minimum(later // block_size, padded.shape[1] - 1)]
+        counts = np.array([drafts[i].count if i in drafts else 0 for i in sampled], dtype=np.int64)
+        ahead = Ahead(
+            after=np.full(rows, -1, dtype=np.int64),
+            token_ids=np.zeros(later.shape, dtype=np.int64),
+            slots=blocks * np.int64(block_size) + later % block_size,
+            keys=keys,
+            drafts=np.concatenate([NO_ROWS, *(np.arange(count, -1, -1) for count in counts)]),
+        )
+        ids = _with_drafts(token_ids, drafts, ends - lengths, ends, ahead)
+        sampled_rows = np.repeat(ends[list(sampled)] - 1, counts + 1) - ahead.drafts
     return Step(
-        token_ids=np.array(token_ids, dtype=np.int64),
+        token_ids=ids,
         positions=positions,
         slots=slots,
         query_lengths=lengths,
         contexts=ends_at.astype(np.int32),
         block_tables=padded,
-        sampled_rows=ends[list(sampled)] - 1,
+        sampled_rows=sampled_rows,
         draws=draws,
         state_slots=np.array(() if state_slots is None else state_slots, dtype=np.int32),
         state_copies=state_copies,
         restores=_pairs(restores),
         saves=_pairs(saves),
         scored=scored,
+        ahead=ahead,
         num_decodes=num_decodes,
         hands_over=hands_over,
         variant=variant,
     )
 
 
+def _with_drafts(
+    token_ids: Sequence[int],
+    drafts: Mapping[int, Draft],
+    begins: np.ndarray,
+    ends: np.ndarray,
+    ahead: Ahead,
+) -> np.ndarray:
+    """The token ids of a step. Also writes those of `ahead`. Request i has the rows [begins[i], ends[i])."""
+    given = np.ones(ends[-1], dtype=bool)
+    for i, draft in drafts.items():
+        given[ends[i] - draft.count : ends[i]] = False
+    ids = np.zeros(ends[-1], dtype=np.int64)
+    ids[given] = token_ids
+    rows = len(ahead.after)
+    ahead.token_ids[:] = ids[:rows, None]
+    for i, (guesses, count, slack, row) in drafts.items():
+        begin, first, columns = begins[i], ends[i] - count, slack + 1
+        for j in range(count):
+            ahead.token_ids[first + j, :columns] = guesses[j : j + columns]
+        if slack:
+            ahead.token_ids[begin, :columns] -= np.arange(columns)
+            ahead.after[begin : ends[i]] = row
+    ids[:rows] = ahead.token_ids[:, 0]
+    return ids
+
+
+NO_ROWS = np.zeros(0, dtype=np.int64)
 NO_PAIRS = np.zeros((0, 2), dtype=np.int64)
 
 

@@ -9,6 +9,7 @@ are free after that step.
 
 import math
 import time
+from array import array
 from collections.abc import Sequence
 
 from baton.engine.api.request import PROMPT_PIECE, Hooks, Logprobs, Output, PromptLogprobs, StepResult
@@ -20,7 +21,7 @@ from baton.engine.core.step_builder import Schedule, build_adjustments, build_st
 from baton.engine.execution.events import Landings
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.execution.sampler import TopLogprobs
-from baton.engine.grammar import Grammars
+from baton.engine.grammar import CompiledGrammar, Grammars
 from baton.engine.model_config import ModelConfig
 from baton.engine.step import NO_CHOICE, NOT_FINITE, ScoredLogprobs
 
@@ -59,6 +60,7 @@ class StepLoop:
         self._graph_rows = runner.graph_rows
         self._overlap = overlap
         self._pace = Pace()
+        self._landed_at = 0.0  # when the last step was over, as the host saw it
         self._landings = Landings()
         self.landings_fd = self._landings.fd
 
@@ -103,6 +105,7 @@ class StepLoop:
             if not self.flights:
                 self._grammars.wait(GRAMMAR_WAIT)
             return False
+        plan.began = started
         plan.ids = frozenset([live.id for live in plan.chunks])
         self._hooks.computing(plan.ids.union(*(earlier.ids for earlier, _ in self.flights)))
         memory = self._scheduler.memory
@@ -114,6 +117,7 @@ class StepLoop:
             has_states=self._scheduler.states is not None,
             restores=memory.take_restores(),
             saves=memory.saves(plan.chunks),
+            ahead=self._runner.ahead,
         )
         moved = {live.id: positions for live, positions in plan.prompts.items() if live.handover}
 
@@ -154,13 +158,18 @@ class StepLoop:
     def _sample(self, plan: Schedule, launched: Launched) -> None:
         adjustments = None
         if not all(is_plain(live) for live in plan.sampled):
-            mask, plan.refused = self._grammars.allowed(
-                [(None if r.phase is Phase.GONE else r.grammar, r.token_ids) for r in plan.sampled]
-            )
-            adjustments = build_adjustments(plan.sampled, self._model_config.eos_ids, mask)
+            drafts = plan.drafts_before
+            rows: list[tuple[CompiledGrammar | None, array[int]]] = []
+            for row, live in enumerate(plan.sampled):
+                grammar, token_ids = None if live.phase is Phase.GONE else live.grammar, live.token_ids
+                if grammar is not None and row in drafts:
+                    grammar, token_ids = grammar.copy(), token_ids + drafts[row]
+                rows.append((grammar, token_ids))
+            mask, plan.refused = self._grammars.allowed(rows)
+            adjustments = build_adjustments(plan.sampled, self._model_config.eos_ids, mask, drafts)
         self._landings.expect(self._runner.sample(launched, adjustments))
-        for row, live in enumerate(plan.sampled):
-            live.promise(row)
+        for live, row, count in plan.requests():
+            live.promise(row, count)
 
     def _land(self, plan: Schedule, launched: Launched, result: StepResult) -> None:
         """Waits until the step is over, and takes each request on: to its next token, its handover, its
@@ -170,30 +179,46 @@ class StepLoop:
         seconds = result.seconds = launched.seconds
         result.prompts = {live.id: positions for live, positions in plan.prompts.items()}
         result.decodes = plan.decodes
-        self._pace.landed(seconds, time.monotonic())
+        landed_at = time.monotonic()
+        self._pace.landed(seconds, landed_at)
         self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds)
         self._hooks.computing(frozenset().union(*(later.ids for later, _ in self.flights)))
         self._scheduler.landed(plan.chunks)
         if launched.scored is not None:
             result.prompt_logprobs = _of_prompts(plan.scored, launched.scored)
         logprobs = _of_outputs(plan.sampled, launched.logprobs)
-        for row, (live, token) in enumerate(zip(plan.sampled, tokens, strict=True)):
+        speculation = self._scheduler.speculation
+        if speculation is not None and plan.decodes and not plan.prompts:
+            speculation.costs.record(launched.rows, landed_at - max(plan.began, self._landed_at))
+        self._landed_at = landed_at
+        accepted = launched.accepted if plan.drafts else ()
+        for live, first, count in plan.requests():
+            live.slack -= count
             if live.phase is Phase.GONE:
                 continue  # the request ended while this step was under way
-            if row in plan.refused:
-                result.refused.append((live.id, plan.refused[row]))
-                self._leave_batch(live)
-            elif token == NOT_FINITE:
-                result.failed.append((live.id, "the model's logits are not finite numbers"))
-                self._leave_batch(live)
-            elif token == NO_CHOICE:
-                result.refused.append((live.id, "its sampling parameters leave no token to choose from"))
-                self._leave_batch(live)
-            else:
-                position = live.learn(token)
-                if not live.unverified:
-                    self._scheduler.memory.publish(live, position)
-                result.outputs.append(self.emit(live, position, logprobs.get(row)))
+            right = accepted[first] if count else 0
+            for row in range(first, first + right + 1):
+                if row in plan.refused:
+                    result.refused.append((live.id, plan.refused[row]))
+                    self._leave_batch(live)
+                elif tokens[row] == NOT_FINITE:
+                    result.failed.append((live.id, "the model's logits are not finite numbers"))
+                    self._leave_batch(live)
+                elif tokens[row] == NO_CHOICE:
+                    result.refused.append((live.id, "its sampling parameters leave no token to choose from"))
+                    self._leave_batch(live)
+                else:
+                    learn = live.learn if row == first else live.learn_after_draft
+                    position = learn(tokens[row])
+                    if not live.unverified:
+                        self._scheduler.memory.publish(live, position)
+                    result.outputs.append(self.emit(live, position, logprobs.get(row)))
+                    if live.phase is Phase.RUNNING:
+                        continue
+                count = right = row - first  # the request has ended, so later drafts are no tokens
+                break
+            if speculation is not None:
+                speculation.record(live, count, right)
 
     def emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
         """Ends the request, or its prefill, if the token at this position says so."""

@@ -35,6 +35,11 @@ def exported_bytes(num_slots: int, slot_bytes: int) -> int:
     return num_slots * slot_bytes + marks_bytes(num_slots)
 
 
+def memory_file() -> int:
+    """A descriptor of empty memory, for `Arena.create`."""
+    return os.memfd_create("baton-kv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
 class Arena:
     """`num_slots` slots of `slot_bytes` each, and room for their marks. Owns `fd`."""
 
@@ -54,12 +59,13 @@ class Arena:
         self._token = self.marks[num_slots * MARK :][:TOKEN]
 
     @classmethod
-    def create(cls, num_slots: int, slot_bytes: int) -> Arena:
+    def create(cls, num_slots: int, slot_bytes: int, fd: int | None = None) -> Arena:
+        """`fd`: an empty one of `memory_file`. None: a new one."""
         if slot_bytes % PAGE or not PAGE <= slot_bytes <= MAX_SLOT_BYTES:
             raise ValueError(
                 f"slot_bytes is {slot_bytes}: must be a multiple of {PAGE}, at most {MAX_SLOT_BYTES}"
             )
-        fd = os.memfd_create("baton-kv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = memory_file() if fd is None else fd
         os.ftruncate(fd, exported_bytes(num_slots, slot_bytes))
         # Neither process can take the memory away from the other.
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK_AND_GROW)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
+import random
 import signal
 import socket
 from pathlib import Path
@@ -29,6 +31,16 @@ def try_port(host: str, port: int) -> None:
     """Raises OSError if a process cannot listen on `host`:`port` now."""
     host = host.strip("[]")
     socket.create_server((host, port), family=family(host)).close()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing uses. Linux gives ports below 32768 to no outgoing connection, so a process may
+    listen on this port later, and again after a restart."""
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with socket.socket(family(host)) as probe, contextlib.suppress(OSError):
+            probe.bind((host.strip("[]"), port))
+            return port
 
 
 def cannot_listen(flag: str, host: str, port: int, error: OSError) -> str:

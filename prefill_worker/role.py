@@ -211,7 +211,7 @@ class PrefillRole:
             self._trace.instant("added", attempt=prefill_id.hex())
             self.engine.add(request, handover=message.handover)
 
-        if message.content is None or not self._prefix_fetches.start(request, message.content, add):
+        if not self._prefix_fetches.get(request, message.content, add):
             add(0)
 
     def _start_part(self, prefill: PrefillAttempt, message: messages.Prefill) -> None:

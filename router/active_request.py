@@ -8,7 +8,7 @@ cancelled.
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from baton.router.api.jobs import Job, SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.errors import ApiError, TooSlow
 from baton.router.generation.generation import Generation
-from baton.router.generation.output import Choice, Delta, TokenQueue
+from baton.router.generation.output import Choice, Delta, Token, TokenQueue
 from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Prepared
 from baton.router.text.detokenizer import StopStrings
@@ -56,6 +56,8 @@ class TokenCounts:
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that were found in a prefix cache."""
+    numerics_changed: bool = False
+    """As in `AttemptPair`."""
 
 
 class ActiveRequests:
@@ -133,6 +135,7 @@ class ActiveRequest:
         self._traceparent = traceparent
         self._generations: list[Generation] = []
         self._error: ApiError | None = None
+        self._unfinished = len(self.choices)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -171,18 +174,40 @@ class ActiveRequest:
     @property
     def finished(self) -> bool:
         """Every choice has had its last delta."""
-        return all(choice.finish_reason for choice in self.choices)
+        return not self._unfinished
 
     async def take(self, timeout: float) -> list[tuple[int, Delta]]:
         """Waits for deltas. Returns those since the last call, each with the index of its choice.
 
-        The list is empty when none came for `timeout` seconds. Raises the ApiError that ended the request,
-        after all deltas before it were taken.
+        The list is empty when none came for `timeout` seconds, and when `consume` had the last ones. Raises
+        the ApiError that ended the request, after all deltas before it were taken.
         """
-        if self._error is not None:
-            raise self._error
+        if self._error is None:
+            deltas = self._deltas(await self._token_queue.take(timeout))
+            if deltas or self._error is None:
+                return deltas
+        assert self._error is not None
+        raise self._error
+
+    def consume(self, may_go_on: Callable[[], bool], use: Callable[[list[tuple[int, Delta]]], None]) -> None:
+        """From now on `use` gets the deltas that come while the task waits in `take`.
+
+        The task goes on if `may_go_on` returns False, and at the end of the request. It takes all deltas if
+        the first ones have log probabilities of their prompts, which may be long."""
+        if any(job.scores_prompt for job in self._jobs):
+            return
+
+        def consume() -> bool:
+            if not may_go_on():
+                return False
+            use(self._deltas(self._token_queue.pop()))
+            return self._error is None and self._unfinished > 0
+
+        self._token_queue.consume = consume
+
+    def _deltas(self, items: list[tuple[int, Token | ApiError]]) -> list[tuple[int, Delta]]:
         deltas: list[tuple[int, Delta]] = []
-        for index, item in await self._token_queue.take(timeout):
+        for index, item in items:
             if isinstance(item, ApiError):
                 self._error = item
                 break
@@ -191,10 +216,9 @@ class ActiveRequest:
                 continue  # a token after a stop string
             delta = choice.push(item)
             if delta.finish_reason:
+                self._unfinished -= 1
                 self._generations[index].cancel()
             deltas.append((index, delta))
-        if self._error is not None and not deltas:
-            raise self._error
         return deltas
 
     @contextmanager
@@ -237,6 +261,7 @@ class ActiveRequest:
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=sum(generation.cached_tokens for generation in self._generations[:: self.body.n]),
+            numerics_changed=any(generation.numerics_changed for generation in self._generations),
         )
 
     def timing(self) -> dict[str, float] | None:
@@ -264,6 +289,7 @@ class ActiveRequest:
 
     def _close(self, seconds: float) -> None:
         metrics = self.services.metrics
+        self._token_queue.close()
         for generation, choice, job in zip(self._generations, self.choices, self._jobs, strict=False):
             cut = not generation.done
             generation.cancel()

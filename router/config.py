@@ -84,6 +84,8 @@ class RouterConfig:
     process_number: int | None = None
     """Number of this process among those of a supervisor. None: there is no supervisor."""
     control_fd: int | None = None
+    keys_fd: int | None = None
+    """Memory of `KeyCounts`, which all processes of the supervisor share."""
     index: int = 0
     title: str = "baton"
     """First part of the titles of its processes."""

@@ -1,7 +1,10 @@
 """The metrics of a router. Names that begin with `vllm:` have the meaning that they have in vLLM."""
 
+import math
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from prometheus_client import (
@@ -14,6 +17,9 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from baton.router.admission.queue import Admission
 from baton.router.errors import ApiError, all_errors, error_code
@@ -42,6 +48,27 @@ RETRY_CAUSES = (
 DEADLINES = ("request", "worker_wait")
 
 
+class TokenHistogram(Collector):
+    """A histogram that is observed with each token. That of the library takes ten times as long, since it has
+    locks and passes the buckets one by one. Used on the event loop alone."""
+
+    def __init__(self, name: str, text: str, labels: dict[str, str], buckets: tuple[float, ...]) -> None:
+        self._name, self._text, self._labels, self._buckets = name, text, labels, buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        found = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        bounds = map(floatToGoString, (*self._buckets, math.inf))
+        up_to = [*zip(bounds, accumulate(self._counts), strict=True)]
+        found.add_metric(list(self._labels.values()), up_to, self._sum)
+        yield found
+
+
 class Metrics:
     """Of one router. All series have the labels `model_name` and `role`.
 
@@ -59,9 +86,10 @@ class Metrics:
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From the request to its first token.", _LATENCY
         )
-        self.inter_token = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a request.", _INTERVAL
+        self.inter_token = TokenHistogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a request.", self._labels, _INTERVAL
         )
+        self.registry.register(self.inter_token)
         self.e2e = self._histogram(
             "vllm:e2e_request_latency_seconds", "From the request to its end.", _LATENCY
         )

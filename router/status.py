@@ -12,16 +12,18 @@ from google.protobuf.message import Message
 from baton.router.active_request import Services
 from baton.router.workers.worker import POOL_NAMES, Worker
 
-ASKED = 50
-"""The most workers that a status asks at once. Of more it shows the last reports, which are a second old."""
+AT_ONCE = 50
+"""Workers that are described without a turn of the streams."""
 
 
 async def router_status(services: Services, draining: bool) -> dict[str, Any]:
-    """Asks the workers, unless they are many. For one that does not answer it shows the last report."""
-    connections, workers = services.pool.connections, []
-    for first in range(0, len(connections), ASKED):  # streams have their turn in between
-        part = connections[first : first + ASKED]
-        workers += await asyncio.gather(*(_worker(each, ask=len(connections) <= ASKED) for each in part))
+    """Shows the last reports of the workers, which are about a second old. No worker is asked: one that does
+    not answer would make each probe wait."""
+    workers = []
+    for number, worker in enumerate(services.pool.connections, 1):
+        workers.append(_worker(worker))
+        if number % AT_ONCE == 0:
+            await asyncio.sleep(0)
     return {
         "router": router_state(services, draining),
         "workers": workers,
@@ -69,8 +71,7 @@ def scrape_targets(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def _worker(worker: Worker, *, ask: bool) -> dict[str, Any]:
-    status = await worker.current_status() if ask else worker.status
+def _worker(worker: Worker) -> dict[str, Any]:
     described = worker.description
     return {
         "address": worker.address,
@@ -82,7 +83,7 @@ async def _worker(worker: Worker, *, ask: bool) -> dict[str, Any]:
         "remedy": worker.remedy,
         "attempts": len(worker.attempts),
         "description": _plain(described),
-        "status": _plain(status),
+        "status": _plain(worker.status),
     }
 
 

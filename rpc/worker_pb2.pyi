@@ -18,6 +18,7 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_DEVICE: _ClassVar[Tier]
     TIER_HOST: _ClassVar[Tier]
     TIER_DISK: _ClassVar[Tier]
+    TIER_STORE: _ClassVar[Tier]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,6 +43,7 @@ POOL_DECODE: Pool
 TIER_DEVICE: Tier
 TIER_HOST: Tier
 TIER_DISK: Tier
+TIER_STORE: Tier
 FINISH_REASON_NONE: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -401,7 +403,7 @@ class Offer(_message.Message):
     def __init__(self, number: _Optional[int] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
-    __slots__ = ("sequence", "reset", "added", "evicted", "device", "host", "disk")
+    __slots__ = ("sequence", "reset", "added", "evicted", "device", "host", "disk", "stored", "not_stored")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +411,8 @@ class CacheEvents(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    NOT_STORED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     reset: bool
     added: _containers.RepeatedScalarFieldContainer[int]
@@ -416,14 +420,16 @@ class CacheEvents(_message.Message):
     device: _containers.RepeatedScalarFieldContainer[int]
     host: _containers.RepeatedScalarFieldContainer[int]
     disk: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence: _Optional[int] = ..., reset: _Optional[bool] = ..., added: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., device: _Optional[_Iterable[int]] = ..., host: _Optional[_Iterable[int]] = ..., disk: _Optional[_Iterable[int]] = ...) -> None: ...
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    not_stored: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., reset: _Optional[bool] = ..., added: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., device: _Optional[_Iterable[int]] = ..., host: _Optional[_Iterable[int]] = ..., disk: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[int]] = ..., not_stored: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "content_root", "kv_token_bytes", "fetches_prefixes", "offload_blocks", "tensor_parallel_size", "attention_doubles_at")
+    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "content_root", "kv_token_bytes", "fetches_prefixes", "offload_blocks", "tensor_parallel_size", "attention_doubles_at", "numerics")
     FIRST_POOL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -450,6 +456,7 @@ class WorkerDescription(_message.Message):
     OFFLOAD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_DOUBLES_AT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     first_pool: Pool
     index: int
     incarnation: int
@@ -476,7 +483,8 @@ class WorkerDescription(_message.Message):
     offload_blocks: int
     tensor_parallel_size: int
     attention_doubles_at: int
-    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., content_root: _Optional[bytes] = ..., kv_token_bytes: _Optional[int] = ..., fetches_prefixes: _Optional[bool] = ..., offload_blocks: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., attention_doubles_at: _Optional[int] = ...) -> None: ...
+    numerics: str
+    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., content_root: _Optional[bytes] = ..., kv_token_bytes: _Optional[int] = ..., fetches_prefixes: _Optional[bool] = ..., offload_blocks: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., attention_doubles_at: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -501,7 +509,7 @@ class PrefixLink(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., wait: _Optional[float] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "step_seconds", "prompt_tokens", "no_room", "chunk_tokens", "chunk_seconds", "pool", "long_chunk_tokens", "long_chunk_seconds", "decode_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "requests_decoding", "fastest_step_seconds")
+    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "step_seconds", "prompt_tokens", "no_room", "chunk_tokens", "chunk_seconds", "pool", "long_chunk_tokens", "long_chunk_seconds", "decode_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds")
     class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HEALTH_UNSPECIFIED: _ClassVar[WorkerStatus.Health]
@@ -542,6 +550,8 @@ class WorkerStatus(_message.Message):
     PREFIX_LINKS_FIELD_NUMBER: _ClassVar[int]
     HOST_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     DISK_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STORE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_DECODING_FIELD_NUMBER: _ClassVar[int]
     FASTEST_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     health: WorkerStatus.Health
@@ -569,6 +579,8 @@ class WorkerStatus(_message.Message):
     prefix_links: _containers.RepeatedCompositeFieldContainer[PrefixLink]
     host_tokens_per_s: float
     disk_tokens_per_s: float
+    store_tokens_per_s: float
+    store: str
     requests_decoding: int
     fastest_step_seconds: float
-    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., chunk_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., chunk_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ...) -> None: ...

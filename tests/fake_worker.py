@@ -66,6 +66,9 @@ class FakeWorker(StandIn):
         self.holds_kv = False
         self.transfer: Callable[[bytes], Awaitable[None]] = _at_once
         self.duplicate = self.late = False
+        self.burst = 1
+        """Tokens of a message, as of a step whose drafts were right."""
+        self._unsent: dict[bytes, list[pb.TokenEvent]] = {}
         self.change: Callable[[pb.TokenEvent], None] = lambda event: None
         self.before_status: Callable[[], Awaitable[None]] = _nothing
         self.described = 0
@@ -77,6 +80,7 @@ class FakeWorker(StandIn):
         self.model, self.served_model_name = "fake", ""
         self.model_fingerprint = "model=m1"
         self.max_model_len = 8192
+        self.numerics = ""
         self.vocab_size, self.vocabulary_fingerprint = 1 << 20, ""
         self.metrics_address = "127.0.0.1:2"  # no process listens there
         self._sources: dict[bytes, Source] = {}
@@ -158,7 +162,7 @@ class FakeWorker(StandIn):
         described.fetches_prefixes = self.cache is not None
         for name in (
             "index", "model", "served_model_name", "vocab_size", "vocabulary_fingerprint",
-            "model_fingerprint", "metrics_address", "max_model_len",
+            "model_fingerprint", "metrics_address", "max_model_len", "numerics",
             "attention_doubles_at", "layout_fingerprint",
         ):  # fmt: skip
             setattr(described, name, getattr(self, name))
@@ -233,7 +237,11 @@ class FakeWorker(StandIn):
                 attempt_id=attempt_id, output_index=index - 1, token_id=self.output_ids[index - 1]
             )
             events.insert(0, old)
-        outputs.put_nowait(pb.WorkerMessage(step=pb.StepOutput(tokens=events)))
+        events = [*self._unsent.pop(attempt_id, ()), *events]
+        if len(events) < self.burst and not event.finish_reason:
+            self._unsent[attempt_id] = events
+        else:
+            outputs.put_nowait(pb.WorkerMessage(step=pb.StepOutput(tokens=events)))
         return event.finish_reason != pb.FINISH_REASON_NONE
 
     def _token(self, attempt_id: bytes, request: pb.Request, index: int) -> pb.TokenEvent:

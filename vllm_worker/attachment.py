@@ -28,7 +28,7 @@ import msgspec
 from baton.kv_transfer import Arenas, Heartbeat, InjectStats, KVLayout, TraceWriter, Transport
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.protocol.local_messages import Local
-from baton.kv_transfer.protocol.messages import Reason
+from baton.kv_transfer.protocol.messages import FirstToken, Reason
 
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 250
@@ -53,6 +53,14 @@ class Close(Local):
 
     prefill_id: bytes
     reason: Reason = "cancelled"  # "finished": the first token is the last
+
+
+class Commit(Local):
+    """Engine process → connector: the first token of a prefill with `logprobs`. The connector knows the other
+    first tokens from vLLM, which does not show it log probabilities."""
+
+    prefill_id: bytes
+    first_token: FirstToken
 
 
 class Started(Local):
@@ -83,14 +91,21 @@ class Freed(Local):
     reason: str
 
 
+ToConnector = Close | Commit
 FromConnector = Started | Landed | Lost | Freed
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def events_address(connector: str) -> str:
+    """Where vLLM publishes what enters and leaves its prefix cache: beside the connector's socket."""
+    return f"ipc://{connector}.events"
 
 
 class ConnectorLink:
     """The engine process's end. All methods are for its event loop.
 
-    Owns the descriptors of `arenas`, one for each rank, until the connectors have them."""
+    Owns the descriptors of `arenas`, one for each rank, until the connectors have them, and the directory of
+    `path`."""
 
     def __init__(self, arenas: Sequence[Arenas], heartbeat_fd: int) -> None:
         self._arenas = arenas
@@ -120,11 +135,11 @@ class ConnectorLink:
             self._channels[said.rank] = Channel(connector, FromConnector, self._blocked)
             if said.rank == 0:
                 first = said
-        self._stop_listening()
+        self._listener.close()
         assert first is not None, "each rank has attached"
         return first
 
-    def send(self, message: Close) -> None:
+    def send(self, message: ToConnector) -> None:
         """Raises ChannelClosed if the connector's process has ended."""
         self._channels[0].send(message)
 
@@ -140,8 +155,13 @@ class ConnectorLink:
                 loop.remove_reader(channel)
         return messages
 
+    def remove_directory(self) -> None:
+        """All that it was made for is connected. Idempotent."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
     def close(self) -> None:
-        self._stop_listening()
+        self._listener.close()
+        self.remove_directory()
         for channel in self._channels.values():
             channel.sock.close()
 
@@ -154,10 +174,6 @@ class ConnectorLink:
             channel.flush()
 
         loop.add_writer(channel, flush)
-
-    def _stop_listening(self) -> None:
-        self._listener.close()
-        shutil.rmtree(self._directory, ignore_errors=True)  # closed twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +198,7 @@ class WorkerLink:
         transport = Transport(
             *arenas.ends(), TraceWriter(None, ""), exports=arenas.exports, adopts=arenas.adopts
         )
-        return cls(transport, Heartbeat(fds[-1]), Channel(sock, Close))
+        return cls(transport, Heartbeat(fds[-1]), Channel(sock, ToConnector))
 
 
 def _uid_of_peer(sock: socket.socket) -> int:

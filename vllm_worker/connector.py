@@ -39,6 +39,7 @@ from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
 from baton.vllm_worker.plan import Address, Plan, Planner
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
+from baton.vllm_worker.version import check_version
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+_KINDS = {"FullAttentionSpec": "attention", "MLAAttentionSpec": "latent"}
+"""vLLM's kinds of caches, and those of `content.cache_kinds`."""
 
 
 @dataclass
@@ -77,21 +82,29 @@ class BatonConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
         self._refuse_what_is_unknown()
-        if self._settings.attach:
+        if not self._settings.attach:  # else the worker has checked it
+            check_version(
+                untested=self._settings.untested,
+                part="BatonConnector",
+                remedy='add "untested": true to kv_connector_extra_config to try this one',
+            )
+        else:
             die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
         self._planner = Planner(named=bool(self._settings.attach))
         self._transfers: Transfers | None = None  # of rank 0
         self._copier: RankCopier | None = None  # of each other rank
         self._plan = Plan()
+        self._num_layers = self._layers_written = 0
         self._first_tokens: dict[bytes, int] = {}  # by decode id, as in `Plan`
         self._process: TransferProcess | None = None
 
     def _refuse_what_is_unknown(self) -> None:
         groups, parallel = self._kv_cache_config.kv_cache_groups, self._vllm_config.parallel_config
-        if len(groups) != 1 or type(groups[0].kv_cache_spec).__name__ != "FullAttentionSpec":
-            kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        if len(groups) != 1 or kinds[0] not in _KINDS:
             raise ValueError(
-                f"BatonConnector moves full attention of one shape, and this model has {', '.join(kinds)}"
+                "BatonConnector moves full attention or latents, of one shape, and this model has "
+                f"{', '.join(kinds)}"
             )
         if parallel.world_size != parallel.tensor_parallel_size:
             raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
@@ -170,15 +183,18 @@ class BatonConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, settings = self._vllm_config, self._settings
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        kind = _KINDS[type(spec).__name__]
         kv = paged_kv(
             kv_caches,
             spec.block_size,
             spec.num_kv_heads,
             spec.head_size,
-            all_heads=config.model_config.get_total_num_kv_heads(),
+            all_heads=1 if kind == "latent" else config.model_config.get_total_num_kv_heads(),
+            kind=kind,
             rank=get_tensor_model_parallel_rank(),
             ranks=config.parallel_config.tensor_parallel_size,
         )
+        self._num_layers = kv.layout.num_layers
         model = _fingerprint(config)
         if settings.attach:
             num_blocks = self._kv_cache_config.num_blocks
@@ -211,7 +227,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: Plan) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._plan = connector_metadata
+        self._plan, self._layers_written = connector_metadata, 0
         self._first_tokens.update(connector_metadata.first_tokens)
         for decode_id in connector_metadata.forgotten:
             self._first_tokens.pop(decode_id, None)
@@ -228,14 +244,21 @@ class BatonConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        layer = layer_number(layer_name)
+        self._written(layer_number(layer_name))
+
+    def _written(self, layer: int) -> None:
+        self._layers_written = layer + 1
         if self._transfers is not None:
             self._transfers.saved(layer)
         elif self._copier is not None and self._plan.chunks:  # as rank 0 counts
             self._copier.layer_done(layer)
 
     def wait_for_save(self) -> None:
-        """Blocks stay until they are sent: `request_finished` says so."""
+        """Does not wait: blocks stay until they are sent. A step that one CUDA graph holds has called
+        `save_kv_layer` for no layer. Such steps compute one token of each request."""
+        if self._plan.chunks:
+            for layer in range(self._layers_written, self._num_layers):
+                self._written(layer)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         return (set(), set()) if self._transfers is None else self._transfers.ended(finished_req_ids)
@@ -258,11 +281,6 @@ class BatonConnector(KVConnectorBase_V1):
         if self._process is not None:
             self._process.close()
             self._process = None
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """`save_kv_layer` is not called inside of a full CUDA graph."""
-        return _settings(extra_config).prefills
 
 
 def _settings(extra: dict[str, Any]) -> Settings:

@@ -22,10 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvloop
+import zmq
+import zmq.asyncio
 
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
-from baton.vllm_worker.attachment import ConnectorLink
+from baton.vllm_worker.attachment import ConnectorLink, events_address
+from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.roles import Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts
@@ -84,6 +87,7 @@ class EngineProcess:
         self._flushes = False  # soon
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._roles: Roles | None = None
+        self._events: zmq.asyncio.Socket | None = None  # of vLLM's prefix cache
 
     async def run(self) -> int:
         """Returns the exit code."""
@@ -102,6 +106,7 @@ class EngineProcess:
             self._soon,
             blocks=ready.num_blocks - 1,
             block_size=ready.block_size,
+            prefix_caching=self._config.engine.enable_prefix_caching,
             max_model_len=ready.max_model_len,
             incarnation=self._config.incarnation,
         )
@@ -109,10 +114,15 @@ class EngineProcess:
         loop.set_exception_handler(self._broken)
         loop.add_reader(self._link.fileno(), self._receive)
         listening = asyncio.create_task(self._listen(self._roles))
-        waits = {ticking, listening, self._ended}
+        waits: set[asyncio.Future[Any]] = {ticking, listening, self._ended}
+        if self._events is not None:
+            waits.add(asyncio.create_task(self._follow(self._events, CachedBlocks(ready.content_root))))
         [ended, *_], _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         loop.remove_reader(self._link.fileno())
         if (code := ended.result()) == 0:
+            for task in waits:
+                task.cancel()
+            await asyncio.wait(waits)  # they use what is closed now
             vllm.close()
             self._connector.close()
             self._link.close()
@@ -130,6 +140,9 @@ class EngineProcess:
             log.exception("vLLM does not start")
             raise ValueError(f"--engine vllm: vLLM does not start: {error}; see the worker's log") from error
         attach = await attaching
+        if self._config.engine.enable_prefix_caching:
+            self._events = await _subscribed(events_address(self._connector.path))
+        self._connector.remove_directory()
         self._send(messages.Progress("warming up vLLM", 0.8))
         await vllm.warm_up()
         return vllm, await asyncio.to_thread(vllm.ready, attach)
@@ -184,6 +197,13 @@ class EngineProcess:
             log.error("vLLM's process has ended")
             return _EXIT_VLLM_GONE
 
+    async def _follow(self, events: zmq.asyncio.Socket, blocks: CachedBlocks) -> NoReturn:
+        """Tells the service what enters and leaves vLLM's prefix cache."""
+        while True:
+            *_, batch = await events.recv_multipart()
+            if (changed := blocks.changed(batch)) is not None:
+                self._send(changed)
+
     def _stepped(self, scheduler: Any, iteration: Any) -> None:
         if (roles := self._roles) is not None:
             roles.load.step(scheduler, iteration, time.monotonic(), prefills=roles.prefills)
@@ -200,6 +220,18 @@ class EngineProcess:
         loop.default_exception_handler(context)
         if "handle" in context and not self._ended.done():
             self._ended.set_result(_EXIT_BROKEN)
+
+
+async def _subscribed(address: str) -> zmq.asyncio.Socket:
+    """Returns when vLLM publishes to the socket."""
+    socket = zmq.asyncio.Context(io_threads=1).socket(zmq.SUB)
+    socket.set_hwm(0)
+    socket.subscribe(b"")
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    socket.connect(address)
+    await monitor.recv_multipart()
+    socket.disable_monitor()
+    return socket
 
 
 if __name__ == "__main__":

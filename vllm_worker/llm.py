@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
@@ -25,7 +25,7 @@ from baton import engine
 from baton.content import content_root, vocabulary_fingerprint
 from baton.engine.loader import checkpoint_path, model_fingerprint, tokenizer_source
 from baton.engine.loader.tokenizer_json import vocabulary
-from baton.vllm_worker.attachment import Attach
+from baton.vllm_worker.attachment import Attach, events_address
 from baton.vllm_worker.options import command_line
 from baton.vllm_worker.roles import EngineGone
 from baton.vllm_worker.sampling import sampling
@@ -150,6 +150,14 @@ def _engine_args(config: EngineProcessConfig, connector: str) -> AsyncEngineArgs
         kv_load_failure_policy="fail",
         kv_connector_extra_config={"attach": connector},
     )
+    if config.engine.enable_prefix_caching:
+        args.kv_events_config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=events_address(connector),
+            hwm=0,  # no limit, as the next: none is lost
+            max_queue_size=0,
+        )
     repeat = "baton.vllm_worker.first_token:RepeatFirstToken"
     args.logits_processors = [*(args.logits_processors or ()), repeat]
     return args

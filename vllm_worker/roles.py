@@ -19,12 +19,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.content import CHUNK_TOKENS, extend_names, salted
 from baton.engine import EngineRequest, EngineStats, Output
-from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost, Started
+from baton.kv_transfer.protocol.messages import FirstToken
+from baton.vllm_worker.attachment import (
+    Close,
+    Commit,
+    Freed,
+    FromConnector,
+    Landed,
+    Lost,
+    Started,
+    ToConnector,
+)
 from baton.vllm_worker.plan import Address, Source
 from baton.vllm_worker.sampling import logprobs_at, prompt_logprobs, sampling
 from baton.vllm_worker.stats import Load
@@ -48,6 +59,8 @@ class EngineGone(Exception):
 @dataclass(slots=True, eq=False, kw_only=True)
 class VLLMAttempt(Attempt):
     request: EngineRequest
+    chunks: Sequence[bytes]
+    """Names of the full chunks in full blocks of the prompt, which requests share. Empty: they share none."""
     handover: bool = False
     """A prefill with KV for another worker."""
     decode: bool
@@ -87,12 +100,13 @@ class Roles:
         self,
         attempts: Attempts,
         generate: Generate,
-        tell: Callable[[Close], None],
+        tell: Callable[[ToConnector], None],
         computing: Callable[[Collection[bytes]], None],
         soon: Callable[[], None],
         *,
         blocks: int,
         block_size: int,
+        prefix_caching: bool,
         max_model_len: int,
         incarnation: int,
     ) -> None:
@@ -105,6 +119,7 @@ class Roles:
         self._soon = soon
         self._blocks = blocks
         self._block_size = block_size
+        self._prefix_caching = prefix_caching
         self._max_model_len = max_model_len
         self._incarnation = incarnation
         self._table = attempts.table(VLLMAttempt)
@@ -157,7 +172,7 @@ class Roles:
                 raise AssertionError(f"not of a role: {message}")
 
     def _prefill(self, message: messages.Prefill) -> None:
-        attempt = _attempt(message.stream, message.work, decode=False, handover=message.handover)
+        attempt = self._attempt(message.stream, message.work, decode=False, handover=message.handover)
         if message.plan:
             self._attempts.fail(attempt, Code.INVALID, "vLLM computes no part of a prompt")
             return
@@ -166,12 +181,12 @@ class Roles:
         params: dict[str, Any] | None = None
         if message.handover:
             params = {"do_remote_decode": True, "prefill_id": attempt.id.hex()}
-            if message.report_start:
-                params["report_start"] = True
+            params["report_start"] = message.report_start
+            params["logprobs"] = attempt.request.sampling.logprobs is not None
         self._start(attempt, params)
 
     def _decode(self, message: messages.Decode) -> None:
-        attempt = _attempt(message.stream, message.work, decode=True, source=message.source)
+        attempt = self._attempt(message.stream, message.work, decode=True, source=message.source)
         if not self._attempts.open(attempt, used=False):
             return
         params: dict[str, Any] | None = None
@@ -184,7 +199,7 @@ class Roles:
                 return
             else:
                 params = {"first_token": prefill.token}
-        needed = sum(map(self._blocks_of, self._table.values()))
+        needed = self._needed_blocks()
         if needed > self._blocks:
             self.counts.no_room += 1
             text = f"{needed} blocks are needed with this request, and there are {self._blocks}"
@@ -192,8 +207,25 @@ class Roles:
         elif self._start(attempt, params):
             self._attempts.reserved(attempt)
 
-    def _blocks_of(self, attempt: VLLMAttempt) -> int:
-        return -(-(attempt.length + 1) // self._block_size)
+    def _needed_blocks(self) -> int:
+        """Blocks of all attempts. Those of a common prefix count once: vLLM's prefix cache has it, but for
+        requests that compute it at the same time."""
+        chunks: set[bytes] = set()
+        own = 0
+        for attempt in self._table.values():
+            chunks.update(attempt.chunks)
+            own -= -(attempt.length + 1 - len(attempt.chunks) * CHUNK_TOKENS) // self._block_size
+        return own + -(-len(chunks) * CHUNK_TOKENS // self._block_size)
+
+    def _attempt(self, stream: int, work: Work, **more: Any) -> VLLMAttempt:
+        request, chunks = work.request, list[bytes]()
+        tokens = len(request.prompt_ids) + len(request.output_ids)
+        if self._prefix_caching:
+            whole = len(request.prompt_ids) // self._block_size * self._block_size
+            extend_names(chunks, request.prompt_ids, whole, salted(b"", request.cache_salt))
+        return VLLMAttempt(
+            stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks, **more
+        )
 
     def _start(self, attempt: VLLMAttempt, kv_transfer_params: dict[str, Any] | None) -> bool:
         """Gives the request to vLLM. Returns False if it is wrong."""
@@ -285,6 +317,9 @@ class Roles:
                 attempt.id, index, token, logprobs, last, output.num_cached_tokens or 0, queued, computing
             )
             attempt.answered, attempt.token = True, token
+            if attempt.handover and logprobs is not None:
+                first_token = FirstToken(token, logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
+                self._tell(Commit(attempt.id, first_token))
             if repeated:
                 self._joined(attempt)
             else:
@@ -373,12 +408,6 @@ class Roles:
             del self._table[prefill.id]
         elif reason not in _SERVED:
             self._close(prefill)
-
-
-def _attempt(stream: int, work: Work, **more: Any) -> VLLMAttempt:
-    request = work.request
-    tokens = len(request.prompt_ids) + len(request.output_ids)
-    return VLLMAttempt(stream=stream, origin=work.origin, tokens=tokens, request=request, **more)
 
 
 def _fetch(source: PrefillSource, decode_id: bytes) -> dict[str, Any]:

@@ -44,8 +44,7 @@ class Load:
         if scheduler is not None:
             self.usage = scheduler.kv_cache_usage
             self.running = scheduler.num_running_reqs
-            # Not in vLLM 0.26, which counts all requests as waiting.
-            self.waiting = scheduler.num_waiting_reqs + getattr(scheduler, "num_skipped_waiting_reqs", 0)
+            self.waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             self.queries += scheduler.prefix_cache_stats.queries
             self.hits += scheduler.prefix_cache_stats.hits
 

@@ -40,7 +40,7 @@ from baton.kv_transfer import (
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Freed, FromConnector, Landed, Lost, Started
+from baton.vllm_worker.attachment import Close, Commit, Freed, FromConnector, Landed, Lost, Started
 from baton.vllm_worker.plan import Address, Fetch, Plan, log
 
 _TICK = 0.25
@@ -66,8 +66,8 @@ class Settings:
     attach: str = ""
     """Socket of a worker (`attachment`), which has a transfer process. The settings above are then its own,
     but for `timeout`."""
-    prefills: bool = True
-    """False: the server only decodes. vLLM may then use full CUDA graphs, which call no hooks of layers."""
+    untested: bool = False
+    """Start also with a version of vLLM that Baton was not tested with."""
 
 
 class TransferProcess:
@@ -188,7 +188,11 @@ class Attendant:
                 if worker is not None:
                     worker.flush()
                     for message in worker.receive():
-                        self._sender.close(message.prefill_id, message.reason)
+                        match message:
+                            case Close(prefill_id, reason):
+                                self._sender.close(prefill_id, reason)
+                            case Commit(prefill_id, first_token):
+                                self._sender.commit(prefill_id, first_token)
         except Exception as error:  # noqa: BLE001  any error: `events` raises it in vLLM's thread
             self._events.put(error)
 
@@ -270,7 +274,8 @@ class Transfers:
             else:
                 self._sender.extend(chunk.prefill_id, blocks, chunk.num_tokens)
         for prefill_id, token in plan.committed.items():
-            self._sender.commit(prefill_id, FirstToken(token))
+            if token is not None:
+                self._sender.commit(prefill_id, FirstToken(token))
             self._ended.add(prefill_id)
         for prefill_id, reason in plan.aborted.items():
             self._sender.close(prefill_id, reason)

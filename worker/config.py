@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from baton.kv_transfer import shared_store
 from baton.kv_transfer.config import TransferDeadlines, nics_read_gpus, nixl_installed
 from baton.kv_transfer.heartbeat import MAX_STEP_IDS
 from baton.machine import logs
@@ -73,6 +74,8 @@ class WorkerConfig:
     where NICs read their memory; see `TransferConfig`."""
     kv_encrypt: bool = False
     """Encrypt KV lanes, and refuse peers that do not."""
+    kv_store: str | None = None
+    """The URL of a store for KV that all workers share (`kv_transfer.shared_store`). None: there is none."""
     kv_lanes: int = 4
     """Decode: TCP connections to each prefill worker."""
     kv_slot_bytes: int = 2 << 20
@@ -147,6 +150,10 @@ class WorkerConfig:
             )
         if self.kv_connector == "nixl":
             self._check_nixl()
+        if self.kv_store is not None:
+            shared_store.check(self.kv_store)
+            if self.engine_args is not None:
+                raise ValueError("--kv-store: vLLM's engine cannot use it; leave it out with --engine vllm")
         for source in self.kv_bind:
             _check_source(source)
         if self.kv_host in _WILDCARDS:

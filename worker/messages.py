@@ -196,6 +196,7 @@ class EngineReady(_Message):
     offload_blocks: int  # of all tiers below the device
     vocabulary_fingerprint: str  # empty if the model has no tokenizer
     attention_doubles_at: int = 0  # as in `ModelConfig`; 0: it computes no parts of prompts
+    numerics: str = ""  # as in `Started`
 
 
 class Tokens(_Message):
@@ -271,6 +272,16 @@ class RequestCounts:
         self.finished_length += output.finish_reason == "length"
 
 
+class StoreStats(_Message, tag=False):
+    """The shared store, as a worker sees it. Counts are since the start of an engine process."""
+
+    is_open: bool
+    tokens_per_s: float  # of recent fetches; 0: not known
+    written: int  # chunks
+    refused: int  # chunks that the store did not take
+    missed: int  # chunks whose objects were wrong, or gone when they were read
+
+
 class EngineStatus(_Message):
     """Load, pools and counts of the engine, read between two steps."""
 
@@ -279,6 +290,7 @@ class EngineStatus(_Message):
     counts: RequestCounts
     idle: bool  # there is no request in any phase, and no transfer reads or writes a block
     links: list[PrefixLink]
+    store: StoreStats | None = None  # None: there is none
 
 
 class CacheChanged(_Message):
@@ -286,6 +298,7 @@ class CacheChanged(_Message):
     the step."""
 
     tiers: dict[int, Tier | None]  # chunk → its fastest tier now; None: it is not cached
+    stored: dict[int, bool] = {}  # chunk → whether the shared store has it now, as far as known
 
 
 class Offered(_Message):

@@ -1,6 +1,7 @@
 """Kills, stops, cuts off and flips the workers of a real cluster under load: `python -m baton.bench.chaos`.
 
-The cluster has two workers of each role and a router, in float32 on a CPU. Clients send one request after
+The cluster has two workers of each role and a router, in float32 on a CPU, or in bfloat16 with
+`--batch-invariant`. Clients send one request after
 another, greedy or seeded. Every answer must equal the answer that the same cluster gave without faults.
 Processes of every kind are killed (SIGKILL), engines are stopped (SIGSTOP), lanes are cut, workers are moved
 to the other pool and back. A client asks again if its router is killed. At the end every pool must be whole.
@@ -23,7 +24,7 @@ from baton.bench.contract import Report, Row, parser, percentile
 WORKERS = ("prefill", "decode")
 ROLES = (*WORKERS, "router")
 WORKER_FLAGS = (
-    "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
+    "--device", "cpu", "--num-threads", "1", "--num-blocks", "600",
     "--max-num-batched-tokens", "64", "--engine-timeout", "2", "--peer-timeout", "3",
 )  # fmt: skip
 COUNTS = {
@@ -43,6 +44,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         p.add_argument(f"--{name}", type=int, metavar="N", help=told)
     p.add_argument("--clients", type=int, default=8, metavar="N", help="streams at a time (default: 8)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of cases, moments and victims")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the workers (default: float32)")
+    p.add_argument("--batch-invariant", action="store_true", help="give the workers this flag, in bfloat16")
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     args = p.parse_args(argv)
     for name, (usual, short, _) in COUNTS.items():
@@ -101,13 +104,19 @@ def _add_seconds(report: Report, name: str, seconds: list[float]) -> None:
         report.add(Row(f"chaos.{name}", percentile(seconds, 0.5), "s", p99=percentile(seconds, 0.99)))
 
 
+def _worker_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    exact = ("--batch-invariant",) if args.batch_invariant else ()
+    dtype = args.dtype or ("bfloat16" if exact else "float32")
+    return (*WORKER_FLAGS, "--dtype", dtype, "--quantization", "none", *exact)
+
+
 def main(argv: list[str] | None = None) -> Report:
     args = arguments(argv)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="baton-chaos-") as temporary,
-        LocalCluster(args.logs or Path(temporary), worker_flags=WORKER_FLAGS) as cluster,
+        LocalCluster(args.logs or Path(temporary), worker_flags=_worker_flags(args)) as cluster,
     ):
         report = asyncio.run(measure(args, cluster))
     report.finish()

@@ -12,10 +12,8 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import secrets
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -29,6 +27,7 @@ from baton.bench.chaos import processes
 from baton.cluster.model import EMBEDDED_NAME
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
+from baton.machine.system import free_port
 from baton.rpc.channel import connect
 
 START_S = 180.0
@@ -338,13 +337,3 @@ def leaks_when_idle(url: str, key: str = "", within: float = WHOLE_S) -> dict[st
     while (found := leaks(url, key)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing uses. Linux gives ports below 32768 to no outgoing connection, so a
-    process may listen on this port later, and again after a restart."""
-    while True:
-        port = random.randrange(10_000, 32_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

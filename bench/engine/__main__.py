@@ -1,5 +1,5 @@
 """`python -m baton.bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]
-[--model-shape NAME] [--quantization fp8|int4] [--kv-cache-dtype fp8]`."""
+[--model-shape NAME] [--quantization fp8|int4] [--kv-cache-dtype fp8] [--batch-invariant]`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def main() -> int:
                    help="what runs on GPUs (default: %(default)s)")  # fmt: skip
     p.add_argument("--quantization", choices=("fp8", "int4"), help="quantize the weights on load, on one GPU")
     p.add_argument("--kv-cache-dtype", choices=("fp8",), help="of the dense shape on one GPU")
+    p.add_argument("--batch-invariant", action="store_true",
+                   help="also measure the exact mode, beside the default in the same run")  # fmt: skip
     args = p.parse_args()
     if case_of(args) is None:
         p.error(f"--model-shape {args.model_shape}: not measured in this format of weights and KV")

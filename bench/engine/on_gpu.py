@@ -7,6 +7,9 @@ the time of the bytes that a step reads and writes.
 
 Of a mixture of experts only those with tokens are read: `.experts` is their number, per layer and step,
 counted while the requests decode. A model with state layers is compared with the dense shape in the same run.
+
+With `--batch-invariant` a second engine, in the exact mode, runs after the first one. `.exact` is the time of
+the same work there, and its ratio to the default.
 """
 
 from __future__ import annotations
@@ -80,7 +83,11 @@ DENSE_CASES = {
     (None, "fp8"): Case("engine.fp8_kv", _NO_BOUND, _NO_PREFILL_BOUND),
     ("fp8", "fp8"): Case("engine.fp8_fp8_kv", _NO_BOUND | {256: 10.5}, _NO_PREFILL_BOUND, Fp8Floor, bytes=1),
     ("int4", None): Case(
-        "engine.int4", _NO_BOUND | {1: 2.2}, _NO_PREFILL_BOUND, bytes=1 / 2 + 2 / INT4_GROUP, output_bytes=1
+        "engine.int4",
+        {1: 2.2, 8: 3.2, 32: 4.2, 64: 5.6, 128: 9.7, 256: 15.9},
+        {(1, 2000): 50.4, (1, 8000): 220.0, (4, 2000): 202.0},
+        bytes=1 / 2 + 2 / INT4_GROUP,
+        output_bytes=1,
     ),
 }
 """By --quantization and --kv-cache-dtype."""
@@ -97,6 +104,14 @@ MOE_CASES = {
         {(1, 2000): 40.0, (1, 8000): 120.0, (4, 2000): 92.0},
         floor=None,
         bytes=1,
+    ),
+    "int4": Case(
+        "engine.moe.int4",
+        {1: 3.1, 8: 7.8, 32: 14.7, 64: 17.3, 128: 19.6, 256: 24.0},
+        {(1, 2000): 29.5, (1, 8000): 137.0, (4, 2000): 119.0},
+        floor=None,
+        bytes=1 / 2 + 2 / INT4_GROUP,
+        output_bytes=1,
     ),
 }
 HYBRID_CASE = Case(
@@ -140,6 +155,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     case = case_of(args)
     assert case is not None, "checked with the arguments"
     floors = _floors(case)
+    steps, rounds = (32, 3) if args.short else (128, 9)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         dense: dict[tuple[int, int], float] = {}
@@ -149,9 +165,32 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             with_attention.close()
             del with_attention
         engine = _engine(args.model_shape, directory, 256, args)
-        _prefills(engine, case, report, floors, dense, rounds=3 if args.short else 9)
-        _decodes(engine, case, report, floors, steps=32 if args.short else 128)
+        _prefills(engine, case, report, floors, dense, rounds)
+        _decodes(engine, case, report, floors, steps)
         engine.close()
+        del engine
+        if args.batch_invariant:
+            engine = _engine(args.model_shape, directory, 256, args, exact=True)
+            _compare_exact(engine, case, report, rounds, steps)
+            engine.close()
+
+
+EXACT_DECODE, EXACT_PREFILL = 1.10, 1.25
+"""What the exact mode may take, in times of the default."""
+
+
+def _compare_exact(engine: Engine, case: Case, report: Report, rounds: int, steps: int) -> None:
+    default = {row.name: row.value for row in report.rows}
+    found = {
+        f"{case.name}.prefill.{n}x{tokens}": (_prefill_ms(engine, n, tokens, rounds=rounds)[0], EXACT_PREFILL)
+        for n, tokens in case.prefill
+    }
+    for batch in case.decode:
+        took = median_ms(decode_step_seconds(engine, batch, CONTEXT, steps))
+        found[f"{case.name}.decode.b{batch}"] = took, EXACT_DECODE
+    for name, (took, most) in found.items():
+        ratio, goal = took / default[name], most * default[name]
+        report.add(Row(f"{name}.exact", took, "ms", ratio=ratio, ratio_to="the default, same run", goal=goal))
 
 
 def _prefills(
@@ -203,7 +242,9 @@ def _floors(case: Case) -> dict[tuple[int, ...], float]:
     return found | {work: floor.prefill_ms(*work) for work in case.prefill}
 
 
-def _engine(shape: str, directory: Path, running: int, args: argparse.Namespace) -> Engine:
+def _engine(
+    shape: str, directory: Path, running: int, args: argparse.Namespace, *, exact: bool = False
+) -> Engine:
     """An engine without a limit on the chunks of prompts. The memory of one before is free again."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -220,6 +261,7 @@ def _engine(shape: str, directory: Path, running: int, args: argparse.Namespace)
             max_num_seqs=running,
             max_num_batched_tokens=BUDGET,
             ttit_target=60.0,  # no limit on the chunks of prompts beside decodes
+            batch_invariant=exact,
         )
     )
 

@@ -12,6 +12,7 @@ from baton.bench.kernels.cases import Case, Cases, Make
 from baton.engine.kernels import AttentionMetadata, LatentHeads
 from baton.engine.kernels.attention import latent_kernels
 from baton.engine.kernels.launch import multiprocessors
+from baton.engine.model_config import LatentConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +49,20 @@ class LatentCases(Cases[LatentShape]):
         tables = torch.randperm(requests * blocks).int().view(requests, blocks).to(self.device)
         kv = self.normal(1, requests * blocks, shape.block_size, 1, shape.rank + shape.rope)
         q = self.normal(requests * tokens, heads, shape.nope + shape.rope)
-        up = LatentHeads(self.normal(heads, shape.nope + shape.value, shape.rank), shape.nope, 0.1)
+        up = self.normal(heads, shape.nope + shape.value, shape.rank) / shape.rank**0.5
+        config = LatentConfig(None, shape.rank, shape.nope, shape.rope, shape.value, 0.1)
+        weights = LatentHeads.of(up, config)
         contexts = torch.full((requests,), shape.context, dtype=torch.int32, device=self.device)
         slots = torch.empty(0, dtype=torch.int64, device=self.device)  # no latent is written
         chunks = [] if decodes else [(shape.context - tokens, shape.context)]
         metadata = AttentionMetadata(shape.block_size, slots, tables, contexts, decodes, chunks)
         least = tokens + absorbed  # of an expanded chunk
-        plan = latent_kernels.plan_latent(metadata, heads, least, multiprocessors(self.device))
+        programs = multiprocessors(self.device)
+        plan = latent_kernels.plan_latent(metadata, heads, config, least, shape.dtype, programs)
         seen = requests * tokens * (shape.context - tokens // 2) * heads
         made = (shape.nope + shape.value) * shape.rank * heads
         flops = 2 * seen * (2 * shape.rank + shape.rope) + 2 * made * requests * tokens
         if not absorbed:
             flops = 2 * seen * (shape.nope + shape.rope + shape.value) + 2 * made * shape.context
-        moved = 2 * (kv.numel() + 2 * q.numel() + up.up.numel())
-        return Case(name, moved, flops, lambda: self.kernels.latent_attention(q, kv, plan, up))
+        moved = 2 * (kv.numel() + 2 * q.numel() + up.numel())
+        return Case(name, moved, flops, lambda: self.kernels.latent_attention(q, kv, plan, weights))

@@ -18,6 +18,7 @@ from baton.engine.kernels import Kernels, LinearMethod, Quantized
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.quantized.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
 from baton.engine.kernels.quantized.int4_linear import Int4Linear
+from baton.engine.kernels.quantized.reference import four_bits
 from baton.engine.layers.linear import PlainLinear
 
 EPS = 1e-5
@@ -106,8 +107,8 @@ class Int4Cases(LayerCases):
     def linear(self, columns: int, out: int) -> Int4Linear:
         codes = torch.randint(0, 16, (out, columns), dtype=torch.uint8, device=self.device)
         scales = torch.rand(out, columns // GROUP, device=self.device).add_(0.5).div_(4)
-        programs = multiprocessors(self.device)
-        return Int4Linear(codes, scales, torch.zeros_like(scales), None, self.shape.dtype, programs)
+        weight = four_bits(codes, scales, torch.zeros_like(scales), self.shape.dtype)
+        return Int4Linear(weight, None, multiprocessors(self.device))
 
     def product(self, name: str, rows: int) -> Case:
         columns, out = self.shape.products[name]

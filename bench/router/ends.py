@@ -219,15 +219,18 @@ _ASK = b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n"
 _BYTES = (16 << 20) - 1024
 """Just below the default of `--max-body-bytes`."""
 _LONG_ANSWER = {"n": 16, "max_tokens": 1000}
+_MANY_ANSWERS = {"n": 128, "max_tokens": 400}
 _SENTENCE = "The router chooses a worker, and sends it what to read. "
 
 
-def large_requests() -> dict[str, tuple[str, bytes]]:
-    """Path and body by name: 300,000 messages, 16 MB of each field that can be long, and a long answer."""
+def large_requests(answer: str) -> dict[str, tuple[str, bytes]]:
+    """Path and body by name: 300,000 messages, 16 MB of each field that can be long, a long answer, and 128
+    answers of which each holds back a thousand characters for 64 stop strings. `answer`: of the fakes."""
     text = _SENTENCE * (_BYTES // len(_SENTENCE))
     ids = [100] * (_BYTES // len("100, "))
     chat, short = "/v1/chat/completions", {"role": "user", "content": "Hi"}
     settings = {"a": [[]] * (_BYTES // 4)}
+    stops = [f"{answer[:1000]}{i:02}{_SENTENCE[:20]}" for i in range(64)]
     requests = {
         "messages": (chat, {"messages": [short] * 300_000}),
         "message": (chat, {"messages": [short | {"content": text}]}),
@@ -239,6 +242,7 @@ def large_requests() -> dict[str, tuple[str, bytes]]:
         "tokenize": ("/tokenize", {"prompt": text[: 1 << 20]}),  # 16 MB would take half a minute
         "detokenize": ("/detokenize", {"tokens": ids}),
         "answer": ("/v1/completions", {"prompt": [100], "logprobs": 20, "ignore_eos": True} | _LONG_ANSWER),
+        "stops": ("/v1/completions", {"prompt": [100], "stop": stops, "ignore_eos": True} | _MANY_ANSWERS),
     }
     return {name: (path, json.dumps(body).encode()) for name, (path, body) in requests.items()}
 
@@ -263,15 +267,22 @@ class Watch(Child):
         self.longest = self._value
 
 
-def _send(url: str, body: bytes) -> None:
-    """Sends a request and reads its answer, which may be that the request is wrong."""
+def fake_answer(url: str) -> str:
+    """The text of the fake workers."""
+    body = {"prompt": [100], "ignore_eos": True, "max_tokens": 400}
+    return json.loads(_send(url + "/v1/completions", json.dumps(body).encode()))["choices"][0]["text"]
+
+
+def _send(url: str, body: bytes) -> bytes:
+    """Sends a request. Returns its answer, which may be that the request is wrong."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
-            answer.read()
+            return answer.read()
     except urllib.error.HTTPError as error:
         if error.code != 400:
             raise
+        return error.read()
 
 
 def _watch(url: str, longest: Synchronized[float]) -> None:

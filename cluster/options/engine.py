@@ -66,6 +66,17 @@ def kv_cache_dtype() -> Any:
 Optimize = Literal["latency", "balanced", "throughput"]
 
 
+def _check_speculative(value: str | None) -> str | None:
+    from baton.engine import SpeculativeConfig
+
+    try:
+        if value is not None:
+            SpeculativeConfig.of(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return value
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """How a worker computes."""
@@ -93,6 +104,11 @@ class EngineOptions:
     enable_expert_parallel: bool = opt(
         False, "Of a mixture of experts, each GPU holds whole experts, not a part of every expert."
     )
+    batch_invariant: bool = opt(
+        False,
+        "A request gets the same bits whatever shares its batch, however its prompt is cut, and after a "
+        "recovery, also in bfloat16 and FP8.",
+    )
     optimize: Optimize = opt(
         "balanced",
         "latency (shorter gaps between tokens), balanced, or throughput (more tokens per second). It "
@@ -106,6 +122,13 @@ class EngineOptions:
         shown="3.5 times the fastest step without a prompt, with --optimize latency 1.5, with throughput 6; "
         "100 to grow the pool",
         check=between(0.1),
+    )
+    speculative_config: str | None = opt(
+        None,
+        'Draft tokens, as a JSON object: {"method": "ngram", "num_speculative_tokens": 3, '
+        '"prompt_lookup_max": 4, "prompt_lookup_min": 2}.',
+        "JSON",
+        check=_check_speculative,
     )
     max_model_len: int | None = opt(
         None, "Most tokens of prompt and output.", "TOKENS", shown="the model's context", check=between(1)

@@ -42,7 +42,6 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "pipeline_parallel_size": (True, _PARALLEL),
     "data_parallel_size": (True, _PARALLEL),
     "api_server_count": (True, "Set the number of router processes with --router-processes."),
-    "speculative_config": (True, "Speculative decoding is not supported."),
     "kv_transfer_config": (True, "KV transfer is always on; see --kv-port and --kv-lanes."),
     "swap_space": (
         True,

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from baton.cluster.options.engine import EngineOptions, ModelOptions
-from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, between, directory, opt
+from baton.cluster.options.parameters import (
+    NO_ARGV,
+    OLD_FILE,
+    PORT,
+    argument,
+    between,
+    check_size,
+    directory,
+    opt,
+)
 
 if TYPE_CHECKING:
     from baton.router.admission.keys import ApiKey
@@ -74,6 +83,9 @@ class RouterProcessOptions:
     process_number: int | None = opt(None, "Number of this router process.", "N", hidden=True)
     control_fd: int | None = opt(
         None, "This process' end of the socket pair to its supervisor.", "FD", hidden=True
+    )
+    keys_fd: int | None = opt(
+        None, "Memory in which all processes count the use of API keys.", "FD", hidden=True
     )
 
 
@@ -181,6 +193,13 @@ class TransferOptions:
     kv_encrypt: bool = opt(
         False, "Encrypt KV that moves over TCP (AES-256-GCM). All workers of a cluster must use it."
     )
+    kv_store: str | None = opt(
+        None,
+        "A store for KV that all workers share, and that outlives them: the master of a Mooncake Store. "
+        "`serve` starts one for local[?size=SIZE].",
+        "mooncake://HOST:PORT|local",
+        shown="none",
+    )
     kv_bind: str | None = opt(
         None,
         "Interfaces or local addresses over which a worker spreads the lanes that it opens.",
@@ -240,6 +259,7 @@ class FrontOptions(ServerTlsOptions):
             "deepseek_v3",
             "deepseek_v31",
             "glm45",
+            "glm47",
             "hermes",
             "kimi_k2",
             "llama3_json",
@@ -324,6 +344,49 @@ class PickerRole:
     picker: PickerOptions
     drain: DrainOptions
     logs: LogLineOptions
+
+
+@dataclass(frozen=True)
+class StoreAction:
+    action: Literal["serve", "clear"] = argument("serve: give memory. clear: remove the KV of this cluster.")
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """What `baton store` runs or removes."""
+
+    panel: ClassVar[str] = "Store"
+    kv_store: str | None = opt(
+        None,
+        "The store. Without it, serve starts a master. With it, serve adds memory to that store.",
+        "mooncake://HOST:PORT",
+        shown="none",
+    )
+    host: str = opt("127.0.0.1", "Address at which workers and other stores reach this one.", "ADDRESS")
+    port: int = opt(
+        50051,
+        "Port of the master; with --kv-store, of the process that gives memory.",
+        "PORT",
+        check=between(1, 65535),
+    )
+    metrics_port: int = opt(0, "Port of the master's Prometheus metrics.", "PORT", **PORT)
+    size: str = opt("4GiB", "Memory that this machine gives; 0: none.", "SIZE", check=check_size)
+    protocol: Literal["tcp", "rdma"] = opt("tcp", "How objects move.")
+    etcd: str | None = opt(
+        None, "etcd with which several masters elect one that leads.", "HOST:PORT", shown="none"
+    )
+    tenant: str | None = opt(None, "clear: only the KV of this key of --api-key-file.", "NAME", shown="all")
+    api_key_file: Path | None = opt(None, "TOML file of API keys, as for routers.", shown="none", **OLD_FILE)
+
+
+@dataclass(frozen=True)
+class StoreRole:
+    """The options of `baton store`."""
+
+    what: StoreAction
+    store: StoreOptions
+    secret: SecretOptions
+    process: RoleOptions = RoleOptions()
 
 
 @dataclass(frozen=True)

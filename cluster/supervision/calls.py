@@ -142,10 +142,19 @@ async def until_silent(
 async def _check_of(
     ready: Mapping[str, Any], secret: bytes, tls: TlsFiles | None, open_: contextlib.AsyncExitStack
 ) -> Callable[[], Coroutine[Any, Any, object]]:
-    """The check for a worker (gRPC health) or a router (GET /health). It raises OSError without an answer.
+    """The check for a worker (gRPC health), a router (GET /health) or a store (a connection). It raises
+    OSError without an answer.
 
     Any answer will do: a draining worker answers "not serving".
     """
+    if "store" in ready:
+        host, _, port = ready["store"].rpartition(":")
+
+        async def connected() -> None:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), DEAD_AFTER)
+            writer.close()
+
+        return connected
     if "address" not in ready:
         return lambda: _get(ready, "health", DEAD_AFTER)
     channel = await open_.enter_async_context(connect(ready["address"], secret, tls))

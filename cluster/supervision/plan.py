@@ -8,12 +8,14 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
+from urllib.parse import parse_qsl, urlencode
 
 from baton.cluster import model
 from baton.cluster.gpus import default_device, visible_gpus
 from baton.cluster.options.engine import EngineOptions, ModelOptions
-from baton.cluster.options.parameters import to_argv
+from baton.cluster.options.parameters import size_in_bytes, to_argv
 from baton.cluster.options.pools import PoolOptions, RayOptions, StartOptions
 from baton.cluster.options.roles import (
     DeadlineOptions,
@@ -25,19 +27,20 @@ from baton.cluster.options.roles import (
     ObserveOptions,
     RouterRole,
     SecretOptions,
+    StoreOptions,
     TransferOptions,
     WorkerRole,
 )
 from baton.cluster.supervision.role_process import RoleState
 from baton.machine import usable_cpus
-from baton.machine.system import cannot_listen, family
+from baton.machine.system import cannot_listen, family, free_port
 
 if TYPE_CHECKING:
     from baton.rpc.tls import TlsFiles
 
 Pool = Literal["prefill", "decode"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
-RoleName = Literal["prefill", "decode", "router"]
+RoleName = Literal["prefill", "decode", "router", "store"]
 Placement = Literal["spread", "pack", "pair"]
 
 
@@ -134,7 +137,28 @@ class Plan:
         self.front.tls()
         self.front.keys()
         keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
-        return [*specs, RoleSpec("router", 0, self._args(self.router()), shared | keys)]
+        router = RoleSpec("router", 0, self._args(self.router()), shared | keys)
+        _, store = self._store
+        if store is None:
+            return [*specs, router]
+        return [*specs, router, RoleSpec("store", 0, ("serve", *to_argv(store, title=self.title)), shared)]
+
+    @cached_property
+    def _store(self) -> tuple[str | None, StoreOptions | None]:
+        """The URL of the store, and what to run for it on this machine. Raises ValueError."""
+        url = self.transfer.kv_store
+        name, _, given = (url or "").partition("?")
+        if name != "local":
+            return url, None
+        if self.ray.ray_address is not None:
+            raise ValueError(
+                "--kv-store local: is for one machine; run `baton store serve`, and give mooncake://HOST:PORT"
+            )
+        options = dict(parse_qsl(given))
+        store = StoreOptions(size=options.pop("size", "1GiB"), port=free_port())
+        size_in_bytes(store.size)
+        query = f"?{urlencode(options)}" if options else ""
+        return f"mooncake://127.0.0.1:{store.port}{query}", store
 
     def worker(self, pool: Pool) -> WorkerRole:
         """The options of the workers that start in a pool, less those that each has for itself."""
@@ -166,6 +190,7 @@ class Plan:
                 served_model_name=self.served_names(),
                 tokenizer=model.absolute(self.model.tokenizer),
             ),
+            "transfer": replace(self.transfer, kv_store=self._store[0]),
             "observe": replace(self.observe, otlp_endpoint=self.observe.endpoint),
             "secret": replace(self.secret, cluster_secret_file=None),
         }

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from baton.cluster.supervision.calls import ask_pools
-from baton.cluster.supervision.plan import Pool, RoleName, RoleSpec
+from baton.cluster.supervision.plan import POOLS, Pool, RoleName, RoleSpec
 from baton.cluster.supervision.role_process import RoleState
 
 Observer = Callable[[RoleSpec, RoleState], None]
@@ -82,7 +82,7 @@ class _Member:
             entry = {
                 "role": self.spec.role,
                 "index": self.spec.index,
-                "address": (self.state.ready or {}).get("address"),
+                "address": (self.state.ready or {}).get("address" if self.spec.role != "store" else "store"),
                 "leaving": self.leaving,
                 "restarts": self.restarts + self.state.restarts,
                 "last_exit": self.last_exit,
@@ -138,7 +138,7 @@ class Supervisor:
                 member.pool = pools.get(str(member.state.ready["address"]), member.pool)
 
     def _workers(self) -> list[_Member]:
-        return [m for m in self._members if m.spec.role != "router"]
+        return [m for m in self._members if m.spec.role in POOLS]
 
     async def tokens_held(self) -> int | None:
         """Prompt tokens that all routers hold back; None if a router does not answer."""
@@ -153,7 +153,7 @@ class Supervisor:
         return tuple(
             str(member.state.ready["address"])
             for member in self._members
-            if member.spec.role != "router" and member.state.ready is not None and not member.leaving
+            if member.spec.role in POOLS and member.state.ready is not None and not member.leaving
         )
 
     def report(self) -> str:
@@ -207,12 +207,13 @@ class Supervisor:
         return again or member.leaving or self._stopping
 
     async def stop(self, signum: int, grace: float) -> None:
-        """Stops all routers, then all workers, so that no request needs a stopped worker."""
+        """Stops all routers, then all workers, so that no request needs a stopped worker. Then the store, to
+        which workers write until they end."""
         self._stopping = True
         self._all_answered.set()
         self._changed.set()
-        for routers in (True, False):
-            members = [m for m in self._members if (m.spec.role == "router") == routers]
+        for roles in (("router",), POOLS, ("store",)):
+            members = [m for m in self._members if m.spec.role in roles]
             await self._each(lambda m: self._end(m, signum, grace), members)
 
     async def stop_routers(self) -> None:

@@ -69,6 +69,12 @@ def show(report: dict[str, Any]) -> None:
         out.print(told)
     for told in filter(None, map(transports, workers)):
         out.print(told)
+    for role in (report.get("cluster") or {}).get("roles", ()):
+        if role["role"] == "store":
+            cells = f"{role['phase']}, {role['restarts']} restarts {role['last_exit']}".rstrip()
+            out.print(f"store at {role['address'] or '–'}: {cells}")
+    for told in filter(None, map(store, workers)):
+        out.print(told)
     for role, pool in ((report.get("cluster") or {}).get("pools") or {}).items():
         bounds = f"{pool['least']} to {pool['most']}"
         out.print(f"{role}: {pool['size']} workers ({bounds}), {pool['needed']} needed: {pool['why']}")
@@ -82,7 +88,7 @@ def merged(report: dict[str, Any]) -> list[dict[str, Any]]:
     """
     workers = [dict(worker) for worker in report["workers"]]
     for role in (report.get("cluster") or {}).get("roles", ()):
-        if role["role"] == "router":
+        if role["role"] not in ORDER:
             continue
         name = {"role": role["role"], "index": role["index"]}
         for worker in workers:
@@ -151,6 +157,16 @@ def transports(worker: dict[str, Any]) -> str:
         readers.setdefault(transport, []).append(reader)
     told = (f"{transport} ({', '.join(names)})" for transport, names in sorted(readers.items()))
     return f"KV from {name_of(worker)}: {'; '.join(told)}" if readers else ""
+
+
+def store(worker: dict[str, Any]) -> str:
+    """How a worker reads from the shared store; "" if it has none."""
+    load = worker.get("status") or {}
+    if not load.get("store"):
+        return ""
+    speed = load.get("store_tokens_per_s")
+    reads = f"{speed:,.0f} tokens/s" if speed else "no speed known yet"
+    return f"store of {name_of(worker)}: {load['store']}, {reads}"
 
 
 def row(worker: dict[str, Any]) -> dict[str, str]:

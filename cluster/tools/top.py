@@ -34,9 +34,10 @@ TIMEOUT = aiohttp.ClientTimeout(total=10)
 WORKER_TIMEOUT = aiohttp.ClientTimeout(total=2)
 PAGE_BYTES = 16 << 20  # of a metrics page, at most
 
+DRAFTS = "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total"
 COLUMNS = (
     "worker", "pool", "device", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "cached",
-    "fetched/s", "host/s", "disk/s", "KV GB/s", "hidden", "transfers", "restarts",
+    "fetched/s", "host/s", "disk/s", "store/s", "drafts", "KV GB/s", "hidden", "transfers", "restarts",
 )  # fmt: skip
 TOKENS = {"prefill": "vllm:prompt_tokens_total", "decode": "vllm:generation_tokens_total"}
 LATENCIES = {
@@ -211,8 +212,10 @@ def row(worker: dict[str, Any], before: Scrape | None, after: Scrape) -> dict[st
     - tokens/s: prompt tokens computed (in the prefill pool) or tokens sampled (in the decode pool)
     - cached: share of the prompt tokens that its prefix cache had, fetched ones included
     - fetched/s: prompt tokens with KV from the prefix caches of other workers
+    - store/s: those of them from the shared store
     - host/s, disk/s: prompt tokens with KV from the memory of the host and from its disk
     - KV GB/s: sent (prefill) or received and verified (decode)
+    - drafts: share of the drafts of tokens that were right
     - hidden: mean share of the time of a transfer that overlapped the prefill; decode only
     """
     page = after.workers.get(worker.get("address") or "", {})
@@ -225,7 +228,9 @@ def row(worker: dict[str, Any], before: Scrape | None, after: Scrape) -> dict[st
         "fetched/s": _number(change.rate("baton:prefix_fetched_tokens_total")),
         "host/s": _number(change.rate("baton:offload_loaded_tokens_total", "host")),
         "disk/s": _number(change.rate("baton:offload_loaded_tokens_total", "disk")),
+        "store/s": _number(change.rate("baton:prefix_fetched_tokens_total", "store")),
         "KV GB/s": _number(change.rate("baton:kv_bytes_total"), 1e-9, digits=2),
+        "drafts": _share(change.share(*DRAFTS)),
         "hidden": _share(change.share("baton:kv_hidden_share_sum", "baton:kv_hidden_share_count")),
     }
 

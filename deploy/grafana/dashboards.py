@@ -181,6 +181,15 @@ PREFILL = [
             f" / clamp_min(sum(rate({select('vllm:prefix_cache_queries_total', 'prefill')}[{INTERVAL}])), 1)"
         },
     ),
+    Panel(
+        "Prompt tokens fetched, not computed", "short",
+        rate("baton:prefix_fetched_tokens_total", "prefill", "tier"),
+        "From the caches of other workers, by tier, and from the shared store.",
+    ),
+    Panel(
+        "Shared store: chunks", "ops", rate("baton:store_chunks_total", "prefill", "result"),
+        "refused: the store is full or gone. missed: wrong, or gone when they were read.",
+    ),
     *engine("prefill"),
 ]  # fmt: skip
 

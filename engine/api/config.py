@@ -1,7 +1,8 @@
 """The user's configuration of an engine. Errors name the flag and the remedy."""
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from baton.content import CHUNK_TOKENS, Tier
 
@@ -15,6 +16,62 @@ AT_LEAST_ONE = (
     "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads",
     "tensor_parallel_size",
 )  # fmt: skip
+
+
+METHODS = ("ngram",)
+"""The keys of `engine.core.drafters.DRAFTERS`."""
+MOST_DRAFTS = 7
+"""More queries of a request would read their KV in another way."""
+MOST_LOOKUP = 32
+SPECULATIVE_ROWS = 256
+"""Most tokens of a step with drafts, if fewer requests than that may decode: with so many rows, products and
+not reading the weights bound a step."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How the next tokens of requests are drafted. Names follow vLLM. Raises `ValueError`."""
+
+    method: str = "ngram"
+    """One of `METHODS`."""
+    num_speculative_tokens: int = 3
+    """Most drafts of a request in a step."""
+    prompt_lookup_max: int = 4
+    """Most tokens before a draft that must have come before, in the prompt or in the output."""
+    prompt_lookup_min: int = 2
+    """Fewest of them."""
+
+    @classmethod
+    def of(cls, text: str) -> "SpeculativeConfig":
+        """From a JSON object."""
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"--speculative-config: {text!r} is not JSON ({error})") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"--speculative-config: {text!r} is not a JSON object")
+        known = {each.name: type(each.default) for each in fields(cls)}
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"--speculative-config: {name!r} is not one of {', '.join(known)}")
+            if type(value) is not known[name]:
+                raise ValueError(f"--speculative-config: {name} must be of type {known[name].__name__}")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(
+                f"--speculative-config: method {self.method!r} is not one of {', '.join(METHODS)}"
+            )
+        for name, least, most in (
+            ("num_speculative_tokens", 1, MOST_DRAFTS),
+            ("prompt_lookup_min", 1, self.prompt_lookup_max),
+            ("prompt_lookup_max", 1, MOST_LOOKUP),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"--speculative-config: {name} is {getattr(self, name)}; choose {least} to {most}"
+                )
 
 
 @dataclass(frozen=True)
@@ -69,6 +126,8 @@ class EngineConfig:
     num_threads: int | None = None
     """CPU threads of torch, of all ranks together. None: torch's default, at most the CPUs that
     this process may use."""
+    speculative_config: SpeculativeConfig | None = None
+    """How tokens are drafted. None: they are not."""
     overlap: bool | None = None
     """Whether a step is launched before the tokens of the step before are known. None: yes on CUDA."""
     cuda_graphs: bool = True
@@ -78,6 +137,20 @@ class EngineConfig:
     divides the KV heads or is a multiple of them. On GPUs rank i runs on the i-th from `device` on."""
     enable_expert_parallel: bool = False
     """Whether each rank holds whole experts of a mixture of experts, instead of a part of every expert."""
+    batch_invariant: bool = False
+    """Whether a request gets the same bits whatever shares its steps and however its prompt is cut, also in
+    bfloat16 and FP8. Workers of the same numerics then continue each other's requests exactly."""
+
+    @property
+    def ahead(self) -> int:
+        """As in `engine.step.arrange`."""
+        return 1 if self.speculative_config is None else 1 + self.speculative_config.num_speculative_tokens
+
+    @property
+    def max_decode_rows(self) -> int:
+        """Most tokens of a step without prompts, drafts included."""
+        most = min(SPECULATIVE_ROWS, self.max_num_batched_tokens, self.max_num_seqs * self.ahead)
+        return max(self.max_num_seqs, most)
 
     @property
     def offload_sizes(self) -> dict[Tier, int]:

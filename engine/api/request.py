@@ -162,6 +162,9 @@ class CachedBlock(NamedTuple):
     """Stands for all tokens up to the end of the block (`content`)."""
     chunks: Sequence[bytes]
     """The names of the 64-token chunks that end in it."""
+    first_chunk: int
+    """The position of the first of these in the prompt, in chunks."""
+    salt: bytes
 
 
 class CachedPrefix(NamedTuple):
@@ -208,6 +211,8 @@ class Hooks:
     """The fastest tier that has the block of this name is now this one."""
     evicted: Callable[[bytes], None] = _nothing
     """The block with this name left the cache."""
+    states_kept: Callable[[bytes, bytes, int], None] = _nothing
+    """(salt, name, position of a chunk): the cache has the states after this chunk."""
 
 
 NO_HOOKS = Hooks()

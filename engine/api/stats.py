@@ -51,6 +51,17 @@ class MixedStep(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Drafts of tokens since the start."""
+
+    steps: int
+    """Of requests that had drafts."""
+    drafts: int
+    accepted: int
+    """How many of them were right, and so became tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The state of an engine at one moment, and averages over its recent steps."""
 
@@ -93,3 +104,5 @@ class EngineStats:
     """None: a dense model."""
     offload: Sequence[OffloadStats]
     """One entry for each tier below the device."""
+    speculation: SpeculationStats | None = None
+    """None: no token is drafted."""

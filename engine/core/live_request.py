@@ -4,7 +4,7 @@ tenants equal shares. Pure."""
 import math
 from array import array
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -61,6 +61,15 @@ class LiveRequest:
     pending: int = 0
     row: int = 0
     """Row of the newest pending token among the sampled rows of its step."""
+    slack: int = 0
+    """Drafts of the steps under way: so many more tokens these may give beside the pending ones."""
+    guesses: Sequence[int] = ()
+    """Those of the newest launched step, of the tokens from the position `guessed_from` on."""
+    guessed_from: int = 0
+    tested: float = 0.0
+    """Drafts that were compared with their tokens, recent ones. Kept by the `Speculation`."""
+    accepted: float = 0.0
+    """How many of these were right."""
     flights: int = 0
     """Number of launched steps and of loads from the host tier that use the request's blocks and are not
     over."""
@@ -146,10 +155,11 @@ class LiveRequest:
         """Whether the pending token is surely the last one computed here. It may be any token."""
         return self.pending > 0 and (self.handover or len(self.token_ids) >= self.longest)
 
-    def promise(self, row: int) -> None:
-        """Notes that a launched step samples the next token, in this row."""
+    def promise(self, row: int, drafts: int = 0) -> None:
+        """Notes that a launched step samples the next token, in this row, and those after so many drafts."""
         self.token_ids.append(PENDING)
         self.pending += 1
+        self.slack += drafts
         self.row = row
 
     def learn(self, token: int) -> int:
@@ -159,6 +169,18 @@ class LiveRequest:
         self.pending -= 1
         self.alone = False
         return position
+
+    def learn_after_draft(self, token: int) -> int:
+        """Adds a token behind the known ones: the draft before it was accepted. Returns its position."""
+        position = len(self.token_ids) - self.pending
+        self.token_ids.insert(position, token)
+        self.num_computed += 1
+        return position
+
+    def guessed(self, position: int, count: int) -> Sequence[int]:
+        """The guesses of the newest launched step, of `count` tokens from this position on."""
+        first = position - self.guessed_from
+        return self.guesses[first : first + count]
 
     @property
     def num_computable(self) -> int:

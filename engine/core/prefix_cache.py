@@ -58,7 +58,7 @@ class PrefixNames:
         """These blocks, with the chunks that end in them."""
         for index in indices:
             start, stop = (end * self._block_size // CHUNK_TOKENS for end in (index, index + 1))
-            yield CachedBlock(self.blocks[index], self.chunks[start:stop])
+            yield CachedBlock(self.blocks[index], self.chunks[start:stop], start, self.salt)
 
 
 class _Cached(NamedTuple):
@@ -145,6 +145,14 @@ class PrefixCache:
                 self._blocks_of[name] = chunk, names.blocks[first : index + 1]
         if entered:
             self._hooks.cached(names.cached(entered))
+
+    def publish_states(self, names: PrefixNames, position: int, slot: int) -> None:
+        """Names a copy of the states after this many tokens, which end a block. The states are verified."""
+        assert self.copies is not None, "the model has states"
+        self.copies.publish(names.blocks[position // self._block_size - 1], slot)
+        if not position % CHUNK_TOKENS:
+            chunk = position // CHUNK_TOKENS - 1
+            self._hooks.states_kept(names.salt, names.chunks[chunk], chunk)
 
     def used(self, names: Iterable[bytes]) -> None:
         """A request begins with these cached blocks."""

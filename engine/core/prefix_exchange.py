@@ -47,6 +47,7 @@ class _Import:
     missing: MissingPrefix
     blocks: list[int]  # the table, with its new blocks from `first` on
     first: int
+    state_slot: int | None  # for the states after its last chunk. None: the model has none
 
 
 class PrefixExchange:
@@ -116,6 +117,16 @@ class PrefixExchange:
         """Nothing reads the pinned blocks any more."""
         self._pool.release(self._pins.pop(pin_id))
 
+    def lend_states(self, chunk: bytes) -> int | None:
+        """The slot with the states after this chunk, which nothing writes until `take_back_states`. None:
+        they are gone."""
+        assert self._cache.copies is not None, "the model has states"
+        return self._cache.copies.lend(chunk)
+
+    def take_back_states(self, slot: int) -> None:
+        assert self._cache.copies is not None, "it has lent this slot"
+        self._cache.copies.take_back(slot)
+
     def missing(self, request: EngineRequest, most: int) -> MissingPrefix | None:
         """What all tiers lack of a prompt that is not added yet, in at most `most` chunks.
         The prompt's end does not count. None: computing begins behind all of them."""
@@ -123,8 +134,8 @@ class PrefixExchange:
         usable = (len(tokens) - 1) // self._block_size  # as for a prefill
         names = self._cache.names(request)
         names.extend(tokens, usable * self._block_size)
-        hits = self._pool.lookup(names.blocks)
-        known = self._cache.known(names.blocks)
+        known = self._cache.usable(names.blocks[: self._cache.known(names.blocks)])
+        hits = self._pool.lookup(names.blocks[:known])
         first_chunk = known * self._block_size // CHUNK_TOKENS
         stop = min(first_chunk + most, usable * self._block_size // CHUNK_TOKENS)
         chunks = names.chunks[first_chunk:stop]
@@ -134,8 +145,9 @@ class PrefixExchange:
         return MissingPrefix(chunks, first_chunk, names, hits, computed_from)
 
     def start_import(self, import_id: bytes, missing: MissingPrefix) -> Sequence[int] | None:
-        """Reserves blocks for what is missing. The caller writes KV into them. Returns a block table up to
-        the end of the last chunk. Its entries before the first chunk mean nothing. None: there is no room."""
+        """Reserves blocks for what is missing, and `state_slot` if the model has states. The caller writes KV
+        into them. Returns a block table up to the end of the last chunk. Its entries before the first chunk
+        mean nothing. None: there is no room."""
         start, stop = missing.first_chunk, missing.first_chunk + len(missing.chunks)
         # A chunk may begin with cached blocks, which nothing may write: such blocks are fetched again, as a
         # whole, since a chunk begins where a block does, or in a block that the cache lacks.
@@ -143,14 +155,27 @@ class PrefixExchange:
         last = -(-stop * CHUNK_TOKENS // self._block_size)
         if last - first + self._pool.unreferenced(missing.hits) > self._spare_blocks():
             return None
+        slot, copies = None, self._cache.copies
+        if copies is not None and (slot := copies.allocate()) is None:
+            return None
         self._pool.share(missing.hits)
         blocks = [*[0] * first, *self._pool.allocate(last - first)]
-        self._imports[import_id] = _Import(missing, blocks, first)
+        self._imports[import_id] = _Import(missing, blocks, first, slot)
         return blocks
+
+    def state_slot(self, import_id: bytes) -> int | None:
+        """Where the states of an import go. None: the model has none."""
+        return self._imports[import_id].state_slot
 
     def end_import(self, import_id: bytes, num_tokens: int) -> None:
         """Nothing is written into the blocks of an import any more. The cache gets what is complete among its
         first `num_tokens` positions: their KV is verified. 0: nothing."""
         ended = self._imports.pop(import_id)
         self._cache.publish(ended.missing.names, ended.blocks, ended.first, num_tokens // self._block_size)
+        if (slot := ended.state_slot) is not None:
+            assert self._cache.copies is not None, "it gave the slot"
+            if num_tokens:
+                self._cache.publish_states(ended.missing.names, num_tokens, slot)
+            else:
+                self._cache.copies.release(slot)
         self._pool.release([*ended.missing.hits, *ended.blocks[ended.first :]])

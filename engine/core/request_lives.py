@@ -71,10 +71,11 @@ class RequestLives:
         self.offload: Sequence[OffloadTier] = () if cache is None else cache.offload
         """The tiers of the prefix cache below the device, the fastest first."""
         self.max_num_seqs = max_num_seqs
-        self.prefix_exchange: PrefixExchange | None = None
-        # Transfers of prefixes carry no states, and without states a prefix is of no use.
-        if cache is not None and states is None:
-            self.prefix_exchange = PrefixExchange(pool, cache, lambda: self._spare_blocks)
+        self.store_exchange: PrefixExchange | None = None
+        if cache is not None:
+            self.store_exchange = PrefixExchange(pool, cache, lambda: self._spare_blocks)
+        # Transfers between workers carry no states, and without states a prefix is of no use.
+        self.prefix_exchange = self.store_exchange if states is None else None
         self.memory = RequestMemory(pool, states, cache)
         self.requests: dict[bytes, LiveRequest] = {}
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
@@ -365,7 +366,7 @@ class RequestLives:
         """Asserts, when idle, that no request and no block was left behind."""
         assert not any(self._of_phase.values()), f"requests left behind: {self._of_phase}"
         assert not self.requests, f"requests left behind: {self.requests}"
-        exchange = self.prefix_exchange
+        exchange = self.store_exchange
         assert exchange is None or exchange.empty, "a pin or an import was left behind"
         for tier in self.offload:
             tier.assert_whole()

@@ -52,9 +52,20 @@ class RequestMemory:
             return blocks
         return blocks[: self._cache.usable(names[: len(blocks)])]
 
-    def grows(self, live: LiveRequest) -> bool:
-        """Whether the request needs one more block for its next token."""
-        return len(live.blocks) * self._block_size <= live.num_computed and not live.ends_with_pending
+    def lacks(self, live: LiveRequest) -> int:
+        """Blocks that the request needs for its next token, wherever the steps under way end."""
+        if live.ends_with_pending:
+            return 0
+        return max(0, (live.num_computed + live.slack) // self._block_size + 1 - len(live.blocks))
+
+    def has_room_for(self, live: LiveRequest, tokens: int) -> bool:
+        """Gives a request blocks for so many tokens behind its next one, if they are spare."""
+        lacking = self.blocks_for(live.num_computed + 1 + tokens) - len(live.blocks)
+        if lacking > 0:
+            if self._pool.free - lacking < self.watermark:
+                return False
+            live.blocks.extend(self._pool.allocate(lacking))
+        return True
 
     @property
     def headroom(self) -> int:
@@ -153,9 +164,9 @@ class RequestMemory:
             live.num_published = full
         while live.state_copies and live.state_copies[0][0] <= computed:
             position, slot = live.state_copies.pop(0)
-            assert self._copies is not None
+            assert self._cache is not None
             assert live.names is not None, "the block before the copy has a name"
-            self._copies.publish(live.names.blocks[position // self._block_size - 1], slot)
+            self._cache.publish_states(live.names, position, slot)
 
     def free(self, live: LiveRequest) -> None:
         if self._states is not None and live.blocks:

@@ -16,6 +16,7 @@ from baton.engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, may_join, prom
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
+from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
 
 
@@ -36,6 +37,7 @@ class Scheduler(RequestLives):
         full_step: int = FULL_STEP,
         cache: PrefixCache | None = None,
         states: StatePool | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """Makes a scheduler without requests.
 
@@ -43,12 +45,14 @@ class Scheduler(RequestLives):
             mixed_rows: sizes of steps with decodes and prompts that need no padding, in ascending order.
             full_step: with so many prompt tokens, a step gains nothing from further prompts.
             cache, states: as in `RequestLives`.
+            speculation: None: no token is drafted.
         """
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         super().__init__(pool, max_num_seqs=max_num_seqs, cache=cache, states=states)
         self.max_num_batched_tokens = max_num_batched_tokens
         self._mixed_rows = mixed_rows
         self._full_step = full_step
+        self.speculation = speculation
         self.preemptions = 0
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._was_alone = False  # whether the last step was for a request that shares no step
@@ -75,6 +79,8 @@ class Scheduler(RequestLives):
             if self._may_join(live, plan):
                 budget -= self._go_on(live, budget, plan)
         self._admit(budget, alone, plan)
+        if self.speculation is not None:
+            self.speculation.draft(plan, self.memory)
         if plan.decodes:
             self._mixed_steps = self._mixed_steps + 1 if plan.prompts else 0
         return plan
@@ -115,7 +121,7 @@ class Scheduler(RequestLives):
         count = min(live.num_computable, budget)
         if not count or live.ends_with_pending or live.phase is not Phase.RUNNING:
             return 0
-        if self.memory.grows(live) and not self._grow(live, plan):
+        if self.memory.lacks(live) and not self._grow(live, plan):
             return 0
         return self._add_chunk(live, budget, plan)
 
@@ -149,8 +155,10 @@ class Scheduler(RequestLives):
             return False
         if self.waiting and self.waiting[0].alone:
             return False
-        free = self.pool.free  # a request grows by at most one block in a step
-        return len(self.running) <= free or sum(self.memory.grows(live) for live in self.running) <= free
+        free = self.pool.free
+        if self.speculation is None and len(self.running) <= free:
+            return True  # a request grows by at most one block in a step
+        return sum(self.memory.lacks(live) for live in self.running) <= free
 
     @property
     def next_prompt(self) -> int:
@@ -186,11 +194,11 @@ class Scheduler(RequestLives):
                     self._move(live, Phase.RESERVED)
 
     def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
-        """Gives the request the block that it needs, and preempts others for it. False: the request itself
+        """Gives the request the blocks that it needs, and preempts others for it. False: the request itself
         was preempted."""
-        while self.memory.grows(live):
-            if self.pool.free:
-                live.blocks.extend(self.pool.allocate(1))
+        while lacking := self.memory.lacks(live):
+            if lacking <= self.pool.free:
+                live.blocks.extend(self.pool.allocate(lacking))
                 break
             victim = max((r for r in self.running if not r.handover), key=lambda r: r.order)
             self._preempt(victim, plan)

@@ -6,15 +6,15 @@ multiple of an interval, and at the last block boundary of its prompt. The scan 
 way if a scanned chunk ends there. Else a step ends there, and they are copied right after it.
 
     free ──allocate──▶ written by a step ──publish──▶ cached ──drop──▶ free
-      ▲                     │ release                   │ allocate (evicts the least recently used)
-      └─────────────────────┘                           └──▶ written by a step
+      ▲                  or by a transfer               │ allocate (evicts the least recently used)
+      └───── release ───────┘                           └──▶ written by a step
 
 Copies are evicted in an order of their own, and blocks in theirs, as in SGLang's cache for hybrid models. A
 copy is also dropped when the cache drops the block before its position. No request waits for a slot: without
 one there is no copy.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -48,6 +48,7 @@ class StateCopies:
         """Slots that one request may write at a time, so that a long prompt leaves room for others."""
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._lent = Counter[int]()  # how often each slot is lent, also of a copy that was dropped meanwhile
         self._writing = 0
 
     def next_position(self, cached: int, computed: int, tokens: int) -> int:
@@ -86,8 +87,10 @@ class StateCopies:
     def allocate(self) -> int | None:
         """Returns a slot for a step to write, and evicts a copy where needed. None: steps are writing to all
         slots."""
-        if not self._free and self._slot_of:
-            self._free.append(self._slot_of.popitem(last=False)[1])
+        if not self._free:
+            oldest = next((name for name, slot in self._slot_of.items() if slot not in self._lent), None)
+            if oldest is not None:
+                self._free.append(self._slot_of.pop(oldest))
         if not self._free:
             return None
         self._writing += 1
@@ -108,11 +111,26 @@ class StateCopies:
 
     def drop(self, name: bytes) -> None:
         """Forgets the copy with this name, if there is one."""
-        if name in self._slot_of:
-            self._free.append(self._slot_of.pop(name))
+        slot = self._slot_of.pop(name, None)
+        if slot is not None and slot not in self._lent:
+            self._free.append(slot)
+
+    def lend(self, name: bytes) -> int | None:
+        """The slot of a cached copy, which nothing writes until `take_back`. None: there is no such copy."""
+        slot = self._slot_of.get(name)
+        if slot is not None:
+            self._lent[slot] += 1
+        return slot
+
+    def take_back(self, slot: int) -> None:
+        self._lent[slot] -= 1
+        if not self._lent[slot]:
+            del self._lent[slot]
+            if slot not in self._slot_of.values():
+                self._free.append(slot)
 
     def assert_whole(self) -> None:
         """Asserts that each slot is free or has a cached copy."""
         slots = {*self._free, *self._slot_of.values()}
-        assert not self._writing, "a copy was left behind"
+        assert not self._writing and not self._lent, "a copy was left behind"  # noqa: PT018
         assert len(slots) == self._count == len(self._free) + len(self._slot_of), "a slot has two owners"

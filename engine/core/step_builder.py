@@ -5,7 +5,7 @@ knows the tokens of the step before, which a grammar needs.
 """
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -17,6 +17,7 @@ from baton.engine.step import (
     NOT_SCORED,
     Adjustments,
     Bias,
+    Draft,
     Draws,
     Penalties,
     Scored,
@@ -55,10 +56,14 @@ class Schedule:
     """Requests that this step admitted from the queue."""
     preempted: list[LiveRequest] = field(default_factory=list)
     """Requests that lost their blocks to others. They are in the queue again, or go back to their sender."""
+    began: float = 0.0
+    """When the host began to launch it."""
     ids: frozenset[bytes] = frozenset()
     """The requests that it computes. This and the rest is known from the launch on."""
+    drafts: dict[LiveRequest, Draft] = field(default_factory=dict)
+    """Of the requests that have some, or come after some."""
     sampled: list[LiveRequest] = field(default_factory=list)
-    """The requests that get a token, by row."""
+    """The requests that get a token, by row. One with drafts has a row more for each of them."""
     scored: list[tuple[LiveRequest, range]] = field(default_factory=list)
     """The positions that predict a token of a prompt with log probabilities."""
     refused: dict[int, str] = field(default_factory=dict)
@@ -75,10 +80,31 @@ class Schedule:
 
     @property
     def waits(self) -> bool:
-        """A grammar must know a token of the step before."""
+        """A grammar must know a token of the step before, or adjustments must know how many there are."""
         return any(
-            live.grammar is not None and live.grammar.needs_tokens and live.pending for live in self.sampled
+            (live.grammar is not None and live.grammar.needs_tokens and live.pending)
+            or (live.slack and not is_plain(live))
+            for live in self.sampled
         )
+
+    @property
+    def drafts_before(self) -> Mapping[int, "array[int]"]:
+        """By sampled row, the drafts that come before its token. They are known when the step is sampled,
+        before its tokens are promised."""
+        return {
+            row + j: array("i", live.guessed(len(live.token_ids), j))
+            for live, row, count in self.requests()
+            for j in range(1, count + 1)
+        }
+
+    def requests(self) -> Iterator[tuple[LiveRequest, int, int]]:
+        """Yields each request that gets a token, with its first sampled row and its number of drafts."""
+        row = 0
+        while row < len(self.sampled):
+            live = self.sampled[row]
+            count = self.drafts[live].count if live in self.drafts else 0
+            yield live, row, count
+            row += 1 + count
 
 
 def build_step(
@@ -90,9 +116,11 @@ def build_step(
     has_states: bool = False,
     restores: Sequence[tuple[int, int]] = (),
     saves: Sequence[Save] = (),
+    ahead: int = 1,
 ) -> Step:
     """The step. Also sets `plan.sampled`, in the order of the step's sampled rows, and `plan.scored`, in
-    that of `Step.scored`. `has_states`: the model has state layers. `restores` is as in `Step`."""
+    that of `Step.scored`. `has_states`: the model has state layers. `restores` is as in `Step`. `ahead`: the
+    size of this dimension, 1 if the engine has no drafts."""
     # The state of a request takes one token, or several in the way of a prompt.
     most = 1 if has_states else MOST_ROWS
     one_by_one: list[_Chunk] = []
@@ -110,8 +138,15 @@ def build_step(
         if len(positions) > 1:
             tokens += live.token_ids[positions.start + 1 : positions.stop]
     sampled = [i for i, (live, positions) in enumerate(chunks) if positions.stop == len(live.token_ids)]
+    drafts = {i: plan.drafts[live] for i, (live, _) in enumerate(chunks) if live in plan.drafts}
     plan.sampled = [chunks[i][0] for i in sampled]
+    behind = [0] * len(sampled)
+    if drafts:
+        counts = [drafts[i].count if i in drafts else 0 for i in sampled]
+        plan.sampled = [live for live, n in zip(plan.sampled, counts, strict=True) for _ in range(n + 1)]
+        behind = [j for n in counts for j in range(n + 1)]
     scored, plan.scored = _scored(chunks)
+    variant, draws = draws_of(plan.sampled, vocabulary, behind)
     after, within = _saves(chunks, saves) if saves else ((), ())
     return arrange(
         tokens,
@@ -119,7 +154,8 @@ def build_step(
         [positions.stop for _, positions in chunks],
         [live.blocks for live, _ in chunks],
         sampled,
-        *draws_of(plan.sampled, vocabulary),
+        variant,
+        draws,
         num_decodes=len(one_by_one),
         hands_over=any(live.handover for live in plan.prompts),
         block_size=block_size,
@@ -129,6 +165,8 @@ def build_step(
         restores=restores,
         saves=after,
         copies=within,
+        drafts=drafts,
+        keys=_keys_ahead(plan.sampled, behind, ahead, variant) if ahead > 1 else None,
     )
 
 
@@ -171,13 +209,17 @@ def _scored(chunks: Sequence[_Chunk]) -> tuple[Scored, list[_Chunk]]:
     return Scored(np.array(rows), np.array(tokens), top) if rows else NOT_SCORED, scores
 
 
-def draws_of(requests: Sequence[LiveRequest], vocabulary: int) -> tuple[Variant, Draws[np.ndarray]]:
-    """How each request's next token is drawn."""
+def draws_of(
+    requests: Sequence[LiveRequest], vocabulary: int, behind: Sequence[int] | None = None
+) -> tuple[Variant, Draws[np.ndarray]]:
+    """How each request's next token is drawn, or that after `behind` drafts."""
     wanted = np.frombuffer(b"".join([live.draw for live in requests]), DRAW)
     drawn = wanted["temperature"] > 0
     if not drawn.any():  # then the sampler reads no draws: to make them took longer than all else here
         return Variant.GREEDY, Draws(*(np.zeros(len(requests), dtype) for dtype in DRAW_TYPES))
     positions = np.array([len(live.token_ids) for live in requests], dtype=np.uint64)
+    if behind is not None:
+        positions += np.array(behind, dtype=np.uint64)
     some_top_k, some_top_p = wanted["top_k"] > 0, wanted["top_p"] < 1
     filtered = drawn & (some_top_k | some_top_p | (wanted["min_p"] > 0))
     variant = Variant.FILTERED if filtered.any() else Variant.DRAWN
@@ -190,9 +232,20 @@ def draws_of(requests: Sequence[LiveRequest], vocabulary: int) -> tuple[Variant,
     )
 
 
+def _keys_ahead(
+    requests: Sequence[LiveRequest], behind: Sequence[int], ahead: int, variant: Variant
+) -> np.ndarray:
+    """As `Ahead.keys`."""
+    if variant is Variant.GREEDY:
+        return np.zeros((len(requests), ahead), np.int32)
+    seeds = np.frombuffer(b"".join([live.draw for live in requests]), DRAW)["seed"]
+    first = np.array([len(live.token_ids) for live in requests]) + np.array(behind, dtype=np.int64)
+    return draw_keys(seeds[:, None], (first[:, None] + np.arange(ahead)).astype(np.uint64))
+
+
 def draw_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """int32, 32 bits that stand for all random numbers of the token at a position: splitmix64, twice. Of
-    uint64 [rows] each."""
+    uint64 each."""
 
     def mix(z: np.ndarray) -> np.ndarray:
         z = z + np.uint64(0x9E3779B97F4A7C15)
@@ -212,15 +265,20 @@ def is_plain(live: LiveRequest) -> bool:
 
 
 def build_adjustments(
-    requests: Sequence[LiveRequest], eos_ids: Collection[int], mask: tuple[list[int], np.ndarray] | None
+    requests: Sequence[LiveRequest],
+    eos_ids: Collection[int],
+    mask: tuple[list[int], np.ndarray] | None,
+    drafts: Mapping[int, Sequence[int]] | None = None,
 ) -> Adjustments:
-    """For the sampled rows of a step. `mask`: rows with a grammar, and the bits of `TokenMask`."""
+    """For the sampled rows of a step. `mask`: rows with a grammar, and the bits of `TokenMask`. `drafts`: by
+    row, those that come before its token."""
+    drafts = drafts or {}
     logprob_rows = [row for row, live in enumerate(requests) if live.request.sampling.logprobs is not None]
     asked = [requests[row].request.sampling for row in logprob_rows]
     most = max((p.num_alternatives for p in asked), default=0)
     return Adjustments(
-        _bias(requests, eos_ids),
-        _penalties(requests),
+        _bias(requests, eos_ids, drafts),
+        _penalties(requests, drafts),
         None if mask is None else _token_mask(requests, *mask),
         np.array(logprob_rows) if logprob_rows else None,
         most,
@@ -235,18 +293,20 @@ def _named(ids: Sequence[Sequence[int]], most: int) -> np.ndarray | None:
     return np.array([[*row, *[-1] * (most - len(row))] for row in ids])
 
 
-def _below_minimum(live: LiveRequest) -> bool:
-    return live.num_generated < live.request.sampling.min_tokens
+def _below_minimum(live: LiveRequest, drafts: int = 0) -> bool:
+    return live.num_generated + drafts < live.request.sampling.min_tokens
 
 
-def _bias(requests: Sequence[LiveRequest], eos_ids: Collection[int]) -> Bias | None:
+def _bias(
+    requests: Sequence[LiveRequest], eos_ids: Collection[int], drafts: Mapping[int, Sequence[int]]
+) -> Bias | None:
     """logit_bias, and the tokens that min_tokens bars for now."""
     rows: list[int] = []
     tokens: list[int] = []
     values: list[float] = []
     for row, live in enumerate(requests):
         p = live.request.sampling
-        barred = {*eos_ids, *p.stop_token_ids} if _below_minimum(live) else ()
+        barred = {*eos_ids, *p.stop_token_ids} if _below_minimum(live, len(drafts.get(row, ()))) else ()
         tokens += [*p.logit_bias, *barred]
         values += [*p.logit_bias.values(), *[-np.inf] * len(barred)]
         rows += [row] * (len(tokens) - len(rows))
@@ -255,7 +315,7 @@ def _bias(requests: Sequence[LiveRequest], eos_ids: Collection[int]) -> Bias | N
     return Bias(np.array(rows), np.array(tokens), np.array(values, dtype=np.float32))
 
 
-def _penalties(requests: Sequence[LiveRequest]) -> Penalties | None:
+def _penalties(requests: Sequence[LiveRequest], drafts: Mapping[int, Sequence[int]]) -> Penalties | None:
     rows = [
         row
         for row, live in enumerate(requests)
@@ -278,7 +338,12 @@ def _penalties(requests: Sequence[LiveRequest]) -> Penalties | None:
         np.array([p.presence_penalty for p in sampling], dtype=np.float32),
         np.array([p.frequency_penalty for p in sampling], dtype=np.float32),
         flat([r.token_ids[: len(r.request.prompt_ids)] for r in live]),
-        flat([r.token_ids[len(r.request.prompt_ids) : r.num_known] for r in live]),
+        flat(
+            [
+                r.token_ids[len(r.request.prompt_ids) : r.num_known] + array("i", drafts.get(row, ()))
+                for row, r in zip(rows, live, strict=True)
+            ]
+        ),
         (pending[:, 0], pending[:, 1]),
     )
 

@@ -47,9 +47,13 @@ class Commands:
 
     All ranks make one, with equal sizes, before the first command."""
 
-    def __init__(self, files: RankFiles, *, tokens: int, requests: int, table_width: int) -> None:
-        """`tokens`, `requests`: most of them in a step."""
-        sizes = dict.fromkeys(DIMENSIONS, tokens) | {"requests": requests, "width": table_width}
+    def __init__(
+        self, files: RankFiles, *, tokens: int, requests: int, table_width: int, ahead: int = 1
+    ) -> None:
+        """`tokens`, `requests`: most of them in a step. `ahead`: the size of this
+        dimension."""
+        sizes = dict.fromkeys(DIMENSIONS, tokens)
+        sizes |= {"requests": requests, "width": table_width, "ahead": ahead}
         items = [(math.prod(layout.shape(sizes)), np.dtype(layout.dtype)) for layout in ARRAYS.values()]
         self._slot_bytes = aligned(8 * HEAD) + sum(aligned(n * dtype.itemsize) for n, dtype in items)
         self._wakes = files.wakes

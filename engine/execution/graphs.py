@@ -23,7 +23,7 @@ tokens) are in other memory. The inputs of a step are contiguous, so one copy mo
 import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.execution.inputs import Inputs, attention_metadata, draws_of, read_by_device
+from baton.engine.execution.inputs import Inputs, attention_metadata, read_by_device
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.tiles import TILE_FIELDS, most_pieces, tile_work
 from baton.engine.kernels.state.mamba2 import scan_work
@@ -50,12 +50,12 @@ CHUNKS = 16
 LayerDone = Callable[[int], None]
 
 
-Forward = Callable[[Tensor, Tensor, AttentionMetadata, LayerDone], Tensor]
-"""From token ids, positions and attention to hidden states [rows, hidden_size]."""
+Forward = Callable[[Mapping[str, Tensor], AttentionMetadata, LayerDone], Tensor]
+"""From the arrays of a step and its attention to hidden states [rows, hidden_size]."""
 Logits = Callable[[Tensor], Tensor]
 """From hidden states to [rows, vocabulary], in the model's dtype."""
-Choose = Callable[[Tensor, Variant, Draws[Tensor]], Tensor]
-"""From logits to tokens [rows]."""
+Choose = Callable[[Tensor, Variant, Mapping[str, Tensor]], None]
+"""From logits and the arrays of a step to the tokens of the runner."""
 
 
 class Widths(NamedTuple):
@@ -67,6 +67,7 @@ class Widths(NamedTuple):
     tile: int  # tokens of a tile of attention; 0: no graph has chunks
     programs: int  # pieces of tiles that are computed at once
     scan: int  # tokens of a chunk of state layers; 0: no layer has states
+    ahead: int = 1  # as in `arrange`
 
     def pieces(self, rows: int) -> int:
         """The most pieces of tiles in a step of so many rows."""
@@ -79,9 +80,12 @@ class Widths(NamedTuple):
         return rows // self.scan + CHUNKS if self.scan else 0
 
     def sizes(self, rows: int, requests: int) -> dict[str, int]:
-        """The dimensions of the largest step that graphs replay. A request has at most one sampled row."""
+        """The dimensions of the largest step that graphs replay, with so many sampled rows."""
         return {
             "tokens": rows,
+            "ahead": self.ahead,
+            "decode rows": requests if self.ahead > 1 else 0,
+            "drafted": requests if self.ahead > 1 else 0,
             "requests": requests,
             "width": self.table,
             "sampled": requests,
@@ -137,7 +141,7 @@ class StepGraphs:
     def __init__(
         self,
         parts: tuple[Forward, Logits, Choose],
-        tokens: Tensor,
+        sampled: Tensor,
         widths: Widths,
         *,
         dtype: torch.dtype,
@@ -146,14 +150,13 @@ class StepGraphs:
         ranks: Ranks,
         progress: Callable[[float], None],
     ) -> None:
-        """Captures the parts of steps of up to len(tokens) requests.
+        """Captures the parts of steps of up to len(sampled) sampled rows.
 
-        `tokens` [requests] int64, on the device, is the runner's: each step writes its sampled tokens there,
-        and the next step reads them."""
-        device, requests = tokens.device, len(tokens)
+        `sampled` is the runner's: each step writes there what it samples, and the next step reads it."""
+        device, requests = sampled.device, len(sampled)
         self._forward_of, self._logits_of, self._choose_of = parts
         self._ranks = ranks
-        self._tokens = tokens
+        self._sampled = sampled
         self._widths = widths
         self._block_size = block_size
         self._batch_sizes = batch_sizes(requests)
@@ -191,7 +194,7 @@ class StepGraphs:
             for variant in Variant if self._ranks.rank == 0 else ():
                 (self._choose[rows, variant],) = capture(partial(self._run_choose, rows, variant))
         if self._ranks.size > 1:
-            (self._share,) = capture(lambda _: self._ranks.broadcast(self._tokens))
+            (self._share,) = capture(lambda _: self._ranks.broadcast(self._sampled))
         torch.cuda.synchronize()
         self._drop_slow()
 
@@ -210,7 +213,7 @@ class StepGraphs:
 
     def _agreed(self, measured: list[float]) -> list[float]:
         """What rank 0 measured, on every rank."""
-        values = torch.tensor(measured, device=self._tokens.device)
+        values = torch.tensor(measured, device=self._sampled.device)
         self._ranks.broadcast(values)
         return values.tolist()
 
@@ -235,7 +238,7 @@ class StepGraphs:
     def size(self, step: Step) -> Size | None:
         """The size that this step is padded to. None: no graph can replay the step."""
         tables = step.decode_rows + step.num_prefills
-        fits = max(tables, len(step.sampled_rows)) <= len(self._tokens)
+        fits = max(tables, len(step.sampled_rows)) <= len(self._sampled)
         return size_for(step, self._sizes) if fits else None
 
     def forward(self, size: Size, step: Step, layer_done: LayerDone) -> None:
@@ -266,19 +269,18 @@ class StepGraphs:
         self._of_logits[self._padded(rows)].replay()
         return self._logits[:rows]
 
-    def choose(self, rows: int, variant: Variant) -> Tensor:
-        """Launches sampling from the result of `logits`. Returns [rows] int64, a view of `tokens`."""
+    def choose(self, rows: int, variant: Variant) -> None:
+        """Launches sampling from the result of `logits`."""
         self._choose[self._padded(rows), variant].replay()
-        return self._tokens[:rows]
 
-    def share_tokens(self) -> None:
-        """Launches the copy of rank 0's tokens to the other ranks."""
+    def share_sampled(self) -> None:
+        """Launches the copy of what rank 0 sampled to the other ranks."""
         if self._share is not None:
             self._share.replay()
 
-    def draws(self, rows: int) -> Draws[Tensor]:
-        """The draws of the last step, on the device."""
-        return Draws(*(values[:rows] for values in draws_of(self._static.tensors)))
+    def inputs(self, rows: int) -> Mapping[str, Tensor]:
+        """The arrays of the last step on the device, those by sampled row cut to `rows`."""
+        return self._static.first({"sampled": rows, "drafted": rows})
 
     def _padded(self, rows: int) -> int:
         return next(size for size in self._batch_sizes if size >= rows)
@@ -293,10 +295,10 @@ class StepGraphs:
                 "scans": widths.scans(rows) if size.chunks else 0,
             }
         )
-        decodes = min(rows, len(self._tokens)) if size.decodes else 0
+        decodes = min(rows, len(self._sampled)) if size.decodes else 0
         attention = attention_metadata(tensors, block_size=self._block_size, num_decodes=decodes, prefills=[])
         cut = layer_done if size.chunks else lambda _: None
-        hidden = self._forward_of(tensors["token_ids"], tensors["positions"], attention, cut)
+        hidden = self._forward_of(tensors, attention, cut)
         self.hidden[:rows].copy_(hidden)
 
     def _run_logits(self, rows: int, _: LayerDone) -> None:
@@ -305,7 +307,7 @@ class StepGraphs:
             self._logits[:rows].copy_(logits)
 
     def _run_choose(self, rows: int, variant: Variant, _: LayerDone) -> None:
-        self._tokens[:rows].copy_(self._choose_of(self._logits[:rows], variant, self.draws(rows)))
+        self._choose_of(self._logits[:rows], variant, self.inputs(rows))
 
 
 class _Capture:

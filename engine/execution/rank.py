@@ -62,6 +62,7 @@ def commands(config: EngineConfig, started: Started, files: RankFiles) -> Comman
         tokens=config.max_num_batched_tokens,
         requests=config.max_num_seqs,
         table_width=runner.table_width or longest,
+        ahead=runner.ahead,
     )
 
 

@@ -8,8 +8,8 @@ kernel by kernel.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,16 @@ from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
-from baton.engine.kernels import KV, HeadNorm, Kernels, LatentHeads, LayerState, StateLayer
+from baton.engine.kernels import KV, HeadNorm, Kernels, LatentHeads, LatentNorm, LayerState, StateLayer
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
+from baton.engine.kernels.sampling.drafts import Inputs as DraftInputs
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, state_caches
 from baton.engine.models.cache_spec import CacheSpec
-from baton.engine.step import Adjustments, Draws, ScoredLogprobs, Step, Variant
+from baton.engine.step import Adjustments, ScoredLogprobs, Step, Variant
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +45,13 @@ class Launched:
     size: Size | None
     """Size of the graphs that replay the step and keep its logits and draws. None: no graph replays it."""
     logits: Tensor | None  # [rows, vocabulary] float32
-    draws: Draws[Tensor] | None
+    inputs: Mapping[str, Tensor] | None
+    """The arrays of the step on the device. Like the logits, graphs keep their own."""
     began: Event
     ended: Event | None = None
     """None: not sampled yet."""
-    tokens: Tensor | None = None  # [rows] int64; this and the rest is on the host once the step is over
+    sampled: Tensor | None = None
+    """As `ModelRunner.sampled`; this and the rest is on the host once the step is over."""
     logprobs: TopLogprobs | None = None
     scored: ScoredLogprobs | None = None
 
@@ -70,7 +73,13 @@ class Launched:
         """Waits until the step is over. Returns its tokens; a negative one says why there is none."""
         assert self.ended is not None, "a step is sampled before it is waited for"
         self.ended.synchronize()
-        return [] if self.tokens is None else self.tokens.tolist()
+        return [] if self.sampled is None else self.sampled[:, 0].tolist()
+
+    @property
+    def accepted(self) -> list[int]:
+        """For each row, how many of the drafts after it are right. The step must be over, and the engine must
+        have drafts."""
+        return [] if self.sampled is None else self.sampled[:, 1].tolist()
 
 
 class ModelRunner:
@@ -88,11 +97,13 @@ class ModelRunner:
         *,
         dtype: torch.dtype,
         block_size: int,
-        max_num_seqs: int,
+        max_sampled_rows: int,
         device: torch.device,
         ranks: Ranks,
+        ahead: int = 1,
     ) -> None:
-        """`config`, `cache` and `device` are those of this rank."""
+        """`config`, `cache` and `device` are those of this rank. `ahead`: the size of this dimension of a
+        step; 1: the engine has no drafts."""
         self.model = model
         self.block_size = block_size
         self.device = device
@@ -118,8 +129,14 @@ class ModelRunner:
         padded to the next of them."""
         self._record: Callable[[], Event] = partial(record, device)
         self.ranks = ranks
-        self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        """What the newest step samples, by row. The step after it reads its unknown tokens here."""
+        self.ahead = ahead
+        columns = 1 if ahead == 1 else 2
+        self.sampled = torch.zeros((max_sampled_rows, columns), dtype=torch.int64, device=device)
+        """What the newest step samples, by row: its token, and how many of the drafts after the row are right
+        if the engine has drafts. The step after it reads here what the host does not know yet."""
+        self._given = torch.zeros((2, max_sampled_rows + 1), dtype=torch.int64, device=device)
+        """The first tokens of the newest step, among them all that decode, if the engine has drafts; and for
+        each of them, how many drafts of its request the step before accepted. The last column is 0."""
         self.table_width: int | None = None
         """Blocks in a row of the block tables; None: as many as a step needs."""
         if device.type == "cuda":
@@ -155,11 +172,17 @@ class ModelRunner:
         tile = 0 if config.latent else SHORT.tokens(config.num_heads // config.num_kv_heads)
         programs = self._kernels.tile_programs(config.num_kv_heads)
         widths = Widths(
-            self.table_width, config.hidden_size, config.vocab_size, tile, programs, self.chunk_tokens
+            self.table_width,
+            config.hidden_size,
+            config.vocab_size,
+            tile,
+            programs,
+            self.chunk_tokens,
+            self.ahead,
         )
         self._graphs = StepGraphs(
             (self.forward, self.logits, self.choose),
-            self._tokens,
+            self.sampled,
             widths,
             dtype=self._dtype,
             block_size=self.block_size,
@@ -200,10 +223,10 @@ class ModelRunner:
         attention = attention_metadata(
             tensors, block_size=self.block_size, num_decodes=step.decode_rows, prefills=step.prefills
         )
-        hidden = self.forward(tensors["token_ids"], tensors["positions"], attention, layer_done)
+        hidden = self.forward(tensors, attention, layer_done)
         logits = self.logits(hidden[tensors["sampled_rows"]]).float() if rows else None
         scored = self._score(hidden, step)
-        return Launched(rows, step.variant, None, logits, draws_of(tensors), began, scored=scored)
+        return Launched(rows, step.variant, None, logits, tensors, began, scored=scored)
 
     def _copy_states(self, slots: np.ndarray) -> None:
         """Enqueues copies of the states of all layers, each from a slot to another, in two launches."""
@@ -234,9 +257,9 @@ class ModelRunner:
                 self._choose(launched, logits, adjustments, replayed)
         launched.ended = self._record()
         if rows and graphs is not None:
-            graphs.share_tokens()
+            graphs.share_sampled()
         elif rows:
-            self.ranks.broadcast(self._tokens)
+            self.ranks.broadcast(self.sampled)
         return launched.ended
 
     def _choose(
@@ -245,27 +268,28 @@ class ModelRunner:
         """`graphs`: those that have replayed the step. None: no graph has."""
         rows = launched.rows
         if graphs is not None and adjustments is None:
-            launched.tokens = to_host(graphs.choose(rows, launched.variant))
-            return
-        draws = launched.draws if graphs is None else graphs.draws(rows)
-        assert draws is not None
-        adjusted = logits if adjustments is None else adjust(logits, adjustments, self._tokens)
-        tokens = choose(adjusted, logits, launched.variant, draws, self._kernels)
-        self._tokens[:rows] = tokens
-        launched.tokens = to_host(tokens)
+            graphs.choose(rows, launched.variant)
+        else:
+            inputs = launched.inputs if graphs is None else graphs.inputs(rows)
+            assert inputs is not None
+            adjusted = logits if adjustments is None else adjust(logits, adjustments, self.sampled[:, 0])
+            self.choose(logits, launched.variant, inputs, adjusted)
+        launched.sampled = to_host(self.sampled[:rows])
         if adjustments is not None:
-            launched.logprobs = top_logprobs(logits, tokens, adjustments)
+            launched.logprobs = top_logprobs(logits, self.sampled[:rows, 0], adjustments)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, layer_done: LayerDone
+        self, inputs: Mapping[str, Tensor], attention: AttentionMetadata, layer_done: LayerDone
     ) -> Tensor:
-        """Writes the KV of all tokens. Returns the hidden state of each, [tokens, hidden_size]."""
+        """Writes the KV of all tokens of a step with these arrays. Returns the hidden state of each, [tokens,
+        hidden_size]."""
+        token_ids, positions, attention = self._after(inputs, attention)
         kernels = self._kernels
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
-        latent = self._config.latent
+        latents = self._config.latent
         latent_plan: Any = None
-        if latent is not None:
-            latent_plan = kernels.plan_latent(attention, heads, latent, self._dtype)
+        if latents is not None:
+            latent_plan = kernels.plan_latent(attention, heads, latents, self._dtype)
         plans = {
             span: kernels.plan(attention, heads, kv_heads, self._dtype, span)
             for span in {layer.span for layer in self._attention if layer.kind == "attention"}
@@ -286,22 +310,26 @@ class ModelRunner:
             return kernels.attention(q, kv, plans[self._attention[index].span], sinks, scale)
 
         def attend_latent(
-            layer: int, q: Tensor, cached: Tensor, shared: Tensor, rotary: Tensor, heads: LatentHeads
+            layer: int,
+            q: Tensor,
+            latent: Tensor,
+            shared: Tensor,
+            norm: LatentNorm,
+            rotary: Tensor,
+            heads: LatentHeads,
         ) -> Tensor:
             kv = self.kv_cache[self._index[layer]]
             assert isinstance(kv, Tensor), "no latent is in FP8"
-            kernels.write_latent(q, cached, shared, rotary, kv, attention.slots)
+            kernels.write_latent(q, latent, shared, norm, rotary, kv, attention.slots)
             layer_done(layer)
             return kernels.latent_attention(q, kv, latent_plan, heads)
 
-        pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
-        known = torch.where(token_ids < 0, pending, token_ids)
         if (load := self.expert_load) is not None:
             load.begin_step()
         step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
         if not self._state:
             with computing(step):
-                return self.model(known, positions, attend_latent if latent else attend)
+                return self.model(token_ids, positions, attend_latent if latents else attend)
         states = kernels.plan_states(attention, self._dtype)
 
         def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:
@@ -310,12 +338,47 @@ class ModelRunner:
             return y
 
         with computing(step):
-            return self.model(known, positions, attend, mix)
+            return self.model(token_ids, positions, attend, mix)
+
+    def _after(
+        self, inputs: Mapping[str, Tensor], attention: AttentionMetadata
+    ) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """The token ids and positions of the step, and its attention, after what the step before sampled."""
+        token_ids, positions = inputs["token_ids"], inputs["positions"]
+        if self.ahead == 1:
+            sampled = self.sampled[(-1 - token_ids).clamp_min(0), 0].clamp_min(0)
+            return torch.where(token_ids < 0, sampled, token_ids), positions, attention
+        after, ids, slots = (inputs[f"ahead.{name}"] for name in ("after", "token_ids", "slots"))
+        known = DraftInputs(token_ids, positions, attention.slots, attention.contexts)
+        found = self._kernels.follow(known, after, ids, slots, self.sampled, self._given)
+        attention = replace(attention, slots=found.slots, contexts=found.contexts)
+        return found.token_ids, found.positions, attention
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocabulary], in the model's dtype."""
         return self.model.logits(hidden)
 
-    def choose(self, logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Tensor:
-        """Tokens of rows that ask for nothing beyond `Draws`."""
-        return choose(logits, logits, variant, draws, self._kernels)
+    def choose(
+        self,
+        logits: Tensor,
+        variant: Variant,
+        inputs: Mapping[str, Tensor],
+        adjusted: Tensor | None = None,
+    ) -> None:
+        """Samples rows of a step with these arrays into `sampled`. `adjusted`: the logits as the rows want
+        them. None: they ask for nothing beyond `Draws`."""
+        draws, rows = draws_of(inputs), inputs["sampled_rows"]
+        if self.ahead > 1 and variant is not Variant.GREEDY:
+            draws = draws._replace(keys=self._keys(inputs["ahead.keys"], rows))
+        adjusted = logits if adjusted is None else adjusted
+        tokens = choose(adjusted, logits, variant, draws, self._kernels)
+        self.sampled[: len(rows), 0] = tokens
+        if self.ahead > 1:
+            self.sampled[: len(rows), 1] = self._kernels.accepted(
+                tokens, rows, inputs["ahead.drafts"], self._given
+            )
+
+    def _keys(self, keys: Tensor, rows: Tensor) -> Tensor:
+        """The keys of these sampled rows, of `Ahead.keys`."""
+        shift = self._given[1, rows.clamp_max(self._given.shape[1] - 1)]
+        return keys.gather(1, shift[:, None])[:, 0]

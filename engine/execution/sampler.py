@@ -168,13 +168,13 @@ def _logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, ...]:
     """The fields of `ScoredLogprobs` for some rows."""
     chosen = logits.gather(1, tokens[:, None])
     ranks = (logits > chosen).sum(dim=-1, dtype=torch.int32) + 1
-    best = logits.topk(top, dim=-1)
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    return (chosen - total)[:, 0], ranks, best.indices.int(), best.values - total
+    best = logits.topk(top, dim=-1).indices
+    logs = torch.log_softmax(logits, dim=-1)  # row by row, unlike `logsumexp`, so other rows change no bit
+    return logs.gather(1, tokens[:, None])[:, 0], ranks, best.int(), logs.gather(1, best)
 
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, valid once everything queued on the current stream is over."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

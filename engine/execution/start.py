@@ -27,6 +27,7 @@ from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.warmup import Rehearsal, measure_steps, warm_up
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.ranks import Ranks
+from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import choose_format, load_model, open_checkpoint
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
@@ -43,6 +44,8 @@ class Started:
     model_fingerprint: str
     content_root: bytes
     """Of all that KV depends on beside the tokens and their salt (`content`)."""
+    numerics: str
+    """What bits depend on beside the model. Empty: they also depend on the batch (`numerics_of`)."""
     source: str
     """The checkpoint's file or directory."""
     cache_spec: Sequence[CacheSpec]
@@ -64,21 +67,34 @@ def start_rank(
     checkpoint = open_checkpoint(config, device)
     weight_format = choose_format(config, checkpoint.config, device)
     limits = choose_limits(config, checkpoint.config, weight_format, device, ranks)
+    if config.speculative_config is not None and limits.state_bytes:
+        raise ValueError(
+            f"--speculative-config: {checkpoint.config.architecture} has layers with states, which keep no "
+            "state for each draft; leave the flag out"
+        )
     with memory_for("the weights", "choose a smaller --model"):
         model, fingerprint = load_model(
-            checkpoint, limits.max_model_len, limits.dtype, device, progress, weight_format, ranks
+            checkpoint,
+            limits.max_model_len,
+            limits.dtype,
+            device,
+            progress,
+            weight_format,
+            ranks,
+            exact=config.batch_invariant,
         )
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
     runner = ModelRunner(
         model,
-        kernels_for(device, model_config.kernel_head_dim),
+        kernels_for(device, model_config.kernel_head_dim, exact=config.batch_invariant),
         model_config.of_rank(ranks.size),
         limits.cache,
         dtype=limits.dtype,
         block_size=limits.block_size,
-        max_num_seqs=config.max_num_seqs,
+        max_sampled_rows=config.max_decode_rows,
         device=device,
         ranks=ranks,
+        ahead=config.ahead,
     )
     use = _measure(config, runner, limits, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)
@@ -94,16 +110,42 @@ def start_rank(
             runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
         if runner.expert_load is not None:
             runner.expert_load.clear()
+    numerics = numerics_of(config, limits, weight_format, device) if config.batch_invariant else ""
     return Started(
         runner,
         replace(model_config, max_model_len=pool.max_model_len),
         fingerprint,
-        content_root(fingerprint, str(limits.dtype), str(limits.kv_dtype)),
+        content_root(fingerprint, str(limits.dtype), str(limits.kv_dtype), numerics),
+        numerics,
         checkpoint.source,
         limits.cache,
         pool,
         largest,
     )
+
+
+KERNELS_VERSION = 1
+"""Of the order of sums of the exact mode: it rises with each change that changes a bit."""
+
+
+def numerics_of(
+    config: EngineConfig, limits: CacheLimits, weight_format: PlainFormat, device: torch.device
+) -> str:
+    """All that the bits of a request depend on beside the model and the request, in the exact mode."""
+    name = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    experts = " with whole experts" if config.enable_expert_parallel else ""
+    parts = {
+        "device": name,
+        "ranks": f"{config.tensor_parallel_size}{experts}",
+        "dtype": str(limits.dtype).removeprefix("torch."),
+        "kv": str(limits.kv_dtype).removeprefix("torch."),
+        "format": weight_format.identity or "plain",
+        "kernels": KERNELS_VERSION,
+        "torch": torch.__version__,
+    }
+    return "; ".join(f"{key}={value}" for key, value in parts.items())
 
 
 def _measure(

@@ -6,7 +6,7 @@
 Both run the same steps, in this order:
 
 1. prompts of as many requests as a step can hold, which fill its token budget
-2. decodes of all these requests, of half of them, of a quarter, and so on
+2. decodes of all these requests, of half of them, of a quarter, and so on; and with drafts, if there are
 3. long prompts that fill a step beside one decode, and the rest of these prompts, with log probabilities
 4. steps with other kernels for sampling or matrix products
 """
@@ -25,6 +25,7 @@ from baton.engine.step import (
     NOT_FINITE,
     NOT_SCORED,
     Adjustments,
+    Draft,
     Draws,
     Penalties,
     Scored,
@@ -34,10 +35,11 @@ from baton.engine.step import (
 )
 
 TOP_LOGPROBS = 20
-PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN), (48, Variant.GREEDY), (192, Variant.GREEDY)]
-"""(prompt length, variant): matrix products choose other kernels for these numbers of rows, and sampling has
-other kernels for these variants. The last one also takes the memory in which attention converts FP8 blocks
-(`engine.kernels.attention.gather_kv`): the largest steps may have too many positions for that."""
+PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for n in (48, 384, 768, 192)]
+"""(prompt length, variant): matrix products choose other kernels for these numbers of rows, or measure them
+(`engine.kernels.fastest`), and sampling has other kernels for these variants. The last one also takes the
+memory in which attention converts FP8 blocks (`engine.kernels.attention.gather_kv`): the largest steps may
+have too many positions for that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +54,9 @@ class _Sequence:
 
 class _Chunk(NamedTuple):
     sequence: _Sequence
-    count: int = 1  # tokens
+    count: int = 1  # tokens, without drafts
     decodes: bool = True
+    drafts: int = 0
 
 
 class Rehearsal:
@@ -77,9 +80,12 @@ class Rehearsal:
         self._block_size = block_size
         self._pool = pool
         self._num_slots = num_slots
+        self._ahead = config.ahead
+        self._drafting = config.max_decode_rows // config.ahead if config.ahead > 1 else 0
+        """Requests of a step in which each has all drafts."""
         self._sequences = 0
         self.num_blocks = 0
-        decodes = seats.bit_length() + 3  # tokens that the first request decodes
+        decodes = seats.bit_length() + 2 + 2 * self._ahead  # tokens that the first request decodes
         self._first = [
             self._sequence(min((budget + number) // seats, max_model_len - decodes), decodes)
             for number in range(seats)
@@ -117,6 +123,8 @@ class Rehearsal:
         while count:
             yield step([_Chunk(sequence) for sequence in self._first[:count]])
             count //= 2
+        if self._drafting:
+            yield step([_Chunk(s, drafts=self._ahead - 1) for s in self._first[: self._drafting]])
         decodes = [_Chunk(sequence) for sequence in self._beside]
         while chunks := self._fill(self._long, self._budget - len(decodes)):
             yield step([*decodes, *chunks], scored=True)
@@ -141,20 +149,28 @@ class Rehearsal:
         """The arrays of these chunks, which count as computed from then on. A decode at the end of its blocks
         computes the last position again."""
         ends = [min(self._max_model_len, len(s.blocks) * self._block_size) for s, *_ in chunks]
-        starts = [min(s.computed, end - count) for (s, count, _), end in zip(chunks, ends, strict=True)]
-        stops = [start + count for start, (_, count, _) in zip(starts, chunks, strict=True)]
+        starts = [
+            max(0, min(chunk.sequence.computed, end - chunk.count - chunk.drafts))
+            for chunk, end in zip(chunks, ends, strict=True)
+        ]
+        stops = [start + chunk.count for start, chunk in zip(starts, chunks, strict=True)]
         for (sequence, *_), stop in zip(chunks, stops, strict=True):
             sequence.computed = stop
-        sampled = [i for i, (sequence, *_) in enumerate(chunks) if sequence.computed >= sequence.prompt]
+        sampled = [i for i, (s, _, decodes, _) in enumerate(chunks) if decodes or s.computed >= s.prompt]
         tokens = [0] * sum(chunk.count for chunk in chunks)
+        drafts = {
+            i: Draft([0] * chunk.drafts, chunk.drafts) for i, chunk in enumerate(chunks) if chunk.drafts
+        }
+        rows = len(sampled) + sum(chunk.drafts for chunk in chunks)
         all_rows = Scored(np.arange(len(tokens)), np.array(tokens), TOP_LOGPROBS)
         return arrange(
             tokens, starts, stops,
-            [sequence.blocks for sequence, *_ in chunks], sampled, variant, _draws(len(sampled), variant),
+            [sequence.blocks for sequence, *_ in chunks], sampled, variant, _draws(rows, variant),
             num_decodes=sum(chunk.decodes for chunk in chunks),
             hands_over=False, block_size=self._block_size, table_width=table_width,
             scored=all_rows if scored else NOT_SCORED,
             state_slots=[sequence.state_slot for sequence, *_ in chunks] if self._num_slots else None,
+            drafts=drafts, keys=np.zeros((rows, self._ahead), np.int32) if self._drafting else None,
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels.attention import latent
-from baton.engine.kernels.attention.latent import LatentHeads
+from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.paged import (
     KV,
     AttentionMetadata,
@@ -39,14 +39,17 @@ from baton.engine.kernels.attention.paged import (
 )
 from baton.engine.kernels.moe.experts import Choice, Experts, mix, route
 from baton.engine.kernels.quantized.reference import (
+    FLOATS,
     FP8,
     FP8_GROUP,
+    FourBits,
     Fp8Experts,
     Quantized,
     fp8_linear,
     quantize,
     rounded,
 )
+from baton.engine.kernels.sampling import drafts
 from baton.engine.kernels.sampling.reference import SMALLEST_TEMPERATURE, draw, greedy, thresholds
 from baton.engine.kernels.state import gated_delta, mamba2
 from baton.engine.kernels.state.gated_delta import GatedDelta
@@ -54,6 +57,7 @@ from baton.engine.kernels.state.mamba2 import LayerState, Mamba2, StateLayer
 from baton.engine.model_config import LatentConfig, Span
 
 __all__ = [
+    "FLOATS",
     "FP8",
     "FP8_GROUP",
     "KV",
@@ -61,12 +65,14 @@ __all__ = [
     "AttentionMetadata",
     "Choice",
     "Experts",
+    "FourBits",
     "Fp8Experts",
     "Fp8KV",
     "GatedDelta",
     "HeadNorm",
     "Kernels",
     "LatentHeads",
+    "LatentNorm",
     "LayerState",
     "LinearMethod",
     "Mamba2",
@@ -79,7 +85,13 @@ __all__ = [
 
 class Kernels:
     """The operations in plain torch. Tensors are contiguous and have the model's dtype, unless a docstring
-    says otherwise."""
+    says otherwise.
+
+    `exact`: each row of a result has the same bits whatever the other rows and the cut of prompts
+    (`--batch-invariant`)."""
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
 
     quantize = staticmethod(quantize)
     fp8_linear = staticmethod(fp8_linear)
@@ -91,6 +103,8 @@ class Kernels:
     greedy = staticmethod(greedy)
     draw = staticmethod(draw)
     thresholds = staticmethod(thresholds)
+    follow = staticmethod(drafts.follow)
+    accepted = staticmethod(drafts.accepted)
 
     def add_rms_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, grouped: bool | None = None
@@ -139,8 +153,11 @@ class Kernels:
         routing = route(logits, experts.choice)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
         gate_up, down = experts.gate_up, experts.down
-        assert isinstance(gate_up, Tensor) == isinstance(down, Tensor), "experts have one format"
         inputs, round_inner = x, None
+        if isinstance(gate_up, FourBits):
+            gate_up = gate_up.exact()
+        if isinstance(down, FourBits):
+            down = down.exact()
         if isinstance(gate_up, Fp8Experts):
             inputs, gate_up = rounded(x, grouped=gate_up.grouped), gate_up.exact()
         if isinstance(down, Fp8Experts):
@@ -185,7 +202,7 @@ class Kernels:
         span: Span | None = None,
     ) -> Any:
         """The plan that `attention` needs, the same for all layers of a step that have this span."""
-        return plan_attention(metadata, span, dtype)
+        return plan_attention(metadata, span, dtype, exact=self.exact)
 
     def attention(self, q: Tensor, kv: KV, plan: Any, sinks: Tensor | None, scale: float) -> Tensor:
         """Every query attends to the positions of its request up to its own, from the first in the plan's
@@ -246,11 +263,11 @@ def from_hopper_on(device: torch.device) -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def kernels_for(device: torch.device, head_dim: int) -> Kernels:
-    """The kernels for this device. Raises `ValueError` if CUDA has no kernel for this head_dim, or if Triton
-    is not installed; the message then names the extra."""
+def kernels_for(device: torch.device, head_dim: int, *, exact: bool = False) -> Kernels:
+    """The kernels for this device. `exact`: as in `Kernels`. Raises `ValueError` if CUDA has no kernel for
+    this head_dim, or if Triton is not installed; the message then names the extra."""
     if device.type == "cpu":
-        return Kernels()
+        return Kernels(exact=exact)
     try:
         from baton.engine.kernels.triton_kernels import TritonKernels
     except ModuleNotFoundError as error:
@@ -260,4 +277,4 @@ def kernels_for(device: torch.device, head_dim: int) -> Kernels:
             f"--device {device} needs Triton: in Baton's source directory `pip install -e '.[cuda]'` "
             "installs it; or use --device cpu"
         ) from error
-    return TritonKernels(device, head_dim)
+    return TritonKernels(device, head_dim, exact=exact)

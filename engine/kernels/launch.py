@@ -34,6 +34,11 @@ def inputs_ready():
         tl.extra.cuda.gdc_launch_dependents()
 
 
+def on_hopper() -> bool:
+    """Whether kernels are compiled for a GPU with products of warp groups. Later ones have others."""
+    return COMPILED.value and cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0)
+
+
 @functools.cache
 def launch_options() -> dict[str, Any]:
     """Options of a launch on this device, of a kernel that calls `inputs_ready`."""

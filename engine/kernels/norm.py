@@ -24,10 +24,10 @@ def add_rms_norm(
     residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, grouped: bool | None = None
 ) -> Tensor | Quantized:
     rows, size = residual.shape
-    assert residual.is_contiguous(), "the kernel assumes dense rows"
-    assert delta is None or (delta.shape == residual.shape and delta.is_contiguous()), (
-        "the kernel adds element by element"
-    )
+    assert residual.stride(1) == 1, "the kernel assumes dense rows"
+    assert delta is None or (
+        delta.shape == residual.shape and delta.is_contiguous() and residual.is_contiguous()
+    ), "the kernel adds element by element"
     out, scales = empty_like(residual, size, grouped=grouped)
     block = triton.next_power_of_2(size)
     warps = min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
@@ -37,6 +37,7 @@ def add_rms_norm(
         weight,
         out,
         scales,
+        residual.stride(0),
         size,
         eps,
         BLOCK=block,
@@ -55,6 +56,7 @@ def _add_rms_norm(
     weight,
     out,
     scales,
+    stride,
     size,
     eps,
     BLOCK: tl.constexpr,
@@ -66,7 +68,7 @@ def _add_rms_norm(
     inside = columns < size
     row = tl.program_id(0).to(tl.int64)
     at = row * size + columns
-    x = tl.load(residual + at, mask=inside, other=0.0)
+    x = tl.load(residual + row * stride + columns, mask=inside, other=0.0)
     if ADD:
         x = (x.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(residual + at, x, mask=inside)

@@ -24,7 +24,8 @@ from baton.engine.kernels import (
     silu,
 )
 from baton.engine.kernels.attention import latent_kernels, rope
-from baton.engine.kernels.attention.decode import Pieces, decode_attention, partition
+from baton.engine.kernels.attention.decode import Pieces, decode_attention, most_pieces, partition
+from baton.engine.kernels.attention.exact_decode import exact_decode_attention
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
@@ -34,7 +35,7 @@ from baton.engine.kernels.moe.combine import combine
 from baton.engine.kernels.moe.grouped_linear import grouped_linear
 from baton.engine.kernels.moe.shuffle import shuffle
 from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
-from baton.engine.kernels.sampling import race
+from baton.engine.kernels.sampling import draft_kernels, race
 from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
 from baton.engine.kernels.state.plan import TritonStatePlan, chunk_tokens, plan_states
@@ -74,21 +75,23 @@ class TritonKernels(Kernels):
     chunk_tokens = staticmethod(chunk_tokens)
     greedy = staticmethod(race.greedy)
     draw = staticmethod(race.draw)
-    thresholds = staticmethod(thresholds)
+    follow = staticmethod(draft_kernels.follow)
+    accepted = staticmethod(draft_kernels.accepted)
 
-    def __init__(self, device: torch.device, head_dim: int) -> None:
+    def __init__(self, device: torch.device, head_dim: int, *, exact: bool = False) -> None:
         if head_dim not in HEAD_DIMS:
             raise ValueError(
                 f"a model with head_dim {head_dim} cannot run on CUDA ({HEAD_DIMS} can); use --device cpu"
             )
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # Triton launches on the current device
+        super().__init__(exact=exact)
         self._multiprocessors = multiprocessors(device)
 
     def fp8_linear(
         self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Callable[[Quantized], Tensor]:
-        return Fp8Linear(weight, scales, bias, dtype, self._multiprocessors)
+        return Fp8Linear(weight, scales, bias, dtype, self._multiprocessors, exact=self.exact)
 
     def mix_experts(
         self,
@@ -102,7 +105,7 @@ class TritonKernels(Kernels):
     ) -> Tensor:
         gate_up, down, choice = experts.gate_up, experts.down, experts.choice
         on_input = choice.scoring is Scoring.SIGMOID_ON_INPUT
-        count = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
+        count = len(gate_up if isinstance(gate_up, Tensor) else gate_up[0])
         held = range(experts.first, experts.first + count)
         shuffled = shuffle(logits, counts, choice, slots, held)
         inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
@@ -142,7 +145,8 @@ class TritonKernels(Kernels):
         decodes, device = metadata.num_decodes, metadata.contexts.device
         pieces = None
         if decodes:
-            pieces = partition(metadata.contexts[:decodes], num_kv_heads, self._multiprocessors, span)
+            count = most_pieces(decodes, num_kv_heads, self._multiprocessors)
+            pieces = partition(metadata.contexts[:decodes], num_kv_heads, count, span, exact=self.exact)
         tiles = None
         if metadata.tiles is not None or metadata.prefills:
             shape = SHORT if metadata.tiles is not None else shape_for(metadata.prefills)
@@ -152,30 +156,36 @@ class TritonKernels(Kernels):
                 made = tile_work(metadata.prefills, decodes, tokens, programs)
                 work = torch.from_numpy(made).to(device, non_blocking=True)
             finished = torch.zeros((MOST_WAVES * programs, num_kv_heads), dtype=torch.int32, device=device)
-            tiles = Tiles(work, shape, finished if programs else None)
+            tiles = Tiles(work, shape, finished if programs else None, self.exact)
         prefills = () if metadata.tiles is not None else metadata.prefills
         return TritonPlan(decodes, metadata.block_size, metadata.block_tables, pieces, prefills, tiles, span)
 
     def plan_latent(
         self, metadata: AttentionMetadata, num_heads: int, shape: LatentConfig, dtype: torch.dtype
     ) -> latent_kernels.LatentPlan:
-        return latent_kernels.plan_latent(metadata, num_heads, shape.least_expanded, self._multiprocessors)
+        return latent_kernels.plan_latent(
+            metadata, num_heads, shape, shape.least_expanded, dtype, self._multiprocessors
+        )
 
     def tile_programs(self, num_kv_heads: int) -> int:
-        return SHORT_PER_SM * self._multiprocessors // num_kv_heads
+        return 0 if self.exact else SHORT_PER_SM * self._multiprocessors // num_kv_heads
 
     def attention(self, q: Tensor, kv: KV, plan: TritonPlan, sinks: Tensor | None, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.pieces is not None:
             decodes = slice(plan.num_decodes)
             tables = plan.block_tables
-            decode_attention(q[decodes], kv, tables, plan.pieces, out[decodes], plan.span, sinks, scale)
+            attend = exact_decode_attention if self.exact else decode_attention
+            attend(q[decodes], kv, tables, plan.pieces, out[decodes], plan.span, sinks, scale)
         if plan.tiles is not None:
             tables = plan.block_tables
             if isinstance(kv, Fp8KV) and plan.gathered is not None:
                 kv, tables = gather(kv, plan.gathered.blocks, q.dtype), plan.gathered.tables
             prefill_attention(q, kv, tables, plan.tiles, out, plan.span, sinks, scale)
         return out
+
+    def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        return thresholds(probs, top_k, top_p, min_p, exact=self.exact)
 
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> TritonStatePlan:
         return plan_states(metadata, dtype, self._multiprocessors)

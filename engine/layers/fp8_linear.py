@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, LinearMethod, Quantized
+from baton.engine.kernels import FP8, FP8_GROUP, FourBits, Fp8Experts, LinearMethod, Quantized
 from baton.engine.kernels.quantized.reference import quantize, spread
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, whole
@@ -73,10 +73,10 @@ class Fp8Format(PlainFormat):
             return super().linear(weights, stack)
         added = weights.bias(stack)
         if not self.quantizes_activations:
-            return PlainLinear(exact(weight).to(weights.dtype), added)
+            return PlainLinear(exact(weight).to(weights.dtype), added, exact=weights.kernels.exact)
         return Fp8Linear(weight._replace(scales=by_block(weight.scales)), added, weights)
 
-    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts:
+    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
         read = [self._stacked(weights, stack) for stack in experts]
         held = [weight for weight in read if weight and len(weight.values)]
         if not held:

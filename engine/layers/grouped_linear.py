@@ -4,12 +4,13 @@ CPU, bfloat16     decodes    torch's kernel for 4 bits, which computes a row in 
                   prompts    oneDNN, from a copy in bfloat16 or float32, in tiles of equally many rows
 GPU, 16 bits      few rows   a kernel that reads the codes, from Hopper on (`quantized.int4_linear`)
                   many rows  dequantized for each product
+                  experts    the grouped form of that kernel (`moe.grouped_linear`)
 other             dequantized at load
 """
 
 import functools
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import LinearMethod, from_hopper_on
+from baton.engine.kernels import FourBits, Fp8Experts, Kernels, LinearMethod, from_hopper_on
+from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.weights import OUTPUT, Groups, PlainFormat, Stack, Weights
+from baton.engine.layers.weights import OUTPUT, Groups, PlainFormat, Stack, Weights, stacked
 
 MOST_DECODES = 8
 """Rows that the kernel for 4 bits computes. Measured: oneDNN is faster for more, since it uses the matrix
@@ -31,6 +33,8 @@ TILE = 128
 
 GROUP_SIZES = (32, 64, 128, 256)
 """What torch's kernel for 4 bits supports."""
+
+GROUP_SIZES_ON_GPU = (32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +53,25 @@ class GroupsFormat(PlainFormat):
         added = weights.bias(stack._replace(bias=has_bias))
         return grouped_linear(groups, added, weights, output=stack.names == [OUTPUT])
 
+    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
+        packed, plain = [], []
+        for stack in experts:
+            groups = self.read_groups(weights, stack)
+            if groups is None:
+                return super().experts(weights, experts)
+            if not len(groups.codes):  # another rank's
+                continue
+            if _packs_on_gpu(groups, weights):
+                packed.append(four_bits(*groups[:3], weights.dtype, floats=groups.floats))
+            else:
+                plain.append(groups.values().to(weights.dtype))
+        return of_experts(packed) if packed else torch.stack(plain)
+
     def read_groups(self, weights: Weights, stack: Stack) -> Groups | None:
         """The rows of all projections. None: they are plain. Raises `ValueError` as `linear` does."""
-        raise NotImplementedError
+        parts = [weights.groups(name, part) for name, part in zip(*stack.weights, strict=True)]
+        read = [part for part in parts if part is not None]
+        return stacked(read) if len(read) == len(parts) else None
 
 
 def packs(bits: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -74,10 +94,13 @@ def grouped_linear(
 ) -> LinearMethod:
     """The product with these weights. `output`: it gives the logits, so it gets one row of each request."""
     rows = len(groups.codes)
+    if groups.order is not None and packs(groups.bits, weights.dtype, weights.device):
+        product = grouped_linear(groups._replace(order=None), bias, weights, output=output)
+        return Reordered(product, groups.order)
     if weights.device.type == "cuda":
         return _on_gpu(groups, bias, weights)
     if not packs(groups.bits, weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
-        return PlainLinear(groups.values().to(weights.dtype), bias)
+        return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
     plain = for_prompts(groups.values(), bias)
     return ByRows(PackedLinear(groups, bias), plain, output=output)
 
@@ -101,22 +124,42 @@ def for_prompts(values: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
     return linear if dtype is torch.bfloat16 else lambda x: linear(x.to(dtype)).to(x.dtype)
 
 
+def _packs_on_gpu(groups: Groups, weights: Weights) -> bool:
+    if weights.device.type != "cuda" or groups.size not in GROUP_SIZES_ON_GPU or groups.order is not None:
+        return False
+    fits = not groups.floats or weights.dtype is torch.bfloat16  # float16 has not all scales of MXFP4
+    return fits and packs(groups.bits, weights.dtype, weights.device)
+
+
 def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMethod:
     from baton.engine.kernels.launch import multiprocessors
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
 
-    codes, scales, zeros, bits = groups
-    packed = packs(bits, weights.dtype, weights.device)
-    if not packed or not Int4Linear.suits(codes, scales, weights.dtype):
-        return PlainLinear(groups.values().to(weights.dtype), bias)
-    return Int4Linear(codes, scales, zeros, bias, weights.dtype, multiprocessors(weights.device))
+    if not _packs_on_gpu(groups, weights):
+        return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
+    weight = four_bits(*groups[:3], weights.dtype, floats=groups.floats)
+    return Int4Linear(weight, bias, multiprocessors(weights.device))
+
+
+class Reordered(LinearMethod):
+    """A product with weights whose columns have another order."""
+
+    def __init__(self, product: LinearMethod, order: Tensor) -> None:
+        """Column i of the product's weights is column order[i]."""
+        self._product, self._order = product, order
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x.index_select(1, self._order))
+
+    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return self._product.silu_mul(x.index_select(1, self._order), kernels)
 
 
 class PackedLinear(LinearMethod):
     """y = x Wᵀ + b with torch's kernel for 4 bits on a CPU. It sums the halves of codes of 8 bits."""
 
     def __init__(self, groups: Groups, bias: Tensor | None) -> None:
-        codes, scales, zeros, bits = groups
+        codes, scales, zeros, bits = groups[:4]
         if bits == 4:
             halves = [(codes, scales, zeros)]
         else:  # code − 128 = 16 · (high − 8) + (low − 8) + 8

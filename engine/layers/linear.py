@@ -1,5 +1,6 @@
 """Matrix products with a weight in the model's dtype."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,19 +15,28 @@ class PlainLinear(LinearMethod):
     it in every call: at small batches that takes longer than the product. A GPU has a kernel of its own for
     small batches."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> None:
+        """`exact`: each row of a result has the same bits whatever the other rows."""
         self.packed = packs_plain(weight.dtype, weight.device)
         self.weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if self.packed else weight
         )
         self.bias = bias
-        self.skinny = _skinny(weight, bias) if weight.is_cuda else None
+        self.product = _product(weight, bias, exact=exact) if weight.is_cuda else None
+        self.most_rows = math.inf if exact else MAX_SKINNY_ROWS
+        self.in_blocks = exact and not weight.is_cuda
 
     def __call__(self, x: Tensor) -> Tensor:
+        if not self.in_blocks:
+            return self._multiply(x)
+        blocks = F.pad(x, (0, 0, 0, -len(x) % EXACT_ROWS)).split(EXACT_ROWS)
+        return torch.cat([self._multiply(block) for block in blocks])[: len(x)]
+
+    def _multiply(self, x: Tensor) -> Tensor:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        if self.skinny is not None and len(x) <= MAX_SKINNY_ROWS:
-            return self.skinny(x)
+        if self.product is not None and len(x) <= self.most_rows:
+            return self.product(x)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -36,14 +46,24 @@ def packs_plain(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def _skinny(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+def _product(weight: Tensor, bias: Tensor | None, *, exact: bool) -> Callable[[Tensor], Tensor] | None:
+    from baton.engine.kernels.exact_linear import ExactLinear
     from baton.engine.kernels.launch import multiprocessors
     from baton.engine.kernels.skinny_linear import SkinnyLinear
 
     if not SkinnyLinear.suits(weight):
+        if exact:
+            raise ValueError(
+                f"--batch-invariant: no kernel multiplies {weight.dtype} with {weight.shape[1]} columns "
+                "exactly on this GPU; use --dtype bfloat16 on Hopper or later, or leave the flag out"
+            )
         return None
-    return SkinnyLinear(weight, bias, multiprocessors(weight.device))
+    return (ExactLinear if exact else SkinnyLinear)(weight, bias, multiprocessors(weight.device))
 
+
+EXACT_ROWS = 16
+"""Rows of x at a time on a CPU in the exact mode, padded with zeros. oneDNN chooses the order of sums by the
+number of rows: a single one has another kernel. For 16 it takes hardly longer than for one."""
 
 MAX_SKINNY_ROWS = 64
 """Rows of x on a GPU; cuBLAS is faster for more."""

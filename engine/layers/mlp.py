@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import Choice, Experts, Fp8Experts
+from baton.engine.kernels import Choice, Experts, FourBits, Fp8Experts
 from baton.engine.layers.current_step import current_step
+from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import DTYPES, Stack, Weights
 from baton.engine.model_config import ExpertsConfig, ModelConfig
@@ -79,7 +79,7 @@ class MoE:
 
         def load(
             kinds: Sequence[str], rows: Part, columns: Part
-        ) -> tuple[Tensor | Fp8Experts, Tensor | None]:
+        ) -> tuple[Tensor | Fp8Experts | FourBits, Tensor | None]:
             """Matrices of these projections [own experts, out, in], and their biases [own experts, out]."""
             stacks = [
                 Stack([f"{name}.{kind}_proj" for kind in kinds], [own.here(i, rows)] * len(kinds), columns)
@@ -92,7 +92,7 @@ class MoE:
 
         gate_up, gate_up_bias = load(("gate", "up"), inner, hidden)
         down, down_bias = load(("down",), hidden, inner)
-        if isinstance(gate_up, Tensor) != isinstance(down, Tensor):
+        if isinstance(gate_up, Fp8Experts) != isinstance(down, Fp8Experts):
             raise ValueError(f"{weights.source}: of the experts of {name} only some matrices are in FP8")
         self.experts = Experts(
             gate_up,
@@ -108,7 +108,8 @@ class MoE:
             size = experts.shared_intermediate_size
             self.shared = GatedMLP(config, weights, f"{name}.{shared}", size)
             if experts.shared_gate:
-                self.shared_gate = weights.take(f"{name}.{shared}_gate.weight", (1, config.hidden_size))
+                gate = weights.take(f"{name}.{shared}_gate.weight", (1, config.hidden_size))
+                self.shared_gate = PlainLinear(gate, exact=weights.kernels.exact)
             if weights.device.type == "cuda":
                 self.side = _side_stream(weights.device)
         self.index = experts.layers.index(layer)
@@ -150,7 +151,7 @@ class MoE:
     def _gated(self, x: Tensor, expert: GatedMLP) -> Tensor:
         if self.shared_gate is None:
             return expert(x)
-        return expert(x).mul_(F.linear(x, self.shared_gate).sigmoid_())
+        return expert(x).mul_(self.shared_gate(x).sigmoid_())
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Fp8Experts, LinearMethod, kernels_for
+from baton.engine.kernels import FLOATS, FourBits, Fp8Experts, LinearMethod, kernels_for
 from baton.engine.layers.linear import PlainLinear, packs_plain
 from baton.engine.layers.ranks import Part, Ranks, whole
 from baton.engine.model_config import ModelConfig
@@ -34,14 +34,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Groups(NamedTuple):
-    """A matrix [rows, columns] of (code − middle) · scale + zero, where middle is 8 or 128.
+    """A matrix [rows, columns] of (code − middle) · scale + zero, where middle is 8 or 128, or of floats.
 
-    GPTQ, AWQ, compressed-tensors and GGUF store 4 or 8 bits in different layouts; here all are these."""
+    GPTQ, AWQ, compressed-tensors, GGUF and MXFP4 store 4 or 8 bits in different layouts; here all are
+    these."""
 
     codes: Tensor  # [rows, columns] uint8: unsigned integers of `bits` bits
     scales: Tensor  # [rows, groups] float32
     zeros: Tensor  # [rows, groups] float32
     bits: int
+    floats: bool = False
+    """Whether a code stands for a float of 4 bits: FLOATS[code] · scale + zero."""
+    order: Tensor | None = None  # [columns] int64: column i of `codes` is column order[i]. None: in order
 
     @property
     def size(self) -> int:
@@ -49,20 +53,28 @@ class Groups(NamedTuple):
         return self.codes.shape[1] // self.scales.shape[1]
 
     def on(self, device: torch.device) -> "Groups":
-        return Groups(self.codes.to(device), self.scales.to(device), self.zeros.to(device), self.bits)
+        codes, scales, zeros = (part.to(device) for part in self[:3])
+        order = None if self.order is None else self.order.to(device)
+        return self._replace(codes=codes, scales=scales, zeros=zeros, order=order)
 
     def values(self) -> Tensor:
         """[rows, columns] float32."""
-        codes = self.codes.float().sub_(1 << (self.bits - 1)).unflatten(1, (-1, self.size))
-        return codes.mul_(self.scales[:, :, None]).add_(self.zeros[:, :, None]).flatten(1)
+        if self.floats:
+            numbers = FLOATS.to(self.codes.device)[self.codes.int()]
+        else:
+            numbers = self.codes.float().sub_(1 << (self.bits - 1))
+        numbers = numbers.unflatten(1, (-1, self.size)).mul_(self.scales[:, :, None])
+        values = numbers.add_(self.zeros[:, :, None]).flatten(1)
+        return values if self.order is None else values[:, self.order.argsort()]
 
 
 def stacked(parts: Sequence[Groups]) -> Groups | None:
-    """The rows of all parts. None: their groups differ."""
-    if len({(part.size, part.bits) for part in parts}) > 1:
+    """The rows of all parts. None: their groups or orders differ."""
+    orders = {None if part.order is None else tuple(part.order.tolist()) for part in parts}
+    if len(orders) > 1 or len({(part.size, part.bits) for part in parts}) > 1:
         return None
-    codes, scales, zeros, bits = zip(*parts, strict=True)
-    return Groups(torch.cat(codes), torch.cat(scales), torch.cat(zeros), bits[0])
+    codes, scales, zeros = map(torch.cat, zip(*(part[:3] for part in parts), strict=True))
+    return parts[0]._replace(codes=codes, scales=scales, zeros=zeros)
 
 
 class Stack(NamedTuple):
@@ -132,9 +144,9 @@ class PlainFormat:
         """Loads a product. Tensors come from `weights.stack` and `weights.stored`, and may be on the device
         "meta". Raises `ValueError` naming file and tensor, also if the parts cut a group or block."""
         weight = weights.stack(*stack.weights, scratch=packs_plain(weights.dtype, weights.device))
-        return PlainLinear(weight, weights.bias(stack))
+        return PlainLinear(weight, weights.bias(stack), exact=weights.kernels.exact)
 
-    def experts(self, weights: "Weights", experts: Sequence[Stack]) -> Tensor | Fp8Experts:
+    def experts(self, weights: "Weights", experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
         """Loads a product of each expert. Experts without rows are not on this rank. Returns [experts, out,
         in]. Raises `ValueError` as `linear` does, also if the format has no kernel for experts."""
         names, parts = zip(*(stack.weights for stack in experts), strict=True)
@@ -148,7 +160,7 @@ class PlainFormat:
     def tied(self, weights: "Weights", stack: Stack, embedding: Tensor) -> LinearMethod:
         """The output projection of a model that has no other one than its input embedding. `embedding` is the
         stack, in the model's dtype."""
-        return PlainLinear(embedding)
+        return PlainLinear(embedding, exact=weights.kernels.exact)
 
 
 class Weights:
@@ -162,11 +174,13 @@ class Weights:
         progress: Callable[[str, float], None],
         weight_format: PlainFormat,
         ranks: Ranks,
+        *,
+        exact: bool = False,
     ) -> None:
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
-        self.kernels = kernels_for(device, checkpoint.config.kernel_head_dim)
+        self.kernels = kernels_for(device, checkpoint.config.kernel_head_dim, exact=exact)
         self._format = weight_format
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
@@ -181,7 +195,7 @@ class Weights:
         """A product with the weights `names`; see `Stack`."""
         return self._format.linear(self, Stack(names, rows, columns, bias))
 
-    def experts(self, experts: Sequence[Stack]) -> Tensor | Fp8Experts:
+    def experts(self, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
         """The weights of several experts; see `PlainFormat.experts`."""
         return self._format.experts(self, experts)
 

@@ -117,12 +117,14 @@ def load_model(
     progress: Callable[[str, float], None],
     weight_format: PlainFormat,
     ranks: Ranks,
+    *,
+    exact: bool = False,
 ) -> tuple[Llama, str]:
-    """Returns this rank's part of the model, and the model's fingerprint: `model=…; weights=…; format=…`.
-    Fingerprints are equal if configuration, weights and their format in memory are equal, in any format of
-    files and with any number of ranks. They do not cover dtype and limits: these may differ between the two
-    ends of a transfer, or are checked elsewhere."""
-    weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks)
+    """`exact`: as in `Kernels`. Returns this rank's part of the model, and the model's fingerprint:
+    `model=…; weights=…; format=…`. Fingerprints are equal if configuration, weights and their format in
+    memory are equal, in any format of files and with any number of ranks. They do not cover dtype and limits:
+    these may differ between the two ends of a transfer, or are checked elsewhere."""
+    weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks, exact=exact)
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     weights.finish()

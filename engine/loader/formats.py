@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from baton.engine.api.config import EngineConfig
+from baton.engine.layers.fp8_linear import Fp8Format
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import fp8_formats, gguf_groups, int4_formats
+from baton.engine.loader.gpt_oss import mxfp4
 from baton.engine.loader.int4_on_load import int4_on_load
 from baton.engine.model_config import ModelConfig
 
@@ -40,10 +42,14 @@ STORED: dict[str, FromSettings] = {
     "fp8": fp8_formats.fp8,
     "gguf": gguf_groups.gguf,
     "gptq": int4_formats.gptq,
+    "mxfp4": mxfp4,
 }
 """Formats of quantized checkpoints, by the `quant_method` of their `quantization_config`. A function gets
 this configuration, the checkpoint's source and the device. It raises `ValueError` naming the source for
 settings that are not supported, and for a device that cannot use the format."""
+
+READ_PLAIN = ("gguf", "mxfp4")
+"""Those that can be read as plain matrices."""
 
 ON_LOAD: dict[str, Callable[[torch.device], PlainFormat]] = {
     "fp8": fp8_formats.fp8_on_load,
@@ -55,10 +61,37 @@ ON_LOAD: dict[str, Callable[[torch.device], PlainFormat]] = {
 def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:
     """The format for this checkpoint on this device. Raises `ValueError` naming a format or flag that is not
     supported, with the list of those that are."""
+    chosen = _chosen(engine, model, device)
+    if engine.batch_invariant:
+        _check_exact(engine, model, device, chosen)
+    return chosen
+
+
+def _check_exact(engine: EngineConfig, model: ModelConfig, device: torch.device, chosen: PlainFormat) -> None:
+    """Raises `ValueError` if a kernel of this model would give other bits in other steps."""
+    on_gpu = device.type == "cuda"
+    refused = {
+        "models with state layers": model.state is not None,
+        "models with latent caches": model.latent is not None,
+        "mixtures of experts on a CPU": model.experts is not None and not on_gpu,
+        f"weights in {chosen.name}": not isinstance(chosen, Fp8Format) and chosen.identity != "",
+        "--kv-cache-dtype fp8 on a GPU": engine.kv_cache_dtype == "fp8" and on_gpu,
+        "more than two ranks on GPUs": engine.tensor_parallel_size > 2 and on_gpu,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ValueError(
+                f"--batch-invariant: {what} are not supported ({engine.model}); leave the flag out"
+            )
+
+
+def _chosen(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:
     wanted, settings = engine.quantization, model.quantization
-    if settings is not None and settings.get("quant_method") == "gguf":
+    method = None if settings is None else str(settings.get("quant_method"))
+    if settings is not None and method in READ_PLAIN:
         dtype = torch.bfloat16 if engine.dtype == "auto" else getattr(torch, engine.dtype)
-        by_default = gguf_groups.serves_packed(settings, dtype, device)
+        by_default = method != "gguf" or gguf_groups.serves_packed(settings, dtype, device)
+        by_default = by_default and not engine.batch_invariant
         if wanted == "none" or (wanted == "auto" and not by_default):
             return PlainFormat()
         if wanted == "gguf" and engine.dtype == "float32":
@@ -76,7 +109,6 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
         if wanted not in ON_LOAD:
             raise ValueError(f"--quantization {wanted}: {engine.model} has plain weights; leave the flag out")
         return ON_LOAD[wanted](device)
-    method = str(settings.get("quant_method"))
     if method not in STORED:
         raise ValueError(
             f"{engine.model}: quantization_config: the format {method!r} is not supported "

@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.engine.kernels import LinearMethod
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter, grouped_linear, packs
 from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.weights import Groups, Stack, Weights, stacked
+from baton.engine.layers.weights import Groups, Stack, Weights
 
 GROUP = 32
 """Columns of a group, in all these types."""
@@ -92,13 +92,8 @@ class GGUFFormat(GroupsFormat):
     def tied(self, weights: Weights, stack: Stack, embedding: Tensor) -> LinearMethod:
         groups = None if weights.device.type == "cuda" else self.read_groups(weights, stack)
         if groups is None or not packs(groups.bits, weights.dtype, weights.device):
-            return PlainLinear(embedding)
+            return PlainLinear(embedding, exact=weights.kernels.exact)
         return grouped_linear(groups, None, weights, output=True)
-
-    def read_groups(self, weights: Weights, stack: Stack) -> Groups | None:
-        parts = [weights.groups(name, part) for name, part in zip(*stack.weights, strict=True)]
-        read = [part for part in parts if part is not None]
-        return stacked(read) if len(read) == len(parts) else None
 
 
 def gguf(settings: Mapping[str, Any], source: str, device: torch.device) -> GGUFFormat:

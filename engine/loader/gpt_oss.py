@@ -6,31 +6,67 @@ in turns. Matrices are stored in one of two forms:
 - plain: [experts, in, out]
 - MXFP4 (OCP Microscaling 2023): `_blocks` [experts, out, in / 32, 16] uint8 have two values in a byte, the
   first in its lower half. `_scales` [experts, out, in / 32] uint8 are exponents of 2, plus 127. These values
-  are exact in bfloat16, so they are read as such.
+  are exact in bfloat16. A GPU keeps the 4 bits (`Mxfp4`), other devices read plain matrices.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from baton.engine.kernels import FLOATS
+from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
 from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.weights import Groups
 from baton.engine.loader.families import projections
 from baton.engine.loader.rearranged import Piece, Rearranged, span
 
 FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales|)$")
 BLOCKS = "_blocks"
 GROUP = 32  # values with one scale
-MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-VALUES = torch.tensor(MAGNITUDES + [-value for value in MAGNITUDES], dtype=torch.bfloat16)
+VALUES = FLOATS.bfloat16()
 PAIRS = torch.stack((VALUES.repeat(16), VALUES.repeat_interleave(16)), dim=1)  # [256, 2]: of each byte
 SCALES = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan], dtype=torch.bfloat16)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4(GroupsFormat):
+    """Experts in MXFP4. All other matrices are plain."""
+
+    name: str = "mxfp4 experts"
+
+    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+        """As if all matrices were experts, which they nearly are."""
+        if output or self.device.type != "cuda":
+            return dtype.itemsize
+        return bytes_per_parameter(4, GROUP, dtype, self.device)
+
+
+def mxfp4(settings: Mapping[str, Any], source: str, device: torch.device) -> Mxfp4:
+    return Mxfp4(device=device)
+
+
 class GptOssCheckpoint(Rearranged):
     """The `Checkpoint` of a gpt-oss model."""
+
+    quantized = ("mxfp4",)
+
+    def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
+        read = self._pieces[name].read
+        if not isinstance(read, partial) or read.func != self._read_blocks:
+            return None
+        columns = parts[1]
+        if columns.start % GROUP or columns.stop % GROUP:
+            return None
+        stored, expert, rows = read.args
+        blocks, scales = self._stored(stored, expert, rows, parts)
+        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+        scales = SCALES[scales.int()].float()
+        return Groups(codes, scales, torch.zeros_like(scales), 4, floats=True)
 
     def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
         fused = FUSED.match(name)
@@ -67,7 +103,15 @@ class GptOssCheckpoint(Rearranged):
     def _read_blocks(self, stored: str, expert: Part, rows: range, parts: Sequence[Part]) -> Tensor:
         """As `_read_expert`."""
         columns = parts[1]
-        groups, own = columns.in_groups(GROUP), span(rows[parts[0].indices])
+        blocks, scales = self._stored(stored, expert, rows, parts)
+        values = PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, GROUP)
+        values *= SCALES[scales.int()][..., None]
+        before = columns.in_groups(GROUP).start * GROUP
+        return values.flatten(1)[:, columns.start - before : columns.stop - before]
+
+    def _stored(self, stored: str, expert: Part, rows: range, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        """The blocks [rows, groups, 16] and scales [rows, groups] with these parts."""
+        groups, own = parts[1].in_groups(GROUP), span(rows[parts[0].indices])
         names = stored, f"{stored.removesuffix(BLOCKS)}_scales"
         blocks, scales = (
             self._files.read(name, [expert, own, groups, *inside])[0, :: rows.step]
@@ -78,7 +122,4 @@ class GptOssCheckpoint(Rearranged):
                 raise ValueError(
                     f"{self._files.file_of(name)}: tensor {name} is of {tensor.dtype}, not of {torch.uint8}"
                 )
-        values = PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, GROUP)
-        values *= SCALES[scales.int()][..., None]
-        before = groups.start * GROUP
-        return values.flatten(1)[:, columns.start - before : columns.stop - before]
+        return blocks, scales

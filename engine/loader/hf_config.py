@@ -117,7 +117,7 @@ def model_config_from_hf(
         multipliers=_multipliers(settings, architecture, hidden_size),
         local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,
         latent=latent,
-        quantization=_quantization(settings, architecture),
+        quantization=settings.get("quantization_config"),
         further_layers=settings.integer(FURTHER) if latent and settings.get(FURTHER) else 0,
     )
     shape.check(source)
@@ -141,13 +141,6 @@ def _eos_ids(settings: Settings, generation: Mapping[str, Any]) -> tuple[int, ..
     if any(type(token) is not int for token in eos_ids):
         raise ValueError(f"{settings.source}: eos_token_id must be token ids, not {eos!r}")
     return tuple(eos_ids)
-
-
-def _quantization(settings: Settings, architecture: str) -> Mapping[str, Any] | None:
-    quantization = settings.get("quantization_config")
-    if architecture == GPT_OSS and quantization and quantization.get("quant_method") == "mxfp4":
-        return None  # `GptOssCheckpoint` reads these as plain matrices
-    return quantization
 
 
 def _layer_types(settings: Settings, architecture: str, nope: NoPEConfig | None) -> list[str]:

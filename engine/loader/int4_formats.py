@@ -9,7 +9,7 @@ All keep integers of 4 bits in words of 32 bits, the first one in the lowest bit
                          weight_zero_point [out / 8, groups]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Fp8Experts
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import Groups, Stack, Weights, stacked
@@ -58,17 +57,16 @@ class Int4Format(GroupsFormat):
         columns.check_groups(self.size, f"{names[0]} in {weights.source}")
         parts = [self.read(weights, name, part, columns) for name, part in zip(names, rows, strict=True)]
         groups = stacked(parts)
-        assert groups is not None, "all are read with one size"
+        if groups is None:
+            raise ValueError(
+                f"{weights.source}: {', '.join(names)} have the same input, but g_idx gives their columns "
+                "different orders, which is not supported"
+            )
         return groups
-
-    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts:
-        if any(weights.has(f"{name}.{self.marker}") for stack in experts for name in stack.names):
-            raise ValueError(f"{weights.source}: experts in the format {self.name} are not supported")
-        return super().experts(weights, experts)
 
 
 def gptq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
-    _require(settings, source, bits=(4,), desc_act=(False, None))
+    _require(settings, source, bits=(4,))
     version = settings.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise ValueError(f"{source}: quantization_config: checkpoint_format {version!r} is not supported")
@@ -127,16 +125,22 @@ def _size(size: Any, source: str) -> int:
 
 def _gptq(size: int, less: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:
     words = weights.stored(f"{name}.qweight", (columns.in_groups(WORD), rows), torch.int32)
-    codes = _unpacked(words.T.contiguous())
+    codes, order = _unpacked(words.T.contiguous()), None
     if weights.has(f"{name}.g_idx"):
         index = weights.stored(f"{name}.g_idx", (columns,), torch.int32)
-        ordered = torch.arange(columns.start, columns.stop, dtype=torch.int32) // size
-        if not index.is_meta and not index.cpu().equal(ordered):
-            raise ValueError(f"{weights.source}: {name}.g_idx: groups in another order are not supported")
+        ordered = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=index.device) // size
+        if not index.is_meta and not index.equal(ordered):  # `desc_act`
+            order = index.argsort(stable=True)
+            if not index[order].equal(ordered):
+                raise ValueError(
+                    f"{weights.source}: {name}.g_idx: --tensor-parallel-size cuts groups, or a group has not "
+                    f"{size} columns"
+                )
+            codes = codes[:, order]
     scales = weights.stored(f"{name}.scales", (columns.in_groups(size), rows), *SCALES).float()
     packed = weights.stored(f"{name}.qzeros", (columns.in_groups(size), rows.in_groups(WORD)), torch.int32)
     zeros = _within(_unpacked(packed), rows).float() + less
-    return _around(codes, scales.T, zeros.T)
+    return _around(codes, scales.T, zeros.T)._replace(order=order)
 
 
 def _awq(size: int, weights: Weights, name: str, rows: Part, columns: Part) -> Groups:

@@ -1,18 +1,17 @@
 """`--quantization int4`: rounds the matrices of a plain checkpoint to 4 bits when it is loaded.
 
 The output projection becomes FP8, by row: rounding it to 4 bits would change more tokens. One that is tied to
-the embedding stays plain, since its copy would need more memory. Checkpoints that were quantized with the
-help of activations (GPTQ, AWQ) keep more quality.
+the embedding stays plain, since its copy would need more memory. So do routers, which are small. Checkpoints
+that were quantized with the help of activations (GPTQ, AWQ) keep more quality.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from baton.engine.kernels import LinearMethod
-from baton.engine.layers.fp8_linear import ALIGNED, Fp8Format
+from baton.engine.layers.fp8_linear import ALIGNED, KEPT_PLAIN, Fp8Format
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
 from baton.engine.layers.weights import OUTPUT, Groups, Stack, Weights
 from baton.engine.loader.fp8_formats import fp8_output
@@ -41,13 +40,10 @@ class Int4OnLoad(GroupsFormat):
     def read_groups(self, weights: Weights, stack: Stack) -> Groups | None:
         columns = stack.columns
         size = next((size for size in SIZES if columns.size % size == 0), None)
-        if stack.names == [OUTPUT] or size is None:
+        if size is None or stack.names[0].rpartition(".")[2] in (OUTPUT, *KEPT_PLAIN):
             return None
         columns.check_groups(size, f"{stack.names[0]} in {weights.source}")
         return rounded(weights.stack(*stack.weights, scratch=True), size)
-
-    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor:
-        raise ValueError(f"--quantization int4: {weights.source} has experts, which can be in fp8")
 
 
 def int4_on_load(device: torch.device) -> Int4OnLoad:

@@ -39,6 +39,8 @@ class Rearranged(Checkpoint):
     """The base of a checkpoint with the tensors of `files` in the form of most families. By itself it gives
     the rows of query and key heads our order."""
 
+    quantized: ClassVar[Collection[str]] = ()
+    """The formats of quantized checkpoints that it reads."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Part of a name in the files → the same part in other families."""
     left_out: ClassVar[str] = " "
@@ -51,7 +53,7 @@ class Rearranged(Checkpoint):
     def __init__(self, files: HFCheckpoint) -> None:
         self.config = config = files.config
         self.source = files.source
-        if config.quantization is not None:
+        if config.quantization is not None and config.quantization.get("quant_method") not in self.quantized:
             family = config.architecture
             raise ValueError(f"{self.source}: quantized checkpoints of {family} are not supported")
         rotated = config.head_dim if config.rotary_dim is None else config.rotary_dim

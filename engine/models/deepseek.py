@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FP8, LatentHeads, LinearMethod
+from baton.engine.kernels import FP8, LatentHeads, LatentNorm, LinearMethod
 from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import whole
 from baton.engine.layers.weights import Stack, Weights
@@ -34,18 +34,18 @@ class LatentAttention:
         names = [f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"]
         self.input = weights.linear(names, [rows, whole(latent.size)], hidden)
         self.sizes = [rows.length, latent.rank, latent.rope_dim]
-        self.norm = RMSNorm(weights, f"{name}.kv_a_layernorm", latent.rank, NORM_EPS, summed=True)
+        self.norm = LatentNorm(weights.take(f"{name}.kv_a_layernorm.weight", (latent.rank,)), NORM_EPS)
         made = heads.of(latent.nope_dim + latent.value_dim)
         up = weights.dense(Stack([f"{name}.kv_b_proj"], [made], whole(latent.rank)))
-        self.heads = LatentHeads(up.unflatten(0, (heads.length, -1)), latent.nope_dim, latent.scale)
+        self.heads = LatentHeads.of(up.unflatten(0, (heads.length, -1)), latent)
         self.out = weights.linear([f"{name}.o_proj"], [hidden], heads.of(latent.value_dim))
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: AttendLatent) -> Tensor:
-        q, cached, shared = (part.contiguous() for part in self.input(x).split(self.sizes, dim=1))
+        q, latent, shared = self.input(x).split(self.sizes, dim=1)
         if self.query is not None:
             q = self.query(self.query_norm(q))
         q = q.unflatten(1, (-1, self.head_dim))
-        return self.out(attend(layer, q, self.norm(cached), shared, rotary, self.heads).flatten(1))
+        return self.out(attend(layer, q, latent, shared, self.norm, rotary, self.heads).flatten(1))
 
 
 class DeepSeek(Llama):

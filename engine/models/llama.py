@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import HeadNorm, LatentHeads, LinearMethod
+from baton.engine.kernels import HeadNorm, LatentHeads, LatentNorm, LinearMethod
 from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import whole
@@ -20,8 +20,8 @@ Attend = Callable[[int, Tensor, Tensor, HeadNorm | None, Tensor | None, float], 
 """(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads, sinks, scale) → output
 of attention [tokens, num_heads, head_dim]. Rotates qkv, writes KV to the layer's cache, and attends to the
 cache, within the span of the layer's `AttentionCache`. `scale` is that of `Kernels.attention`."""
-AttendLatent = Callable[[int, Tensor, Tensor, Tensor, Tensor, LatentHeads], Tensor]
-"""What models with latents get in place of it: (layer, q, latent, shared, rotary, heads) → output of
+AttendLatent = Callable[[int, Tensor, Tensor, Tensor, LatentNorm, Tensor, LatentHeads], Tensor]
+"""What models with latents get in place of it: (layer, q, latent, shared, norm, rotary, heads) → output of
 attention, as in `Kernels.write_latent` and `latent_attention`."""
 
 

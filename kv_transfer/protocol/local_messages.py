@@ -289,6 +289,32 @@ class Copied(Local):
     rests: Mapping[int, int | None] = {}  # of slices that were pulled: each that is not 0, as `device.Rest`
 
 
+class StoreOrder(Local):
+    """Engine → store process. Without units: which of these objects exist? With them: write them, or read
+    them. The units belong to the store process until it answers."""
+
+    session: int  # as in StoreOpened
+    ticket: int
+    is_urgent: bool  # a prompt waits
+    is_put: bool
+    names: tuple[bytes, ...]
+    units: tuple[int, ...] = ()
+
+
+class StoreAnswer(Local):
+    """Store process → engine: of each name, whether its object exists, was written, or is read and right."""
+
+    ticket: int
+    done: list[bool]
+
+
+class StoreOpened(Local):
+    """Store process → engine: a new process has begun, and later that it is connected. It does no order of
+    an earlier session."""
+
+    session: int  # 0: it is not connected yet
+
+
 class CopyBlocks(Local):
     """Rank 0 → another rank: copy blocks to their places in the memory of the host, or back."""
 

@@ -14,6 +14,7 @@ The router keeps only the SHA-256 of a key, which is safe for long random keys.
 
 import hashlib
 import hmac
+import math
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.router.admission.key_counts import KeyCounts
 from baton.router.errors import RateLimited, Unauthorized
 
 MAX_FILE_BYTES = 1 << 20
@@ -165,12 +167,13 @@ Clock = Callable[[], float]
 
 
 class Account:
-    """The use of one key. `share` is the part of the key's limits that this process has.
+    """The use of one key: its limits, in all router processes of the host, and what it has in this process.
 
     The token limit is a token bucket that holds one minute. It may go below zero: a request is accepted while
     anything is left, and the next ones wait for the refill. So no request is too long for a key.
 
     Attributes:
+        share: the part of the workers' capacity for this process.
         requests: requests that entered and have not left.
         body_bytes: bytes of their bodies, until each is prepared.
         waiting_tokens: prompt tokens of generations without a first token.
@@ -179,17 +182,18 @@ class Account:
         positions: KV positions of these generations, prompt and output.
     """
 
-    def __init__(self, key: ApiKey, share: float = 1.0, clock: Clock = time.monotonic) -> None:
+    def __init__(self, key: ApiKey, counts: KeyCounts | None = None, clock: Clock = time.monotonic) -> None:
+        """`counts`: those of the host. None: there is no other process."""
+        counts = counts or KeyCounts()
         self.key = key
-        self.share = share
-        self._where = "" if share == 1 else " in this router process, which has a share of the key's limit"
+        self.share = 1 / counts.processes
         self.requests = self.body_bytes = self.waiting_tokens = self.sent_tokens = 0
         self.running = self.positions = 0
         self._clock = clock
-        self._max_requests = None if key.max_requests is None else max(1, round(key.max_requests * share))
-        self._per_minute = None if key.tokens_per_minute is None else key.tokens_per_minute * share
-        self._left = self._per_minute or 0.0
-        self._refilled_at = clock()
+        self._per_minute = key.tokens_per_minute
+        # With other limits it is another account: the level of a bucket rests on its rate.
+        limits = f"{key.name}\0{key.max_requests}\0{key.tokens_per_minute}".encode()
+        self._use = counts.of(1 + int.from_bytes(hashlib.blake2b(limits, digest_size=7).digest()))
 
     def among_keys(self, priority: int) -> int:
         """Returns what a priority counts beside the requests of other keys."""
@@ -197,29 +201,36 @@ class Account:
 
     def enter(self) -> None:
         """Counts a request, which must `leave`. Raises RateLimited."""
-        name = self.key.name
-        if self._max_requests is not None and self.requests >= self._max_requests:
-            text = f"key {name!r} has {self.requests} requests running, and may have {self._max_requests}"
-            raise RateLimited(text + self._where, retry_after=1)
-        if self._per_minute is not None:
-            self._refill(self._per_minute)
-            if self._left <= 0:
-                wait = -self._left / self._per_minute * _MINUTE
-                seconds = max(1, min(MAX_RETRY_AFTER, round(wait + 0.5)))
-                text = f"key {name!r} has used its {self._per_minute:g} tokens per minute"
-                raise RateLimited(text + self._where, retry_after=seconds)
+        name, most, use = self.key.name, self.key.max_requests, self._use
+        use.add_requests(1)
+        others = use.requests - 1
+        if most is not None and others >= most:
+            use.add_requests(-1)
+            text = f"key {name!r} has {others} requests running, and may have {most}"
+            raise RateLimited(text, retry_after=1)
+        if self._per_minute is not None and (left := self.tokens_left) <= 0:
+            use.add_requests(-1)
+            wait = -left / self._per_minute * _MINUTE
+            seconds = max(1, min(MAX_RETRY_AFTER, round(wait + 0.5)))
+            text = f"key {name!r} has used its {self._per_minute} tokens per minute"
+            raise RateLimited(text, retry_after=seconds)
         self.requests += 1
 
     def leave(self) -> None:
         self.requests -= 1
+        self._use.add_requests(-1)
+
+    @property
+    def tokens_left(self) -> float:
+        """Tokens in the bucket; infinite without a limit."""
+        if self._per_minute is None:
+            return math.inf
+        return self._use.left(self._refilled(self._per_minute), self._per_minute)
 
     def spend(self, tokens: int) -> None:
         """Takes tokens from the bucket. A negative number gives them back."""
         if self._per_minute is not None:
-            self._refill(self._per_minute)
-            self._left -= tokens
+            self._use.spend(tokens, self._refilled(self._per_minute))
 
-    def _refill(self, per_minute: float) -> None:
-        now = self._clock()
-        self._left = min(per_minute, self._left + (now - self._refilled_at) / _MINUTE * per_minute)
-        self._refilled_at = now
+    def _refilled(self, per_minute: int) -> float:
+        return self._clock() / _MINUTE * per_minute  # the clock is that of all processes of the host

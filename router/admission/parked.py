@@ -136,6 +136,10 @@ class Parked:
             self._timer = asyncio.get_running_loop().call_later(delay, self._retry)
 
 
+def _over(*_: object) -> None:
+    """The generation has ended."""
+
+
 class Waits:
     """What one generation waits for outside the queue: a worker, retry budget, and its own deadline.
 
@@ -222,6 +226,7 @@ class Waits:
         self._deadline_timer.cancel()
         self.worker_found()
         self._parked.remove(self)
+        self.on_worker = self._on_retry = self._on_deadline = _over  # they refer to the generation
 
     def _no_worker(self, pool: str) -> None:
         text = f"no {pool} worker became available within {self._worker_wait:g} s"

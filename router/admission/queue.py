@@ -138,6 +138,7 @@ class Turn:
             self._admission.queue.remove(self._ticket)
         self._release()
         self._first_token(drained=False)
+        self._on_turn = None
         self._admission.dispatch()
 
     @property

@@ -49,6 +49,9 @@ class Usage(ResponseModel):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
     """Only of chats with a model that reasons."""
+    numerics_changed: Literal[True] | None = None
+    """Only with workers of `--batch-invariant`: the request went on without a worker that computes the same
+    bits as its first one."""
 
 
 FinishReason = Literal["stop", "length"]

@@ -12,6 +12,7 @@ from functools import partial
 
 from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
+from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions, CompletionOptions
@@ -50,7 +51,7 @@ class Frontend:
         self._checker = GrammarChecker(f"{config.title}: router {config.index} grammars")
         self._preparer = Preparer(services.tokenizer, f"{config.title}: router {config.index} bodies")
         self._starting: asyncio.Task[None] | None = None
-        self._share = 1 / config.processes
+        self._counts = KeyCounts(config.keys_fd, config.processes, config.process_number or 0)
         self._accounts: dict[ApiKey, Account] = {}
         self.use_keys(config.api_keys)
 
@@ -61,7 +62,7 @@ class Frontend:
         """
         self._keys = KeyRing(keys)
         before = self._accounts
-        self._accounts = {key: before.get(key) or Account(key, self._share) for key in (ANY_CLIENT, *keys)}
+        self._accounts = {key: before.get(key) or Account(key, self._counts) for key in (ANY_CLIENT, *keys)}
         self._services.admission.shared = len(keys) > 1
 
     @property
@@ -233,10 +234,12 @@ class Frontend:
 
 
 def _salt(of_key: bytes, sent: str | None) -> bytes:
-    """Returns the salt of a request: that of its API key, or one derived from it and the client's field."""
-    return (
-        of_key if sent is None else hashlib.blake2b(sent.encode(errors="replace"), key=of_key[:64]).digest()
-    )
+    """Returns the salt of a request: that of its API key, and behind its 16 bytes one derived from it and the
+    client's field. So a store can remove all KV of a key."""
+    if sent is None:
+        return of_key
+    own = hashlib.blake2b(sent.encode(errors="replace"), key=of_key, digest_size=48).digest()
+    return of_key.ljust(16, b"\0") + own
 
 
 @asynccontextmanager

@@ -173,6 +173,7 @@ async def _write(active: ActiveRequest, context: grpc.aio.ServicerContext, clien
         prompt_tokens=used.prompt_tokens,
         completion_tokens=used.completion_tokens,
         cached_tokens=used.cached_tokens,
+        numerics_changed=used.numerics_changed,
     )
     await context.write(pb.GenerateResponse(usage=usage))
 

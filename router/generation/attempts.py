@@ -74,6 +74,8 @@ class AttemptPair:
         output_ids: emitted tokens in order. Only this class changes it.
         failures: of the attempts before.
         retried: an attempt ended before its time.
+        numerics: of the first worker that computed. Empty: its bits depend on the batch, or none has.
+        numerics_changed: a worker of other numerics computed later.
     """
 
     def __init__(
@@ -92,6 +94,8 @@ class AttemptPair:
         self.output_ids: list[int] = []
         self.failures = FailureCount()
         self.retried = False
+        self.numerics = ""
+        self.numerics_changed = False
         self._id = os.urandom(16)
         self._name = name
         self._waits = waits
@@ -100,6 +104,7 @@ class AttemptPair:
         self._job = job
         self._pool = pool
         self._source_count = 0
+        self._max_tokens = job.sampling.max_tokens
 
     @property
     def length(self) -> int:
@@ -108,7 +113,7 @@ class AttemptPair:
 
     @property
     def tokens_left(self) -> int:
-        return self._job.sampling.max_tokens - len(self.output_ids)
+        return self._max_tokens - len(self.output_ids)
 
     @property
     def next_token_alone(self) -> bool:
@@ -171,8 +176,11 @@ class AttemptPair:
         return place
 
     def _wanted(self, tokens: int, other: Attempt | None) -> PrefillRequest:
-        """A worker of the other attempt, or one that failed, is chosen only if there is no other."""
+        """A worker of the other attempt, or one that failed or computes other bits, is chosen only if there
+        is no other."""
         avoid = self.failures.avoid if other is None else self.failures.avoid | {other.worker.address}
+        if self.numerics:
+            avoid = avoid | self._pool.of_other_numerics(self.numerics)
         return PrefillRequest(self._job.session_key, tokens, self._job.chunks, avoid)
 
     # ------------------------------------------------------------ start
@@ -262,6 +270,7 @@ class AttemptPair:
             content=content,
             plan=plan,
         )
+        self._computed_by(prefill.worker)
         prefill.worker.submit(prefill, "prefill", pb.RouterMessage(prefill=submit), self._span)
 
     def submit_decode(self, worker: Worker, output_ids: list[int], place: Place | None = None) -> None:
@@ -284,7 +293,13 @@ class AttemptPair:
             submit.source.CopyFrom(self._next_source())
         elif content := self._pool.content_source(worker, self._job.chunks, length):
             submit.content.CopyFrom(content)
+        self._computed_by(worker)
         worker.submit(decode, "decode", pb.RouterMessage(decode=submit), self._span)
+
+    def _computed_by(self, worker: Worker) -> None:
+        numerics = worker.description.numerics
+        self.numerics = self.numerics or numerics
+        self.numerics_changed |= numerics != self.numerics
 
     def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
         """Builds the message to a worker. `output_ids` were emitted before.
@@ -388,6 +403,7 @@ class AttemptPair:
         """Cancels both. All tokens that come now are dropped."""
         self.end_prefill()
         self.end_decode(cancel=True)
+        self._on_event = lambda *_: None  # it refers to the generation
 
 
 MAX_FAILURES = 3
@@ -441,8 +457,9 @@ class FailureCount:
 
     def token(self) -> None:
         """Records a new token."""
-        self._failures = self._losses = 0
-        self.avoid.clear()
+        if self.avoid:  # each failure adds to it
+            self._failures = self._losses = 0
+            self.avoid.clear()
 
     def failed(self, worker: str, *, crashed: bool) -> None:
         """Records a failed attempt. `crashed`: the engine crashed in a step with this request."""

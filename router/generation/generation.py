@@ -25,7 +25,7 @@ from baton.router.workers.worker import Attempt, AttemptEvent, Worker
 from baton.rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
-_FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
 @dataclass(slots=True)
@@ -93,6 +93,10 @@ class Generation:
     @property
     def output_ids(self) -> list[int]:
         return self._pair.output_ids
+
+    @property
+    def numerics_changed(self) -> bool:
+        return self._pair.numerics_changed
 
     # ------------------------------------------------------------ starting attempts
 
@@ -283,37 +287,38 @@ class Generation:
         self._turn.computes(max(0, len(self._job.prompt_ids) - tokens))
 
     def _emitted(self, attempt: Attempt, event: pb.TokenEvent) -> None:
-        self._pair.failures.token()
+        pair = self._pair
+        pair.failures.token()
         self._turn.generated()
         self._measure()
         scores: Sequence[pb.PromptLogprobs] = ()
-        if len(self.output_ids) == 1 and self._job.scores_prompt:
+        if len(pair.output_ids) == 1 and self._job.scores_prompt:
             scores, attempt.scores = attempt.scores, []
             if sum(map(prompt_logprobs.tokens, scores)) != len(self._job.prompt_ids) - 1:
                 text = "the worker sent no log probabilities for a part of the prompt"
                 self.fail(Failed(f"{self}: {text}"))
                 return
-        # No token follows a finish reason, not even an unknown one.
-        finish_reason = _FINISH.get(event.finish_reason, "length")
-        if event.finish_reason:
+        finish_reason, ended = "", event.finish_reason
+        if ended:  # no token follows a finish reason, not even an unknown one
+            finish_reason = _FINISH.get(ended, "length")
             attempt.worker.forget(attempt.id)
-        if not self._pair.tokens_left:
+        if not pair.tokens_left:
             finish_reason = finish_reason or "length"
-        elif attempt is self._pair.prefill and event.finish_reason == pb.FINISH_REASON_LENGTH:
+        elif ended == pb.FINISH_REASON_LENGTH and attempt is pair.prefill:
             # A prefill without a handover scored the prompt, and its token is not the last one.
-            self._pair.end_prefill()
+            pair.end_prefill()
             self._waits.free_retry()
             finish_reason = ""
         logprobs = event.logprobs if event.HasField("logprobs") else None
         self._tokens.put(self._index, Token(event.token_id, logprobs, finish_reason, scores))
         if finish_reason:
             self.cancel()
-        elif self._pair.decode is None:
+        elif pair.decode is None:
             self.advance()
 
     def _measure(self) -> None:
         """Counts the latency of a token. Until the first one the request waits, and then it runs."""
-        metrics, now, emitted = self._metrics, time.monotonic(), len(self.output_ids)
+        metrics, now, emitted = self._metrics, time.monotonic(), len(self._pair.output_ids)
         passed, self._emitted_at = now - self._emitted_at, now
         if emitted == 1:
             metrics.waiting.dec()

@@ -1,7 +1,8 @@
 """The output of one generation: from the tokens of its workers to the text of its client.
 
 1. The generation puts them into the `TokenQueue` of the request.
-2. The task that answers the client takes them. A `Choice` turns them into text, which ends at stop strings.
+2. The task that answers the client takes them, or they are consumed without it while it waits for them. A
+   `Choice` turns them into text, which ends at stop strings.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ MAX_TAKEN = 128
 """Items that `take` returns at once. Writing them blocks the event loop for some milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take three times as long to make
 class Token:
     """One emitted token of one generation."""
 
@@ -37,6 +38,11 @@ class TokenQueue:
     Generations put tokens without waiting; the task that answers the client takes them. The queue is bounded,
     so that a client that reads slowly does not delay other requests. `on_full` is called soon
     after more than `limit` items are unread.
+
+    Attributes:
+        consume: called while the task waits, once for all tokens that came at the same time. It pops items,
+            and returns False if the task must go on. To wake a task for each token would take as long as all
+            else that is done for it.
     """
 
     def __init__(self, limit: int, on_full: Callable[[], None]) -> None:
@@ -44,35 +50,78 @@ class TokenQueue:
         self._on_full = on_full
         self._items: deque[tuple[int, Token | ApiError]] = deque()
         self._reader: asyncio.Future[None] | None = None
+        self.consume: Callable[[], bool] | None = None
+        self._consumes = False  # `_consume` will run
+        self._consumed_at = 0.0  # by the clock of the loop
+
+    def close(self) -> None:
+        """Nothing is consumed any more. Drops what refers to the request."""
+        self.consume, self._on_full = None, lambda: None
 
     def put(self, index: int, item: Token | ApiError) -> None:
         """`index` is the number of the generation in its request."""
         self._items.append((index, item))
         if len(self._items) == self._limit + 1:
             asyncio.get_running_loop().call_soon(self._on_full)
-        self._wake()
+        if self.consume is None:
+            self._wake()
+        elif not self._consumes:
+            self._consumes = True
+            asyncio.get_running_loop().call_soon(self._consume)
 
     async def take(self, timeout: float) -> list[tuple[int, Token | ApiError]]:
-        """Waits for the first item. Returns at most `MAX_TAKEN` items, or none after `timeout` seconds."""
+        """Waits for the first item. Returns those of `pop`.
+
+        None if no item came for `timeout` seconds, or if the last ones were consumed."""
         if len(self._items) > MAX_TAKEN:
             await asyncio.sleep(0)  # other tasks run between the pieces of a long queue
         if not self._items:
             loop = asyncio.get_running_loop()
-            self._reader = loop.create_future()
-            timer = loop.call_later(timeout, self._wake)
+            self._reader, self._consumed_at = loop.create_future(), loop.time()
+            self._timer = loop.call_later(timeout, self._expire, timeout)
             try:
                 await self._reader
             finally:
-                timer.cancel()
+                self._timer.cancel()
                 self._reader = None
-        return [self._items.popleft() for _ in range(min(len(self._items), MAX_TAKEN))]
+        return self.pop()
+
+    def pop(self) -> list[tuple[int, Token | ApiError]]:
+        """Returns the first `MAX_TAKEN` items."""
+        items = self._items
+        if len(items) == 1:
+            return [items.popleft()]
+        return [items.popleft() for _ in range(min(len(items), MAX_TAKEN))]
+
+    def _expire(self, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._consumed_at + timeout - loop.time()
+        if left > 0:
+            self._timer = loop.call_later(left, self._expire, timeout)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
+    def _consume(self) -> None:
+        self._consumes = False
+        reader = self._reader
+        if reader is None or reader.done() or self.consume is None:
+            return  # the task takes the items
+        self._consumed_at = asyncio.get_running_loop().time()
+        try:
+            if not self.consume():
+                reader.set_result(None)
+            elif self._items:
+                self._consumes = True
+                asyncio.get_running_loop().call_soon(self._consume)
+        except Exception as error:  # noqa: BLE001 - the task raises it
+            reader.set_exception(error)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Delta:
     """The part that one token adds to a choice."""
 

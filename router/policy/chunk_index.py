@@ -21,6 +21,8 @@ from baton.rpc import worker_pb2 as pb
 T = TypeVar("T")
 
 MAX_LEVELS = 8
+MOST_STORED = 1 << 20
+"""Chunks that are known to be in the store that workers share. One more replaces the oldest."""
 _TABLES = 16
 _FIRSTS = [sum(range(_TABLES, _TABLES + table)) for table in range(_TABLES)]
 """Of each table, the first of its places. The next table has a place more."""
@@ -87,6 +89,7 @@ class ChunkIndex:
         self._reported: list[list[set[int]]] = []
         self._offloaded: list[list[dict[int, Tier]]] = []  # row → reported chunk → its tier below the device
         self._expected: list[dict[int, int]] = []  # row → chunk → prompts that will cache it
+        self._stored: dict[int, None] = {}  # in the store that workers share: it outlives them
         self._aside: dict[int, list[_Aside]] = {}  # row → cleared, but still in `_holders`
         self._unsure = 0  # the rows of `_aside`: a bit in `_holders` may be stale
 
@@ -119,8 +122,14 @@ class ChunkIndex:
             self.clear(row)
         self.discard(row, events.evicted)
         self.add(row, events.added)
-        for tier, chunks in zip(Tier, (events.device, events.host, events.disk), strict=True):
+        of_tiers = (Tier.DEVICE, events.device), (Tier.HOST, events.host), (Tier.DISK, events.disk)
+        for tier, chunks in of_tiers:
             self.place(row, chunks, tier)
+        for chunk in events.not_stored:
+            self._stored.pop(chunk, None)
+        self._stored.update(dict.fromkeys(events.stored))
+        while len(self._stored) > MOST_STORED:
+            del self._stored[next(iter(self._stored))]
 
     def add(self, row: int, chunks: Collection[int]) -> None:
         """The worker reported these chunks. As many stale entries are removed, here and in `place`. So a
@@ -149,6 +158,12 @@ class ChunkIndex:
             return Counter()
         tiers = (offloaded[chunk % _PLACES].get(chunk) for chunk in chunks)
         return Counter(tier for tier in tiers if tier is not None)
+
+    def only_stored(self, row: int, chunks: Iterable[int]) -> int:
+        """How many of these chunks the worker lacks, and the shared store has."""
+        expected = self._expected[row]
+        missing = (c for c in chunks if c in self._stored and c not in expected)
+        return sum(not self.has_reported(row, chunk) for chunk in missing)
 
     def slowest_tier(self, row: int, chunks: Iterable[int]) -> Tier:
         """The slowest tier with a part of these chunks, which the worker reported."""
@@ -228,8 +243,11 @@ class ChunkIndex:
         else:
             table.pop(chunk, None)  # a stale chunk may have been added and discarded since
 
-    def overlap(self, chunks: Sequence[int], tokens: int, block_size: int, among: int) -> Overlap:
-        """Finds the cached beginning of a prompt at each worker of `among`, a set of rows.
+    def overlap(
+        self, chunks: Sequence[int], tokens: int, block_size: int, among: int, stores: int = 0
+    ) -> Overlap:
+        """Finds the cached beginning of a prompt at each worker of `among`, a set of rows. Those of `stores`
+        have what the shared store has, too.
 
         A cached prefix ends at its first missing chunk. The search stops where no worker has more, so an
         unknown prompt costs one lookup. Of the different lengths only the longest `MAX_LEVELS` count.
@@ -243,6 +261,8 @@ class ChunkIndex:
                 for row in _rows(holders & rows & unsure):
                     if not self.has_reported(row, chunk) and chunk not in self._expected[row]:
                         holders ^= self._bits[row]
+            if stores and chunk in self._stored:
+                holders |= stores
             if holders is not rows and (left := rows & holders) != rows:
                 levels.append((depth, rows))
                 rows = left

@@ -97,6 +97,7 @@ class PrefillLoads:
         self._names: list[str] = []  # in order
         self._rows = np.zeros(0, np.int64)  # in the order of the names
         self._among = 0  # the rows as a set of bits
+        self._stores = 0  # those that read from the shared store, at a known speed
         self._block_size = 1  # the largest, so that the cached tokens are not overestimated
         self._block_sizes: Counter[int] = Counter()
 
@@ -112,6 +113,7 @@ class PrefillLoads:
 
     def leave(self, row: int) -> None:
         self.index.forget(row)
+        self._set_store(row, False)
         self.serve(row, False)
         self._workers[row] = None
         self._free.append(row)
@@ -135,6 +137,9 @@ class PrefillLoads:
             self._ring.remove(worker.name, row)
             del self._names[place]
             self._rows = np.delete(self._rows, place)
+
+    def _set_store(self, row: int, reads: bool) -> None:
+        self._stores = self._stores | 1 << row if reads else self._stores & ~(1 << row)
 
     def _worker(self, row: int) -> _Worker:
         worker = self._workers[row]
@@ -182,7 +187,12 @@ class PrefillLoads:
         about the speed of another worker.
         """
         worker, tokens_waiting = self._worker(row), status.tokens_waiting
-        worker.load_speeds = {Tier.HOST: status.host_tokens_per_s, Tier.DISK: status.disk_tokens_per_s}
+        worker.load_speeds = {
+            Tier.HOST: status.host_tokens_per_s,
+            Tier.DISK: status.disk_tokens_per_s,
+            Tier.STORE: status.store_tokens_per_s,
+        }
+        self._set_store(row, status.store_tokens_per_s > 0)
         worker.others = max(0, tokens_waiting - worker.own)
         if alone and status.prefill_tokens_per_s > 0:
             first = not self._measured[row]
@@ -278,7 +288,7 @@ class PrefillLoads:
             rows = np.setdiff1d(rows, avoided, assume_unique=True)  # keeps the order of `rows`
             among &= ~sum(1 << row for row in avoided)
             wait[avoided] = np.inf
-        cached = self.index.overlap(request.chunks, request.tokens, self._block_size, among)
+        cached = self.index.overlap(request.chunks, request.tokens, self._block_size, among, self._stores)
 
         def load(row: int) -> float:
             return self._load_seconds(row, request.chunks[: cached.of(row) // CHUNK_TOKENS])
@@ -288,7 +298,10 @@ class PrefillLoads:
     def _load_seconds(self, row: int, chunks: Sequence[int]) -> float:
         """A worker computes what it would not load faster."""
         seconds = 0.0
-        for tier, count in self.index.offloaded(row, chunks).items():
+        below = self.index.offloaded(row, chunks)
+        if self._stores >> row & 1:
+            below[Tier.STORE] = self.index.only_stored(row, chunks)
+        for tier, count in below.items():
             if speed := self._worker(row).load_speeds.get(tier, 0.0):
                 seconds += count * CHUNK_TOKENS / max(speed, float(self._speed[row]))
         return seconds

@@ -23,6 +23,7 @@ import setproctitle
 from aiohttp import web
 
 from baton.machine.system import process_end, url_host
+from baton.router.admission.key_counts import KeyCounts
 from baton.router.config import RouterConfig
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.sockets import ControlClient, listen, report, reserve
@@ -54,7 +55,7 @@ class _Process:
         known: its last reply to each command of `asked`.
     """
 
-    def __init__(self, number: int, config: RouterConfig, ports: list[str]) -> None:
+    def __init__(self, number: int, config: RouterConfig, ports: list[str], keys_fd: int) -> None:
         self.number = number
         self.ready: dict[str, Any] | None = None
         self.error = ""
@@ -68,10 +69,11 @@ class _Process:
             command = [
                 *config.command, *ports, "--ready-fd", str(writer),
                 "--process-number", str(number), "--control-fd", str(its_end.fileno()),
+                "--keys-fd", str(keys_fd),
             ]  # fmt: skip
             # Blocks the loop for milliseconds, but must run in this thread: the process dies with its parent
             # thread.
-            self._popen = subprocess.Popen(command, pass_fds=(writer, its_end.fileno()))
+            self._popen = subprocess.Popen(command, pass_fds=(writer, its_end.fileno(), keys_fd))
             undo.pop_all()
         self._control, self._pipe = own_end, reader
         self.pid = self._popen.pid
@@ -144,6 +146,8 @@ class Supervisor:
         self._config = config
         self._reported = False  # to the parent, that all listen
         self._metrics = MergedMetrics()
+        self._keys_fd = os.memfd_create("baton API keys")
+        self._key_counts = KeyCounts(self._keys_fd, config.processes)
         self._processes: dict[int, _Process] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._reloading = asyncio.Event()
@@ -213,7 +217,9 @@ class Supervisor:
         has_listened, backoff = False, FIRST_BACKOFF
         while not self._stopping.is_set():
             try:
-                listened, why = await self._live(_Process(number, self._config, ports), ready_fd)
+                listened, why = await self._live(
+                    _Process(number, self._config, ports, self._keys_fd), ready_fd
+                )
             except OSError as error:
                 listened, why = False, f"cannot be started: {error}"
             ready_fd = None
@@ -248,6 +254,7 @@ class Supervisor:
             process.close()
             del self._processes[number]
             self._metrics.ended(str(number))
+            self._key_counts.ended(number)
         if process.ready is not None:
             return True, process.error or f"ended with {code}"
         return False, process.error or f"router process {number} ended with {code} before it listened"
@@ -304,11 +311,11 @@ class Supervisor:
         finally:
             await runner.cleanup()
 
-    async def _known(self, command: str, seconds: float | None = ANSWER_SECONDS) -> dict[int, bytes]:
+    async def _known(self, command: str) -> dict[int, bytes]:
         """Returns the reply of each process, or its last one if it takes longer than this."""
         asked = {process: process.asked(command) for process in self._processes.values()}
         if asked:
-            await asyncio.wait(asked.values(), timeout=seconds)
+            await asyncio.wait(asked.values(), timeout=ANSWER_SECONDS)
         running = sorted(self._processes.items())  # others have ended meanwhile
         return {number: p.known[command] for number, p in running if p in asked and command in p.known}
 
@@ -324,8 +331,7 @@ class Supervisor:
         return web.json_response(await self._status())
 
     async def _status(self) -> dict[str, Any]:
-        # A status asks the workers, which takes its time if one of them is silent.
-        found = {number: json.loads(text) for number, text in (await self._known("status", None)).items()}
+        found = {number: json.loads(text) for number, text in (await self._known("status")).items()}
         return merged_status(found, self._config)
 
     async def _get_health(self, request: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
 """Turns tokens into text as they arrive, and finds stop strings."""
 
 import codecs
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from baton.router.text.tokenizer import ModelTokenizer
@@ -14,54 +14,83 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._inside = False  # a character
+        self._texts = tokenizer.whole_texts[skip_special_tokens]
 
     def push(self, token_id: int) -> str:
         """Returns the characters that the token completes."""
+        if not self._inside and (known := self._texts.get(token_id)) is not None:
+            return known
         if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        began, self._inside = self._inside, bool(self._utf8.getstate()[0])
+        if not began and not self._inside:
+            self._texts[token_id] = text
+        return text
 
     def finish(self) -> str:
         """Returns U+FFFD if the sequence ended inside a character, or else an empty text."""
         return self._utf8.decode(b"", final=True)
 
 
+class _Prefix:
+    """The beginning of some stop strings: a state of the automaton."""
+
+    __slots__ = ("fallback", "high", "length", "low", "next", "stop")
+
+    def __init__(self, low: int, high: int, length: int) -> None:
+        """The sorted stop strings from `low` to `high` begin with it."""
+        self.low, self.high, self.length = low, high, length
+        self.next: dict[int, _Prefix] = {}  # by the byte that follows, as far as texts had it
+        self.fallback: _Prefix | None = None  # the longest proper end that some stop string begins with
+        self.stop = b""  # the longest stop string that it ends with
+
+
 class StopStrings:
-    """The stop strings of a request, in a form that finds them in bytes. All its choices share it.
+    """The stop strings of a request, as an automaton that reads bytes. All choices of the request share it.
 
     They are UTF-8, in which the bytes of one character never begin inside another one. So the bytes match
-    exactly where the characters do, and each comparison is one `memcmp`.
+    exactly where the characters do. A state is the longest end of the text that some stop string begins with
+    (Aho and Corasick, "Efficient string matching", 1975). States are made when a text first needs them: stop
+    strings may have 65,536 characters, and texts meet few of them.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string matches everywhere"
-        self._texts = {stop.encode(errors="surrogatepass"): stop for stop in stops}
-        self._sorted = sorted(self._texts)
-        self._longest_first = tuple(sorted(self._texts, key=len, reverse=True))
-        self._lasts = frozenset(stop[-1] for stop in self._texts)
-        self._firsts = frozenset(stop[0] for stop in self._texts)
+        self.texts = {stop.encode(errors="surrogatepass"): stop for stop in stops}
+        self._sorted = sorted(self.texts)
+        self.start = _Prefix(0, len(self._sorted), 0)
+        self.firsts = frozenset(stop[0] for stop in self._sorted)
 
-    def __bool__(self) -> bool:
-        return bool(self._texts)
+    def follow(self, state: _Prefix, byte: int) -> _Prefix:
+        """Returns the next state, and records it in `state.next` and in those of the fallbacks on the way."""
+        passed: list[tuple[_Prefix, _Prefix | None]] = []
+        while (found := state.next.get(byte)) is None:
+            passed.append((state, self._longer(state, byte)))
+            if state.fallback is None:
+                found = state
+                break
+            state = state.fallback
+        for state, longer in reversed(passed):
+            if longer is not None:
+                longer.fallback = found
+                longer.stop = longer.stop or found.stop
+                found = longer
+            state.next[byte] = found
+        return found
 
-    def found(self, text: bytes, checked: int) -> tuple[int, bytes, str] | None:
-        """Returns where the first stop string ends after the first `checked` bytes, and that stop string."""
-        for end in range(checked + 1, len(text) + 1):
-            if text[end - 1] in self._lasts and text.endswith(self._longest_first, 0, end):
-                stop = next(stop for stop in self._longest_first if text.endswith(stop, 0, end))
-                return end, stop, self._texts[stop]
-        return None
-
-    def held(self, text: bytes) -> int:
-        """Returns the length of the longest end of `text` that a stop string begins with."""
-        longest = len(self._longest_first[0]) - 1
-        for start in range(max(0, len(text) - longest), len(text)):
-            if text[start] in self._firsts:
-                end = text[start:]
-                place = bisect_left(self._sorted, end)
-                if place < len(self._sorted) and self._sorted[place].startswith(end):
-                    return len(end)
-        return 0
+    def _longer(self, state: _Prefix, byte: int) -> _Prefix | None:
+        at = state.length
+        first = state.low + (len(self._sorted[state.low]) == at)  # the stop string that is this prefix
+        low = bisect_left(self._sorted, byte, first, state.high, key=lambda stop: stop[at])
+        high = bisect_right(self._sorted, byte, low, state.high, key=lambda stop: stop[at])
+        if low == high:
+            return None
+        longer = _Prefix(low, high, at + 1)
+        if len(self._sorted[low]) == at + 1:
+            longer.stop = self._sorted[low]
+        return longer
 
 
 class StopFinder:
@@ -70,13 +99,12 @@ class StopFinder:
     The result does not depend on the pieces of the text.
     The first stop string is the one that is complete first, if characters arrive one by one. If several are
     complete at the same character, it is the longest. Only text that may become a stop string is held back.
-
-    The time is in proportion to the text: a byte that is no longer held is never compared again.
     """
 
     def __init__(self, stops: StopStrings, *, include: bool = False) -> None:
         self._stops = stops
         self._include = include
+        self._state = stops.start
         self._held = b""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -84,19 +112,24 @@ class StopFinder:
 
         Then no push may follow.
         """
-        if not self._stops:
+        stops, state = self._stops, self._state
+        if not stops.firsts:
             return text, None
-        data, checked = self._held + text.encode(), len(self._held)
-        found = self._stops.found(data, checked)
-        if found is not None:
-            end, stop, name = found
-            self._held = b""
-            return data[: end if self._include else end - len(stop)].decode(), name
-        certain = len(data) - self._stops.held(data)
-        self._held = data[certain:]
+        new = text.encode()
+        if state is stops.start and stops.firsts.isdisjoint(new):
+            return text, None
+        data, checked = self._held + new, len(self._held)
+        for end, byte in enumerate(new, checked + 1):
+            state = state.next.get(byte) or stops.follow(state, byte)
+            if state.stop:
+                self._state, self._held = stops.start, b""
+                kept = end if self._include else end - len(state.stop)
+                return data[:kept].decode(), stops.texts[state.stop]
+        certain = len(data) - state.length
+        self._state, self._held = state, data[certain:]
         return data[:certain].decode(), None
 
     def finish(self) -> str:
         """Returns the text that was held back, at the end of the sequence."""
-        held, self._held = self._held, b""
+        held, self._held, self._state = self._held, b"", self._stops.start
         return held.decode()

@@ -29,6 +29,8 @@ class ModelTokenizer:
         reasoning: this way, one of `REASONING`.
         vocab_size: every token id is below it.
         longest_token: characters of the longest token.
+        whole_texts: the texts of tokens that are whole characters, as far as they were needed; and the same
+            without special tokens.
         vocabulary_fingerprint: differs from a worker's if the same ids mean other text there.
     """
 
@@ -54,6 +56,7 @@ class ModelTokenizer:
         self.vocabulary_fingerprint = vocabulary_fingerprint(vocabulary)
         self._spell = _speller(tokenizer)
         self._bytes: dict[int, bytes] = {}
+        self.whole_texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
         added = tokenizer.get_added_tokens_decoder()
         shown = set(tool_format.specials if tool_format is not None else ())
         if self.reasoning is not None:

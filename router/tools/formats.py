@@ -118,7 +118,7 @@ class QwenCoderParser(MarkedParser):
 
 
 class Glm45Parser(MarkedParser):
-    """GLM 4.5 to 4.7: <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>."""
+    """GLM 4.5: <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>."""
 
     name = "glm45"
     opening = "<tool_call>"
@@ -132,6 +132,16 @@ class Glm45Parser(MarkedParser):
     written = Written(
         f"{opening}{{name}}\n{{arguments}}</tool_call>", "\n",
         pair="<arg_key>{key}</arg_key>\n<arg_value>{value}\n", value_end="</arg_value>", keys=r"[^<>\s]+",
+    )  # fmt: skip
+
+
+class Glm47Parser(Glm45Parser):
+    """GLM 4.7 writes the same without line breaks."""
+
+    name = "glm47"
+    written = Written(
+        f"{Glm45Parser.opening}{{name}}{{arguments}}</tool_call>", "",
+        pair="<arg_key>{key}</arg_key><arg_value>{value}", value_end="</arg_value>", keys=r"[^<>\s]+",
     )  # fmt: skip
 
 
@@ -340,14 +350,15 @@ class MistralParser(ToolParser):
 FORMATS: dict[str, type[ToolParser]] = {
     parser.name: parser
     for parser in (
-        HermesParser, LlamaParser, MistralParser, QwenCoderParser, Glm45Parser, DeepSeekV3Parser,
-        DeepSeekV31Parser, KimiParser, HarmonyParser, PythonicParser,
+        HermesParser, LlamaParser, MistralParser, QwenCoderParser, Glm45Parser, Glm47Parser,
+        DeepSeekV3Parser, DeepSeekV31Parser, KimiParser, HarmonyParser, PythonicParser,
     )
 }  # fmt: skip
 """The formats of tool calls, by name."""
 # Texts that are in the chat templates of models with this format. The first match counts.
 _MARKS: tuple[tuple[type[ToolParser], tuple[str, ...]], ...] = (
     (QwenCoderParser, ("<function=",)),
+    (Glm47Parser, ("{function-name}<arg_key>",)),
     (Glm45Parser, ("<arg_key>",)),
     (HermesParser, (HermesParser.opening,)),
     (MistralParser, (CALLS,)),

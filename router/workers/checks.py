@@ -159,6 +159,9 @@ _RATES = [field.name for field in _STATUS if field.type == field.TYPE_DOUBLE]
 
 def token_defect(event: pb.TokenEvent, vocab_size: int) -> str:
     """Returns why this token cannot go to a client; empty if it can."""
+    if not event.HasField("logprobs"):
+        valid = event.token_id < vocab_size
+        return "" if valid else f"token {event.token_id} is beyond the vocabulary of {vocab_size}"
     given = event.logprobs
     if len(given.top_ids) != len(given.top_logprobs):
         return f"a token has {len(given.top_ids)} top_ids and {len(given.top_logprobs)} top_logprobs"

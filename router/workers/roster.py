@@ -77,6 +77,7 @@ class Roster:
         self.prefills, self.decodes = (self._ready[p].loads for p in (pb.POOL_PREFILL, pb.POOL_DECODE))
         self._model = model
         self._accepted: dict[tuple[str, ...], dict[Worker, None]] = {}  # by what must agree; none is empty
+        self._with_numerics: dict[str, set[str]] = {}  # addresses of accepted workers; none is empty
         self._limits: dict[Worker, _Limits] = {}
         self._workers_with: Counter[_Limits] = Counter()  # how many workers have the same
         self._dropping = False  # `_drop_part` will run again
@@ -115,13 +116,23 @@ class Roster:
         others = (next(iter(same)) for same in self._accepted.values())
         check_fit(worker.description, self._model, {str(other): other.description for other in others})
         self._accepted.setdefault(must_agree(worker.description), {})[worker] = None
+        self._with_numerics.setdefault(worker.description.numerics, set()).add(worker.address)
 
     def release(self, worker: Worker) -> None:
         """Undoes `accept`, if it was called. Its description may have changed, too."""
         for key, same in list(self._accepted.items()):
             if same.pop(worker, same) is None and not same:
                 del self._accepted[key]
+        for numerics, addresses in list(self._with_numerics.items()):
+            addresses.discard(worker.address)
+            if not addresses:
+                del self._with_numerics[numerics]
         self._limit(worker)
+
+    def of_other_numerics(self, numerics: str) -> set[str]:
+        """The addresses of workers that compute other bits than those of these numerics."""
+        others = (found for key, found in self._with_numerics.items() if key != numerics)
+        return set().union(*others)
 
     def reported(self, worker: Worker) -> None:
         alone = worker.pool == pb.POOL_PREFILL

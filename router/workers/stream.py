@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import grpc
 import grpc.aio
@@ -22,7 +22,6 @@ from baton.router.workers.checks import (
 )
 from baton.router.workers.roster import Roster
 from baton.router.workers.worker import (
-    CALL_TIMEOUT,
     AttemptEvent,
     SendQueue,
     Worker,
@@ -39,6 +38,7 @@ OFFERS = 6.0
 """Seconds that the stream of a worker stays open after the worker left the list. It may offer prefixes then,
 for a shorter time (`prefill_worker.offers`)."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0
+CALL_TIMEOUT = 5.0
 
 
 class WorkerStream:
@@ -139,7 +139,7 @@ class WorkerStream:
             hello = pb.RouterHello(router_id=self._config.id, report_seconds=self._roster.report_seconds)
             messages.put(pb.RouterMessage(hello=hello))
             self._call = stub.Attach(messages.messages())
-            worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
+            worker.send_queue, worker.reason, worker.remedy = messages, "", ""
             log.info("%s is %s", worker, worker.state)
             self._roster.availability_changed(worker)
             try:
@@ -160,7 +160,7 @@ class WorkerStream:
         failed = was_attached and worker.ready
         if worker.send_queue is not None:
             worker.send_queue.close()
-        worker.send_queue = worker.stub = None
+        worker.send_queue = None
         if worker.state is not WorkerState.REFUSED:
             worker.state = WorkerState.CONNECTING
         lost = worker.lose_all()
@@ -180,8 +180,7 @@ class WorkerStream:
     def _receive(self, message: pb.WorkerMessage) -> None:
         match message.WhichOneof("kind"):
             case "step":
-                for event in message.step.tokens:
-                    self._receive_token(event)
+                self._receive_tokens(message.step.tokens)
             case "prompt_logprobs":
                 self._receive_prompt_logprobs(message.prompt_logprobs)
             case "reserved":
@@ -205,16 +204,18 @@ class WorkerStream:
         else:
             self.worker.on_load()
 
-    def _receive_token(self, event: pb.TokenEvent) -> None:
-        attempt = self.worker.attempts.get(event.attempt_id)
-        if attempt is None:
-            return
-        if defect := token_defect(event, self.worker.description.vocab_size):
-            self._reject(event.attempt_id, defect)
-            return
-        if attempt.work is not None:
-            self.worker.prefilled(attempt, computed=True)
-        attempt.on_event(attempt, event)
+    def _receive_tokens(self, events: Iterable[pb.TokenEvent]) -> None:
+        vocab_size, attempts = self.worker.description.vocab_size, self.worker.attempts
+        for event in events:
+            attempt = attempts.get(event.attempt_id)
+            if attempt is None:
+                continue
+            if defect := token_defect(event, vocab_size):
+                self._reject(event.attempt_id, defect)
+                continue
+            if attempt.work is not None:
+                self.worker.prefilled(attempt, computed=True)
+            attempt.on_event(attempt, event)
 
     def _receive_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
         if defect := prompt_logprobs.defect(message, self.worker.description.vocab_size):

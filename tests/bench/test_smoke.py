@@ -41,15 +41,18 @@ from baton.bench.shapes import SHAPES, write_shape
 from baton.kv_transfer import TraceWriter
 from baton.rpc import worker_pb2 as pb
 from tests.forked import forking
+from tests.mooncake import libraries
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
-ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse", "split")
-ON_CPU = ("chaos", "router", "routing_sim")
+ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse", "speculation", "split", "vllm")
+ON_CPU = ("chaos", "router", "routing_sim", "store")
 ELSEWHERE = {
     "load": "tests/bench/test_cli.py",
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
+    "store": "test_the_short_form_runs_with_real_processes",
+    "vllm": "tests/vllm_worker/test_bench.py",
 }
 
 
@@ -166,6 +169,19 @@ def test_runs_engine(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     assert {"engine.cpu.default.ttft", "engine.cpu.vs_transformers.b16"} <= {*rows}
 
 
+def test_runs_speculation(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.bench import speculation
+
+    monkeypatch.setattr(contract, "gpus", list)
+    monkeypatch.setattr(speculation, "embedded_path", lambda: checkpoint)
+    monkeypatch.setattr(speculation, "SHORT", 4)
+    for module in (contract, speculation):
+        monkeypatch.setattr(module, "MIN_PAIRS", 1)
+    rows = run("speculation", "--short")
+    assert rows["speculation.cpu.different"] == 0
+    assert {"speculation.cpu.copying", "speculation.cpu.free"} <= {*rows}
+
+
 def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +278,7 @@ def test_runs_router(
         "PERIODS": 1,
         # In such a short time the kernel may count no CPU time.
         "cpu_seconds": lambda pid: ends.cpu_seconds(pid) + time.monotonic(),
-        "large_requests": lambda: large,
+        "large_requests": lambda answer: large,
         "decisions": lambda workers, count, busy: few(busy=busy),
     }.items():
         monkeypatch.setattr(router, name, smaller)
@@ -445,8 +461,11 @@ def test_runs_flip(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "kv --only tcp", "reuse", "split"])
-def test_the_short_form_runs_with_real_processes(bench: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "kv --only tcp", "reuse", "split", "store"])
+def test_the_short_form_runs_with_real_processes(
+    bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", libraries(tmp_path / "lib"))
     out = tmp_path / "report.json"
     name, *flags = bench.split()
     command = [sys.executable, "-m", f"baton.bench.{name}", *flags, "--short", "--json", str(out)]

@@ -294,7 +294,8 @@ def test_errors_name_the_flag(
         ("prot = 8000", ["prot", "did you mean 'port'"]),
         ("[serve]\ndevise = 'cpu'", ["[serve] 'devise'", "device"]),
         ("port = 'many'", ["--port", "integer, not 'many'"]),
-        ("speculative_config = 'eagle'", ["--speculative-config"]),
+        ("speculative_config = 'eagle'", ["--speculative-config", "is not JSON"]),
+        ("speculative_config = '{\"methods\": 1}'", ["--speculative-config", "'methods' is not one of"]),
     ],
 )
 def test_errors_in_the_file_name_the_field(

@@ -82,6 +82,9 @@ def pod_templates(objects: list[Object]) -> Iterator[PodTemplate]:
             yield PodTemplate(f"{owner} head", spec["headGroupSpec"]["template"])
             for group in spec["workerGroupSpecs"]:
                 yield PodTemplate(f"{owner} {group['groupName']}", group["template"])
+        elif each["kind"] == "RoleBasedGroup":
+            for role in each["spec"]["roles"]:
+                yield PodTemplate(f"{owner} {role['name']}", role["standalonePattern"]["template"])
         elif "template" in each.get("spec", {}):
             yield PodTemplate(owner, each["spec"]["template"])
 

@@ -98,6 +98,20 @@ def test_these_flows_and_no_others(overlays: dict[str, list[Object]], name: str)
     assert allowed == (expected if name == "cpu-demo" else expected | SCRAPES)
 
 
+@pytest.mark.parametrize("name", ["store", "rbg"])
+def test_only_workers_and_stores_reach_a_store(overlays: dict[str, list[Object]], name: str) -> None:
+    owner = "Deployment baton-" if name == "store" else "RoleBasedGroup baton "
+    names = {role: f"{owner}{role}" for role in (ROUTER, PREFILL, DECODE)}
+    stores = {store: f"StatefulSet baton-{store}" for store in ("store", "store-master")}
+    network = Network(overlays[name], names | stores)
+    for store in stores:
+        reach = {peer for peer in (*names, *stores, *OUTSIDE) if network.allows(peer, store, 12345)}
+        assert reach == {PREFILL, DECODE, *stores}
+        assert not any(
+            network.allows(store, peer, 12345) for peer in (*names, *OUTSIDE) if peer not in OUTSIDE
+        )
+
+
 def test_rays_nodes_reach_each_other_and_clients_only_the_router(overlays: dict[str, list[Object]]) -> None:
     nodes = {
         "head": "RayCluster baton head",

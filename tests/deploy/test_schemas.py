@@ -38,6 +38,8 @@ EXPECTED = {
         "PodDisruptionBudget": 4,
         "ServiceMonitor": 1,
     },
+    "store": {"Deployment": 3, "StatefulSet": 2, "PodDisruptionBudget": 4, "ServiceMonitor": 1},
+    "rbg": {"RoleBasedGroup": 1, "CoordinatedPolicy": 1, "StatefulSet": 2, "Deployment": 0},
     "kuberay": {"RayCluster": 1, "Deployment": 1, "ServiceMonitor": 1, "PersistentVolumeClaim": 2},
 }
 

@@ -80,7 +80,6 @@ def test_pods_have_the_connector(deployments: dict[str, Object], name: str, role
     settings = Settings(**config["kv_connector_extra_config"])
     assert settings.host.strip("$()") in environment
     assert {"name": "kv", "containerPort": settings.port} in container["ports"]
-    assert settings.prefills is (name == "prefill")
 
 
 def test_other_pods_keep_their_options(deployments: dict[str, Object]) -> None:

@@ -13,12 +13,12 @@ import msgspec
 from prometheus_client import Metric
 
 from baton.content import Tier
-from baton.engine import EngineStats, ExpertStats, OffloadStats
+from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStats
 from baton.kv_transfer import TransferStats
 from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics
 from baton.rpc import worker_pb2 as pb
-from baton.worker.messages import EngineStatus, RequestCounts
+from baton.worker.messages import EngineStatus, RequestCounts, StoreStats
 from baton.worker.service_process.metrics import Metrics as WorkerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -47,9 +47,11 @@ def test_workers() -> None:
     values: dict[str, Any] = {field.name: 1 for field in fields(EngineStats)}
     values["experts"] = ExpertStats([1], 1.0, 1.0)
     values["offload"] = [OffloadStats(Tier.HOST, 1, 1, 1, 1, 1, 1, 1, 1)]
+    values["speculation"] = SpeculationStats(1, 1, 1)
     stats = EngineStats(**values)
     counts = RequestCounts()
-    metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True, links=[])
+    store = StoreStats(True, 1, 1, 1, 1)
+    metrics.engine_status = EngineStatus(1, stats, counts, idle=True, links=[], store=store)
     empty = {f.name: {} if "dict" in str(f.type) else 0 for f in msgspec.structs.fields(TransferStats)}
     metrics.transfer_stats = msgspec.convert(empty, TransferStats)
     assert names(metrics.registry.collect()) == documented("W")

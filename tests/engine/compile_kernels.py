@@ -5,6 +5,7 @@ or does not fit into shared memory, fails here and not first on a GPU.
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,15 +53,18 @@ def main() -> None:
         GatedDelta,
         HeadNorm,
         LatentHeads,
+        LatentNorm,
         LayerState,
         Mamba2,
         parts,
     )
     from baton.engine.kernels.attention import gather_kv
+    from baton.engine.kernels.exact_linear import ExactLinear
     from baton.engine.kernels.peer_copy import PeerCopy
     from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
-    from baton.engine.kernels.sampling import race
+    from baton.engine.kernels.quantized.reference import four_bits, of_experts
+    from baton.engine.kernels.sampling import draft_kernels, drafts, race
     from baton.engine.kernels.sampling.thresholds import thresholds
     from baton.engine.kernels.skinny_linear import SkinnyLinear
     from baton.engine.kernels.sum_norm import SumNorm
@@ -104,6 +108,19 @@ def main() -> None:
         sinks = None if span is None else x[0, :heads]
         plan = kernels.plan(metadata, heads, kv_heads, dtype, span)
         kernels.attention(q, kv, plan, sinks, head_dim**-0.5)
+        if not fp8_kv and dtype is not torch.float32:
+            exact = TritonKernels(torch.device("cpu"), head_dim, exact=True)
+            exact.attention(q, kv, exact.plan(metadata, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
+            long = replace(metadata, num_decodes=0, prefills=[(5000, 5000 + rows)])
+            exact.attention(q, kv, exact.plan(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
+            for tokens, size in itertools.product((1, 64, 128, 256, 1024), (hidden, 16 * hidden)):
+                weight, many = (
+                    torch.zeros(size, hidden, dtype=dtype),
+                    torch.zeros(tokens, hidden, dtype=dtype),
+                )
+                ExactLinear(weight, weight[:, 0].contiguous(), 132)(many)
+                scales = torch.zeros(1, size)
+                exact.fp8_linear(weight.to(FP8), scales, None, dtype)(kernels.quantize(many, grouped=False))
         if isinstance(kv, Fp8KV):
             gather_kv.gather(kv, metadata.block_tables[0], dtype)
         if dtype is not torch.float32:
@@ -150,7 +167,7 @@ def main() -> None:
     for size, dtype in ((32, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)):
         scales = torch.zeros(4096, 4096 // size)
         for zeros in (scales, scales + 1):
-            int4 = Int4Linear(codes, scales, zeros, None, dtype, 132)
+            int4 = Int4Linear(four_bits(codes, scales, zeros, dtype), None, 132)
             for tokens in (1, 2, 4, 16, 64, 256):
                 int4(torch.zeros(tokens, 4096, dtype=dtype))
 
@@ -178,6 +195,14 @@ def main() -> None:
                     of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768 // rows))
                     of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048 // rows))
                     kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, choice), counts)
+                if dtype is torch.bfloat16:
+                    of_gate_up, of_down = (
+                        of_experts(
+                            [four_bits(codes, codes[:, ::32], codes[:, ::32], dtype, floats=floats)] * 16
+                        )
+                        for codes, floats in ((gate_up[0].byte(), False), (down[0].byte(), True))
+                    )
+                    kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, choice), counts)
             experts = Experts(
                 gate_up,
                 down,
@@ -189,24 +214,27 @@ def main() -> None:
             kernels.mix_experts(x, logits, experts, counts)
 
     print("-- latent attention")
-    for heads, nope, value in ((16, 128, 128), (20, 192, 256), (128, 128, 128)):  # V2-Lite, GLM-4.7-Flash, V3
-        for dtype in (torch.bfloat16, torch.float32):
+    # V2-Lite, GLM-4.7-Flash, V3. Small blocks have another kernel.
+    sizes = (16, 128, 128, 64), (20, 192, 256, 64), (128, 128, 128, 64), (20, 192, 256, 16)
+    for heads, nope, value, block_size in sizes:
+        for dtype in (torch.bfloat16, torch.float32)[: 1 + (block_size == 64)]:
             shape = LatentConfig(1536, 512, nope, 64, value, 1.0)
             kernels, rows = TritonKernels(torch.device("cpu"), 256), 64 + 500
             metadata = AttentionMetadata(
-                64,
+                block_size,
                 torch.zeros(rows, dtype=torch.int64),
-                torch.zeros(66, 16, dtype=torch.int32),
+                torch.zeros(66, 32, dtype=torch.int32),
                 torch.ones(66, dtype=torch.int32),
                 64,
                 [(0, 20), (0, 480)],
             )
             q = torch.zeros(rows, heads, nope + 64, dtype=dtype)
-            cached, shared = q.new_zeros(rows, 512), q.new_zeros(rows, 64)
-            kv, up = q.new_zeros(1, 8, 64, 1, 576), q.new_zeros(heads, nope + value, 512)
-            kernels.write_latent(q, cached, shared, torch.zeros(rows, 2, 64), kv, metadata.slots)
+            made, norm = q.new_zeros(rows, 576), LatentNorm(q.new_zeros(512), 1e-6)
+            kv, up = q.new_zeros(1, 8, block_size, 1, 576), q.new_zeros(heads, nope + value, 512)
+            rotary = torch.zeros(rows, 2, 64)
+            kernels.write_latent(q, made[:, :512], made[:, 512:], norm, rotary, kv, metadata.slots)
             plan = kernels.plan_latent(metadata, heads, shape, dtype)
-            kernels.latent_attention(q, kv, plan, LatentHeads(up, nope, 1.0))
+            kernels.latent_attention(q, kv, plan, LatentHeads.of(up, shape))
 
     print("-- Mamba-2")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -250,6 +278,10 @@ def main() -> None:
     race.greedy(logits.bfloat16())
     race.draw(logits, limit, whole)
     race.draw(logits, limit, whole, logits, thresholds(logits, whole, limit, limit))
+    ids = torch.zeros(16, dtype=torch.int64)
+    columns, given = torch.zeros((16, 4), dtype=torch.int64), torch.zeros((2, 17), dtype=torch.int64)
+    draft_kernels.follow(drafts.Inputs(ids, ids, ids, ids.int()), ids, columns, columns, columns, given)
+    draft_kernels.accepted(ids, ids, ids, given)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Kernels, LatentHeads
+from baton.engine.kernels import Kernels, LatentHeads, LatentNorm
 from baton.engine.model_config import LatentConfig
 from tests.engine.attention_step import Step, placed
 from tests.engine.kernel_checks import F32, close, normal
@@ -17,7 +17,7 @@ class LatentStep:
         self,
         spans: list[tuple[int, int]],
         heads: int = 4,
-        dims: tuple[int, int, int, int] = (32, 16, 8, 16),
+        dims: tuple[int, int, int, int] = (32, 16, 16, 16),
         block_size: int = 16,
         dtype: torch.dtype = F32,
         decodes: list[tuple[int, int]] | None = None,
@@ -35,8 +35,9 @@ class LatentStep:
         cos, sin = angles.cos(), angles.sin()
         self.rotary = torch.stack((cos.repeat(1, 2), torch.cat((-sin, sin), dim=1)), dim=1)
         up = (normal(heads, nope + value, rank, seed=90) / rank**0.5).to(dtype)
-        self.heads = LatentHeads(up, nope, (nope + rope) ** -0.5)
-        self.shape = LatentConfig(None, *dims, self.heads.scale)
+        self.shape = LatentConfig(None, *dims, (nope + rope) ** -0.5)
+        self.heads, self.up, self.nope = LatentHeads.of(up, self.shape), up, nope
+        self.norm = LatentNorm(normal(rank, seed=89).to(dtype), 1e-6)
 
     def run(self, kernels: Kernels, device: str, *, exact: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Attention's output, the cache, and the rotated queries; with `exact` all in float64."""
@@ -45,17 +46,22 @@ class LatentStep:
             return (x.double() if exact and x.is_floating_point() else x).to(device, copy=True)
 
         metadata = placed(self.metadata, put)
-        kv, q = put(self.kv), put(self.q)
-        kernels.write_latent(q, put(self.latent), put(self.shared), put(self.rotary), kv, metadata.slots)
+        kv, parts = put(self.kv), (self.q.flatten(1), self.latent, self.shared)
+        # As the product leaves them, whose rows have all three.
+        made = torch.cat([put(part) for part in parts], dim=1)
+        q, latent, shared = made.split([part.shape[1] for part in parts], dim=1)
+        q = q.unflatten(1, self.q.shape[1:])
+        norm = LatentNorm(put(self.norm.weight), self.norm.eps)
+        kernels.write_latent(q, latent, shared, norm, put(self.rotary), kv, metadata.slots)
         plan = kernels.plan_latent(metadata, q.shape[1], self.shape, torch.float64 if exact else self.dtype)
-        heads = self.heads._replace(up=put(self.heads.up))
+        heads = self.heads._replace(keys=put(self.heads.keys), values=put(self.heads.values))
         return kernels.latent_attention(q, kv, plan, heads), kv, q
 
     def expected(self) -> Tensor:
         """The output by the definition, query by query, in float64."""
         _, kv, q = self.run(Kernels(), "cpu", exact=True)
         cached, m = kv.flatten(0, 3), self.metadata
-        up, nope = self.heads.up.double(), self.heads.nope_dim
+        up, nope = self.up.double(), self.nope
         found: list[Tensor] = []
         queries = [(i, int(m.contexts[i]) - 1) for i in range(m.num_decodes)]
         for request, (start, stop) in enumerate(m.prefills, m.num_decodes):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.engine.kernels.quantized.reference import four_bits
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.loader.gpt_oss import GptOssCheckpoint
 from baton.engine.loader.hf import HFCheckpoint
@@ -94,6 +95,22 @@ def test_parts_of_an_expert_are_those_of_the_whole(checkpoints: tuple[Path, Path
         slices = tuple(part.indices for part in parts)
         for checkpoint in (plain, mxfp4):
             assert torch.equal(checkpoint.read(name, parts).float(), expected[slices])
+
+
+@pytest.mark.parametrize("kind", ["gate", "down"])
+def test_groups_of_an_expert_have_its_values(checkpoints: tuple[Path, Path], kind: str) -> None:
+    """Also those of a part, unless it cuts a group."""
+    plain, mxfp4 = (GptOssCheckpoint(HFCheckpoint(path)) for path in checkpoints)
+    name = f"{EXPERTS}.2.{kind}_proj.weight"
+    rows, columns = mxfp4.shape(name)
+    parts = [Part(3, rows, rows), Part(32, columns, columns)]
+    groups = mxfp4.groups(name, parts)
+    assert groups is not None
+    assert torch.equal(groups.values(), plain.read(name, parts).float())
+    packed = four_bits(*groups[:3], torch.bfloat16, floats=groups.floats)
+    assert torch.equal(packed.exact(), groups.values())
+    assert mxfp4.groups(name, [parts[0], Part(16, columns, columns)]) is None
+    assert plain.groups(name, parts) is None
 
 
 def test_dummy_weights_need_no_format(checkpoints: tuple[Path, Path]) -> None:

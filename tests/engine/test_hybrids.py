@@ -319,3 +319,21 @@ def test_each_rank_holds_the_states_of_its_heads(tmp_path: Path, ranks: Callable
 
 def test_dummy_weights(path: Path) -> None:
     load(path, load_format="dummy")
+
+
+def test_a_lent_copy_is_neither_evicted_nor_written() -> None:
+    copies = StateCopies(0, 2, interval=64, block_size=64, chunk_tokens=64)
+    for name in (b"a", b"b"):
+        slot = copies.allocate()
+        assert slot is not None
+        copies.publish(name, slot)
+    lent = copies.lend(b"a")
+    assert lent is not None
+    assert copies.lend(b"a") == lent
+    assert copies.allocate() == 1 - lent
+    assert b"b" not in copies, "it was used later, and is evicted first"
+    copies.drop(b"a")
+    for _ in range(2):
+        assert copies.allocate() is None
+        copies.take_back(lent)
+    assert copies.allocate() == lent

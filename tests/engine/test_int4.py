@@ -19,7 +19,7 @@ from baton.engine.layers.grouped_linear import ByRows, packs
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, Ranks, whole
 from baton.engine.layers.weights import Weights
-from baton.engine.loader import check_model, choose_format, open_checkpoint
+from baton.engine.loader import check_model, choose_format, int4_on_load, open_checkpoint
 from baton.engine.loader.int4_formats import Int4Format
 from baton.engine.loader.int4_on_load import rounded
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
@@ -49,6 +49,16 @@ def gptq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
         "scales": scales.T,
         "g_idx": torch.arange(codes.shape[1], dtype=torch.int32) // SIZE,
     }
+
+
+def stored_order(columns: int) -> Tensor:
+    return torch.randperm(columns, generator=torch.Generator().manual_seed(0))
+
+
+def desc_act(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """The columns of a group are apart. Matrices with the same input have the same order of columns."""
+    order, tensors = stored_order(codes.shape[1]), gptq(codes, zeros, scales)
+    return tensors | {"qweight": words(codes[:, order]).T, "g_idx": tensors["g_idx"][order]}
 
 
 def awq(codes: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -82,6 +92,7 @@ def pack_quantized(**weights: Any) -> dict[str, Any]:
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": SIZE, "desc_act": False, "sym": False}, gptq),
+    "desc_act": ({"quant_method": "gptq", "bits": 4, "group_size": SIZE, "desc_act": True}, desc_act),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": SIZE, "version": "gemm"}, awq),
     "compressed": (pack_quantized(symmetric=False), compressed),
     "symmetric": (pack_quantized(symmetric=True), symmetric),
@@ -108,6 +119,8 @@ def save_quantized(
         each, zero = scales.float()[:, :, None], zeros[:, :, None]
         codes = (weight / each + zero).round().clamp(0, 15)
         values[name] = ((codes - zero) * each).flatten(1)
+        if kind == "desc_act":
+            values[name] = values[name][:, stored_order(values[name].shape[1])]
         for suffix, tensor in stored(codes.flatten(1), zeros, scales).items():
             tensors[f"{name.removesuffix('weight')}{suffix}"] = tensor.contiguous()
     save_file({**load_file(exact / "model.safetensors"), **values}, exact / "model.safetensors")
@@ -166,7 +179,7 @@ def weights_of(directory: Path, dtype: torch.dtype) -> Weights:
     return Weights(checkpoint, dtype, CPU, lambda *_: None, weight_format, Ranks())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "desc_act"])
 def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
     """Rows anywhere, also within a word; columns between groups."""
     values = load_file(save_quantized(tmp_path, kind) / "model.safetensors")
@@ -182,6 +195,17 @@ def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
         ValueError, match=r"columns \[48, 96\) of .*down_proj in .* and groups of 32 .*parallel-size"
     ):
         weights.linear([name], [whole(128)], Part(48, 96, 192))
+
+
+def test_a_rank_has_rows_but_no_part_of_the_columns_in_another_order(tmp_path: Path) -> None:
+    values = load_file(save_quantized(tmp_path, "desc_act") / "model.safetensors")
+    weights, name = weights_of(tmp_path, torch.float32), "model.layers.0.mlp.down_proj"
+    weight_format = weights._format
+    assert isinstance(weight_format, Int4Format)
+    groups = weight_format.read(weights, name, Part(21, 102, 128), whole(192))
+    torch.testing.assert_close(groups.values(), values[f"{name}.weight"][21:102], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"g_idx: --tensor-parallel-size cuts groups"):
+        weights.linear([name], [whole(128)], Part(64, 160, 192))
 
 
 def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: Path) -> None:
@@ -205,7 +229,6 @@ def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: 
     ("settings", "message"),
     [
         (KINDS["gptq"][0] | {"bits": 3}, r"bits 3 is not supported \(4 is\)"),
-        (KINDS["gptq"][0] | {"desc_act": True}, "desc_act True is not supported"),
         (KINDS["gptq"][0] | {"group_size": -1}, r"groups of -1 are not supported \(32, 64, 128 are\)"),
         (KINDS["gptq"][0] | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
         (KINDS["awq"][0] | {"version": "gemv"}, "version 'gemv' is not supported"),
@@ -224,11 +247,19 @@ def test_what_is_not_supported_is_refused_by_name(
     assert_refused(tmp_path, message)
 
 
-def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
+def test_unequal_groups_are_refused(tmp_path: Path) -> None:
     save_quantized(tmp_path, "gptq")
     with edited_tensors(tmp_path) as tensors:
-        tensors["model.layers.1.mlp.down_proj.g_idx"] = tensors["model.layers.1.mlp.down_proj.g_idx"].flip(0)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.g_idx: groups in another order"):
+        tensors["model.layers.1.mlp.down_proj.g_idx"][0] = 1
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.g_idx: .* a group has not 32 columns"):
+        load(tmp_path)
+
+
+def test_different_orders_of_one_input_are_refused(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "desc_act")
+    with edited_tensors(tmp_path) as tensors:
+        tensors["model.layers.1.mlp.up_proj.g_idx"] = tensors["model.layers.1.mlp.up_proj.g_idx"].flip(0)
+    with pytest.raises(ValueError, match=r"gate_proj, .*up_proj have the same input, but g_idx"):
         load(tmp_path)
 
 
@@ -287,7 +318,17 @@ def test_memory_planning_counts_an_output_projection_in_fp8(
     assert model.weight_bytes(2, *sizes) == round(2 * table + sizes[0] * table + sizes[1] * matrices)
 
 
-def test_experts_are_not_rounded_to_int4(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "Qwen3Moe")
-    message = r"--quantization int4: .* has experts, which can be in fp8"
-    assert_refused(tmp_path, message, quantization="int4")
+def test_experts_are_rounded_to_int4_and_routers_are_not(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Qwen3Moe", moe_intermediate_size=96)
+    plain, ours = (
+        load(tmp_path, device="cpu", quantization=chosen)._runner.model.layers[1].mlp
+        for chosen in ("none", "int4")
+    )
+    x = torch.eye(plain.experts.down.shape[1])
+    assert torch.equal(ours.router(x), plain.router(x))
+    for name in ("gate_up", "down"):
+        weights = getattr(plain.experts, name)
+        size = next(size for size in int4_on_load.SIZES if weights.shape[2] % size == 0)
+        expected = torch.stack([rounded(weight, size).values() for weight in weights])
+        assert torch.equal(getattr(ours.experts, name), expected)
+        assert not torch.equal(expected, weights)

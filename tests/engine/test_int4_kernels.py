@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from baton.engine.kernels import Kernels
+from baton.engine.kernels import Choice, Experts, FourBits, Kernels
+from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.weights import Groups
+from baton.engine.model_config import Scoring
 from tests.device import DEVICE
+from tests.engine.kernel_checks import close, normal
 from tests.engine.test_groups import random_groups
 
 F16 = torch.float16
@@ -23,6 +26,7 @@ DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
         (128, 640, 130, 17, True),
         (128, 8320, 20, 2, True),  # wide, and a second pass over the columns
         (128, 512, 64, 130, False),
+        (128, 256, 400, 70, True),  # half of a block at a time
         (64, 256, 64, 257, True),
     ],
 )
@@ -31,18 +35,19 @@ def test_int4_products(
 ) -> None:
     """By each of the kernels: up to 2 rows, few rows, which may be split, and many rows. SwiGLU at the end of
     a product gives the same as SwiGLU of its result."""
+    from baton.engine.kernels.quantized.four_bits import values
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
 
-    codes, scales, zeros, bits = random_groups(out, columns, size).on(torch.device(DEVICE))
-    rounded = Groups(codes, scales.to(dtype).float(), zeros.mul_(not symmetric).to(dtype).float(), bits)
-    assert Int4Linear.suits(codes, scales, dtype)
+    codes, scales, zeros = random_groups(out, columns, size).on(torch.device(DEVICE))[:3]
+    rounded = Groups(codes, scales.to(dtype).float(), zeros.mul_(not symmetric).to(dtype).float(), 4)
     bias = torch.randn(out, device=DEVICE).to(dtype)
-    linear = Int4Linear(codes, scales, zeros, bias, dtype, 3)
-    weight = linear.dequantized()
+    linear = Int4Linear(four_bits(codes, scales, zeros, dtype), bias, 3)
+    weight = values(linear.weight)
     ulp = torch.finfo(dtype).eps  # the interpreter has no fused multiplication and addition
-    torch.testing.assert_close(
-        weight, rounded.values().to(dtype), rtol=ulp, atol=8 * ulp * scales.max().item()
-    )
+    for found in (weight, linear.weight.exact().to(dtype)):
+        torch.testing.assert_close(
+            found, rounded.values().to(dtype), rtol=ulp, atol=8 * ulp * scales.max().item()
+        )
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     expected = x.float() @ weight.float().T + bias.float()
     error = 2e-3
@@ -52,3 +57,42 @@ def test_int4_products(
         torch.testing.assert_close(linear(x).float(), expected, rtol=2 * ulp, atol=error)
     gated = linear.silu_mul(x, triton_kernels)
     torch.testing.assert_close(gated, triton_kernels.silu_mul(linear(x)), rtol=2 * ulp, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "size", "symmetric", "floats"),
+    [
+        (2, 32, True, True),
+        (10, 128, False, False),
+        (22, 32, False, False),
+        (60, 64, True, False),
+        (210, 32, True, True),
+    ],
+)
+def test_experts_in_four_bits(
+    tokens: int, size: int, symmetric: bool, floats: bool, dtype: torch.dtype, triton_kernels: Kernels
+) -> None:
+    """All tilings; columns that fill no block; rows that fill no tile. The reference has the exact values."""
+
+    def experts(out: int, columns: int) -> FourBits:
+        codes, scales, zeros = random_groups(out, columns, size)[:3]
+        each = [
+            four_bits(codes.roll(i, 0), scales * (i + 1), zeros * (not symmetric), dtype, floats=floats)
+            for i in range(4)
+        ]
+        return of_experts(each)
+
+    def placed(weight: FourBits) -> FourBits:
+        words, scales, zeros = (None if x is None else x.to(DEVICE) for x in weight[:3])
+        assert words is not None
+        assert scales is not None
+        return weight._replace(words=words, scales=scales, zeros=zeros)
+
+    hidden, inner, chosen = {128: (256, 128), 64: (192, 64), 32: (96, 32)}[size] + (4,)
+    gate_up, down = experts(2 * inner, hidden), experts(hidden, inner)
+    x, logits = normal(tokens, hidden, seed=3).to(dtype), normal(tokens, 4, seed=4)
+    choice, counts = Choice(chosen, Scoring.NORMALIZED_SOFTMAX), torch.zeros(4, dtype=torch.int32)
+    expected = Kernels().mix_experts(x.float(), logits, Experts(gate_up, down, choice), counts.clone())
+    held = Experts(placed(gate_up), placed(down), choice)
+    close(triton_kernels.mix_experts(x.to(DEVICE), logits.to(DEVICE), held, counts.to(DEVICE)), expected)

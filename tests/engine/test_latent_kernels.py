@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from baton.engine.kernels import Kernels
 from baton.engine.model_config import LatentConfig
 from tests.device import DEVICE
-from tests.engine.attention_step import RAGGED
+from tests.engine.attention_step import RAGGED, placed
 from tests.engine.kernel_checks import BF16, F16, F32, close
 from tests.engine.latent_step import LatentStep
 
@@ -29,15 +29,26 @@ def test_decodes_and_chunks(triton_kernels: Kernels, heads: int, block_size: int
 
 @pytest.mark.parametrize("dims", [(512, 128, 64, 128), (512, 192, 64, 256)], ids=["deepseek-v3", "glm"])
 @pytest.mark.parametrize("least", [1, 1000], ids=["expanded", "absorbed"])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        (2, F32),
+        *(pytest.param(n, BF16, marks=pytest.mark.gpu) for n in (5, 128)),
+        pytest.param(20, F16, marks=pytest.mark.gpu),
+    ],
+)
 def test_the_sizes_of_published_models(
     triton_kernels: Kernels,
     monkeypatch: pytest.MonkeyPatch,
     dims: tuple[int, int, int, int],
     least: int,
+    heads: int,
+    dtype: torch.dtype,
 ) -> None:
     """Heads of 192 are padded to 256, and have values of 128."""
     monkeypatch.setattr(LatentConfig, "least_expanded", least)
-    LatentStep([(40, 41), (30, 45)], 2, dims, 64).check(triton_kernels, DEVICE)
+    spans = [(0, 1), (63, 64), (40, 41), (700, 701), (30, 45)]
+    LatentStep(spans, heads, dims, 64, dtype).check(triton_kernels, DEVICE)
 
 
 def test_a_context_that_the_scratch_memory_does_not_hold_is_absorbed(
@@ -45,14 +56,16 @@ def test_a_context_that_the_scratch_memory_does_not_hold_is_absorbed(
 ) -> None:
     from baton.engine.kernels.attention import latent_kernels
 
-    monkeypatch.setattr(LatentConfig, "least_expanded", 1)
-    monkeypatch.setattr(latent_kernels, "MOST_EXPANDED", 128)
+    monkeypatch.setattr(LatentConfig, "least_expanded", 2)
+    monkeypatch.setattr(latent_kernels, "SCRATCH_BYTES", 256 * 4 * (32 + 16) * 4)
     monkeypatch.setattr(latent_kernels, "MOST_ABSORBED", 4)
-    step = LatentStep([(126, 128), (120, 129)])
-    plan = triton_kernels.plan_latent(step.metadata, 4, step.shape, F32)
-    rows = [(type(part), part.rows) for part in plan]
-    absorbed = [(latent_kernels.Absorbed, slice(*x)) for x in ((2, 6), (6, 10), (10, 11))]
-    assert rows == [(latent_kernels.ExpandedChunk, slice(0, 2)), *absorbed]
+    step = LatentStep([(126, 128), (250, 257), (0, 3), (60, 63), (0, 2), (5, 6)])
+    metadata = placed(step.metadata, lambda x: x.to(DEVICE))
+    plan = triton_kernels.plan_latent(metadata, 4, step.shape, F32)
+    rows = [(type(part), part.rows.indices(18)[:2]) for part in plan]
+    absorbed = [(latent_kernels.Absorbed, x) for x in ((0, 1), (3, 7), (7, 10))]
+    expanded = [(latent_kernels.ExpandedChunks, x) for x in ((1, 3), (10, 16), (16, 18))]
+    assert rows == [absorbed[0], expanded[0], *absorbed[1:], *expanded[1:]]
     step.check(triton_kernels, DEVICE)
 
 
@@ -73,10 +86,9 @@ def test_padding_rows_write_and_read_nothing(triton_kernels: Kernels) -> None:
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 40), (700, 705), (1000, 1200)])
 @pytest.mark.parametrize("programs", [1, 64])
 def test_the_pieces_of_a_chunk_cover_each_context_once(start: int, stop: int, programs: int) -> None:
-    from baton.engine.kernels.attention.decode import BLOCK_N
     from baton.engine.kernels.attention.latent_kernels import _pieces
 
-    pieces = _pieces(start, stop, programs, torch.device("cpu"))
+    pieces = _pieces(start, stop, 64, programs, torch.device("cpu"))
     work, first = pieces.work.tolist(), pieces.first.tolist()
     assert len(work) == first[-1] <= stop - start + max(programs, stop - start)
     for row in range(stop - start):
@@ -84,7 +96,7 @@ def test_the_pieces_of_a_chunk_cover_each_context_once(start: int, stop: int, pr
         assert [piece[0] for piece in own] == [row] * len(own)
         assert [piece[1] for piece in own] == [0, *(piece[2] for piece in own[:-1])]
         assert own[-1][2] == start + row + 1
-        assert all(piece[1] % BLOCK_N == 0 for piece in own)
+        assert all(piece[1] % 64 == 0 for piece in own)
 
 
 def test_rows_that_pad_a_graph(triton_kernels: Kernels) -> None:

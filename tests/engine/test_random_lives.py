@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from baton.engine import Engine, EngineRequest, Output, Reservation, StructuredOutput
+from baton.engine import Engine, EngineRequest, Output, Reservation, SpeculativeConfig, StructuredOutput
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.kernels import parts
 from baton.engine.step import Step
 from tests.engine.conftest import LateEvent, MakeEngine, request_of, run
+from tests.engine.drafting import draft_always
 from tests.engine.scheduling import hooks_to
 from tests.engine.test_disaggregation import copy_kv
 
@@ -216,6 +217,16 @@ class Lives:
             id="small pool, prefix cache",
         ),
         pytest.param({"max_num_seqs": 2, "max_num_batched_tokens": 9}, id="two seats"),
+        pytest.param(
+            {
+                "num_blocks": 26,
+                "max_num_seqs": 5,
+                "max_num_batched_tokens": 24,
+                "enable_prefix_caching": True,
+                "speculative_config": SpeculativeConfig(),
+            },
+            id="drafts",
+        ),
     ],
 )
 def test_random_lives(
@@ -237,6 +248,9 @@ def test_random_lives(
     prefill, decode = engine(), engine()
     requests = requests_of()
     expected = run(waits, requests)
+    if "speculative_config" in config:
+        for each in (prefill, decode):
+            draft_always(each, {key: result.tokens for key, result in expected.items()}, wrong=0.3)
     for _ in range(2):
         lives = Lives(prefill, decode, expected)
         lives.live(requests, rng)

@@ -2,6 +2,7 @@
 else in Triton's interpreter."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.step_builder import draw_keys
 from baton.engine.kernels import Kernels
+from baton.engine.kernels.sampling import drafts
 from baton.engine.kernels.sampling.reference import exponentials
 
 
@@ -155,3 +157,42 @@ def test_masked_columns_never_win(device: str) -> None:
     keys = torch.arange(24, dtype=torch.int32, device=device)
     tokens, _ = draw(values.to(device), torch.ones(24, device=device), keys)
     assert set(tokens.tolist()) == {1234, 2400}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_follows_drafts(triton_kernels: Kernels, kernel_device: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ahead, decodes = int(rng.integers(2, 9)), int(rng.integers(1, 40))
+    tokens = decodes + int(rng.integers(0, 300)) * (seed % 2)
+    contexts, most = (decodes, 50) if seed % 3 else (decodes + 20, 300)
+
+    def ints(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(low, high, shape))
+
+    inputs = drafts.Inputs(
+        ints(-20, 90, tokens), ints(0, 70, tokens), ints(-1, 70, tokens), ints(0, 70, contexts).int()
+    )
+    after = ints(-9, 20, decodes).clamp_min(-1)
+    sampled = torch.stack((ints(-2, 90, 60), ints(0, ahead, 60)), dim=1)
+    arrays = after, ints(-20, 90, decodes, ahead), ints(0, 70, decodes, ahead), sampled
+
+    def moved(values: Any) -> Any:
+        return [each.to(kernel_device) for each in values]
+
+    given, ours = torch.full((2, most + 1), 7), torch.full((2, most + 1), 7, device=kernel_device)
+    expected = drafts.follow(inputs, *arrays, given)
+    after, token_ids, slots, sampled = moved(arrays)
+    found = triton_kernels.follow(drafts.Inputs(*moved(inputs)), after, token_ids, slots, sampled, ours)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.cpu().equal(other)
+        assert mine.dtype == other.dtype
+    assert ours.cpu().equal(given)
+
+    counts = rng.integers(0, ahead, 30)
+    left = torch.from_numpy(np.concatenate([np.arange(count, -1, -1) for count in counts]))
+    rows = torch.arange(len(left))
+    given = ints(0, 2, 2, len(left) + 1)
+    chosen = ints(0, 2, len(left))
+    expected_counts = drafts.accepted(chosen, rows, left, given)
+    assert triton_kernels.accepted(*moved((chosen, rows, left, given))).cpu().equal(expected_counts)
+    assert expected_counts.max() > 0

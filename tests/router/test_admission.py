@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, MAX_RETRY_AFTER, Account, ApiKey
 from baton.router.admission.queue import Admission, Turn, TurnResult
 from baton.router.errors import Overloaded, RateLimited
@@ -84,9 +87,9 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
     with admission.enter(account) as small, admission.enter(no_limit()) as large:
         small.expect(500)
         large.expect(400)
-        assert account._left == 500
+        assert account.tokens_left == 500
         assert len(small.turns([10, 20])) == 2
-        assert account._left == 970
+        assert account.tokens_left == 970
         assert (admission.waiting_tokens, account.waiting_tokens) == (430, 30)
         large.turns([900])
         assert admission.waiting_tokens == 930
@@ -97,8 +100,8 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
             assert admission.waiting_tokens == 930
     with admission.enter(account) as unused:
         unused.expect(800)
-        assert account._left == 200, "no worker had the prompts of the first request"
-    assert account._left == 1000, "a request that started no generation costs nothing"
+        assert account.tokens_left == 200, "no worker had the prompts of the first request"
+    assert account.tokens_left == 1000, "a request that started no generation costs nothing"
     assert (admission.waiting_tokens, account.waiting_tokens, account.requests) == (0, 0, 0)
 
 
@@ -343,12 +346,12 @@ def test_a_prompt_that_no_worker_had_costs_its_key_nothing():
     with Router() as router:
         router.slots[0] = 0
         generation = router.ask(account, "a")
-        assert account._left == 900
+        assert account.tokens_left == 900
         generation.turn.end()
-        assert account._left == 1000
+        assert account.tokens_left == 1000
         router.slots[0] = 1
         router.ask(account, "b").turn.end()
-        assert account._left == 900
+        assert account.tokens_left == 900
 
 
 def test_a_key_may_always_have_one_request():
@@ -417,24 +420,66 @@ def test_generations_that_end_during_a_turn_do_not_start():
 
 
 def test_the_requests_of_a_key_are_limited():
-    account = Account(ApiKey.of("a", "1", max_requests=4), share=0.5)
+    account = Account(ApiKey.of("a", "1", max_requests=2))
     admission = Admission(1000, lambda prompt: math.inf)
     with admitted(admission, account, [1]):
         with admitted(admission, account, [1]):
             with pytest.raises(RateLimited) as refusal, admitted(admission, account, [1]):
                 pass
             assert refusal.value.code == "rate_limit_exceeded"
-            share = "in this router process, which has a share of the key's limit"
-            assert refusal.value.message == f"key 'a' has 2 requests running, and may have 2 {share}"
+            assert refusal.value.message == "key 'a' has 2 requests running, and may have 2"
         with admitted(admission, account, [1]):
             assert account.requests == 2
     assert account.requests == 0
-    assert Account(ApiKey.of("a", "1", max_requests=1), share=0.1)._max_requests == 1
+
+
+@pytest.fixture
+def processes() -> Iterator[list[KeyCounts]]:
+    """The counts of three router processes, which share memory."""
+    fd = os.memfd_create("test")
+    yield [KeyCounts(fd, 3, number) for number in range(3)]
+    os.close(fd)
+
+
+def test_a_limit_of_requests_holds_in_all_processes_together(processes: list[KeyCounts]):
+    key, other = ApiKey.of("a", "1", max_requests=3), ApiKey.of("b", "2", max_requests=1)
+    first, second, third = (Account(key, counts) for counts in processes)
+    Account(other, processes[1]).enter()
+    for account in (first, first, second):
+        account.enter()
+    for account in (first, second, third):
+        with pytest.raises(RateLimited, match="has 3 requests running, and may have 3"):
+            account.enter()
+    first.leave()
+    third.enter()
+    with pytest.raises(RateLimited):
+        second.enter()
+    processes[2].ended(0)  # with its other request
+    second.enter()
+    with pytest.raises(RateLimited):
+        third.enter()
+    assert [account.requests for account in (second, third)] == [2, 1]
+
+
+def test_a_bucket_of_tokens_is_one_for_all_processes(processes: list[KeyCounts]):
+    clock, rng = Clock(), random.Random(1)
+    key = ApiKey.of("a", "1", tokens_per_minute=600)
+    accounts = [Account(key, counts, clock) for counts in processes]
+    level = 600.0
+    for _ in range(2000):
+        passed, tokens = rng.choice([0, 0, 0.5, 2, 30, 300]), rng.choice([1, 1, 20, 200, -10])
+        clock.now += passed
+        level = min(600.0, level + 10 * passed)
+        rng.choice(accounts).spend(tokens)
+        level -= tokens
+        assert [round(account.tokens_left, 6) for account in accounts] == [round(min(600.0, level), 6)] * 3
+    processes[0].ended(1)
+    assert accounts[2].tokens_left == pytest.approx(min(600.0, level)), "what it spent stays spent"
 
 
 def test_the_tokens_per_minute_of_a_key_are_limited():
     clock = Clock()
-    account = Account(ApiKey.of("a", "1", tokens_per_minute=1200), share=0.5, clock=clock)
+    account = Account(ApiKey.of("a", "1", tokens_per_minute=600), clock=clock)
     admission = Admission(10**6, lambda prompt: math.inf, clock=clock)
 
     def ask(prompt: int, output: int) -> None:

@@ -34,7 +34,7 @@ CHUNKS = list(range(9))
 @given(
     st.lists(
         st.tuples(
-            st.dictionaries(st.sampled_from(CHUNKS), st.sampled_from(list(Tier))),
+            st.dictionaries(st.sampled_from(CHUNKS), st.sampled_from([Tier.DEVICE, Tier.HOST, Tier.DISK])),
             st.lists(st.sampled_from(CHUNKS)),
             st.booleans(),
             st.integers(0, 3),

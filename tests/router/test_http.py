@@ -136,8 +136,11 @@ async def test_logprobs_of_both_kinds(cluster: Cluster):
     assert (second["token"], [t["logprob"] for t in second["top_logprobs"]]) == (" capital", [0.0, -1.0])
 
 
-async def test_a_stop_string_ends_the_request_on_the_workers_too(cluster: Cluster):
+@pytest.mark.parametrize("burst", [1, 4])
+async def test_a_stop_string_ends_the_request_on_the_workers_too(cluster: Cluster, burst: int):
+    """With four tokens in a message, it ends in the middle of one."""
     cluster.decodes[0].step_seconds = 0.01
+    cluster.decodes[0].burst = burst
     result = await cluster.complete(stop=["France is", "Paris"])
     assert result["choices"][0]["text"] == "The capital of "
     assert result["choices"][0]["finish_reason"] == "stop"

@@ -1,11 +1,49 @@
 """The event loop's lag: how long a stall delays everything else."""
 
 import asyncio
+import gc
 import time
 
 from baton.router.server import observe_lag
 
+from .conftest import Cluster
+
 STALL = 0.2
+
+
+async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
+    """The collector would pass all objects of all requests, and stall them."""
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 99}
+    text = {"prompt": "Hello", "max_tokens": 99}
+    asked = [
+        ("/v1/chat/completions", chat | {"stream": True}),
+        ("/v1/chat/completions", chat),
+        ("/v1/completions", text | {"stream": True, "n": 2, "stop": ["never"], "logprobs": 2}),
+        ("/v1/completions", text),
+        ("/v1/messages", chat | {"stream": True}),
+        ("/v1/responses", {"input": "Hello", "stream": True, "store": False}),
+    ]
+
+    async def ask() -> None:
+        for path, body in asked:
+            async with cluster.http.post(cluster.url + path, json=body) as response:
+                assert response.status == 200, await response.text()
+                await response.read()
+        await cluster.idle()
+
+    await ask()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        await ask()
+        gc.collect()
+        left = {type(each).__name__ for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left & {"ActiveRequest", "Generation", "Turn", "Attempt", "TokenQueue", "StopStrings"}
 
 
 async def test_a_stall_of_the_event_loop_is_measured() -> None:

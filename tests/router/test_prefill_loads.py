@@ -13,6 +13,7 @@ from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import worker_pb2 as pb
+from baton.worker.service_process.cache_feed import CacheFeed
 
 SPEED = 1000.0
 
@@ -300,3 +301,30 @@ def test_a_report_shows_the_prompt_that_another_router_sent() -> None:
     assert look(loads, 0.5).wait[row] == pytest.approx(2.5)
     loads.ended(row, own, computed=True, now=1)
     assert look(loads, 1).wait[row] == pytest.approx(2)
+
+
+def test_what_the_shared_store_has_counts_at_its_price_at_every_worker_that_reads_from_it():
+    """Also after the end of the worker that wrote it."""
+    loads, writer = one()
+    feed, chunks = CacheFeed(), [*range(10)]
+    for changes in feed.changed(dict.fromkeys(chunks, Tier.DEVICE), dict.fromkeys(chunks, True)):
+        loads.index.apply(writer, changes.cache)
+    assert loads.index.reported(writer) == 10, "the store's chunks are not of this worker"
+    loads.leave(writer)
+    rows = [loads.join(name, block_size=16, now=0) for name in ("b:1", "c:1")]
+    loads.reported(rows[0], status(0, SPEED, store_tokens_per_s=10_000), 0)
+    loads.reported(rows[1], status(0, SPEED), 0)
+    found = look(loads, 0, 1000, chunks)
+    assert [found.cached.of(row) for row in rows] == [640, 0], "the other one has no store, or no known speed"
+    assert found.load(rows[0]) == pytest.approx(640 / 10_000)
+    loads.index.apply(rows[0], pb.CacheEvents(added=chunks[:5]))
+    assert look(loads, 0, 1000, chunks).load(rows[0]) == pytest.approx(320 / 10_000)
+    for changes in feed.changed({}, {7: False}):
+        loads.index.apply(rows[1], changes.cache)
+    assert look(loads, 0, 1000, chunks).cached.of(rows[0]) == 7 * CHUNK_TOKENS
+    other = ChunkIndex()  # of a router that starts now
+    other.grow(1)
+    for part in feed.snapshot():
+        other.apply(0, part.cache)
+    assert other.only_stored(0, [*range(20)]) == 0, "the worker has them, too"
+    assert {*other._stored} == {*chunks} - {7}

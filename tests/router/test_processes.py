@@ -129,7 +129,7 @@ async def start(
 @pytest.fixture
 def key_file(tmp_path: Path) -> str:
     path = tmp_path / "keys.toml"
-    path.write_text(f'[one]\nkey = "{KEY}"\nsalt = "{SALT}"\n')
+    path.write_text(f'[one]\nkey = "{KEY}"\nsalt = "{SALT}"\nmax-requests = 6\n')
     return str(path)
 
 
@@ -151,6 +151,18 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     for _ in range(8):
         assert (await routers.ask())["choices"][0]["text"] == TEXT
     assert counters(await routers.get(routers.admin + "/metrics"))[SUCCESS] == 8
+    steps = routers.decode.steps = asyncio.Semaphore(0)
+    running = [asyncio.create_task(routers.ask()) for _ in range(6)]
+    await routers.until(lambda s: s["router"]["requests"] == 6)
+    for _ in range(6):  # the kernel chooses the process
+        headers = {**AS_CLIENT, "Connection": "close"}
+        asked = routers.http.post(routers.url + "/v1/completions", json={"prompt": "Hello"}, headers=headers)
+        async with asked as response:
+            assert response.status == 429, "the limit is that of all processes"
+    for _ in range(1000):
+        steps.release()
+    await asyncio.gather(*running)
+    routers.decode.steps = None
     async with grpc.aio.insecure_channel(routers.ready["grpc_address"]) as channel:
         call = InferenceStub(channel).Generate(
             pb.GenerateRequest(text="Hello", max_tokens=99),
@@ -193,7 +205,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     after = await routers.processes()
     assert after[1] == before[1]
     assert after[0] != before[0]
-    assert counters(await routers.get(routers.admin + "/metrics"))[SUCCESS] == 10
+    assert counters(await routers.get(routers.admin + "/metrics"))[SUCCESS] == 16
 
     # SIGHUP: all read the keys again. A file with a mistake changes nothing.
     Path(key_file).write_text("[one]")
@@ -214,7 +226,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
 
     # All drain together.
     seen = len(routers.decode.submitted)
-    routers.decode.steps = asyncio.Semaphore(0)
+    steps = routers.decode.steps = asyncio.Semaphore(0)
     running = [asyncio.create_task(routers.ask()) for _ in range(6)]
     await routers.decode.until(lambda w: len(w.submitted) == seen + 6)
     routers.popen.send_signal(signal.SIGTERM)

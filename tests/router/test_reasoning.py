@@ -234,6 +234,33 @@ async def test_reasoning_of_responses_and_streams(thinking: Cluster):
             assert part.get("reasoning") == part["reasoning_content"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS}),
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 99}),
+    ],
+)
+async def test_events_from_templates_are_those_that_are_built(
+    thinking: Cluster, path: str, body: dict[str, Any]
+):
+    """With the usage in each of them, all are built."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    built = (await thinking.events(path, **body, n=2, stream_options=options))[:-1]
+    filled = await thinking.events(path, **body, n=2)
+    for event in built:
+        del event["usage"]
+    for event in (*built, *filled):
+        del event["id"], event["created"]
+        for call in event["choices"][0].get("delta", {}).get("tool_calls", []):
+            call.pop("id", None)
+    for index in range(2):
+        of_choice = [[e for e in events if e["choices"][0]["index"] == index] for events in (built, filled)]
+        assert of_choice[0] == of_choice[1]
+        assert len(of_choice[1]) > 5
+
+
 async def test_content_with_reasoning(thinking: Cluster):
     body = {"messages": CHAT, "separate_reasoning": False}
     status, result = await thinking.post("/v1/chat/completions", **body)

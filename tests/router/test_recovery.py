@@ -416,3 +416,41 @@ async def test_a_worker_that_refuses_because_it_drains_gets_no_requests(pair: Cl
     for _ in range(8):
         await answered_whole(pair)
     assert len(decodes(pair.decodes[0])) <= 1
+
+
+# ---------------------------------------------------------------- workers that compute other bits
+
+
+async def test_a_request_goes_on_with_workers_of_the_same_numerics(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    """As long as there is one. Then it goes on with any, and the usage says so."""
+    async with make_cluster(tokenizer, tmp_path, prefill=1, decode=5) as cluster:
+        for worker in cluster.workers:
+            worker.numerics = "other" if worker.index > 1 else "first"
+            await worker.kill()
+
+        async def start(numerics: str) -> None:
+            for worker in cluster.workers:
+                if worker.numerics == numerics:
+                    await worker.start(int(worker.address.rpartition(":")[2]))
+                    await cluster.until(lambda w=worker: w.attached)
+
+        await start("first")
+        for worker in cluster.decodes:
+            worker.steps = asyncio.Semaphore(3) if worker.numerics == "first" else None
+        body = {**BODY, "stream_options": {"include_usage": True}}
+        async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
+            used: list[FakeWorker] = []
+            for _ in range(3):
+                await cluster.until(lambda: any(decodes(w) for w in cluster.decodes if w not in used))
+                used.append(next(w for w in cluster.decodes if decodes(w) and w not in used))
+                if len(used) == 1:
+                    await start("other")
+                if used[-1].steps is not None:
+                    await used[-1].kill()
+            lines = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
+        assert [worker.numerics for worker in used] == ["first", "first", "other"]
+        assert lines[-1]["usage"]["numerics_changed"] is True
+        tokens = [token for line in lines for choice in line["choices"] for token in choice["token_ids"]]
+        assert tokens == cluster.output_ids

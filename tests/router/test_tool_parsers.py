@@ -334,6 +334,7 @@ def test_the_format_is_found_in_the_chat_template():
     for name, marks in {
         "qwen3_coder": "<tool_call>\n<function=' + tool_call.name + '>",
         "glm45": "<tool_call>{{ tc.name }}<arg_key>{{ k }}</arg_key>",
+        "glm47": "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>",
         "deepseek_v3": "'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + '\\n' + '```json'",
         "deepseek_v31": "'<｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'",
         "kimi_k2": "<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>",

@@ -65,7 +65,7 @@ async def test_a_cache_salt_separates_prefixes(cluster: Cluster):
         salts.append(cluster.sent.cache_salt)
     assert salts[0] == b""
     assert salts[1] == salts[2] != salts[3]
-    assert {len(salt) for salt in salts[1:]} == {64}
+    assert {(len(salt), salt[:16]) for salt in salts[1:]} == {(64, bytes(16))}, "of a key without a salt"
 
 
 async def test_workers_get_allowed_tokens_and_bad_words(cluster: Cluster):

@@ -13,6 +13,7 @@ from baton.bench.chaos.streams import Case, Stream, cases, new_session, read
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
     "--max-num-batched-tokens", "64", "--engine-timeout", "3", "--peer-timeout", "3", "--drain-timeout", "1",
+    "--speculative-config", '{"num_speculative_tokens": 3}',
     "--no-enable-prefix-caching",  # a prompt that comes again must still be under way when something breaks
 )  # fmt: skip
 SHORT = cases(8, 24)  # half of them greedy, half seeded

@@ -1,4 +1,4 @@
-"""Mixtures of experts and hybrid models through a whole cluster: clients read the tokens of transformers."""
+"""Mixtures of experts, hybrid models and those with latents in a cluster: its tokens are transformers'."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import openai
 import pytest
 
 from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
+from baton.bench.chaos.streams import cases, expected
 from tests.engine.conftest import save_spelled_tokenizer, save_tiny
 from tests.engine.test_models import scores
 
-from .recovery import FLAGS
+from .recovery import FLAGS, Broken, each_has
 
 pytestmark = pytest.mark.long
 
 TOKENS = 12
+FAMILIES = "Qwen3Moe", "Llama4", "GptOss", "Bamba", "GraniteMoeHybrid", "Qwen3Next"
+LATENTS = "DeepseekV2", "DeepseekV3", "Glm4MoeLite"
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "Llama4", "GptOss", "Bamba", "GraniteMoeHybrid", "Qwen3Next"])
+@pytest.mark.parametrize("kind", [*FAMILIES, *LATENTS])
 async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
     """From shards, in float32; prompts of several chunks, and longer than an attention chunk."""
     model = tmp_path / "model"
@@ -51,3 +54,26 @@ async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Pa
     for prompt, tokens in zip(prompts, got, strict=True):
         assert len(tokens) == TOKENS
         assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist(), f"{len(prompt)} tokens"
+
+
+async def test_streams_outlive_each_process_of_workers_with_latents(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_tiny(model, "DeepseekV3", max_position_embeddings=4096)
+    save_spelled_tokenizer(model)
+    named = ["--model", str(model), "--served-model-name", "latents"]
+    with LocalCluster(
+        tmp_path, worker_flags=[*FLAGS, *named], router_flags=["--no-overflow", *named]
+    ) as cluster:
+        asked = cases(6, 60, repeat=5)
+        broken = Broken(cluster, await expected(cluster.url, asked))
+        for kind in ("engine", "transfer", "service"):
+            for role, moment in (("prefill", broken.transferring), ("decode", each_has(3))):
+
+                def strike(kind: str = kind, role: str = role) -> None:
+                    victim = broken.busiest(role)
+                    exits = len(victim.exits)
+                    victim.kill(kind)
+                    victim.wait_exit(exits + 1)
+
+                await broken.ride(asked, (moment, strike))
+                await broken.settled()

@@ -50,6 +50,8 @@ async def test_streams_go_on_elsewhere(
     codes = [await asyncio.to_thread(worker.wait_exit, count) for worker, count in struck]
     assert codes == [code, code], "the whole worker ends with any of its processes"
     await broken.settled()
+    accepted = "vllm:spec_decode_num_accepted_tokens_total"
+    assert sum(worker.metric(accepted) for worker in broken.cluster.of("decode")), "drafts were among them"
 
 
 async def test_decode_killed_before_its_ack_costs_no_second_prefill(broken: Broken) -> None:

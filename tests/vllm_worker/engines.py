@@ -77,9 +77,9 @@ def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
 
 def generated(model: Path, prompts: list[list[int]], tokens: int = TOKENS) -> list[list[int]]:
     """Greedily, by transformers."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    reference: Any = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     found = []
     for prompt in prompts:
         with torch.inference_mode():

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
 
 from baton.bench.chaos.cluster import free_port, leaks_when_idle
+from baton.bench.roles import spawn
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.processes import alive
+from baton.content import prompt_hints
+from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
+from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.system.machine import titled, tree, until
 
 ROOT = Path(__file__).parents[2]
@@ -86,14 +91,53 @@ class Reference:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-class VLLMCluster:
+class Front:
+    """A router as clients see it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def ask(self, **fields: Any) -> dict[str, Any]:
+        """Asks for a greedy completion. Returns its choice."""
+        with self._post(fields) as response:
+            return json.load(response)["choices"][0]
+
+    def stream(self, **fields: Any) -> Generator[list[int]]:
+        """The tokens of each event."""
+        with self._post({"stream": True} | fields) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    assert "error" not in event, event
+                    yield event["choices"][0]["token_ids"]
+
+    def _post(self, fields: dict[str, Any]) -> Any:
+        greedy = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(greedy | fields).encode(),
+            {"content-type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=300)
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """Their reports, by role."""
+        with urllib.request.urlopen(f"{self.url}/status", timeout=30) as response:
+            found = json.load(response)["workers"]
+        return {worker["role"]: worker for worker in found}
+
+    def assert_whole(self) -> None:
+        assert leaks_when_idle(self.url) == {}
+
+
+class VLLMCluster(Front):
     """`baton serve --engine vllm`, float32, on its way up until `until_ready` returns."""
 
     def __init__(self, model: Path, directory: Path, *flags: str) -> None:
         assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
+        super().__init__(free_port())
         self.model = model
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         self.logs = directory / "logs"
         self._output = directory / "serve.log"
         # vLLM keeps files of one run for the next in its cache.
@@ -131,29 +175,6 @@ class VLLMCluster:
         assert found is not None, title
         return found
 
-    def ask(self, **fields: Any) -> dict[str, Any]:
-        """Asks for a greedy completion. Returns its choice."""
-        with self._post(fields) as response:
-            return json.load(response)["choices"][0]
-
-    def stream(self, **fields: Any) -> Generator[list[int]]:
-        """The tokens of each event."""
-        with self._post({"stream": True} | fields) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line.removeprefix(b"data: "))
-                    assert "error" not in event, event
-                    yield event["choices"][0]["token_ids"]
-
-    def _post(self, fields: dict[str, Any]) -> Any:
-        greedy = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps(greedy | fields).encode(),
-            {"content-type": "application/json"},
-        )
-        return urllib.request.urlopen(request, timeout=300)
-
     def flip(self, role: str, pool: Pool) -> None:
         async def call() -> None:
             async with connect(self.workers()[role]["address"], SECRET.encode()) as channel:
@@ -161,14 +182,24 @@ class VLLMCluster:
 
         asyncio.run(call())
 
-    def workers(self) -> dict[str, dict[str, Any]]:
-        """Their reports, by role."""
-        with urllib.request.urlopen(f"{self.url}/status", timeout=30) as response:
-            found = json.load(response)["workers"]
-        return {worker["role"]: worker for worker in found}
+    def until_cached(self, role: str, prompt: list[int], tokens: int) -> None:
+        """Returns when the worker has told routers that it has cached these tokens of the prompt."""
 
-    def assert_whole(self) -> None:
-        assert leaks_when_idle(self.url) == {}
+        async def look() -> None:
+            async with (
+                connect(self.workers()[role]["address"], SECRET.encode()) as channel,
+                asyncio.timeout(CALL_S),
+            ):
+                stub = WorkerStub(channel)
+                described = await cast("Any", stub.Describe(pb.DescribeRequest()))
+                missing = set(prompt_hints(prompt[:tokens], described.content_root, b""))
+                call: Any = stub.Attach(None)
+                await call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=os.urandom(16))))
+                while missing:
+                    missing -= {*(await call.read()).cache.added}
+                call.cancel()
+
+        asyncio.run(look())
 
     def stop(self) -> None:
         """Asserts the end after SIGTERM. A worker that a test has killed may just be starting again."""
@@ -178,8 +209,41 @@ class VLLMCluster:
         assert self.output().endswith("Stopped.\n")
         assert "did not end in time" not in self.output(), "no process of vLLM outlives its worker"
         assert not any(map(alive, processes))
+        assert not [log for log in self.logs.iterdir() if "unhandled exception" in log.read_text()]
 
     def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+@contextlib.contextmanager
+def joined(cluster: VLLMCluster, *flags: str) -> Iterator[tuple[Front, Front]]:
+    """Starts Baton's engine beside the vLLM workers of a cluster. Yields a router of a pair in which it
+    prefills, and one of a pair in which it decodes."""
+    common = ["--model", str(cluster.model)]
+    engine = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", *flags]
+    environment = os.environ | {"BATON_CLUSTER_SECRET": SECRET}
+    roles: list[subprocess.Popen[bytes]] = []
+    fronts: list[Front] = []
+    try:
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            theirs = cluster.workers()[other]["address"]
+            worker = ["--port", str(port := free_port()), *common, *engine]
+            front = Front(free_port())
+            router = [
+                "--port", str(front.port), "--no-overflow", "--served-model-name", "tiny", *common,
+                "--worker", f"127.0.0.1:{port}", "--worker", theirs,
+            ]  # fmt: skip
+            for name, line in ((role, worker), ("router", router)):
+                process, told = spawn(name, *line, environment=environment)
+                roles.append(process)
+                with told:
+                    assert "ready" in json.loads([*told][-1])
+            fronts.append(front)
+        yield fronts[0], fronts[1]
+    finally:
+        for process in reversed(roles):
+            process.terminate()
+        for process in roles:
+            process.wait(STOP_S)

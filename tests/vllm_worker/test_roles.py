@@ -12,7 +12,8 @@ import pytest
 
 from baton.engine import EngineRequest, SamplingParams
 from baton.kv_transfer import InjectStats
-from baton.vllm_worker.attachment import Close, Freed, Landed, Lost, Started
+from baton.kv_transfer.protocol.messages import FirstToken
+from baton.vllm_worker.attachment import Close, Commit, Freed, Landed, Lost, Started
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts
@@ -43,7 +44,7 @@ class Worker:
         self.attempts = Attempts(self.sent.append)
         self.roles = Roles(
             self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush,
-            blocks=10, block_size=16, max_model_len=200, incarnation=OURS,
+            blocks=10, block_size=16, prefix_caching=True, max_model_len=200, incarnation=OURS,
         )  # fmt: skip
 
     def _computes(self, ids: Iterable[bytes]) -> None:
@@ -124,6 +125,7 @@ async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None
         "do_remote_decode": True,
         "prefill_id": P.hex(),
         "report_start": True,
+        "logprobs": False,
     }
     assert worker.computing == [P]
     assert worker.roles.status(0).stats.tokens_waiting == 20
@@ -135,6 +137,19 @@ async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None
     worker.roles.heard(Freed(P, "acked"))
     assert worker.idle
     assert not worker.failures()
+
+
+async def test_the_decode_worker_gets_log_probabilities_too(worker: Worker) -> None:
+    """Its router may hear of the first token only from there, if this worker ends."""
+    worker.roles.handle(messages.Prefill(7, work(P, logprobs=1), handover=True))
+    await worker.settle()
+    assert worker.fields[P]["extra_args"]["kv_transfer_params"]["logprobs"]
+    flat = SimpleNamespace(start_indices=[0], end_indices=[2], token_ids=[5, 6], logprobs=[-1.5, -0.5])
+    sampled = output([5], "length")
+    sampled.outputs[0].logprobs = flat
+    await worker.says(P, sampled)
+    assert worker.told == [Commit(P, FirstToken(5, -1.5, (6,), (-0.5,)))]
+    assert worker.tokens() == [(0, 5, "")]
 
 
 @pytest.mark.parametrize("first", [("stop", "stop"), ("length", "length")])
@@ -225,6 +240,18 @@ async def test_decodes_are_refused_if_their_blocks_do_not_fit(worker: Worker) ->
     worker.roles.heard(Freed(P, "acked"))
     worker.roles.handle(messages.Decode(7, work(E), source()))
     assert worker.failures() == [Code.NO_ROOM]
+
+
+async def test_blocks_of_a_common_prefix_count_once(worker: Worker) -> None:
+    """130 tokens and one more are 9 blocks of 10. Of these 8 are shared."""
+    worker.roles.handle(messages.Decode(7, work(D, 130), source()))
+    other = work(P, 130)
+    other.request.cache_salt = b"of another tenant"
+    worker.roles.handle(messages.Decode(7, other, source()))
+    assert worker.failures() == [Code.NO_ROOM]
+    worker.roles.handle(messages.Decode(7, work(E, 130), source()))
+    assert worker.failures() == [Code.NO_ROOM]
+    assert len(worker.of(messages.Reserved)) == 2
 
 
 async def test_decodes_go_first_in_vllms_queue(worker: Worker) -> None:

@@ -14,8 +14,9 @@ from baton.vllm_worker.stats import Load
 def scheduler(running: int, usage: float = 0.0, waiting: int = 0) -> Any:
     looked_up = SimpleNamespace(queries=10, hits=4)
     return SimpleNamespace(
-        num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=usage, prefix_cache_stats=looked_up
-    )
+        num_running_reqs=running, num_waiting_reqs=waiting, num_skipped_waiting_reqs=waiting,
+        kv_cache_usage=usage, prefix_cache_stats=looked_up,
+    )  # fmt: skip
 
 
 def iteration(*gaps: float) -> Any:
@@ -33,6 +34,8 @@ def test_load_is_that_of_the_last_step() -> None:
     load.step(scheduler(3, 0.1), None, 2.0, prefills=True)
     found = stats(load)
     assert (found.running, found.waiting, found.blocks_free, found.blocks_total) == (3, 0, 90, 100)
+    load.step(scheduler(3, waiting=2), None, 3.0, prefills=True)
+    assert stats(load).waiting == 4, "fetches of KV are skipped in vLLM's queue"
     assert (found.preemptions, found.prefix_cache_queries, found.prefix_cache_hits) == (1, 20, 8)
 
 

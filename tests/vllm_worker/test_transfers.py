@@ -15,14 +15,15 @@ from baton.kv_transfer import PagedKV, Transport, channel_pair
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
+from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Close, Freed, FromConnector, Landed, Lost
+from baton.vllm_worker.attachment import Close, Commit, Freed, FromConnector, Landed, Lost, ToConnector
 from baton.vllm_worker.caches import paged_kv
 from baton.vllm_worker.plan import Address, Chunk, Fetch, Plan, Source
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
-KINDS = Close, FromConnector
+KINDS = ToConnector, FromConnector
 SECRET = b"a secret of these two servers"
 WITHIN = 20.0
 
@@ -240,6 +241,21 @@ def test_the_worker_hears_what_happens_without_a_step_of_vllm(servers: tuple[Ser
     decode.idle()
     assert decode.transfers.take_first_tokens() == {"b": 42}
     assert decode.transfers.take_first_tokens() == {}
+
+
+def test_the_worker_sends_a_first_token(servers: tuple[Server, Server]) -> None:
+    """Before vLLM's next step says that the prompt has ended."""
+    prefill, decode = servers
+    prefill_id = b"p" * 16
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
+    prefill.worker.send(Commit(prefill_id, FirstToken(42, -0.5, (42,), (-0.5,))))
+    assert prefill.told(1) == [Freed(prefill_id, "acked")]
+    assert not prefill.sent
+    prefill.step(Plan(committed={prefill_id: None}), {"a"})
+    assert prefill.sent == {"a"}
+    until(lambda: decode.received == {"b"}, decode)
+    assert decode.transfers.take_first_tokens() == {"b": 42}
 
 
 def test_the_worker_closes_a_prefill_that_vllm_has_finished(servers: tuple[Server, Server]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .served import Reference, VLLMCluster, prompts_of, save_model
+from .served import Front, Reference, VLLMCluster, joined, prompts_of, save_model
 
 TOKENS = 12
 FLAGS = ("--max-model-len", "2304", "--num-blocks", "100", "--max-num-batched-tokens", "256")
@@ -36,7 +36,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
         served.kill()
 
 
-def streamed(cluster: VLLMCluster, **fields: Any) -> list[int]:
+def streamed(cluster: Front, **fields: Any) -> list[int]:
     return [token for tokens in cluster.stream(**fields) for token in tokens]
 
 
@@ -61,10 +61,28 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
 
     assert len(streamed(cluster, prompt=sampled, max_tokens=3, temperature=1)) == 3
 
+    for role in ("prefill", "decode"):
+        cluster.until_cached(role, again, 128)
     workers = cluster.workers()
     prompts = {role: worker["status"]["prompt_tokens"] for role, worker in workers.items()}
     assert prompts == {"prefill": 3 + 40 + 130 + 133 + 300 + 310, "decode": 0}, "all KV was handed over"
     cluster.assert_whole()
+
+
+@pytest.mark.timeout(900)
+def test_pairs_with_batons_engine(cluster: VLLMCluster, reference: Reference) -> None:
+    """Chunked prompts, and one that begins as another. Log probabilities are those of one engine."""
+    with joined(cluster, "--max-model-len", "2304", "--num-blocks", "400") as fronts:
+        for seed, front in enumerate(fronts, 20):
+            short, long = prompts_of([3, 300], seed)
+            for prompt in (short, long, [*long, 7, 8, 9]):
+                choice = front.ask(prompt=prompt, max_tokens=TOKENS, logprobs=2)
+                assert choice["token_ids"] == (right := reference.tokens(prompt, TOKENS))
+                found = choice["logprobs"]["token_logprobs"]
+                assert found == pytest.approx(reference.logprobs(prompt, right), abs=1e-3)
+            computed = {role: worker["status"]["prompt_tokens"] for role, worker in front.workers().items()}
+            assert computed["decode"] == 0, "all KV was handed over"
+            front.assert_whole()
 
 
 @pytest.mark.timeout(900)
@@ -150,3 +168,26 @@ def _leave(cluster: VLLMCluster, prompt: list[int], after: int) -> None:
     for _ in range(after):
         next(events)
     events.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_workers_with_two_ranks(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Each rank moves the heads that it has. A killed rank ends its engine, and streams go on."""
+    cluster = VLLMCluster(model, tmp_path, *FLAGS, "--tensor-parallel-size", "2")
+    try:
+        cluster.until_ready()
+        for prompt in prompts_of([3, 130, 300, 700], 11):
+            assert streamed(cluster, prompt=prompt, max_tokens=TOKENS) == reference.tokens(prompt, TOKENS)
+        assert cluster.workers()["decode"]["status"]["prompt_tokens"] == 0, "all KV was handed over"
+        [prompt], tokens = prompts_of([60], 12), []
+        for some in cluster.stream(prompt=prompt, max_tokens=200):
+            if len(tokens) < 20 <= len(tokens) + len(some):
+                cluster.process_of("decode 0 engine::Worker_TP1").kill()
+            tokens += some
+        assert tokens == reference.tokens(prompt, 200)
+        cluster.until_restarted("decode 0", 2)
+        cluster.assert_whole()
+        cluster.stop()
+    finally:
+        cluster.kill()

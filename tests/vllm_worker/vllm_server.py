@@ -2,7 +2,8 @@
 
     .venv-vllm/bin/python tests/vllm_worker/vllm_server.py MODEL OPTIONS < pipe
 
-`OPTIONS`: arguments of vLLM's engine, as JSON; `kv_transfer_config` has those of its own class. The process
+`OPTIONS`: arguments of vLLM's engine, as JSON; `kv_transfer_config` has those of its own class. With `graphs`
+every second step calls no hooks of layers, as a step that one CUDA graph holds. The process
 prints an empty line when it is up. Each line of its input is a list of requests, as JSON: [prompt, fields of
 SamplingParams, kv_transfer_params or null]. The answer is a line, too: of each request [tokens,
 kv_transfer_params or null], and then how many preemptions there were so far.
@@ -10,10 +11,13 @@ kv_transfer_params or null], and then how many preemptions there were so far.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 os.environ |= {
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # the child need not import all again
@@ -35,6 +39,8 @@ def main(model: str, options: str) -> None:
     from vllm.inputs import TokensPrompt
 
     arguments: dict[str, Any] = json.loads(options)
+    if arguments.pop("graphs", False):
+        os.environ["HELD_IN_GRAPHS"] = "1"
     if connector := arguments.get("kv_transfer_config"):
         arguments["kv_transfer_config"] = KVTransferConfig(
             kv_connector="BatonConnector",
@@ -68,5 +74,24 @@ def main(model: str, options: str) -> None:
         print(json.dumps([told, preemptions]), file=answers, flush=True)
 
 
+def use_graphs() -> None:
+    from baton.vllm_worker.connector import BatonConnector
+
+    bind, save, steps = (
+        BatonConnector.bind_connector_metadata,
+        BatonConnector.save_kv_layer,
+        itertools.count(),
+    )
+
+    def bound(self: BatonConnector, connector_metadata: Any) -> None:
+        bind(self, connector_metadata)
+        held = bool(connector_metadata.chunks) and next(steps) % 2
+        self.save_kv_layer = Mock() if held else functools.partial(save, self)
+
+    BatonConnector.bind_connector_metadata = bound
+
+
+if "HELD_IN_GRAPHS" in os.environ:  # a process that the first one has spawned
+    use_graphs()
 if __name__ == "__main__":
     main(*sys.argv[1:])

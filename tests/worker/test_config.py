@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineConfig
-from baton.kv_transfer import TransferDeadlines
+from baton.kv_transfer import TransferDeadlines, shared_store
 from baton.worker import WorkerConfig
 
 
@@ -26,6 +26,15 @@ def config(**fields: Any) -> WorkerConfig:
         ({"kv_slot_bytes": 100_000}, "--kv-slot-bytes: 100000"),
         ({"kv_connector": "nixl", "kv_encrypt": True}, "--kv-encrypt: NIXL"),
         ({"kv_connector": "nixl"}, r"--kv-connector: .*'\.\[nixl\]'"),
+        (
+            {"kv_store": "mooncake://host"},
+            "--kv-store: 'mooncake://host' is no store; give mooncake://HOST:PORT",
+        ),
+        ({"kv_store": "mooncake://host:x"}, "--kv-store: 'mooncake://host:x'"),
+        ({"kv_store": "redis://host:1"}, "--kv-store: 'redis://host:1'"),
+        ({"kv_store": "missing://host:1"}, r"--kv-store: the package no_such_package .*'\.\[store\]'"),
+        ({"kv_store": "mooncake://host:1?max_age=1d"}, "--kv-store: max_age=1d"),
+        ({"kv_store": "mooncake://host:1", "engine_args": ()}, "--kv-store: .*--engine vllm"),
         ({"kv_bind": ("lo", "10.255.255.254")}, "--kv-bind: '10.255.255.254'"),
         (
             {"engine": EngineConfig("model", max_num_seqs=32_768, max_num_batched_tokens=32_768)},
@@ -43,6 +52,7 @@ def test_an_error_names_the_flag_and_the_value(
     fields: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.kv_transfer.config.NIXL_WHEELS", ())  # as if it were not installed
+    monkeypatch.setitem(shared_store.BACKENDS, "missing", ("module", "no_such_package"))
     with pytest.raises(ValueError, match=flag):
         config(**fields)
 

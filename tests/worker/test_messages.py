@@ -13,6 +13,7 @@ from baton.engine import (
     Output,
     PromptLogprobs,
     SamplingParams,
+    SpeculationStats,
     StructuredOutput,
 )
 from baton.kv_transfer import KVLayout
@@ -73,6 +74,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
                 MixedStep(9, 0.75),
                 ExpertStats([1, 2], 1.5, 2.0),
                 [OffloadStats(Tier.HOST, 1, 2, 0.5, 3, 4, 5, 6, 7)],
+                SpeculationStats(3, 9, 5),
             ),
             RequestCounts(1, 2, 3, 4, 5),
             idle=False,

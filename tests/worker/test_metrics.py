@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton.content import Tier
-from baton.engine import EngineStats, ExpertStats, OffloadStats
+from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStats
 from baton.kv_transfer import TransferStats
 from baton.worker.messages import EngineStatus, RequestCounts
 from baton.worker.service_process.metrics import Metrics
@@ -37,7 +37,8 @@ def get(url: str, accept: str = "*/*") -> str:
 async def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, host: str) -> None:
     metrics = Metrics("prefill", "m", tensor_parallel_size=2)
     fours: list[Any] = [4] * len(dataclasses.fields(EngineStats))
-    fours[-2:] = ExpertStats([70, 0, 5], 2.8, 1.5), [OffloadStats(Tier.HOST, 8, 2, 1e3, 30, 40, 5, 6, 7)]
+    offload = [OffloadStats(Tier.HOST, 8, 2, 1e3, 30, 40, 5, 6, 7)]
+    fours[-3:] = ExpertStats([70, 0, 5], 2.8, 1.5), offload, SpeculationStats(3, 9, 5)
     metrics.engine_status = EngineStatus(
         4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True, links=[]
     )
@@ -60,6 +61,8 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
         f"baton:experts_used{{{labels}}} 1.5",
         f'baton:offload_usage_perc{{{labels},tier="host"}} 0.25',
         f'baton:offload_loaded_tokens_total{{{labels},tier="host"}} 40.0',
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 9.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 5.0",
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
         'baton:kv_readers{model_name="m",role="prefill",transport="nixl"} 1.0',
         f'baton:kv_bytes_total{{direction="send",{labels}}} 1000.0',

@@ -11,6 +11,8 @@ from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectS
 from baton.worker.engine_process import prefix_fetches, prefix_links
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
+from baton.worker.engine_process.shared_store import ASK, ASK_SHARE, StoreFetches
+from baton.worker.engine_process.shared_store import SOURCE as STORE
 from baton.worker.messages import ContentSource, RequestCounts
 
 TOKEN_BYTES = 100
@@ -36,11 +38,15 @@ class World:
         self.counts = RequestCounts()
         engine: Any = SimpleNamespace(
             prefix_exchange=SimpleNamespace(
-                missing=self.find_missing, start_import=self.start_import, end_import=self.imports.__setitem__
+                missing=self.find_missing,
+                start_import=self.start_import,
+                end_import=self.imports.__setitem__,
+                state_slot=lambda import_id: None,
             ),
             prompt_tokens_per_s=0.0,
             prompt_seconds=lambda tokens, _: tokens / speed if (speed := engine.prompt_tokens_per_s) else 0.0,
         )
+        engine.store_exchange = engine.prefix_exchange
         self.engine = engine
         receiver: Any = SimpleNamespace(
             fetch_content=lambda fetch_id, **_: self.asked.append(fetch_id), cancel=self.cancelled.append,
@@ -49,9 +55,24 @@ class World:
         self.began: set[bytes] = set()
         self.fetches = PrefixFetches(engine, receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""))
 
+    def put_behind(self) -> None:
+        """A store behind the other workers, with the same receiver."""
+        receiver = self.fetches._receiver
+        store = StoreFetches(self.engine, receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""))
+        self.fetches.behind = store, STORE
+
+    def get(self, name: bytes, source: ContentSource | None) -> bool:
+        def then(fetched: int) -> None:
+            self.added.append(name)
+            self.fetched.append(fetched)
+
+        return self.fetches.get(EngineRequest(name, [1]), source, then)
+
     def find_missing(self, request: EngineRequest, most: int) -> SimpleNamespace | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
-        found = SimpleNamespace(chunks=chunks, first_chunk=1, computed_from=self.computed_from)
+        found = SimpleNamespace(
+            chunks=chunks, first_chunk=1, computed_from=self.computed_from, names=SimpleNamespace(salt=b"")
+        )
         return found if chunks else None
 
     def start_import(self, import_id: bytes, missing: SimpleNamespace) -> range | None:
@@ -92,7 +113,7 @@ def test_what_came_enters_the_cache_before_the_prompt_is_added(world: World) -> 
     assert [*world.imports.values()] == [4 * CHUNK_TOKENS], "one chunk was there, and three of four came"
     assert world.added == [b"r"]
     assert world.fetched == [3 * CHUNK_TOKENS]
-    assert world.counts.prefix_fetched_tokens == [3 * CHUNK_TOKENS, 0, 0]
+    assert world.counts.prefix_fetched_tokens == [3 * CHUNK_TOKENS, 0, 0, 0]
     assert world.counts.prefix_fetched_bytes == 3 * CHUNK_TOKENS * TOKEN_BYTES
     assert world.empty
 
@@ -318,3 +339,78 @@ def test_each_worker_has_a_bandwidth_of_its_own(world: World, monkeypatch: pytes
     assert world.start(), "of many workers the oldest is forgotten"
     world.inject(4, 0.01)
     assert world.empty
+
+
+def stats_of(chunks: int, now: float) -> InjectStats:
+    return InjectStats(TOKEN_BYTES, chunks * CHUNK_TOKENS, 1, now, now, now, now, now, now, now)
+
+
+def test_what_no_worker_has_comes_from_the_store(world: World) -> None:
+    assert not world.get(b"none", None), "there is no store, and no worker was named"
+    world.put_behind()
+    assert world.fetches.behind is not None
+    store, _ = world.fetches.behind
+    assert world.get(b"a", SOURCE)
+    world.missing[b"a"] = CHUNKS[2:]
+    world.inject(2, 0.1)
+    assert not world.added, "the store is asked for the rest"
+    store.handle(Injected(world.asked[-1], FirstToken(0), stats_of(1, world.now)))
+    assert (world.added, world.fetched) == ([b"a"], [3 * CHUNK_TOKENS])
+    assert world.counts.prefix_fetched_tokens == [2 * CHUNK_TOKENS, 0, 0, CHUNK_TOKENS]
+    assert world.get(b"b", None)
+    store.handle(FetchFailed(world.asked[-1], "gone"))
+    assert (world.added, world.fetched[1:]) == ([b"a", b"b"], [0])
+    assert len(world.asked) == 3
+    assert world.empty
+    assert not store._fetches
+
+
+def test_a_prompt_that_ends_waits_for_the_store_no_more(world: World) -> None:
+    world.put_behind()
+    assert world.fetches.behind is not None
+    store, _ = world.fetches.behind
+    assert world.get(b"a", None)
+    world.fetches.cancel(b"a")
+    assert world.cancelled == world.asked
+    store.handle(Closed(world.asked[0]))
+    assert not world.added
+    assert world.empty
+
+
+def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: World) -> None:
+    world.put_behind()
+    assert world.fetches.behind is not None
+    limits = world.fetches.behind[0]._limits
+    assert limits(0.0, 0.0) == (ASK, ASK + prefix_fetches.LONGEST)
+    assert limits(0.0, 1.0) == (ASK, ASK + 1.0)
+    assert limits(0.1, 1.0) == (ASK, ASK + 0.2)
+    assert limits(0.9, 1.0) == (ASK, ASK + 1.0), "no later than it would be computed"
+    assert limits(0.1, 10.0) == (10 * ASK_SHARE, 10 * ASK_SHARE + 0.2)
+    store, _ = world.fetches.behind
+    world.engine.prompt_tokens_per_s = 1000.0
+    assert world.get(b"a", None)
+    world.began.add(world.asked[0])
+    world.now = 0.256 + ASK + 0.001
+    store.expire()
+    assert (world.added, world.fetched) == ([b"a"], [0])
+    store.handle(Closed(world.asked[0]))
+    assert not world.get(b"b", None), "computing is faster"
+    assert world.empty
+
+
+def test_a_store_that_does_not_answer_is_not_asked_for_a_while(world: World) -> None:
+    world.put_behind()
+    assert world.fetches.behind is not None
+    store, _ = world.fetches.behind
+    world.engine.prompt_tokens_per_s = 1000.0
+    assert world.get(b"a", None)
+    world.now = ASK - 0.001
+    store.expire()
+    assert not world.added
+    world.now = ASK
+    store.expire()
+    assert (world.added, world.cancelled) == ([b"a"], world.asked)
+    store.handle(Closed(world.asked[0]))
+    assert not world.get(b"b", None)
+    world.now += prefix_fetches.PAUSE
+    assert world.get(b"c", None)

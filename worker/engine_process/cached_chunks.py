@@ -14,7 +14,7 @@ Let b be the block size and c the number of leading chunks of a prompt that rout
 The engine uses the full blocks of these tokens that end before the last position of the prompt.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from baton.content import Tier, hint
 from baton.engine import CachedBlock
@@ -31,16 +31,21 @@ class CachedChunks:
         self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
         self._tier_of: dict[bytes, Tier] = {}  # of these blocks
         self._blocks: dict[int, list[Tier]] = {}  # chunk → of each cached block in which it ends, its tier
-        self._changes: dict[int, Tier | None] = {}  # as in `CacheChanged`
+        self._changes: dict[int, Tier | None] = {}  # as in `CacheChanged`, and the next
+        self._stored: dict[int, bool] = {}
 
     def cached(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
-            chunks = [hint(name) for name in block.chunks]
-            if chunks:
-                self._chunks_of[block.name] = chunks
-                self._tier_of[block.name] = Tier.DEVICE
-            for chunk in chunks:
-                self._change(chunk, None, Tier.DEVICE)
+            self.add(block.name, block.chunks)
+
+    def add(self, block: bytes, names: Sequence[bytes]) -> None:
+        """A block has entered the cache, in which the chunks with these names end."""
+        chunks = [hint(name) for name in names]
+        if chunks:
+            self._chunks_of[block] = chunks
+            self._tier_of[block] = Tier.DEVICE
+        for chunk in chunks:
+            self._change(chunk, None, Tier.DEVICE)
 
     def moved(self, name: bytes, tier: Tier) -> None:
         if (chunks := self._chunks_of.get(name)) is not None:
@@ -53,6 +58,10 @@ class CachedChunks:
             before = self._tier_of.pop(name)
             for chunk in chunks:
                 self._change(chunk, before, None)
+
+    def stored(self, name: bytes, is_there: bool) -> None:
+        """The shared store has this chunk, or is not known to have it any more."""
+        self._stored[hint(name)] = is_there
 
     def _change(self, chunk: int, before: Tier | None, now: Tier | None) -> None:
         """A block in which the chunk ends moves between two tiers. None: outside the cache."""
@@ -69,7 +78,8 @@ class CachedChunks:
 
     def take(self) -> CacheChanged | None:
         """Returns the changes since the last call, or None if there are none."""
-        if not self._changes:
+        if not self._changes and not self._stored:
             return None
-        changes, self._changes = self._changes, {}
-        return CacheChanged(changes)
+        changed = CacheChanged(self._changes, self._stored)
+        self._changes, self._stored = {}, {}
+        return changed

@@ -1,7 +1,7 @@
 """The engine process: start-up, then one loop over one engine and two roles until the service sends Stop.
 
     wait for work, messages or KV → take messages → move KV → step the engine → send tokens
-    → copy blocks to the host and back → tick
+    → copy blocks to the host, to the shared store and back → tick
 
 The loop sleeps while the engine has nothing to do, also while a GPU computes. Messages and KV that arrive
 during a step are handled before the next step.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from baton.content import vocabulary_fingerprint
-from baton.engine import Engine, Hooks, StepResult, build_engine
+from baton.engine import CachedBlock, Engine, Hooks, StepResult, build_engine
 from baton.engine.loader.tokenizer_json import vocabulary
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
@@ -32,6 +32,7 @@ from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.offload import POLL, OffloadPump, offload_pumps
 from baton.worker.engine_process.paged_kv import kv_layout
 from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.engine_process.shared_store import StoreTier
 from baton.worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
 from baton.worker.ipc import ServiceLink
 from baton.worker.messages import Code, RequestCounts, ToEngine
@@ -104,11 +105,22 @@ class Parts:
     counts: RequestCounts = field(default_factory=RequestCounts)
     links: PrefixLinks = field(default_factory=PrefixLinks)
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
+    store: StoreTier | None = None
 
     def report_cache(self) -> None:
         """Tells the service process what has entered and left the prefix cache."""
         if (changed := self.cached_chunks.take()) is not None:
             self.link.send(changed)
+
+    def _cached(self, blocks: Iterable[CachedBlock]) -> None:
+        entered = list(blocks)
+        self.cached_chunks.cached(entered)
+        if self.store is not None:
+            self.store.entered(entered)
+
+    def _states_kept(self, salt: bytes, name: bytes, chunk: int) -> None:
+        if self.store is not None:
+            self.store.states_kept(salt, name, chunk)
 
     def start_engine(
         self,
@@ -122,9 +134,10 @@ class Parts:
             computing=self.heartbeat.set_step,
             prefill_started=prefill_started,
             layer_done=layer_done,
-            cached=self.cached_chunks.cached,
+            cached=self._cached,
             moved=self.cached_chunks.moved,
             evicted=self.cached_chunks.evicted,
+            states_kept=self._states_kept,
         )
         return build_engine(self.config.engine, files=self.config.files, hooks=hooks)
 
@@ -145,7 +158,11 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     heartbeat.tick()
     try:
         engine, roles = build(parts)
-        pumps = offload_pumps(engine, heartbeat.tick, config.engine.disk_cache_dir, config.offload_fds)
+        pumps: list[OffloadPump | StoreTier] = [
+            *offload_pumps(engine, heartbeat.tick, config.engine.disk_cache_dir, config.offload_fds)
+        ]
+        if parts.store is not None:
+            pumps.append(parts.store)
         ready = _ready(engine)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))
@@ -186,12 +203,14 @@ class Roles:
         match message:
             case messages.AskStatus():
                 idle = self._engine.idle and not self._attempts and all(role.empty for role in self._roles)
+                store = self._parts.store
                 status = messages.EngineStatus(
                     message.question,
                     self._engine.stats(),
                     self._parts.counts,
-                    idle,
+                    idle and (store is None or store.idle),
                     self._parts.links.recent(time.monotonic()),
+                    None if store is None else store.stats,
                 )
                 self._parts.link.send(status)
             case messages.Cancel():
@@ -245,9 +264,10 @@ class Roles:
             role.shutdown()
 
 
-def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump]) -> None:
+def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump | StoreTier]) -> None:
     link = parts.link
     fds = [link.fileno(), engine.landings_fd, *roles.kv_fds]
+    fds += [] if parts.store is None else [parts.store.fileno()]
     while True:
         idle = not engine.has_work
         seconds = seconds_to_wait(engine, roles, time.monotonic())
@@ -317,4 +337,5 @@ def _ready(engine: Engine) -> messages.EngineReady:
         offload_blocks=sum(tier.num_places for tier in engine.offload),
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.tokenizer)),
         attention_doubles_at=model.attention_doubles_at if engine.computes_parts else 0,
+        numerics=engine.numerics,
     )

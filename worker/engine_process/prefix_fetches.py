@@ -15,13 +15,15 @@ missing, by the same rule.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import Engine, EngineRequest
+from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
+from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
 from baton.worker.messages import ContentSource, RequestCounts
@@ -50,23 +52,29 @@ class _Fetch:
     tokens: int  # that are asked for
     tier: Tier
     link: Link
-    started: float  # time.monotonic()
+    started: float  # time.monotonic(), and the next
+    begins_by: float
     until: float
     waiting: dict[bytes, _Waiting] = field(default_factory=dict)  # by request id
 
 
 class PrefixFetches:
-    """Owns the imports of the engine, and their fetches at the receiver. Both roles share it."""
+    """Owns the imports of the engine, and their fetches at the receiver. Both roles share it.
+
+    Attributes:
+        behind: fetches from one more source, the shared store. None: there is none.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        receiver: Receiver,
+        receiver: Receiver | SharedStore,
         incarnation: int,
         counts: RequestCounts,
         links: PrefixLinks,
         trace: TraceWriter,
     ) -> None:
+        self.behind: tuple[PrefixFetches, ContentSource] | None = None
         self._engine = engine
         self._receiver = receiver
         self._incarnation = incarnation
@@ -76,6 +84,20 @@ class PrefixFetches:
         self._links = links
         self._trace = trace
 
+    def get(self, request: EngineRequest, source: ContentSource | None, then: Callable[[int], None]) -> bool:
+        """As `start`. What is still missing then is fetched from the source `behind`."""
+        if self.behind is None:
+            return source is not None and self.start(request, source, then)
+        fetches, last = self.behind
+
+        def fetched(tokens: int) -> None:
+            if not fetches.start(request, last, lambda more: then(tokens + more)):
+                then(tokens)
+
+        if source is not None and self.start(request, source, fetched):
+            return True
+        return fetches.start(request, last, then)
+
     def start(
         self, request: EngineRequest, source: ContentSource, then: Callable[[int], None], fetched: bytes = b""
     ) -> bool:
@@ -84,7 +106,7 @@ class PrefixFetches:
 
         False: there is nothing to wait for, and `then` will not be called. `fetched`: a chunk that was
         fetched just now. If it is still missing, it is not asked for again."""
-        exchange = self._engine.prefix_exchange
+        exchange = self._exchange
         if exchange is None or source.incarnation == self._incarnation:
             return False
         missing = exchange.missing(request, MAX_CHUNKS)
@@ -105,11 +127,27 @@ class PrefixFetches:
         block_ids = exchange.start_import(fetch_id, missing)
         if block_ids is None:
             return False
-        until = now + (SLACK + 2 * seconds if seconds else LONGEST)
-        fetch = _Fetch(missing.first_chunk, key, tokens, source.tier, link, now, until)
+        begins, ends = self._limits(link.expected(tokens), seconds)
+        fetch = _Fetch(missing.first_chunk, key, tokens, source.tier, link, now, now + begins, now + ends)
         fetch.waiting[request.id] = _Waiting(request, None, then)
         self._fetches[fetch_id] = self._open[key] = fetch
-        self._receiver.fetch_content(
+        self._ask(fetch_id, missing, source, block_ids)
+        return True
+
+    @property
+    def _exchange(self) -> PrefixExchange | None:
+        return self._engine.prefix_exchange
+
+    def _limits(self, expected: float, computing: float) -> tuple[float, float]:
+        """Seconds in which a fetch must begin, and must end, from the seconds that it should take and those
+        to compute its tokens. 0: not known."""
+        longest = SLACK + 2 * computing if computing else LONGEST
+        return longest, longest
+
+    def _ask(
+        self, fetch_id: bytes, missing: MissingPrefix, source: ContentSource, block_ids: Sequence[int]
+    ) -> None:
+        cast("Receiver", self._receiver).fetch_content(
             fetch_id,
             chunks=missing.chunks,
             first_chunk=missing.first_chunk,
@@ -117,17 +155,18 @@ class PrefixFetches:
             incarnation=source.incarnation,
             block_ids=block_ids,
         )
-        return True
 
     def cancel(self, request_id: bytes) -> None:
         """The request has ended. Its `then` is not called."""
+        if self.behind is not None:
+            self.behind[0].cancel(request_id)
         for fetch_id, fetch in self._fetches.items():
             if fetch.waiting.pop(request_id, None) is not None and not fetch.waiting:
                 self._give_up(fetch_id, fetch)
 
     def handle(self, event: Injected | FetchFailed | Closed) -> None:
         """Handles an event of the receiver about a fetch from here."""
-        fetch, exchange = self._fetches.pop(event.decode_id), self._engine.prefix_exchange
+        fetch, exchange = self._fetches.pop(event.decode_id), self._exchange
         assert exchange is not None, "it started an import"
         self._close(fetch)
         fetched = 0
@@ -164,8 +203,11 @@ class PrefixFetches:
         """Computes the prompts that wait for a fetch which takes too long."""
         now = time.monotonic()
         for fetch_id, fetch in self._fetches.items():
-            if fetch.waiting and fetch.until <= now:
-                if self._receiver.began(fetch_id):
+            if not fetch.waiting or now < fetch.begins_by:
+                continue
+            has_begun = self._receiver.began(fetch_id)
+            if not has_begun or now >= fetch.until:
+                if has_begun:
                     fetch.link.measured(fetch.tokens, 0.0, now - fetch.started, now)
                 else:
                     fetch.link.paused_until = now + PAUSE

@@ -49,18 +49,20 @@ class Link:
         if not seconds or not self.transfers:
             return True
         connecting = self.connecting if self._has_ended(now) else 0.0
-        if connecting + self._expected(tokens) < seconds:
+        if connecting + self.expected(tokens) < seconds:
             return True
         self.connecting *= FORGET
         for average in (self.waited, *self.transfers.values()):
             average.scale(FORGET)
         return False
 
-    def _expected(self, tokens: int) -> float:
-        """Seconds to fetch so many tokens.
+    def expected(self, tokens: int) -> float:
+        """Seconds to fetch so many tokens. 0: not known.
 
         Short fetches say little about the speed of long ones. So a fetch longer than all before is expected
         to take as long as the longest of them. This makes the worker try it."""
+        if not self.transfers:
+            return 0.0
         shorter = [size for size in self.transfers if size <= tokens.bit_length()]
         if shorter:
             transfer = self.transfers[max(shorter)].value

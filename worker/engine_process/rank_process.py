@@ -20,6 +20,7 @@ def run(config: RankProcessConfig) -> int:
     # These import torch.
     from baton.engine.execution.rank import Follower
     from baton.kv_transfer.endpoint.rank_copier import RankCopier
+    from baton.kv_transfer.endpoint.shared_store import copy_for_store
     from baton.worker.engine_process.offload import serve_offload
     from baton.worker.engine_process.paged_kv import paged_kv
 
@@ -37,6 +38,8 @@ def run(config: RankProcessConfig) -> int:
             paged_kv(follower), sending, receiving, exports=arenas.exports, adopts=arenas.adopts
         )
         layer_done = copier.layer_done
+    if config.store is not None:
+        copy_for_store(paged_kv(follower), config.store)
     serve_offload(config.engine, follower, [*chain(*config.offload_fds)])
     gc.collect()
     gc.enable()

@@ -21,6 +21,7 @@ import setproctitle
 from baton.engine import EngineConfig
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas
+from baton.kv_transfer.shared_store import StoreFds
 from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.wait import end_waits_on_time
 
@@ -45,6 +46,8 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     arenas: Arenas | None  # None: the engine hands over no KV
     offload_fds: Sequence[Sequence[int]] = ()
     """Rank 0: for each other rank, one for each tier below the device. Other ranks: the same for rank 0."""
+    store: StoreFds | None = None
+    """Of the shared store. None: there is none."""
 
     @property
     def fds(self) -> Sequence[int]:
@@ -53,6 +56,7 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
             *(() if arenas is None else arenas.fds),
             *(() if files is None else files.fds),
             *chain(*self.offload_fds),
+            *(() if self.store is None else self.store.all),
         )
 
 
@@ -71,7 +75,8 @@ class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
 
     @property
     def fds(self) -> Sequence[int]:
-        return *super().fds, *chain.from_iterable(arenas.fds for arenas in self.rank_arenas)
+        of_ranks = chain.from_iterable(arenas.fds for arenas in self.rank_arenas)
+        return *super().fds, *of_ranks, self.heartbeat_fd
 
 
 C = TypeVar("C", bound=RankProcessConfig)

@@ -95,6 +95,8 @@ class Backend:
             kv_transports=transfer.transports,
             host_tokens_per_s=loads.get(Tier.HOST, 0.0),
             disk_tokens_per_s=loads.get(Tier.DISK, 0.0),
+            store_tokens_per_s=0.0 if engine.store is None else engine.store.tokens_per_s,
+            store="" if engine.store is None else "open" if engine.store.is_open else "closed",
             prefix_links=[
                 pb.PrefixLink(
                     incarnation=link.incarnation,
@@ -173,9 +175,9 @@ class Backend:
                 self._journal.cancelled(origin)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
-            case messages.CacheChanged(tiers):
+            case messages.CacheChanged(tiers, stored):
                 assert self._cache is not None
-                for changes in self._cache.changed(tiers):
+                for changes in self._cache.changed(tiers, stored):
                     self._routers.broadcast_cache_events(changes)
             case messages.Offered():
                 self._routers.offer(message)

@@ -6,7 +6,8 @@ millions of chunks. So its parts are made one by one, and changes may be sent be
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from baton.content import Tier
 from baton.rpc import worker_pb2 as pb
@@ -22,14 +23,25 @@ class CacheFeed:
 
     def __init__(self) -> None:
         self._tier_of: dict[int, Tier] = {}
+        self._stored: dict[int, None] = {}  # that the shared store has, as far as this worker knows
         self._sequence = 0
 
-    def changed(self, tiers: Mapping[int, Tier | None]) -> list[pb.WorkerMessage]:
+    def changed(
+        self, tiers: Mapping[int, Tier | None], stored: Mapping[int, bool] = MappingProxyType({})
+    ) -> list[pb.WorkerMessage]:
         """Applies a `CacheChanged`. Returns the messages for all routers."""
         messages = []
         for batch in _batches(iter(tiers.items())):
             self._sequence += 1
             messages.append(self._message(batch, self._tier_of))
+        for some in _batches(iter(stored.items())):
+            self._sequence += 1
+            now = [chunk for chunk, is_there in some if is_there]
+            gone = [chunk for chunk, is_there in some if not is_there]
+            self._stored.update(dict.fromkeys(now))
+            for chunk in gone:
+                self._stored.pop(chunk, None)
+            messages.append(self._events(stored=now, not_stored=gone))
         return messages
 
     def snapshot(self) -> Iterator[pb.WorkerMessage]:
@@ -41,6 +53,8 @@ class CacheFeed:
         for number, batch in enumerate(list(_batches(iter(tier_of))) or [[]]):
             now = [(chunk, tier_of[chunk]) for chunk in batch if chunk in tier_of]
             yield self._message(now, {}, reset=number == 0)
+        for some in list(_batches(iter(self._stored))):
+            yield self._events(stored=some)
 
     def _message(
         self, batch: Sequence[tuple[int, Tier | None]], tier_of: dict[int, Tier], *, reset: bool = False
@@ -62,8 +76,7 @@ class CacheFeed:
                 before = device
             if tier is not before:
                 moved[tier].append(chunk)
-        events = pb.CacheEvents(
-            sequence=self._sequence,
+        return self._events(
             reset=reset,
             evicted=evicted,
             added=added,
@@ -71,7 +84,9 @@ class CacheFeed:
             host=moved[Tier.HOST],
             disk=moved[Tier.DISK],
         )
-        return pb.WorkerMessage(cache=events)
+
+    def _events(self, **fields: Any) -> pb.WorkerMessage:
+        return pb.WorkerMessage(cache=pb.CacheEvents(sequence=self._sequence, **fields))
 
 
 def _batches(items: Iterator[T]) -> Iterator[list[T]]:

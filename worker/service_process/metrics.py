@@ -18,7 +18,7 @@ from baton.content import Tier
 from baton.engine import ExpertStats, OffloadStats
 from baton.kv_transfer import InjectStats, TransferStats
 from baton.machine.system import family
-from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
+from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled, StoreStats
 
 disable_created_metrics()  # each counter and histogram would get one more series
 
@@ -188,6 +188,12 @@ class Metrics(Collector):
             yield from self._of_experts(stats.experts)
         if stats.offload:
             yield from self._of_offload(stats.offload)
+        if (drafts := stats.speculation) is not None:
+            text = "Steps of requests that had drafts."
+            yield counter("vllm:spec_decode_num_drafts", text, drafts.steps)
+            yield counter("vllm:spec_decode_num_draft_tokens", "Drafts of tokens.", drafts.drafts)
+            text = "Drafts that became tokens."
+            yield counter("vllm:spec_decode_num_accepted_tokens", text, drafts.accepted)
         text = "Prompt tokens that this worker prefilled."
         yield counter("vllm:prompt_tokens", text, counts.prompt_tokens)
         known, fetched = counts.prompt_tokens_cached, counts.prompt_tokens_fetched
@@ -209,15 +215,27 @@ class Metrics(Collector):
         yield counter("baton:prefix_fetched_tokens", text, by_tier, "tier")
         text = "KV from the prefix caches of other workers."
         yield counter("baton:prefix_fetched_bytes", text, counts.prefix_fetched_bytes)
-        text = "Parts of prompts that other workers compute, too."
-        yield counter("baton:prompt_parts", text, counts.prompt_parts)
-        text = "Of these, the ones that failed. Their requests are computed by one worker."
-        yield counter("baton:prompt_parts_failed", text, counts.prompt_parts_failed)
-        text = "Time that steps waited for KV of a prompt that other workers compute."
-        yield counter("baton:prompt_parts_wait_seconds", text, counts.prompt_parts_waited)
+        for name, text, value in (
+            ("", "Parts of prompts that other workers compute, too.", counts.prompt_parts),
+            ("_failed", "Of these, the ones that failed.", counts.prompt_parts_failed),
+            ("_wait_seconds", "Time that steps waited for their KV.", counts.prompt_parts_waited),
+        ):
+            yield counter(f"baton:prompt_parts{name}", text, value)
+        if status.store is not None:
+            yield from self._of_store(status.store)
         text = "Requests that ended with their last token on this worker."
         ends = {"stop": counts.finished_stop, "length": counts.finished_length}
         yield counter("vllm:request_success", text, ends, "finished_reason")
+
+    def _of_store(self, stats: StoreStats) -> Iterator[Metric]:
+        yield self._gauge("baton:store_open", "Whether the shared store is connected.", float(stats.is_open))
+        text = "Recent speed of fetches from the shared store."
+        yield self._gauge("baton:store_tokens_per_second", text, stats.tokens_per_s)
+        text = (
+            "Chunks of 64 tokens that the shared store took, did not take, or returned wrong or not at all."
+        )
+        results = {"written": stats.written, "refused": stats.refused, "missed": stats.missed}
+        yield self._counter("baton:store_chunks", text, results, "result")
 
     def _of_experts(self, stats: ExpertStats) -> Iterator[Metric]:
         tokens = {str(expert): tokens for expert, tokens in enumerate(stats.tokens)}

@@ -120,6 +120,7 @@ class Service:
         engine = await self._tree.start_engine(self._ready.stage)
         self._ready.stage("starting the transfer process", 0.0)
         kv_address = await self._tree.start_transfer(engine)
+        self._tree.start_store(engine)
         metrics_address = f"{host}:{metrics_port}"
         self._metrics.cache_config(engine, config.engine.enable_prefix_caching)
         service = AttachService(
@@ -259,6 +260,7 @@ class Service:
             vocab_size=engine.vocab_size,
             vocabulary_fingerprint=engine.vocabulary_fingerprint,
             attention_doubles_at=engine.attention_doubles_at,
+            numerics=engine.numerics,
             served_model_name=config.model_name,
             revision=config.engine.revision or "",
         )

@@ -2,14 +2,17 @@
 
 1. Make the shared resources: heartbeat, arenas, socket pairs, local socket.
 2. Start the engine process, which loads the model, and the processes of its other ranks.
-3. Start the transfer process, which needs the KV layout of the engine.
-4. Watch both. `WorkerTree.failure` completes with a TreeError as soon as a process dies or hangs.
+3. Start the transfer process and the store process, which need the KV layout of the engine.
+4. Watch them. `WorkerTree.failure` completes with a TreeError as soon as a process dies or hangs. Only
+   a store process that ends is started again.
 5. Stop the engine's requests, then the transfer process, then the engine process.
 """
 
 import asyncio
 import contextlib
+import logging
 import os
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,6 +23,8 @@ import msgspec
 
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import ArenaEnd, Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer.arena import memory_file
+from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreFds, StoreStart, Units
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.system import describe_exit, make_directory, url_host
@@ -44,6 +49,8 @@ from baton.worker.processes import (
 )
 from baton.worker.service_process.transfer_link import TransferLink
 
+log = logging.getLogger(__name__)
+
 MIN_TRANSFER_SILENCE = 3.0
 """Seconds. The transfer process reports once a second."""
 CAUSE_SOON = 5.0
@@ -51,6 +58,8 @@ CAUSE_SOON = 5.0
 
 A killed engine process with a GPU exits only after the driver has freed its memory.
 """
+STORE_AGAIN = 1.0
+"""Seconds before a store process that has ended is started again."""
 STOP_TIMEOUT = 5.0
 """Seconds that a process has to stop before it is killed."""
 
@@ -78,6 +87,8 @@ class WorkerTree:
         self._engine: ChildProcess | None = None
         self._ranks: list[ChildProcess] = []  # from rank 1 on
         self._transfer: ChildProcess | None = None
+        self._store: ChildProcess | None = None
+        self._store_ends = _StoreEnds.create(config.ranks) if config.kv_store else None
         if config.trace_dir is not None:
             make_directory("--trace-dir", Path(config.trace_dir))
         self.engine_link = EngineLink(config.run_dir)
@@ -114,13 +125,13 @@ class WorkerTree:
             popen = spawn(RANK_MODULE, msgspec.json.encode(of_rank), pass_fds=of_rank.fds)
             self._ranks.append(ChildProcess(of_rank.name, popen))
             self.watch(self._watch_exit(self._ranks[-1]))
-        popen = spawn(
-            config.engine_module, msgspec.json.encode(start), pass_fds=(*start.fds, start.heartbeat_fd)
-        )
+        popen = spawn(config.engine_module, msgspec.json.encode(start), pass_fds=start.fds)
         self._engine = ChildProcess(start.name, popen)
         for end in (*self._sending.ranks, *self._receiving.ranks):
             end.close_channels()
         self._close_offload_ends()
+        if self._store_ends is not None:
+            self._store_ends.close_inherited()
         dog = Watchdog(start.name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
@@ -156,6 +167,7 @@ class WorkerTree:
             "engine": self._engine_config,
             "arenas": self._arenas(rank),
             "offload_fds": [[end.fileno() for end in ends] for ends in offload],
+            "store": None if self._store_ends is None else self._store_ends.ranks[rank],
         }
 
     def _arenas(self, rank: int) -> Arenas:
@@ -219,6 +231,40 @@ class WorkerTree:
             trace_path=config.trace_path("transfer"),
             logging=config.logging(self._incarnation, "transfer"),
         )
+
+    def start_store(self, engine: EngineReady) -> None:
+        """Starts the store process if there is a shared store, and again whenever it ends."""
+        config, ends = self._config, self._store_ends
+        if config.kv_store is None or ends is None:
+            return
+        start = StoreStart(
+            url=config.kv_store,
+            name=config.name,
+            title=config.title,
+            parent_pid=os.getpid(),
+            identity=f"{engine.layout.fingerprint} {engine.content_root.hex()}",
+            encrypt=config.kv_encrypt,
+            units=Units(engine.layout, config.ranks),
+            arena_fd=ends.ranks[0].arena,
+            channel_fd=ends.store.fileno(),
+            logging=config.logging(self._incarnation, "store"),
+        )
+        self.watch(self._keep_store(start))
+
+    async def _keep_store(self, start: StoreStart) -> None:
+        lines = msgspec.json.encode(start) + b"\n" + self._config.secret.hex().encode()
+        while not self._stopping:
+            popen = spawn(STORE_MODULE, lines, pass_fds=(start.arena_fd, start.channel_fd))
+            self._store = ChildProcess(f"{start.name} store", popen)
+            code = await self._store.wait()
+            if self._stopping:
+                return
+            if code == EXIT_UNUSABLE:
+                raise StartError("--kv-store: the client of the store cannot be loaded; the log says why")
+            log.warning(
+                "%s (pid %d) %s; it is started again", self._store.name, popen.pid, describe_exit(code)
+            )
+            await asyncio.sleep(STORE_AGAIN)
 
     @property
     def crashed_step(self) -> list[bytes]:
@@ -309,7 +355,7 @@ class WorkerTree:
     async def kill(self) -> None:
         """Kills the processes that still run, and waits for their exit."""
         self._stopping = True
-        for child in (self._engine, *self._ranks, self._transfer):
+        for child in (self._engine, *self._ranks, self._transfer, self._store):
             if child is not None:
                 child.kill()
                 await child.wait()
@@ -327,6 +373,8 @@ class WorkerTree:
         self._sending.close()
         self._receiving.close()
         self._close_offload_ends()
+        if self._store_ends is not None:
+            self._store_ends.close()
         self._heartbeat.close()
         if self._rank_files is not None:
             self._rank_files.close()
@@ -349,3 +397,30 @@ class _Ends:
         for end in (*self.ranks, self.transfer):
             end.close_channels()
         self.transfer.arena.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _StoreEnds:
+    """Of the shared store: memory for its units, and channels of the ranks and of the store process."""
+
+    ranks: Sequence[StoreFds]
+    store: socket.socket
+    inherited: Sequence[socket.socket]  # by the ranks
+
+    @classmethod
+    def create(cls, ranks: int) -> "_StoreEnds":
+        arena, (engine, store) = memory_file(), channel_pair()
+        pairs = [[channel_pair() for _ in range(ranks - 1)] for _ in ("gathers", "scatters")]
+        ours, theirs = ([[pair[end].fileno() for pair in some] for some in pairs] for end in (0, 1))
+        others = [StoreFds(arena, None, [gather], [scatter]) for gather, scatter in zip(*theirs, strict=True)]
+        first = StoreFds(arena, engine.fileno(), *ours)
+        return cls([first, *others], store, [engine, *chain(*chain(*pairs))])
+
+    def close_inherited(self) -> None:
+        for end in self.inherited:
+            end.close()
+
+    def close(self) -> None:
+        self.close_inherited()
+        self.store.close()
+        os.close(self.ranks[0].arena)

@@ -250,8 +250,8 @@ def _check_labels(asked: pb.Request | pb.Prefix) -> None:
 
 
 def _tier(tier: "pb.Tier") -> Tier:
-    """A tier of a newer version counts as the slowest one."""
-    return Tier(min(tier, max(Tier)))
+    """A tier of a newer version counts as the slowest one of a worker. The store is none of these."""
+    return Tier(min(tier, Tier.DISK))
 
 
 def _address(address: str) -> str:

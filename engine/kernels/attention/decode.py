@@ -29,6 +29,8 @@ from torch import Tensor
 
 from baton.engine.kernels import KV, parts
 from baton.engine.kernels.attention.online_softmax import (
+    EXACT_N,
+    LEAST,
     LOG2_E,
     any_tile,
     cache_of,
@@ -36,6 +38,7 @@ from baton.engine.kernels.attention.online_softmax import (
     logarithm,
     normalized,
     of_pairs,
+    segment_of,
     span_options,
     whole_tile,
 )
@@ -51,10 +54,11 @@ ROWS = 8  # least size of a side of a tensor core product; a group of query head
 
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
 COMBINED = 32  # results of `_split` that a program of `_combine` takes at once
-MOST_HEAD = 256  # a program takes fewer results of larger heads
+MOST_HEAD = 256  # a program takes fewer results of larger heads, and has more warps
 COMBINED_LAST = 16  # that the last program of `_split` takes at once, of all query heads of a group
 FEW_REQUESTS = 32  # up to these, `_combine` runs
-LEAST = tl.constexpr(-1e30)  # of m: −∞ would give NaN where a head is not used
+FIELDS = 3  # of the work of a piece
+EXACT_FIELDS = tl.constexpr(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +66,34 @@ class Pieces:
     """The work of each program in one decode step, the same for all layers with the same span."""
 
     work: Tensor  # [pieces, 3] int32: request, first position, last position + 1; request −1: no work
-    first: Tensor  # [requests + 1] int32: request i has the pieces [first[i], first[i + 1])
+    first: Tensor
+    """[requests + 1] int32: request i has the pieces [first[i], first[i + 1])."""
     finished: Tensor  # [requests, KV heads] int32: pieces that are finished; 0 between layers
 
 
-def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int, span: Span | None = None) -> Pieces:
-    """Cuts contexts [requests] int32 into pieces, from the first position in the span on."""
+def most_pieces(requests: int, num_kv_heads: int, multiprocessors: int) -> int:
+    return requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
+
+
+def partition(
+    contexts: Tensor,
+    num_kv_heads: int,
+    pieces: int,
+    span: Span | None = None,
+    *,
+    block_n: int = BLOCK_N,
+    exact: bool = False,
+) -> Pieces:
+    """Cuts contexts [requests] int32 into up to so many pieces, at multiples of `block_n`, from the first
+    position in the span on.
+
+    `exact`: pieces are whole segments (`online_softmax`). Their work has three more fields: the number of
+    pieces of the request, the positions of a segment, and the piece's first segment, counted from the first
+    one of the request. `first` counts the segments of the requests that have several pieces."""
     requests = len(contexts)
-    pieces = requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
     new = contexts.new_empty
-    result = Pieces(new(pieces, 3), new(requests + 1), new(requests, num_kv_heads))
+    fields = EXACT_FIELDS.value if exact else FIELDS
+    result = Pieces(new(pieces, fields), new(requests + 1), new(requests, num_kv_heads))
     _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
         contexts,
         result.work,
@@ -80,7 +102,9 @@ def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int, span: S
         requests,
         pieces,
         KV_HEADS=num_kv_heads,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=EXACT_N if exact else block_n,
+        FIELDS=fields,
+        EXACT=exact,
         REQUESTS=max(16, triton.next_power_of_2(requests)),
         PIECES=PARTITION_PIECES,
         **span_options(span),
@@ -153,7 +177,7 @@ def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor) -> None:
         HEADS=heads,
         HEAD_DIM=size,
         COMBINED=max(1, COMBINED * MOST_HEAD // max(MOST_HEAD, size)),
-        num_warps=1,
+        num_warps=1 if size <= MOST_HEAD else 4,
         **launch_options(),
     )
 
@@ -168,6 +192,8 @@ def _partition(
     pieces,
     KV_HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FIELDS: tl.constexpr,
+    EXACT: tl.constexpr,
     REQUESTS: tl.constexpr,
     PIECES: tl.constexpr,
     SPAN: tl.constexpr,
@@ -175,18 +201,19 @@ def _partition(
 ):
     requests_of = tl.arange(0, REQUESTS)
     context = tl.load(contexts + requests_of, mask=requests_of < requests, other=0)
-    tiles = (context + BLOCK_N - 1) // BLOCK_N - first_seen(context - 1, SPAN, CHUNKED) // BLOCK_N
-    tiles = tl.where(requests_of < requests, tl.maximum(tiles, 1), 0)
+    unit = segment_of(context) if EXACT else context * 0 + BLOCK_N
+    units = tl.cdiv(context, unit) - first_seen(context - 1, SPAN, CHUNKED) // unit
+    units = tl.where(requests_of < requests, tl.maximum(units, 1), 0)
     # Bisection for the shortest length, in tiles, that gives at most `pieces` pieces.
     low = 1
-    high = tl.maximum(tl.max(tiles, axis=0), 1)
+    high = tl.maximum(tl.max(units * (unit // BLOCK_N), axis=0), 1)
     while low < high:
         middle = (low + high) // 2
-        if tl.sum((tiles + middle - 1) // middle, axis=0) <= pieces:
+        if tl.sum(tl.cdiv(units, tl.cdiv(middle * BLOCK_N, unit)), axis=0) <= pieces:
             high = middle
         else:
             low = middle + 1
-    count = (tiles + high - 1) // high
+    count = tl.cdiv(units, tl.cdiv(high * BLOCK_N, unit))
     ends = tl.cumsum(count, axis=0)
 
     own = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
@@ -196,13 +223,22 @@ def _partition(
     taken = request < REQUESTS
     last = tl.load(contexts + request, mask=taken & (request < requests), other=0)
     seen = first_seen(last - 1, SPAN, CHUNKED)
-    start = seen // BLOCK_N * BLOCK_N + (own - before) * high * BLOCK_N
-    stop = tl.minimum(start + high * BLOCK_N, last)
+    unit = segment_of(last) if EXACT else BLOCK_N
+    length = tl.cdiv(high * BLOCK_N, unit) * unit
+    start = seen // unit * unit + (own - before) * length
+    stop = tl.minimum(start + length, last)
     start = tl.minimum(tl.maximum(start, seen), last)
     inside = own < pieces
-    tl.store(work + own * 3, tl.where(taken, request, -1), mask=inside)
-    tl.store(work + own * 3 + 1, start, mask=inside)
-    tl.store(work + own * 3 + 2, stop, mask=inside)
+    tl.store(work + own * FIELDS, tl.where(taken, request, -1), mask=inside)
+    tl.store(work + own * FIELDS + 1, start, mask=inside)
+    tl.store(work + own * FIELDS + 2, stop, mask=inside)
+    if EXACT:
+        of_request = tl.maximum(tl.cdiv(tl.cdiv(last, unit) - seen // unit, length // unit), 1)
+        tl.store(work + own * FIELDS + 3, of_request, mask=inside)
+        tl.store(work + own * FIELDS + 4, unit, mask=inside)
+        tl.store(work + own * FIELDS + 5, (own - before) * (length // unit), mask=inside)
+        count = tl.where(count > 1, units, 0)
+        ends = tl.cumsum(count, axis=0)
     if tl.program_id(0) == 0:
         tl.store(first + requests_of, ends - count, mask=requests_of < requests)
         tl.store(first + requests, tl.sum(count, axis=0))

@@ -3,13 +3,13 @@
 The cache of a layer is [1, num_blocks, block_size, 1, rank + rope_dim]: for each token a latent c, and the
 rotated part r of the key that all heads share. Head h makes its key and its value of them:
 
-    k(h) = (up_k(h) c, r)        v(h) = up_v(h) c        up(h) = up_k(h), up_v(h) [nope_dim + value_dim, rank]
+    k(h) = (up_k(h) c, r) = keys(h) (c, r)        v(h) = values(h) c
 
 So there are two ways to the same result, which differ by rounding only:
 
     expanded    keys and values of all heads are made of the latents; then each head attends for itself
-    absorbed    q · k = (up_kᵀ q_nope, q_rope) · (c, r), and Σ p v = up_v Σ p c. So all query heads attend to
-                one key (c, r), and its value is c: the cache is read as it is
+    absorbed    q · k = keysᵀ q · (c, r), and Σ p v = values Σ p c. So all query heads attend to one key
+                (c, r), and its value is c: the cache is read as it is
 
 A decode is absorbed: it is bound by reading the cache. A chunk of a prompt is expanded from
 `LatentConfig.least_expanded` queries on: its products of queries and keys are smaller, and pay for making
@@ -30,33 +30,48 @@ from baton.engine.kernels.attention.paged import (
     gathered,
     prefill_group,
 )
+from baton.engine.model_config import LatentConfig
 
 
 class LatentHeads(NamedTuple):
-    """What the heads of a rank make of a latent."""
+    """Weights that make the keys and values of a rank's heads of what the cache has for a token."""
 
-    up: Tensor  # [heads, nope_dim + value_dim, rank]
-    nope_dim: int
+    keys: Tensor  # [heads, key_dim, rank + rope_dim], of (c, r)
+    values: Tensor  # [heads, value_dim, rank], of c
     scale: float  # multiplies the products of queries and keys
+
+    @staticmethod
+    def of(up: Tensor, shape: LatentConfig) -> "LatentHeads":
+        """From up [heads, nope_dim + value_dim, rank]. The rows of `keys` are up_k, then the identity, which
+        gives r, and then zeros."""
+        nope, rope = shape.nope_dim, shape.rope_dim
+        keys = up.new_zeros(len(up), shape.key_dim, shape.size)
+        keys[:, :nope, : shape.rank] = up[:, :nope]
+        keys[:, nope : nope + rope, shape.rank :] = torch.eye(rope)
+        return LatentHeads(keys, up[:, nope:].contiguous(), shape.scale)
 
     def absorb(self, q: Tensor) -> Tensor:
         """q [tokens, heads, nope_dim + rope_dim] → [tokens, heads, rank + rope_dim]: queries of the cache."""
-        nope, rope = q.split((self.nope_dim, q.shape[2] - self.nope_dim), dim=2)
-        queries = torch.bmm(nope.transpose(0, 1), self.up[:, : self.nope_dim])
-        return torch.cat((queries.transpose(0, 1), rope), dim=2)
+        return torch.bmm(q.transpose(0, 1), self.keys[:, : q.shape[2]]).transpose(0, 1)
 
-    def values(self, latents: Tensor) -> Tensor:
+    def values_of(self, latents: Tensor) -> Tensor:
         """Weighted sums of latents [tokens, heads, rank] → of values [tokens, heads, value_dim]."""
-        of_heads = torch.bmm(latents.transpose(0, 1), self.up[:, self.nope_dim :].transpose(1, 2))
-        return of_heads.transpose(0, 1)
+        return torch.bmm(latents.transpose(0, 1), self.values.mT).transpose(0, 1)
 
-    def expand(self, cached: Tensor) -> tuple[Tensor, Tensor]:
-        """[positions, rank + rope_dim] → keys [positions, heads, nope_dim + rope_dim], and values [positions,
-        heads, value_dim]."""
-        heads, _, rank = self.up.shape
-        made = F.linear(cached[:, :rank], self.up.flatten(0, 1)).unflatten(1, (heads, -1))
-        shared = cached[:, None, rank:].expand(-1, heads, -1)
-        return torch.cat((made[..., : self.nope_dim], shared), dim=2), made[..., self.nope_dim :]
+    def expand(self, cached: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
+        """[positions, rank + rope_dim] → keys [positions, heads, key_dim], without the zeros, and values
+        [positions, heads, value_dim]."""
+        heads, _, rank = self.values.shape
+        keys = F.linear(cached, self.keys[:, :key_dim].flatten(0, 1))
+        values = F.linear(cached[:, :rank], self.values.flatten(0, 1))
+        return keys.unflatten(1, (heads, -1)), values.unflatten(1, (heads, -1))
+
+
+class LatentNorm(NamedTuple):
+    """RMSNorm of latents."""
+
+    weight: Tensor  # [rank]
+    eps: float
 
 
 class LatentPlan(NamedTuple):
@@ -67,12 +82,15 @@ class LatentPlan(NamedTuple):
 
 
 def write_latent(
-    q: Tensor, latent: Tensor, shared: Tensor, rotary: Tensor, kv: Tensor, slots: Tensor
+    q: Tensor, latent: Tensor, shared: Tensor, norm: LatentNorm, rotary: Tensor, kv: Tensor, slots: Tensor
 ) -> None:
-    """Rotates the last `rope_dim` numbers of each head of q [tokens, heads, …] in place. Writes latent
-    [tokens, rank] and shared [tokens, rope_dim], the rotated part of the keys, to the cache.
+    """Rotates the last `rope_dim` numbers of each head of q [tokens, heads, …] in place. Writes to the cache
+    the norm of latent [tokens, rank], and shared [tokens, rope_dim], rotated: the part of the keys that all
+    heads share.
 
-    Neighbours are a pair that is rotated. rotary is `Rotary.at(positions)`; slots [tokens] int64."""
+    Rows of these three may be apart. Neighbours are a pair that is rotated. rotary is `Rotary.at(positions)`;
+    slots [tokens] int64."""
+    latent = F.rms_norm(latent, norm.weight.shape, norm.weight, norm.eps)
     size = shared.shape[1]
     cos, sin = rotary[:, 0, : size // 2, None].to(q.dtype), rotary[:, 1, size // 2 :, None].to(q.dtype)
     turned = torch.cat((q[..., -size:], shared[:, None]), dim=1).unflatten(2, (-1, 2))
@@ -85,24 +103,24 @@ def write_latent(
 
 def latent_attention(q: Tensor, kv: Tensor, plan: LatentPlan, heads: LatentHeads) -> Tensor:
     """See `Kernels.latent_attention`."""
-    rank = heads.up.shape[2]
+    rank = heads.values.shape[2]
     parts = []
     for group in plan.groups.decodes:
         latents = decode_group(heads.absorb(q[group.rows]), kv, group, None, heads.scale)
-        parts.append(heads.values(latents[..., :rank]))
+        parts.append(heads.values_of(latents[..., :rank]))
     for group in plan.groups.prefills:
         if len(q[group.rows]) >= plan.least_expanded:
             parts.append(_expanded(q[group.rows], kv, group, heads))
         else:
             latents = prefill_group(heads.absorb(q[group.rows]), kv, group, None, heads.scale)
-            parts.append(heads.values(latents[..., :rank]))
+            parts.append(heads.values_of(latents[..., :rank]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _expanded(q: Tensor, kv: Tensor, group: PrefillGroup, heads: LatentHeads) -> Tensor:
     seen = gathered(kv, group.blocks, q.dtype).flatten(0, 2)[: group.padded, 0]
     seen[group.length :] = 0
-    keys, values = heads.expand(seen)
+    keys, values = heads.expand(seen, q.shape[2])
     size = values.shape[2]
     values = F.pad(values, (0, keys.shape[2] - size))  # the kernel takes keys and values of one size
     q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))

@@ -1,15 +1,16 @@
 """Latent attention (`latent`) in Triton.
 
 *Absorbed.* `_attend_absorbed` has a program for each piece of a context and each block of query heads. It
-reads a tile of the cache once: the tile is the keys, and its latents are the values. Keys and dimensions are
-the large sides of the products, as in `decode`, which also cuts the contexts of decodes and combines the
+reads a tile of the cache once: the tile is the keys, and its latents are the values. Positions and dimensions
+are the large sides of the products, as in `decode`, which also cuts the contexts of decodes and combines the
 pieces. A short chunk of a prompt is absorbed, too: each of its queries is a row with a context of its own.
 
-*Expanded.* The keys and values of all positions of a chunk go to scratch memory, and `prefill` attends to
-them. The scratch memory always has room for `MOST_EXPANDED` positions, so the rehearsal of the largest steps
-counts it. Chunks with more positions are absorbed, `MOST_ABSORBED` queries at a time.
+*Expanded.* The keys and values of all positions of some chunks go to scratch memory, and `prefill` attends to
+them. The scratch memory always has `SCRATCH_BYTES`, so the rehearsal of the largest steps counts it. Chunks
+with more positions than it holds are absorbed, `MOST_ABSORBED` queries at a time.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,81 +20,156 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels.attention.decode import BLOCK_N, PIECES_PER_SM, Pieces, combine, partition
-from baton.engine.kernels.attention.latent import LatentHeads
+from baton.engine.kernels.attention import latent_wgmma
+from baton.engine.kernels.attention.decode import Pieces, combine, partition
+from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.online_softmax import LOG2_E, Expanded
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
-from baton.engine.kernels.attention.tiles import shape_for, tile_work
-from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.attention.tiles import SHORT, Shape, tile_work
+from baton.engine.kernels.launch import inputs_ready, launch_options, on_hopper
+from baton.engine.model_config import LatentConfig
 
-# Not measured yet.
-ROWS = 16  # query heads of a program
 WARPS = 4
-STAGES = 3
-MOST_EXPANDED = 8192
-MOST_ABSORBED = (
-    512  # queries of a chunk at a time: their partial results are larger than those of other kernels
-)
+STAGES = 2
+MAX_SKINNY_ROWS = 64  # tokens whose heads `_multiply` multiplies; cuBLAS is faster for more
+WEIGHTS = 16384  # of a program of `_multiply`
+EXPANDED = Shape(128, 64, 8)  # measured on an H200; of tiles in 16 bits
+SCRATCH_BYTES = 1 << 30
 SCRATCH_BLOCK = 128  # positions; the tiles of `prefill` divide it
+MOST_ABSORBED = 512
+"""Queries of a chunk at a time: their partial results are larger than those of other kernels."""
+
+
+class Form(NamedTuple):
+    """How a program attends."""
+
+    rows: int  # query heads
+    block_n: int  # positions of a tile; pieces are cut at multiples of it
+    wgmma: bool  # by `latent_wgmma`
 
 
 class Absorbed(NamedTuple):
     """Rows that read the cache as it is."""
 
     rows: slice
+    form: Form
     pieces: Pieces
     tables: Tensor  # [rows, blocks], or [blocks] of all rows
 
 
-class ExpandedChunk(NamedTuple):
-    """A chunk whose keys and values are made of the latents."""
+class ExpandedChunks(NamedTuple):
+    """Consecutive chunks whose keys and values are made of the latents."""
 
     rows: slice
-    slots: Tensor  # [positions] int64: of all positions up to the end of the chunk
-    table: Tensor  # [1, blocks] int32: of the scratch memory
+    slots: Tensor  # [positions] int64: of each position in the scratch memory
+    scratch: Expanded  # of all layers
+    tables: Tensor  # [chunks, blocks] int32: of the scratch memory
     tiles: Tiles
 
 
-LatentPlan = Sequence[Absorbed | ExpandedChunk]
+LatentPlan = Sequence[Absorbed | ExpandedChunks]
+
+
+def form_of(num_heads: int, shape: LatentConfig, dtype: torch.dtype, block_size: int) -> Form:
+    if dtype is torch.float32:
+        return Form(16, 32, wgmma=False)  # larger tiles do not fit into shared memory
+    sizes = shape.rank == latent_wgmma.RANK and shape.rope_dim == latent_wgmma.ROPE
+    if sizes and block_size % latent_wgmma.BLOCK_N == 0 and on_hopper():
+        return Form(latent_wgmma.ROWS, latent_wgmma.BLOCK_N, wgmma=True)
+    return Form(16 if num_heads <= 16 else 32, 64, wgmma=False)
 
 
 def plan_latent(
-    metadata: AttentionMetadata, num_heads: int, least_expanded: int, multiprocessors: int
+    metadata: AttentionMetadata,
+    num_heads: int,
+    shape: LatentConfig,
+    least_expanded: int,
+    dtype: torch.dtype,
+    multiprocessors: int,
 ) -> LatentPlan:
-    decodes, device, size = metadata.num_decodes, metadata.contexts.device, metadata.block_size
-    blocks_of_heads = triton.cdiv(num_heads, ROWS)
-    plan: list[Absorbed | ExpandedChunk] = []
+    """`least_expanded`: queries of a chunk."""
+    decodes, device = metadata.num_decodes, metadata.contexts.device
+    form = form_of(num_heads, shape, dtype, metadata.block_size)
+    programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
+    plan: list[Absorbed | ExpandedChunks] = []
     if decodes:
-        pieces = partition(metadata.contexts[:decodes], blocks_of_heads, multiprocessors)
-        plan.append(Absorbed(slice(decodes), pieces, metadata.block_tables))
+        # A program fills a multiprocessor. So the pieces are as many as run at once, or twice as many, …
+        count = triton.cdiv(decodes + programs // 2, programs) * programs
+        pieces = partition(metadata.contexts[:decodes], 1, count, block_n=form.block_n)
+        plan.append(Absorbed(slice(decodes), form, pieces, metadata.block_tables))
+    sizes = shape.key_dim, shape.value_dim
+    blocks = SCRATCH_BYTES // (num_heads * sum(sizes) * dtype.itemsize * SCRATCH_BLOCK)
+    room, scratch = blocks * SCRATCH_BLOCK, None
+    expanded: list[tuple[int, int, int]] = []  # request, start, stop
     row = decodes
+
+    def expand() -> None:
+        nonlocal scratch
+        if expanded:
+            if scratch is None:
+                empty = functools.partial(torch.empty, dtype=dtype, device=device)
+                scratch = Expanded(*(empty(1, blocks, SCRATCH_BLOCK, num_heads, size) for size in sizes))
+            first = row - sum(stop - start for _, start, stop in expanded)
+            plan.append(_expanded_chunks(metadata, expanded, slice(first, row), scratch))
+            expanded.clear()
+
     for request, (start, stop) in enumerate(metadata.prefills, decodes):
-        table, first = metadata.block_tables[request], row - start
-        row += stop - start
-        if stop - start < least_expanded or stop > MOST_EXPANDED:
-            programs = PIECES_PER_SM * multiprocessors // blocks_of_heads
+        if stop - start < least_expanded or stop > room:
+            expand()
             for begin in range(start, stop, MOST_ABSORBED):
                 end = min(begin + MOST_ABSORBED, stop)
-                rows = slice(first + begin, first + end)
-                plan.append(Absorbed(rows, _pieces(begin, end, programs, device), table))
-            continue
-        at = torch.arange(stop, device=device)
-        shape = shape_for([(start, stop)])
-        work = tile_work([(start, stop)], 0, shape.tokens(1), 0)
-        tiles = Tiles(torch.from_numpy(work).to(device, non_blocking=True), shape, None)
-        scratch = torch.arange(triton.cdiv(stop, SCRATCH_BLOCK), dtype=torch.int32, device=device)
-        slots = table.long()[at // size] * size + at % size
-        plan.append(ExpandedChunk(slice(first + start, row), slots, scratch[None], tiles))
+                rows = slice(row + begin - start, row + end - start)
+                table = metadata.block_tables[request]
+                pieces = _pieces(begin, end, form.block_n, programs, device)
+                plan.append(Absorbed(rows, form, pieces, table))
+        else:
+            if sum(map(_padded, (*(end for *_, end in expanded), stop))) > room:
+                expand()
+            expanded.append((request, start, stop))
+        row += stop - start
+    expand()
     return plan
 
 
-def _pieces(start: int, stop: int, programs: int, device: torch.device) -> Pieces:
+def _padded(positions: int) -> int:
+    return -(-positions // SCRATCH_BLOCK) * SCRATCH_BLOCK
+
+
+def _expanded_chunks(
+    metadata: AttentionMetadata,
+    chunks: Sequence[tuple[int, int, int]],
+    rows: slice,
+    scratch: Expanded,
+) -> ExpandedChunks:
+    """The contexts of the chunks (request, start, stop) follow each other in the scratch memory."""
+    device, size = metadata.contexts.device, metadata.block_size
+    requests, positions, first = [], [], [0]
+    for request, _, stop in chunks:
+        padded = _padded(stop)
+        requests.append(np.full(padded, request))
+        positions.append(np.minimum(np.arange(padded), stop - 1))
+        first.append(first[-1] + padded // SCRATCH_BLOCK)
+    spans = [(start, stop) for _, start, stop in chunks]
+    shape = EXPANDED if scratch.keys.itemsize == 2 else SHORT
+    work = tile_work(spans, 0, shape.tokens(1), 0)
+    most = max(map(_padded, (stop for _, stop in spans))) // SCRATCH_BLOCK
+    tables = np.array(first[:-1], dtype=np.int32)[:, None] + np.arange(most, dtype=np.int32)
+    of, at, on_device, blocks = (
+        torch.from_numpy(x).to(device, non_blocking=True)
+        for x in (np.concatenate(requests), np.concatenate(positions), work, tables)
+    )
+    slots = metadata.block_tables[of, at // size].long() * size + at % size
+    return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, None))
+
+
+def _pieces(start: int, stop: int, block_n: int, programs: int, device: torch.device) -> Pieces:
     """Cuts the contexts of queries at positions [start, stop) for so many programs at once."""
     contexts = np.arange(start + 1, stop + 1, dtype=np.int32)
-    tiles = -(-stop * len(contexts) // (BLOCK_N * max(programs, len(contexts))))
-    length = max(1, tiles) * BLOCK_N
+    tiles = -(-stop * len(contexts) // (block_n * max(programs, len(contexts))))
+    length = max(1, tiles) * block_n
     counts = -(-contexts // length)
     first = np.concatenate(([0], counts.cumsum())).astype(np.int32)
     rows = np.repeat(np.arange(len(contexts), dtype=np.int32), counts)
@@ -104,67 +180,64 @@ def _pieces(start: int, stop: int, programs: int, device: torch.device) -> Piece
 
 
 def latent_attention(q: Tensor, kv: Tensor, plan: LatentPlan, heads: LatentHeads) -> Tensor:
-    found = [
-        _absorbed(q[part.rows], kv, part, heads)
-        if isinstance(part, Absorbed)
-        else _expanded(q[part.rows], kv, part, heads)
-        for part in plan
-    ]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    out = q.new_empty(len(q), *heads.values.shape[:2])
+    for part in plan:
+        if isinstance(part, Absorbed):
+            _absorbed(q[part.rows], kv, part, heads, out[part.rows])
+        else:
+            _expanded(q[part.rows], kv, part, heads, out[part.rows])
+    return out
 
 
-def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads) -> Tensor:
-    rank, (_, _, block_size, _, size) = heads.up.shape[2], kv.shape
-    q = heads.absorb(q)
-    (rows, num_heads, _), count = q.shape, len(part.pieces.work)
-    latents = q.new_empty(rows, num_heads, rank)
+def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads, out: Tensor) -> None:
+    _, _, block_size, _, size = kv.shape
+    (rows, num_heads, made_of), rank = q.shape, heads.values.shape[2]
+    count = len(part.pieces.work)
+    queries, latents = q.new_empty(rows, num_heads, size), q.new_empty(rows, num_heads, rank)
+    _multiply_heads(q, heads.keys[:, :made_of], queries)
     partial = torch.empty((count, num_heads, rank), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
-    _attend_absorbed[(triton.cdiv(num_heads, ROWS), count)](
-        q,
-        kv,
-        part.tables,
-        part.pieces.work,
-        part.pieces.first,
-        partial,
-        lse,
-        latents,
-        heads.scale * LOG2_E.value,
-        part.tables.stride(0) if part.tables.dim() == 2 else 0,
-        BLOCK_SIZE=block_size,
-        HEADS=num_heads,
-        RANK=rank,
-        ROPE=size - rank,
-        ROWS=ROWS,
-        BLOCK_N=BLOCK_N,
-        num_warps=WARPS,
-        num_stages=STAGES,
-        **launch_options(),
-    )
+    cached = kv.view(-1, size)
+    grid, form = (triton.cdiv(num_heads, part.form.rows), count), part.form
+    row_stride = part.tables.stride(0) if part.tables.dim() == 2 else 0
+    work, scale = (part.tables, part.pieces.work, part.pieces.first), heads.scale * LOG2_E.value
+    arguments = (*work, partial, lse, latents, scale, row_stride)
+    shape = {"BLOCK_SIZE": block_size, "HEADS": num_heads, "ROWS": form.rows, "BLOCK_N": form.block_n}
+    if form.wgmma:
+        latent_wgmma.attend(grid, queries, cached, *arguments, **shape)
+    else:
+        _attend_absorbed[grid](
+            queries,
+            cached,
+            *(TensorDescriptor.from_tensor(cached, [form.block_n, n]) for n in (rank, size - rank)),
+            *arguments,
+            **shape,
+            RANK=rank,
+            ROPE=size - rank,
+            num_warps=WARPS,
+            num_stages=STAGES,
+            **launch_options(),
+        )
     combine(partial, lse, part.pieces, latents)
-    return heads.values(latents)
+    _multiply_heads(latents, heads.values.mT, out)
 
 
-def _expanded(q: Tensor, kv: Tensor, part: ExpandedChunk, heads: LatentHeads) -> Tensor:
-    keys, values = heads.expand(kv.flatten(0, 3).index_select(0, part.slots))
-    positions, num_heads, size = keys.shape
-    padded = triton.next_power_of_2(size)
-    scratch = Expanded(
-        *(q.new_empty(1, MOST_EXPANDED // SCRATCH_BLOCK, SCRATCH_BLOCK, num_heads, n)
-          for n in (padded, values.shape[2]))
-    )  # fmt: skip
-    scratch.keys.flatten(0, 2)[:positions].copy_(F.pad(keys, (0, padded - size)))
-    scratch.values.flatten(0, 2)[:positions].copy_(values)
-    out = torch.empty_like(q[..., : values.shape[2]], memory_format=torch.contiguous_format)
-    q = F.pad(q, (0, padded - size))
-    prefill_attention(q, scratch, part.table, part.tiles, out, None, None, heads.scale)
-    return out
+def _expanded(q: Tensor, kv: Tensor, part: ExpandedChunks, heads: LatentHeads, out: Tensor) -> None:
+    cached = kv.flatten(0, 3).index_select(0, part.slots)
+    for weights, made in zip(heads[:2], part.scratch, strict=True):
+        out_rows = made.flatten(0, 2).flatten(1)[: len(cached)]
+        torch.mm(cached[:, : weights.shape[2]], weights.flatten(0, 1).T, out=out_rows)
+    padding = heads.keys.shape[1] - q.shape[2]
+    q = F.pad(q, (0, padding)) if padding else q
+    prefill_attention(q, part.scratch, part.tables, part.tiles, out, None, None, heads.scale)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_absorbed(
     q,
     cache,
+    latent_tiles,
+    shared_tiles,
     block_tables,
     work,
     first,
@@ -175,10 +248,10 @@ def _attend_absorbed(
     table_stride,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
     inputs_ready()
     piece = tl.program_id(1)
@@ -196,22 +269,27 @@ def _attend_absorbed(
     table = block_tables + row * table_stride
     m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([RANK, ROWS], tl.float32)
-    for start in tl.range(begin, stop, BLOCK_N):
-        positions = start + tl.arange(0, BLOCK_N)
-        inside = positions < stop
-        block = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        keys = cache + (block * BLOCK_SIZE + positions % BLOCK_SIZE)[:, None] * SIZE
+    last = begin
+    if BLOCK_SIZE % BLOCK_N == 0 and q.dtype.element_ty != tl.float32:
+        last += (stop - begin) // BLOCK_N * BLOCK_N
+        for start in tl.range(begin, last, BLOCK_N):
+            slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
+            latent, shared = latent_tiles.load([slot, 0]), shared_tiles.load([slot, RANK])
+            m, total, acc = _attend_tile(q_latent, q_shared, latent, shared, None, m, total, acc, scale)
+    offsets = tl.arange(0, BLOCK_N)
+    for start in tl.range(last, stop, BLOCK_N):
+        inside = start + offsets < stop
+        if BLOCK_SIZE % BLOCK_N == 0:
+            slots = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE
+            slots += start % BLOCK_SIZE + offsets
+        else:
+            positions = start + offsets
+            block = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
+        keys = cache + slots[:, None] * SIZE
         latent = tl.load(keys + dims, mask=inside[:, None], other=0.0)
         shared = tl.load(keys + of_shared, mask=inside[:, None], other=0.0)
-        scores = tl.dot(latent, q_latent, input_precision="tf32x3")
-        scores = tl.dot(shared, q_shared, scores, input_precision="tf32x3") * scale
-        scores = tl.where(inside[:, None], scores, float("-inf"))
-        new_m = tl.maximum(m, tl.max(scores, axis=0))
-        weights, shrink = tl.exp2(scores - new_m[None, :]), tl.exp2(m - new_m)
-        total = total * shrink + tl.sum(weights, axis=0)
-        acc *= shrink[None, :]
-        acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision="tf32x3")
-        m = new_m
+        m, total, acc = _attend_tile(q_latent, q_shared, latent, shared, inside, m, total, acc, scale)
     result = tl.trans(acc) / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: the piece of a padding request
     if tl.load(first + row + 1) - tl.load(first + row) == 1:
         to = out + (row * HEADS + heads)[:, None] * RANK + dims
@@ -222,18 +300,98 @@ def _attend_absorbed(
         tl.store(lse + at, m + tl.log2(total), mask=heads < HEADS)
 
 
+@triton.jit
+def _attend_tile(q_latent, q_shared, latent, shared, inside, m, total, acc, scale):
+    """Adds a tile of positions, which are all seen or those `inside`. Returns the new m, total and acc."""
+    scores = tl.dot(latent, q_latent, input_precision="tf32x3")
+    scores = tl.dot(shared, q_shared, scores, input_precision="tf32x3") * scale
+    if inside is not None:
+        scores = tl.where(inside[:, None], scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, axis=0))
+    weights, shrink = tl.exp2(scores - new_m[None, :]), tl.exp2(m - new_m)
+    total = total * shrink + tl.sum(weights, axis=0)
+    acc *= shrink[None, :]
+    acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision="tf32x3")
+    return new_m, total, acc
+
+
+def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Writes x [tokens, heads, k] times weights [heads, k, n] to out [tokens, heads, n], which is dense."""
+    tokens, num_heads, size = x.shape
+    if tokens > MAX_SKINNY_ROWS:
+        torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+        return
+    assert x.stride(2) == 1, "the kernel assumes dense heads"
+    columns, inner = weights.shape[2], triton.next_power_of_2(size)
+    block_n = max(16, WEIGHTS // inner)
+    _multiply[(triton.cdiv(columns, block_n), num_heads)](
+        x,
+        weights,
+        out,
+        tokens,
+        x.stride(0),
+        x.stride(1),
+        *weights.stride(),
+        columns,
+        HEADS=num_heads,
+        SIZE=size,
+        INNER=inner,
+        ROWS=max(16, triton.next_power_of_2(tokens)),
+        BLOCK_N=block_n,
+        num_warps=4,
+        **launch_options(),
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _multiply(
+    x,
+    weights,
+    out,
+    tokens,
+    x_row,
+    x_head,
+    of_head,
+    of_inner,
+    of_column,
+    columns,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    head, column = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner, row = tl.arange(0, INNER), tl.arange(0, ROWS)
+    weights += head.to(tl.int64) * of_head + inner[:, None] * of_inner + column[None, :] * of_column
+    inside = (column < columns)[None, :]
+    weight = tl.load(weights, mask=(inner < SIZE)[:, None] & inside, other=0.0)
+    inputs_ready()  # loading the weights overlaps with the kernel before
+    real = (row < tokens)[:, None]
+    of_x = x + row[:, None].to(tl.int64) * x_row + head * x_head + inner[None, :]
+    inputs = tl.load(of_x, mask=real & (inner < SIZE)[None, :], other=0.0)
+    result = tl.dot(inputs, weight, input_precision="tf32x3")
+    to = out + (row[:, None].to(tl.int64) * HEADS + head) * columns + column[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=real & inside)
+
+
 def write_latent(
-    q: Tensor, latent: Tensor, shared: Tensor, rotary: Tensor, kv: Tensor, slots: Tensor
+    q: Tensor, latent: Tensor, shared: Tensor, norm: LatentNorm, rotary: Tensor, kv: Tensor, slots: Tensor
 ) -> None:
     tokens, heads, size = q.shape
-    assert all(x.is_contiguous() for x in (q, latent, shared)), "the kernel assumes dense rows"
+    assert q.stride()[1:] == (size, 1), "the kernel assumes dense heads"
     _write[(tokens,)](
         q,
         latent,
         shared,
+        norm.weight,
+        norm.eps,
         rotary,
         kv,
         slots,
+        q.stride(0),
+        latent.stride(0),
+        shared.stride(0),
         HEADS=heads,
         SIZE=size,
         RANK=latent.shape[1],
@@ -249,15 +407,22 @@ def _write(
     q,
     latent,
     shared,
+    norm,
+    eps,
     rotary,
     cache,
     slots,
+    q_stride,
+    latent_stride,
+    shared_stride,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    of_latent = tl.arange(0, RANK)
+    norm_weights = tl.load(norm + of_latent).to(tl.float32)
     inputs_ready()
     token = tl.program_id(0).to(tl.int64)
     dims, pairs = tl.arange(0, ROPE), tl.arange(0, ROPE // 2)
@@ -265,13 +430,15 @@ def _write(
     angles = rotary + token * (2 * ROPE) + pairs
     cos, sin = tl.load(angles), tl.load(angles + ROPE + ROPE // 2)
     heads = tl.arange(0, ROWS)[:, None]
-    at = q + token * (HEADS * SIZE) + heads * SIZE + SIZE - ROPE + dims[None, :]
+    at = q + token * q_stride + heads * SIZE + SIZE - ROPE + dims[None, :]
     tl.store(at, _rotated(tl.load(at, mask=heads < HEADS, other=0.0), cos, sin), mask=heads < HEADS)
     slot = tl.load(slots + token)
     if slot >= 0:
-        to, of_latent = cache + slot * (RANK + ROPE), tl.arange(0, RANK)
-        tl.store(to + of_latent, tl.load(latent + token * RANK + of_latent))
-        key = tl.load(shared + token * ROPE + dims)[None, :]
+        to = cache + slot * (RANK + ROPE)
+        x = tl.load(latent + token * latent_stride + of_latent).to(tl.float32)
+        x *= tl.rsqrt(tl.sum(x * x, axis=0) / RANK + eps) * norm_weights
+        tl.store(to + of_latent, x.to(cache.dtype.element_ty))
+        key = tl.load(shared + token * shared_stride + dims)[None, :]
         tl.store(to + RANK + dims[None, :], _rotated(key, cos, sin))
 
 

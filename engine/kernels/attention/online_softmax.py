@@ -20,6 +20,13 @@ move 16 bits, so they can move pairs, and a thread converts them in its register
 Values past `stop` are masked when they are loaded: these slots may hold NaN, which a weight of zero would not
 remove. Products of float32 take three passes of the tensor cores (TF32 and its rounding errors), because TF32
 alone has 10 bits of mantissa.
+
+*Exact*: a query gets the same bits as a decode and in any chunk of its prompt. Its keys form tiles of EXACT_N
+and segments (`segment_of`), which begin at fixed positions and depend on the position of the query alone. The
+sums of a segment begin at zero, and `fold` adds segments in their order. Within a segment, the tensor cores
+add all sums, that of the weights, too (`attend_exactly`): from one key to the next, whatever the shape of a
+tile. A program reduces nothing across threads but the largest score, which has no order. Each product that is
+added is an explicit `fma`, since the compiler may fuse one kernel's additions and leave another's.
 """
 
 from typing import Any, NamedTuple
@@ -36,6 +43,16 @@ from baton.engine.model_config import Span
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_QUERY = tl.constexpr(2.0**-120)  # counts as the largest number of queries that are zeros
+
+
+EXACT_N = 64
+"""Keys of a tile in the exact mode."""
+SEGMENT = tl.constexpr(256)
+"""Positions of the shortest segment."""
+SEGMENTS = tl.constexpr(16)
+"""The most segments of a context: those of a longer one are twice as long."""
+LEAST = tl.constexpr(-1e30)  # of m: −∞ would give NaN where a query has seen no key
+ONES = tl.constexpr(16)  # rows or columns of ones that sum weights: the least that the tensor cores take
 
 
 class CacheShape(NamedTuple):
@@ -200,3 +217,56 @@ def logarithm(scale, FP8: tl.constexpr):
     elif FP8:
         shift, inverse = tl.log2(scale), 1.0 / scale
     return shift, inverse
+
+
+@triton.jit
+def segment_of(context):
+    """Positions of a segment, for queries that see so many positions."""
+    size = context * 0 + SEGMENT
+    for _ in tl.static_range(14):
+        size = tl.where(context > size * SEGMENTS, size * 2, size)
+    return size
+
+
+@triton.jit
+def no_sums(queries: tl.constexpr, dims: tl.constexpr, AXIS: tl.constexpr):
+    """m [queries], total and acc of no key. AXIS: of total and acc, the one that is not of queries."""
+    m = tl.full([queries], LEAST, tl.float32)
+    total = tl.zeros([ONES, queries] if AXIS == 0 else [queries, ONES], tl.float32)
+    return m, total, tl.zeros([dims, queries] if AXIS == 0 else [queries, dims], tl.float32)
+
+
+@triton.jit
+def attend_exactly(queries, tile, seen, m, total, acc, scale, AXIS: tl.constexpr):
+    """Adds a tile of EXACT_N keys, of which those in `seen` count; None: all. AXIS 1: queries [queries,
+    head_dim] and seen [queries, keys]. AXIS 0: both transposed. Returns the new m, total and acc."""
+    k, v, _, _ = tile
+    if AXIS == 0:
+        scores = tl.dot(k, queries, input_precision="tf32x3")
+    else:
+        scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3")
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, axis=AXIS) * scale)
+    largest = tl.broadcast_to(tl.expand_dims(-new_m, AXIS), scores.shape)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), largest)).to(v.dtype)
+    shrink = tl.expand_dims(tl.exp2(m - new_m), AXIS)
+    if AXIS == 0:
+        ones = tl.full([ONES, weights.shape[0]], 1.0, v.dtype)
+        total = tl.dot(ones, weights, total * shrink, input_precision="tf32x3")
+        acc = tl.dot(tl.trans(v), weights, acc * shrink, input_precision="tf32x3")
+    else:
+        ones = tl.full([weights.shape[1], ONES], 1.0, v.dtype)
+        total = tl.dot(weights, ones, total * shrink, input_precision="tf32x3")
+        acc = tl.dot(weights, v, acc * shrink, input_precision="tf32x3")
+    return new_m, total, acc
+
+
+@triton.jit
+def fold(m, total, acc, of_m, of_total, of_acc, AXIS: tl.constexpr):
+    """Adds the sums of a segment to those of the segments before it."""
+    new_m = tl.maximum(m, of_m)
+    shrink, weight = tl.expand_dims(tl.exp2(m - new_m), AXIS), tl.expand_dims(tl.exp2(of_m - new_m), AXIS)
+    total = tl.fma(total, tl.broadcast_to(shrink, total.shape), of_total * weight)
+    acc = tl.fma(acc, tl.broadcast_to(shrink, acc.shape), of_acc * weight)
+    return new_m, total, acc

@@ -21,11 +21,12 @@ the softmax like a key, but has no value.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.model_config import Span
@@ -37,6 +38,11 @@ sum in another order: in bfloat16 a query has the same result in any chunk of it
 MOST_QUERIES = 512
 """Queries of a prompt at a time. From 768 on the kernel computes in other blocks, which also changes the
 order of sums."""
+
+EXACT_QUERIES = 16
+"""Queries at a time in the exact mode. They begin at a multiple of this position, and those that a step does
+not have are zeros. So the shapes of all operands depend on the position alone, for decodes as well, and with
+them the order of sums. A decode computes 16 queries in place of one."""
 
 
 class Fp8KV(NamedTuple):
@@ -107,11 +113,13 @@ class PrefillGroup:
     blocks: Tensor  # [blocks] int32
     length: int  # positions in these blocks, up to that of the last query
     mask: Tensor | None  # [queries, padded length], 0 or -inf; None: the queries start the sequence
+    before: int = 0
+    """Queries that are padded with zeros before the rows. The mask tells how many there are after them."""
 
     @property
     def padded(self) -> int:
         """Length with padding."""
-        return _padded(self.length)
+        return _padded(self.length) if self.mask is None else self.mask.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +139,11 @@ def first_seen(positions: Tensor, span: Span | None) -> Tensor:
     return (positions + 1 - span.length).clamp_min(0)
 
 
-def plan_attention(metadata: AttentionMetadata, span: Span | None, dtype: torch.dtype) -> TorchPlan:
+def plan_attention(
+    metadata: AttentionMetadata, span: Span | None, dtype: torch.dtype, *, exact: bool = False
+) -> TorchPlan:
+    if exact:
+        return TorchPlan((), _exact_groups(metadata, span, dtype))
     block_size, tables = metadata.block_size, metadata.block_tables
     contexts = metadata.contexts[: metadata.num_decodes, None].long()
     first = first_seen(contexts - 1, span)
@@ -168,15 +180,43 @@ def plan_attention(metadata: AttentionMetadata, span: Span | None, dtype: torch.
     return TorchPlan(decodes, prefills)
 
 
+def _exact_groups(
+    metadata: AttentionMetadata, span: Span | None, dtype: torch.dtype
+) -> Sequence[PrefillGroup]:
+    """The decodes and chunks of a step, EXACT_QUERIES positions at a time."""
+    contexts = metadata.contexts[: metadata.num_decodes].tolist()
+    spans = [(context - 1, context) for context in contexts] + list(metadata.prefills)
+    groups, row = [], 0
+    for request, (start, stop) in enumerate(spans):
+        for first in range(start // EXACT_QUERIES * EXACT_QUERIES, stop, EXACT_QUERIES):
+            queries = range(first, first + EXACT_QUERIES)
+            table = metadata.block_tables[request]
+            group = _prefill_group(table, queries, metadata.block_size, 0, span, dtype, masked=True)
+            begin, end = max(start, first), min(stop, queries.stop)
+            rows = slice(row, row + end - begin)
+            seen = group.length - (queries.stop - end)
+            groups.append(replace(group, rows=rows, length=seen, before=begin - first))
+            row = rows.stop
+    return groups
+
+
 def _prefill_group(
-    table: Tensor, queries: range, block_size: int, row: int, span: Span | None, dtype: torch.dtype
+    table: Tensor,
+    queries: range,
+    block_size: int,
+    row: int,
+    span: Span | None,
+    dtype: torch.dtype,
+    *,
+    masked: bool = False,
 ) -> PrefillGroup:
+    """`masked`: with a mask also where the queries start the sequence."""
     at = torch.arange(queries.start, queries.stop)[:, None]
     first = first_seen(at, span)
     first_block = int(first[0]) // block_size
     start, mask = first_block * block_size, None
     length = queries.stop - start
-    if queries.start or first[-1]:
+    if masked or queries.start or first[-1]:
         keys = torch.arange(start, start + _padded(length))
         mask = _minus_infinity((keys < first) | (keys > at), dtype)
     blocks = torch.arange(first_block, first_block - (-_padded(length) // block_size))
@@ -222,8 +262,11 @@ def prefill_group(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, 
     seen = seen.transpose(1, 2)
     keys, values = seen[0], seen[-1]
     of_query = None if sinks is None else sinks[:, None]
+    rows = slice(group.before, group.before + len(q))
+    if group.mask is not None:
+        q = F.pad(q, (0, 0, 0, 0, group.before, len(group.mask) - rows.stop))
     queries = q.transpose(0, 1)[None]
-    return attend(queries, keys[None], values[None], group.mask, of_query, scale)[0].transpose(0, 1)
+    return attend(queries, keys[None], values[None], group.mask, of_query, scale)[0].transpose(0, 1)[rows]
 
 
 def attend(

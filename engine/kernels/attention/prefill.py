@@ -29,14 +29,20 @@ from torch import Tensor
 
 from baton.engine.kernels import KV
 from baton.engine.kernels.attention.online_softmax import (
+    EXACT_N,
+    LEAST,
     LOG2_E,
     Expanded,
     any_tile,
+    attend_exactly,
     cache_of,
     first_seen,
+    fold,
     logarithm,
+    no_sums,
     normalized,
     of_pairs,
+    segment_of,
     span_options,
     whole_tile,
 )
@@ -45,9 +51,9 @@ from baton.engine.model_config import Span
 
 # Measured on an H200.
 STAGES = 5
+EXPANDED_STAGES = 2
 MASKED_N = 32  # keys of a tile that the causal mask cuts
 FIELDS = tl.constexpr(TILE_FIELDS)
-LEAST = tl.constexpr(-1e30)  # not −inf, which would give NaN where a query sees no key of its first tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class Tiles:
     finished: Tensor | None
     """[places, KV heads] int32: pieces that are finished, by the first place of the tile; 0 between layers.
     None: each tile is one piece."""
+    exact: bool = False
+    """As in `online_softmax`. Each tile is one piece, and the cache is not in FP8."""
 
 
 def prefill_attention(
@@ -76,9 +84,13 @@ def prefill_attention(
     multiplies the products of queries and keys."""
     _, num_heads, head_dim = q.shape
     (block_m, block_n, warps), stages = tiles.shape, STAGES
+    if tiles.exact:
+        block_n = EXACT_N
     if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
         largest = q.dtype is torch.float32 and head_dim > 128
-        block_n, stages = MASKED_N if largest else SHORT.block_n, 1
+        block_n, stages = MASKED_N if largest and not tiles.exact else min(block_n, SHORT.block_n), 1
+        if isinstance(kv, Expanded) and q.dtype.itemsize == 2:
+            stages = EXPANDED_STAGES
     shape, cache, slots = cache_of(kv, block_n)
     split = tiles.finished is not None and span is None
     partial = lse = finished = out  # not used
@@ -105,9 +117,10 @@ def prefill_attention(
         GROUP=num_heads // shape.kv_heads,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        MASKED_N=MASKED_N,
+        MASKED_N=EXACT_N if tiles.exact else MASKED_N,
         SINKS=sinks is not None,
         SPLIT=split,
+        EXACT=tiles.exact,
         **span_options(span),
         num_warps=warps,
         num_stages=stages,
@@ -141,6 +154,7 @@ def _prefill(
     MASKED_N: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
+    EXACT: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):
@@ -180,10 +194,17 @@ def _prefill(
         total += tl.where(begin == 0, 1.0, 0.0)
     cache = keys, values, key_tiles, value_tiles, kv_scales, slots, kv_head
     table = block_tables + request * table_stride
-    m, total, result = _attend_to(
-        queries, m, total, cache, table, first, tl.minimum(first + token, stop - 1), begin, whole, end, stop,
-        scale, SHAPE, BLOCK_N, MASKED_N, SPAN, CHUNKED,
-    )  # fmt: skip
+    query_positions = tl.minimum(first + token, stop - 1)
+    if EXACT:
+        total, result = _attend_exactly_to(
+            queries, m, total, cache, table, first, query_positions, whole, stop, scale, SHAPE, BLOCK_N, SPAN,
+            CHUNKED,
+        )  # fmt: skip
+    else:
+        m, total, result = _attend_to(
+            queries, m, total, cache, table, first, query_positions, begin, whole, end, stop, scale, SHAPE,
+            BLOCK_N, MASKED_N, SPAN, CHUNKED,
+        )  # fmt: skip
     result /= total[:, None]
     is_last = True
     if pieces > 1:
@@ -238,6 +259,73 @@ def _attend_to(
             seen &= positions[None, :] >= first_keys
         m, total, acc = attend(queries, tile, seen, m, total, acc, scale, SHAPE.fp8)
     return m, total, acc
+
+
+@triton.jit
+def _attend_exactly_to(
+    queries,
+    m,
+    total,
+    cache,
+    table,
+    first,
+    query_positions,
+    whole,
+    stop,
+    scale,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+):
+    """As `_attend_to`, segment by segment. m and total have the sinks alone. Returns total and the sum."""
+    own_m, own_total, own = no_sums(queries.shape[0], SHAPE.value_dim, 1)
+    total = total[:, None] + tl.zeros_like(own_total)
+    acc = tl.zeros_like(own)
+    first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
+    # The segments of a tile's queries have two lengths at most. The shorter one divides the longer one.
+    segment, shortest = segment_of(query_positions + 1), segment_of(first + 1)
+    begin = 0
+    if SPAN:
+        skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N
+        begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, whole)
+        for start in tl.range(skipped, begin, BLOCK_N):
+            tile, _ = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
+            seen = (start + tl.arange(0, BLOCK_N))[None, :] >= first_keys
+            own_m, own_total, own = attend_exactly(queries, tile, seen, own_m, own_total, own, scale, 1)
+            m, total, acc, own_m, own_total, own = _end_segments(
+                m, total, acc, own_m, own_total, own, start + BLOCK_N, segment, shortest
+            )
+    for start in tl.range(begin, whole, BLOCK_N):
+        tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
+        own_m, own_total, own = attend_exactly(queries, tile, None, own_m, own_total, own, scale, 1)
+        m, total, acc, own_m, own_total, own = _end_segments(
+            m, total, acc, own_m, own_total, own, start + BLOCK_N, segment, shortest
+        )
+    for start in tl.range(whole, stop, BLOCK_N):
+        tile, inside = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
+        positions = start + tl.arange(0, BLOCK_N)
+        seen = (positions[None, :] <= query_positions[:, None]) & inside[None, :]
+        if SPAN:
+            seen &= positions[None, :] >= first_keys
+        own_m, own_total, own = attend_exactly(queries, tile, seen, own_m, own_total, own, scale, 1)
+        m, total, acc, own_m, own_total, own = _end_segments(
+            m, total, acc, own_m, own_total, own, start + BLOCK_N, segment, shortest
+        )
+    m, total, acc = fold(m, total, acc, own_m, own_total, own, 1)
+    return tl.max(total, axis=1), acc
+
+
+@triton.jit
+def _end_segments(m, total, acc, own_m, own_total, own, end, segment, shortest):
+    """Folds the segments that end before the position `end`. The sums of the next ones begin at zero."""
+    if end % shortest == 0:
+        ends = end % segment == 0
+        new_m, new_total, new_acc = fold(m, total, acc, own_m, own_total, own, 1)
+        m, own_m = tl.where(ends, new_m, m), tl.where(ends, LEAST, own_m)
+        total, own_total = tl.where(ends[:, None], new_total, total), tl.where(ends[:, None], 0.0, own_total)
+        acc, own = tl.where(ends[:, None], new_acc, acc), tl.where(ends[:, None], 0.0, own)
+    return m, total, acc, own_m, own_total, own
 
 
 @triton.jit

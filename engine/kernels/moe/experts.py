@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.quantized.reference import Fp8Experts
+from baton.engine.kernels.quantized.reference import FourBits, Fp8Experts
 from baton.engine.model_config import ClampedSwiGLU, Scoring
 
 
@@ -33,8 +33,8 @@ class Choice(NamedTuple):
 class Experts:
     """The experts of one layer that this rank holds, and how a token chooses among all experts."""
 
-    gate_up: Tensor | Fp8Experts  # [held, 2 * inner, size]
-    down: Tensor | Fp8Experts  # [held, size, inner]
+    gate_up: Tensor | Fp8Experts | FourBits  # [held, 2 * inner, size]
+    down: Tensor | Fp8Experts | FourBits  # [held, size, inner]
     choice: Choice
     """How a token chooses its experts."""
     first: int = 0

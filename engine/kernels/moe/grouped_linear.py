@@ -4,6 +4,7 @@
     bias          each row of the result gets the bias of its expert
     weighted      each row of the result is multiplied by the weight of its pair
     gated         W has gate and up rows. A program computes the same rows of both, and stores silu(gate) * up
+    four bits     W is `FourBits`: never gated, and always the large side
 
 A program computes a tile: BLOCK_M pairs of one expert by BLOCK_N rows of that expert's W. It finds its expert
 from the counts, which only the device knows. The grid has as many programs as any counts can need, so that a
@@ -26,10 +27,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized
+from baton.engine.kernels import FP8, FP8_GROUP, FourBits, Fp8Experts, Quantized
 from baton.engine.kernels.fp8 import group_scales, outer_scales
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.moe.shuffle import Shuffled
+from baton.engine.kernels.quantized.four_bits import add_block, of_planes, tiles
 from baton.engine.kernels.silu import swiglu
 from baton.engine.model_config import ClampedSwiGLU
 
@@ -68,10 +70,19 @@ MOST_FP8 = Tiling(128, 128, 128, 4, 3, False, 8)
 FEW_GROUPS = Tiling(16, 128, FP8_GROUP, 4, 3, True, None)
 SOME_GROUPS = Tiling(32, 128, FP8_GROUP, 4, 3, True, None)
 MANY_GROUPS = Tiling(64, 128, FP8_GROUP, 4, 4, False, 8)
+# Four bits, with limits of their own: BLOCK_K is words. Measured with these experts, and with gpt-oss's.
+LIMITS_BITS = (12, 32, 200)
+FEW_BITS = Tiling(16, 128, 32, 4, 4, True, None)
+SOME_BITS = Tiling(32, 128, 32, 4, 4, True, 8)
+MANY_BITS = Tiling(64, 128, 32, 4, 3, True, 8)
+MOST_BITS = Tiling(128, 128, 32, 8, 3, True, 8)
 
 
-def tiling(mean: float, dtype: torch.dtype, *, gated: bool, grouped: bool) -> Tiling:
-    """The tiling for `mean` pairs of an expert. grouped: W has scales of groups of columns."""
+def tiling(mean: float, dtype: torch.dtype, *, gated: bool, grouped: bool, bits: bool) -> Tiling:
+    """The tiling for `mean` pairs of an expert. grouped: W has scales of groups of columns. bits: it has four
+    bits."""
+    if bits:
+        return (FEW_BITS, SOME_BITS, MANY_BITS, MOST_BITS)[bisect_right(LIMITS_BITS, mean)]
     if dtype is torch.float32:
         return FLOAT32
     if grouped:
@@ -87,7 +98,7 @@ def tiling(mean: float, dtype: torch.dtype, *, gated: bool, grouped: bool) -> Ti
 
 def grouped_linear(
     x: Tensor | Quantized,
-    weight: Tensor | Fp8Experts,
+    weight: Tensor | Fp8Experts | FourBits,
     shuffled: Shuffled,
     bias: Tensor | None = None,
     *,
@@ -99,15 +110,20 @@ def grouped_linear(
     """The products for weight [experts, out, in]. bias [experts, out] is added before the weights apply.
 
     x [tokens, in] or [pairs, in], quantized if the weight is in FP8. Returns [pairs, out] of `dtype`; if
-    `gated`, `silu_mul` of that, [pairs, out / 2]. The row of a pair in no list of `shuffled` is undefined."""
+    `gated`, which `FourBits` are not, `silu_mul` of that, [pairs, out / 2]. The row of a pair in no list of
+    `shuffled` is undefined."""
     x, x_scales = x if isinstance(x, Quantized) else (x, None)
-    weight, weight_scales = weight if isinstance(weight, Fp8Experts) else (weight, None)
+    bits = weight if isinstance(weight, FourBits) else None
+    weight, weight_scales = weight[:2] if isinstance(weight, Fp8Experts | FourBits) else (weight, None)
     assert x.is_contiguous(), "the kernel assumes dense rows"
     assert weight.is_contiguous(), "the kernel assumes dense rows"
     (tokens, chosen), (experts, size, inner) = shuffled.weights.shape, weight.shape
+    inner = bits.inner if bits else inner
     pairs = tokens * chosen
-    grouped = weight_scales is not None and weight_scales.shape[1] > 1
-    shape = tiling(pairs / shuffled.among, x.dtype, gated=gated, grouped=grouped)
+    grouped = blocks = False
+    if bits is None and weight_scales is not None:
+        grouped, blocks = weight_scales.shape[1] > 1, weight_scales.shape[2] < size
+    shape = tiling(pairs / shuffled.among, x.dtype, gated=gated, grouped=grouped, bits=bits is not None)
     columns = size // 2 if gated else size
     out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
     # Each expert may have a tile that is partly empty.
@@ -115,14 +131,19 @@ def grouped_linear(
     if shape is FEW and most_tiles * columns <= FEW_PROGRAMS * shape.block_n:
         shape = FEWEST
     group = shape.group or most_tiles
+    zeros = None
     # The copy engine needs rows of a multiple of 16 bytes.
-    copied = inner * weight.itemsize % 16 == 0
-    tile = [shape.block_n, shape.block_k]
+    copied = bits is not None or inner * weight.itemsize % 16 == 0
+    if bits:
+        weight, weight_scales, zeros = tiles(bits, shape.block_n, shape.block_k)
+    elif copied:
+        weight = TensorDescriptor.from_tensor(weight.view(-1, inner), [shape.block_n, shape.block_k])
     _grouped_linear[(triton.cdiv(most_tiles, group) * group * triton.cdiv(columns, shape.block_n),)](
         x,
         x_scales,
-        TensorDescriptor.from_tensor(weight.view(-1, inner), tile) if copied else weight,
+        weight,
         weight_scales,
+        zeros,
         bias,
         shuffled.weights,
         shuffled.counts,
@@ -137,11 +158,14 @@ def grouped_linear(
         ALPHA=clamped.alpha if clamped else None,
         LIMIT=clamped.limit if clamped else None,
         GROUPED=grouped,
-        BLOCKS=grouped and weight_scales.shape[2] < size,
+        BLOCKS=blocks,
         CHOSEN=chosen,
         GATHER=len(x) == tokens,
         WEIGHTED=weighted,
         COPIED=copied,
+        BITS=bits.group if bits else None,
+        FLOATS=bits is not None and bits.floats,
+        WORDS=bits.block if bits else None,
         EXPERTS=triton.next_power_of_2(experts),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
@@ -160,6 +184,7 @@ def _grouped_linear(
     x_scales,
     weight,
     weight_scales,
+    weight_zeros,
     bias,
     pair_weights,
     counts,
@@ -179,34 +204,35 @@ def _grouped_linear(
     GATHER: tl.constexpr,
     WEIGHTED: tl.constexpr,
     COPIED: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    WORDS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
+    """BITS: columns of a group of four bits. BLOCK_K then is words at a time, of a block of WORDS."""
     inputs_ready()
     of_group = group * tl.cdiv(columns, BLOCK_N)  # programs
     in_group = tl.program_id(0) % of_group
     tile = tl.program_id(0) // of_group * group + in_group % group
     expert, of_its = _find(tile, counts, experts, EXPERTS, BLOCK_M)
     if expert < experts:
-        place = of_its * BLOCK_M + tl.arange(0, BLOCK_M)
+        place, index = of_its * BLOCK_M + tl.arange(0, BLOCK_M), expert.to(tl.int64)
         real = place < tl.load(counts + expert)
-        index = expert.to(tl.int64)
         pair = tl.load(pairs + index * tokens + place, mask=real, other=0).to(tl.int64)
         row = pair // CHOSEN if GATHER else pair
-        first_column = in_group // group * BLOCK_N
+        first_column, k = in_group // group * BLOCK_N, tl.arange(0, BLOCK_K)
         column = first_column + tl.arange(0, BLOCK_N)
         used = column < columns
-        k = tl.arange(0, BLOCK_K)
         x_at = x + row[:, None] * inner + k[None, :]
         # Rows of W: this expert's begin at `base`. If gated, those of up follow those of gate.
         base = index * columns * 2 if GATED else index * columns
         acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
-        of_up = acc
+        of_up, x_at_group, w_at_group, of_x, of_w = acc, 0, 0, 0, 0
         of_group_w = columns // BLOCK_K if BLOCKS else columns  # scales
-        x_at_group, w_at_group, of_x, of_w = 0, 0, 0, 0
         if GROUPED:
             x_at_group = x_scales + row * tl.cdiv(inner, BLOCK_K)
             w_at_group = (
@@ -215,24 +241,29 @@ def _grouped_linear(
                 + (first_column // BLOCK_K if BLOCKS else column)
             )
             of_x, of_w = group_scales(x_at_group, w_at_group, True, real, used, BLOCKS)
-        for start in tl.range(0, inner, BLOCK_K):
-            inside = k < inner - start
-            a = tl.load(x_at + start, mask=real[:, None] & inside[None, :], other=0.0)
-            w = _rows(weight, base, first_column, column, used, start, k, inner, COPIED)
-            if GROUPED:
-                scales = outer_scales(of_x, of_w, SWAPPED, BLOCKS)
-                x_at_group, w_at_group = x_at_group + 1, w_at_group + of_group_w
-                is_next = start + BLOCK_K < inner
-                of_x, of_w = group_scales(x_at_group, w_at_group, is_next, real, used, BLOCKS)
-                acc += _product(a, w, tl.zeros_like(acc), SWAPPED) * scales
-            else:
-                acc = _product(a, w, acc, SWAPPED)
-            if GATED:
-                w = _rows(weight, base + columns, first_column, column, used, start, k, inner, COPIED)
-                of_up = _product(a, w, of_up, SWAPPED)
+        if BITS is not None:
+            acc = _add_four_bits(
+                acc, x_at, real, k, inner, weight, weight_scales, weight_zeros,
+                base + first_column, index, first_column, BITS, FLOATS, WORDS, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            for start in tl.range(0, inner, BLOCK_K):
+                a = _columns(x_at, start, real, k, inner)
+                w = _rows(weight, base, first_column, column, used, start, k, inner, COPIED)
+                if GROUPED:
+                    scales = outer_scales(of_x, of_w, SWAPPED, BLOCKS)
+                    x_at_group, w_at_group = x_at_group + 1, w_at_group + of_group_w
+                    is_next = start + BLOCK_K < inner
+                    of_x, of_w = group_scales(x_at_group, w_at_group, is_next, real, used, BLOCKS)
+                    acc += _product(a, w, tl.zeros_like(acc), SWAPPED) * scales
+                else:
+                    acc = _product(a, w, acc, SWAPPED)
+                if GATED:
+                    w = _rows(weight, base + columns, first_column, column, used, start, k, inner, COPIED)
+                    of_up = _product(a, w, of_up, SWAPPED)
         weights = tl.load(pair_weights + pair, mask=real, other=0.0) if WEIGHTED else None
         y = tl.trans(acc) if SWAPPED else acc
-        if weight_scales is not None and not GROUPED:
+        if x_scales is not None and not GROUPED:
             of_x, of_w = group_scales(
                 x_scales + row, weight_scales + base + column, True, real, used, BLOCKS=False
             )
@@ -243,6 +274,35 @@ def _grouped_linear(
             y = swiglu(y, _biased(up, bias, base + columns + column, used, weights), ALPHA, LIMIT)
         to = out + pair[:, None] * columns + column[None, :]
         tl.store(to, y.to(out.dtype.element_ty), mask=real[:, None] & used[None, :])
+
+
+@triton.jit
+def _add_four_bits(
+    acc, x_at, real, k, inner, words, scales, zeros, first_row, expert, first_n,
+    GROUP: tl.constexpr, FLOATS: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """acc + W xᵀ for rows of W from `first_row` on, which are those of an expert from `first_n` on."""
+    first_group = expert * tl.cdiv(inner, GROUP)
+    for step in tl.range(tl.cdiv(inner, 4 * WORDS) * (WORDS // BLOCK_K)):
+        block = BLOCK_K * step // WORDS
+        column = BLOCK_K * step + 3 * WORDS * block
+        group = (first_group + 4 * WORDS * block // GROUP).to(tl.int32)
+        codes = words.load([first_row.to(tl.int32), BLOCK_K * step])
+        of_scales = of_planes(scales, group, first_n, GROUP, BLOCK_N, WORDS)
+        of_zeros = of_planes(zeros, group, first_n, GROUP, BLOCK_N, WORDS)
+        x0 = _columns(x_at, column, real, k, inner)
+        x1 = _columns(x_at, column + WORDS, real, k, inner)
+        x2 = _columns(x_at, column + 2 * WORDS, real, k, inner)
+        x3 = _columns(x_at, column + 3 * WORDS, real, k, inner)
+        acc = add_block(acc, codes, of_scales, of_zeros, x0, x1, x2, x3, FLOATS)
+    return acc
+
+
+@triton.jit
+def _columns(x_at, start, real, k, inner):
+    """Columns `start + k` of rows of x. Columns past the end are zeros."""
+    return tl.load(x_at + start, mask=real[:, None] & (k < inner - start)[None, :], other=0.0)
 
 
 @triton.jit

@@ -1,13 +1,14 @@
 """y = x Wᵀ + b with x and W in FP8: y[m, n] = b[n] + Σ x[m, k] W[n, k], times the scales of x and W.
 
 With one scale for each row of x and of W, the scales apply to the sum. Few rows of x take the kernel below,
-as in decode steps, and many rows take cuBLAS. In between, the kernel takes the products whose tiles all run
-at once: tiles of 64 rows of W then occupy nearly all multiprocessors.
+as in decode steps, and many rows take cuBLAS. In between, the faster one computes. For more than MAX_FEW_ROWS
+the kernel has a tiling for products whose tiles all run at once: tiles of 64 rows of W then occupy nearly all
+multiprocessors.
 
-With a scale for each group of 128 columns, the product of each group is multiplied, in float32. Many rows of
-x take cuBLAS, too, if W has a scale for each block of 128 × 128 and the device is one of Hopper's: cuBLAS
-knows this format from CUDA 12.9 on. All multiply the same FP8 numbers, so the number of rows changes only the
-order of the sum.
+With a scale for each group of 128 columns, the product of each group is multiplied, in float32. cuBLAS can do
+so, too, if W has a scale for each block of 128 × 128 and the device is one of Hopper's: cuBLAS knows this
+format from CUDA 12.9 on. All multiply the same FP8 numbers, so the number of rows changes only the order of
+the sum.
 """
 
 from functools import cache
@@ -18,9 +19,13 @@ import triton
 from torch import Tensor
 
 from baton.engine.kernels import FP8, FP8_GROUP, Quantized
+from baton.engine.kernels.exact_linear import exact_linear
+from baton.engine.kernels.fastest import fastest
 from baton.engine.kernels.split_k import SHARED_BYTES, Tiling, counters, multiply, splits
 
 MAX_FEW_ROWS = 128
+MAX_MEASURED_ROWS = 512
+"""Up to so many rows of x, measurements choose between the kernel and cuBLAS (`fastest`)."""
 BLOCK_N = 64
 WIDE, NARROW = 512, 256
 """Columns at a time: where a program has a multiprocessor for itself, and where two share one."""
@@ -68,28 +73,47 @@ class Fp8Linear:
     """A linear product with FP8 weights. Its calls must be in one stream."""
 
     def __init__(
-        self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, multiprocessors: int
+        self,
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        multiprocessors: int,
+        *,
+        exact: bool = False,
     ) -> None:
         """weight [out, in] FP8, scales [groups, out or out / FP8_GROUP] float32, bias [out]: not copied.
-        dtype: of y."""
+        dtype: of y. `exact`: as in `exact_linear`. A sum over groups of columns always is."""
         assert weight.shape[1] % 16 == 0, "the copy engine needs rows of a multiple of 16 bytes"
         self._weight, self._scales, self._bias, self._dtype = weight, scales, bias, dtype
         self._grouped, self._by_block = len(scales) > 1, scales.shape[1] < len(weight)
         self._for_cublas = scales
         if self._by_block:
             self._for_cublas = scales.T.contiguous().T
-        self._multiprocessors = multiprocessors
+        self._multiprocessors, self._exact = multiprocessors, exact
+        scales_of = "blocks" if self._by_block else "groups" if self._grouped else "rows"
+        self._name = f"fp8 {len(weight)} x {weight.shape[1]}, scales of {scales_of}"
         self._finished = counters(triton.cdiv(len(weight), BLOCK_N), weight.device)
 
     def __call__(self, x: Quantized) -> Tensor:
         """x [rows, in]. Returns [rows, out]."""
-        rows, size = len(x.values), len(self._weight)
+        rows, (size, inner) = len(x.values), self._weight.shape
+        if self._exact:
+            return self.triton(x)
         if self._grouped:
-            fits = self._by_block and self._weight.shape[1] % (ALIGNED * FP8_GROUP) == 0
-            by_cublas = rows > MAX_FEW_ROWS_BY_BLOCK and fits and knows_blocks(self._weight.device)
+            fits = self._by_block and inner % (ALIGNED * FP8_GROUP) == 0 and knows_blocks(self._weight.device)
+            by_cublas = rows > MAX_FEW_ROWS_BY_BLOCK
         else:
-            by_cublas = rows > MAX_FEW_ROWS and not runs_at_once(rows, size, self._multiprocessors)
-        return self.cublas(x) if by_cublas else self.triton(x)
+            fits, by_cublas = (
+                True,
+                rows > MAX_FEW_ROWS and not runs_at_once(rows, size, self._multiprocessors),
+            )
+        if not fits:
+            return self.triton(x)
+        if rows > MAX_MEASURED_ROWS:
+            return self.cublas(x)
+        kinds = ("cublas", "triton") if by_cublas else ("triton", "cublas")
+        return fastest(self._name, x, rows, {kind: getattr(self, kind) for kind in kinds})
 
     def cublas(self, x: Quantized) -> Tensor:
         """The product by cuBLAS, with scales of rows or of blocks."""
@@ -108,6 +132,10 @@ class Fp8Linear:
     def triton(self, x: Quantized) -> Tensor:
         """The product by the kernel alone."""
         (rows, inner), size = x.values.shape, len(self._weight)
-        shape = tiling(rows, inner, size, self._multiprocessors, grouped=self._grouped)
         scales = x.scales, self._scales
+        if self._exact and not self._grouped:
+            weight, bias, dtype, counts = self._weight, self._bias, self._dtype, self._finished
+            return exact_linear(x.values, weight, bias, dtype, self._multiprocessors, counts, scales)
+        shape = tiling(rows, inner, size, self._multiprocessors, grouped=self._grouped)
+        shape = shape._replace(splits=1) if self._exact else shape
         return multiply(x.values, self._weight, self._bias, self._dtype, shape, self._finished, scales)

@@ -1,6 +1,6 @@
 """y = x Wᵀ + b for up to 2 rows of x and W in 4 bits, without tensor cores.
 
-`int4_linear` defines the layout of W. A program handles some rows of W, and its threads share their columns.
+`FourBits` defines the layout of W. A program handles some rows of W, and its threads share their columns.
 A thread loads 16 bytes of each row, the codes of 32 columns, straight into registers. So a multiprocessor has
 many small loads under way, and nothing waits for shared memory. One reduction at the end adds up the threads.
 With one row of x, a program loads its first codes and scales before its inputs are ready, so that they are on
@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.kernels import FourBits
 from baton.engine.kernels.attention.online_softmax import power_of_two
 from baton.engine.kernels.launch import COMPILED, inputs_ready, launch_options
 from baton.engine.kernels.silu import swiglu
@@ -40,41 +41,29 @@ COLUMNS = 32
 LEAST = tl.constexpr(2.0**-100)  # counts as the largest of columns that are zeros
 
 
-def gemv(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    words: int,
-    group: int,
-    size: int,
-    *,
-    gated: bool,
-) -> Tensor:
-    """x [rows, in], contiguous. packed [size, in / 4] int16, in blocks of `words` words, padded to whole
-    blocks. scales and zeros [groups, size], padded. bias [size]. Returns [rows, size], or if `gated`,
+def gemv(x: Tensor, weight: FourBits, bias: Tensor | None, *, gated: bool) -> Tensor:
+    """x [rows, in], contiguous; weight of integers; bias [size]. Returns [rows, size], or if `gated`,
     `silu_mul` of that."""
     assert x.is_contiguous(), "the kernel assumes dense rows"
-    rows, inner = x.shape
+    (rows, inner), size, words, group = x.shape, weight.size, weight.block, weight.group
     padded = triton.next_power_of_2(rows)
     warps = 8 if inner >= WIDE else 4
     fewer = padded == 1 and (warps == 8 or group < 4 * words)
     block_n, block_k = FEWER if fewer else BLOCK_N, COLUMNS * 32 * warps
-    length, columns = packed.shape[1] // 2, size // 2 if gated else size
+    length, columns = weight.words.shape[1] // 2, size // 2 if gated else size
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     _int4_gemv[(triton.cdiv(columns, block_n // 2 if gated else block_n),)](
         x.view(torch.int32),
-        packed.view(torch.int32),
-        scales,
-        zeros,
+        weight.words.view(torch.int32),
+        weight.scales,
+        weight.zeros,
         bias,
         out,
         rows,
         columns,
         inner,
         length,
-        scales.stride(0),
+        weight.scales.stride(0),
         GROUP=group,
         BLOCK_M=padded,
         BLOCK_N=block_n,

@@ -12,7 +12,8 @@ first search finds the k-th largest value, the second the value for top_p. The n
 
 In a pass each program handles a part of a row. The program that finishes last adds the results of all parts,
 in the order of the parts, and narrows the row's range. With more rows the parts are larger, so sums round
-differently. Where a sum is that close to top_p, a row may keep one token more or less in another batch.
+differently. Where a sum is that close to top_p, a row may keep one token more or less in another batch. In
+the exact mode the parts are those of EXACT_ROWS rows.
 """
 
 import torch
@@ -27,6 +28,7 @@ PIVOTS = 8
 WARPS = 8
 PROGRAMS = 512  # of a pass: little more than the GPU runs at once, since launching them takes time
 PARTS = 64  # most parts of a row
+EXACT_ROWS = 32
 
 HIGHEST = tl.constexpr(0x40000000)  # bits of 2.0: above every probability
 
@@ -39,12 +41,12 @@ def passes(pivots: int) -> int:
     return count
 
 
-def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, exact: bool = False) -> Tensor:
     """As `Kernels.thresholds`; probs need dense rows only. top_k is at least 1."""
     rows, vocabulary = probs.shape
     assert probs.stride(1) == 1, "the kernel assumes dense rows"
     tiles, device = triton.cdiv(vocabulary, BLOCK), probs.device
-    tiles_each = triton.cdiv(tiles, min(PARTS, max(1, PROGRAMS // rows)))
+    tiles_each = triton.cdiv(tiles, min(PARTS, max(1, PROGRAMS // (EXACT_ROWS if exact else rows))))
     parts = triton.cdiv(tiles, tiles_each)
     out = torch.empty(rows, dtype=torch.float32, device=device)
     # Range (low, high] and the largest probability, as bits; number of programs that finished.

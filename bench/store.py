@@ -1,0 +1,181 @@
+"""What a shared store is worth when all workers restart: second turns of chats, and chats that go on.
+
+    python -m baton.bench.store [--json PATH] [--short]
+
+`baton serve --kv-store local` serves the embedded model: a prefill and a decode worker, and a store. Chats
+get a first turn. All workers are restarted one by one. Then second turns alternate with prompts of the
+same length that no worker has seen (`second_turn`). `found` is the share of the tokens of history and answer
+that had KV.
+
+Then chats go on for a while, and the workers are restarted in the middle of it, with a store and without one:
+hits, and times to first token of turns that began before, during and after the restart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row, percentile
+from baton.bench.roles import prompt_of
+from baton.machine.system import free_port
+
+CHATS, HISTORY, ANSWER, NEW = 9, 700, 40, 32
+TRACE_CHATS, TRACE_HISTORY, PAUSE_S = 6, 300, 4.0
+AROUND_S = 25.0  # before and after the restart
+START_S = 120.0
+RESTARTED = "All workers have restarted."
+
+
+class Turn(NamedTuple):
+    began: float
+    ttft: float
+    cached: int
+    text: list[int]  # prompt and answer
+
+
+class Cluster:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, process: subprocess.Popen[bytes], log: Path
+    ) -> None:
+        self.session, self.url, self._process, self._log = session, url, process, log
+
+    async def turn(self, prompt: Sequence[int], answer: int = ANSWER) -> Turn:
+        body = {"prompt": list(prompt), "max_tokens": answer, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        began, ttft, text, cached = time.perf_counter(), 0.0, list(prompt), 0
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if choices := event.get("choices"):
+                    ttft = ttft or time.perf_counter() - began
+                    text += choices[0].get("token_ids") or []
+                if usage := event.get("usage"):
+                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return Turn(began, ttft, cached, text)
+
+    async def restart(self) -> None:
+        """Restarts all workers, one after the other."""
+        before = self._log.read_text().count(RESTARTED)
+        os.kill(self._process.pid, signal.SIGUSR1)
+        while self._log.read_text().count(RESTARTED) == before:
+            assert self._process.poll() is None, self._log.read_text()
+            await asyncio.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def cluster(directory: Path, *flags: str) -> AsyncIterator[Cluster]:
+    port, log = free_port(), directory / f"serve{len(flags)}.log"
+    command = [sys.executable, "-m", "baton.cluster.cli", "serve", "--port", str(port), "--dtype", "float32"]
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, *flags], stdout=output, stderr=output)  # noqa: ASYNC220
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+        try:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.get(f"{url}/ready") as answer:
+                        if answer.ok:
+                            break
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()  # noqa: PT018
+                await asyncio.sleep(0.2)
+            yield Cluster(session, url, process, log)
+        finally:
+            process.send_signal(signal.SIGINT)
+            await asyncio.to_thread(process.wait)
+
+
+async def second_turns(serving: Cluster, report: Report) -> None:
+    firsts = [await serving.turn(prompt_of(HISTORY, chat)) for chat in range(CHATS)]
+    await serving.restart()
+    for kind in range(2):  # warms up: the first prompts of a process, and the first of a store
+        await serving.turn(prompt_of(HISTORY, 1000 + kind))
+    turns: list[Turn] = []
+    computed: list[float] = []
+    for chat, first in enumerate(firsts):
+        turns.append(await serving.turn([*first.text, *prompt_of(NEW, 100 + chat)], 2))
+        computed.append((await serving.turn(prompt_of(len(first.text) + NEW, 200 + chat), 2)).ttft)
+    ttfts = [turn.ttft for turn in turns]
+    fields = {"scale": 1e3, "p99": max(ttfts) * 1e3, "goal": 0.5}
+    report.add_ratio("store.cpu.second_turn", ttfts, "ms", computed, "computing it all", **fields)
+    known = sum(len(first.text) for first in firsts)
+    found = sum(turn.cached for turn in turns) / known
+    report.add(Row("store.cpu.found", found, "share", goal=0.9, better="higher"))
+
+
+async def trace(serving: Cluster, around: float, name: str, report: Report) -> None:
+    """Chats that go on, and a restart in the middle."""
+    turns: list[Turn] = []
+    numbers, ends = itertools.count(10_000), asyncio.Event()
+
+    async def chat(number: int) -> None:
+        text = prompt_of(TRACE_HISTORY, next(numbers))
+        await asyncio.sleep(PAUSE_S * number / TRACE_CHATS)
+        while not ends.is_set():
+            turns.append(turn := await serving.turn(text))
+            text = [*turn.text, *prompt_of(NEW, next(numbers))]
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ends.wait(), PAUSE_S)
+
+    async with asyncio.TaskGroup() as chats:
+        for number in range(TRACE_CHATS):
+            chats.create_task(chat(number))
+        await asyncio.sleep(around)
+        began = time.perf_counter()
+        await serving.restart()
+        over = time.perf_counter()
+        await asyncio.sleep(around)
+        ends.set()
+    parts = {"before": (0.0, began), "during": (began, over), "after": (over, float("inf"))}
+    for part, (start, stop) in parts.items():
+        of_part = [
+            turn for turn in turns if start <= turn.began < stop and len(turn.text) > TRACE_HISTORY + ANSWER
+        ]
+        if of_part:
+            ttfts = [turn.ttft * 1e3 for turn in of_part]
+            report.add(
+                Row(f"{name}.{part}.ttft", statistics.median(ttfts), "ms", p99=percentile(ttfts, 0.99))
+            )
+            hits = sum(turn.cached for turn in of_part) / sum(len(turn.text) - ANSWER for turn in of_part)
+            report.add(Row(f"{name}.{part}.hits", hits, "share"))
+
+
+async def measure(args: argparse.Namespace, report: Report) -> None:
+    around = AROUND_S / 3 if args.short else AROUND_S
+    with tempfile.TemporaryDirectory() as name:
+        async with cluster(Path(name), "--kv-store", "local") as serving:
+            await second_turns(serving, report)
+            await trace(serving, around, "store.cpu.trace", report)
+        async with cluster(Path(name)) as serving:
+            await trace(serving, around, "store.cpu.trace_without", report)
+
+
+def main() -> int:
+    args = contract.parser(__doc__ or "", devices=("cpu",)).parse_args()
+    report = Report.of("store", args)
+    asyncio.run(measure(args, report))
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

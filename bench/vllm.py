@@ -1,0 +1,468 @@
+"""vLLM with Baton's transfer of KV, beside one vLLM alone and vLLM with NixlConnector.
+
+    python -m baton.bench.vllm [--json PATH] [--device cpu|cuda] [--short] [--logs DIR] [--side NAME ...]
+
+All servers of all sides run at the same time, on one GPU or on CPUs:
+
+    alone      one server
+    proxied    two servers with BatonConnector; this bench does what a proxy for NixlConnector does
+    nixl       the same with NixlConnector, over TCP (GPUs only)
+    workers    `baton prefill|decode --engine vllm` behind a router
+    to_vllm    Baton's engine prefills and vLLM decodes, behind a router
+    from_vllm  vLLM prefills and Baton's engine decodes
+
+A small random model in float32 shows whether the tokens are those of `alone` (`different`: prompts). On a GPU
+the shape of Llama 8B in bfloat16 is measured, on CPUs the small model again. Rows, of `workers` if they name
+no side:
+
+    ttft       until the first token, ÷ alone
+    handover   from the first token to the second; with a proxy from the answer of P to the first token of D
+    prefill    P's answer with BatonConnector ÷ that of a server without connector: the cost of the hooks
+    decode.*   time between tokens ÷ alone: of a server with CUDA graphs in pieces, and with full graphs
+    hidden     share of the transfer that the prefill hides
+
+A server that does not start is told with the end of its log, and its sides are left out. The Python that runs
+this must have vLLM. `--logs` keeps the logs, each with its command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+import baton.bench.contract as contract
+from baton.bench.chaos.cluster import free_port
+from baton.bench.chaos.streams import new_session
+from baton.bench.contract import Report, Row
+from baton.bench.shapes import DENSE, SHAPES, write_shape
+
+SMALL = "small-random"
+SIDES = ("alone", "proxied", "nixl", "workers", "to_vllm", "from_vllm")
+START_S = {"cpu": 400.0, "cuda": 160.0}
+TAIL = 25  # lines of a log
+TOKENS, PROMPT = 8, 2000
+COMMON = ("--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--max-num-seqs", "16",
+          "--served-model-name", "m")  # fmt: skip
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+Times = list[float]
+
+
+class Process:
+    """A server of this machine, until `stop`."""
+
+    def __init__(
+        self, name: str, logs: Path, line: Sequence[str], health: int, environment: dict[str, str]
+    ) -> None:
+        self.name, self.port = name, health
+        self._log = logs / f"{name}.log"
+        with self._log.open("w") as out:
+            print(
+                *(f"{key}={value}" for key, value in environment.items()),
+                shlex.join(line),
+                file=out,
+                flush=True,
+            )
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", *line], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                env=os.environ | environment, start_new_session=True,
+            )  # fmt: skip
+
+    async def until_ready(self, session: aiohttp.ClientSession, deadline: float) -> bool:
+        while time.monotonic() < deadline and self._popen.poll() is None:
+            try:
+                async with session.get(f"http://127.0.0.1:{self.port}/health") as response:
+                    if response.status == 200:
+                        return True
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.25)
+        self.tell("does not start")
+        return False
+
+    def tell(self, what: str) -> None:
+        lines = self._log.read_text(errors="replace").splitlines()
+        text = "\n".join(line[:300] for line in lines[-TAIL:])
+        print(f"== {self.name} {what} (exit code {self._popen.poll()}):\n{text}", file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        self._popen.terminate()
+        try:
+            self._popen.wait(20)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    times: Times
+    """Of each token, since the request. With a proxy that of P's answer comes first."""
+
+    @property
+    def handover(self) -> float:
+        return self.times[1] - self.times[0]
+
+
+class Deployment:
+    """The servers of one model."""
+
+    def __init__(
+        self, args: argparse.Namespace, model: Path, dtype: str, sides: Sequence[str], logs: Path
+    ) -> None:
+        self._cuda, self._dummy = args.device == "cuda", model.name != SMALL
+        self._model, self._dtype, self._logs = model, dtype, logs
+        self._name = model.name
+        self.sides = [side for side in sides if side in args.side]
+        self._processes: dict[str, Process] = {}
+        self._session = new_session()
+        for start in dict.fromkeys(_STARTS[side] for side in self.sides):
+            start(self)
+
+    # ------------------------------------------------------------ processes
+
+    def _start(self, name: str, port: int, *line: str, **environment: str) -> None:
+        self._processes[name] = Process(f"{self._name}-{name}", self._logs, line, port, environment)
+
+    def _vllm(self, name: str, connector: dict[str, Any] | None = None, **environment: str) -> None:
+        port, more = free_port(), []
+        if connector is not None:
+            more = ["--kv-transfer-config", json.dumps(connector)]
+        if name == "proxied-p" and self._cuda:
+            more += ["--compilation-config", '{"cudagraph_mode": "PIECEWISE"}']
+        self._start(
+            name, port, "vllm.entrypoints.openai.api_server", "--port", str(port), *self._options, *more,
+            *self._small_share, *self._of_vllm, **({} if self._cuda else ON_CPU), **environment,
+        )  # fmt: skip
+
+    @property
+    def _options(self) -> list[str]:
+        dummy = ["--load-format", "dummy", "--no-enable-prefix-caching"] if self._dummy else []
+        return ["--model", str(self._model), "--dtype", self._dtype, *dummy, *COMMON]
+
+    @property
+    def _small_share(self) -> list[str]:
+        return ["--gpu-memory-utilization", "0.05"] if self._cuda else []
+
+    @property
+    def _of_vllm(self) -> list[str]:
+        """Those that Baton lacks."""
+        if not self._cuda:
+            return ["--enforce-eager"]
+        return ["--kv-cache-memory-bytes", str(1 << 30 if self._dummy else 1 << 28)]
+
+    def _pair(self, side: str) -> None:
+        for i, role in enumerate(("producer", "consumer")):
+            connector: dict[str, Any] = {"kv_role": f"kv_{role}", "kv_connector": "NixlConnector"}
+            environment = {}
+            if side == "proxied":
+                connector |= {
+                    "kv_connector": "BatonConnector",
+                    "kv_connector_module_path": "baton.vllm_worker.connector",
+                    "kv_load_failure_policy": "recompute",
+                }  # fmt: skip
+            else:
+                environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,cuda_copy"}
+            self._vllm(f"{side}-{'pd'[i]}", connector, **environment)
+
+    def _proxied(self) -> None:
+        self._pair("proxied")
+
+    def _nixl(self) -> None:
+        self._pair("nixl")
+
+    def _alone(self) -> None:
+        self._vllm("alone")
+
+    def _behind_routers(self) -> None:
+        secret = {"BATON_CLUSTER_SECRET": "of this bench, and of no other"}
+        workers: dict[tuple[str, str], str] = {}
+        for side in self.sides:
+            if side not in _ENGINES:
+                continue
+            addresses: list[str] = []
+            for kind in zip(("prefill", "decode"), _ENGINES[side], strict=True):
+                role, engine = kind
+                if kind not in workers:
+                    port, metrics = free_port(), free_port()
+                    workers[kind] = f"127.0.0.1:{port}"
+                    line = [
+                        "--engine",
+                        engine,
+                        "--port",
+                        str(port),
+                        "--metrics-port",
+                        str(metrics),
+                        *self._options,
+                    ]
+                    if engine == "vllm":
+                        line += [*self._small_share, "--vllm-args", shlex.join(self._of_vllm)]
+                    elif self._cuda:
+                        line += ["--num-blocks", "4000"]
+                    line += ["--device", "cuda" if self._cuda else "cpu"]
+                    threads = () if self._cuda else ("--num-threads", "1")
+                    self._start(
+                        f"{engine}-{role}", metrics, "baton.cluster.cli", role, *line, *threads, **secret
+                    )
+                addresses += ["--worker", workers[kind]]
+            port = free_port()
+            line = [
+                "--port",
+                str(port),
+                "--no-overflow",
+                "--model",
+                str(self._model),
+                "--served-model-name",
+                "m",
+            ]
+            self._start(f"{side}-router", port, "baton.cluster.cli", "router", *line, *addresses, **secret)
+
+    def _names(self, side: str) -> list[str]:
+        """The processes of a side."""
+        if side in _ENGINES:
+            prefill, decode = _ENGINES[side]
+            return [f"{side}-router", f"{prefill}-prefill", f"{decode}-decode"]
+        return ["alone"] if side == "alone" else [f"{side}-p", f"{side}-d"]
+
+    async def until_ready(self, deadline: float) -> None:
+        """Leaves out the sides that do not start."""
+        processes = self._processes.values()
+        ready = await asyncio.gather(*(each.until_ready(self._session, deadline) for each in processes))
+        up = {name for name, is_up in zip(self._processes, ready, strict=True) if is_up}
+        self.sides = [side for side in self.sides if up.issuperset(self._names(side))]
+
+    async def stop(self) -> None:
+        await self._session.close()
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in self._processes.values()))
+
+    # ------------------------------------------------------------ requests
+
+    async def ask(self, side: str, prompt: list[int], tokens: int = TOKENS) -> Answer:
+        names = self._names(side)
+        if len(names) != 2:
+            return await self.stream(names[0], prompt, tokens)
+        began = time.perf_counter()
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        first = await self.post(names[0], prompt, {"max_tokens": 1, "kv_transfer_params": asked})
+        answered = time.perf_counter() - began
+        answer = await self.stream(names[1], prompt, tokens, kv_transfer_params=first["kv_transfer_params"])
+        return Answer(answer.tokens, [answered, *(answered + at for at in answer.times)])
+
+    async def post(self, name: str, prompt: list[int], more: dict[str, Any]) -> Any:
+        async with self._session.post(self._url(name), json=_BODY | {"prompt": prompt} | more) as response:
+            return json.loads(await _checked(response))
+
+    async def stream(self, name: str, prompt: list[int], tokens: int, **more: Any) -> Answer:
+        body = _BODY | {"prompt": prompt, "max_tokens": tokens, "stream": True} | more
+        answer, began = Answer([], []), time.perf_counter()
+        async with self._session.post(self._url(name), json=body) as response:
+            if response.status != 200:
+                await _checked(response)
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if "choices" not in event:
+                        raise RuntimeError(str(event))
+                    for token in event["choices"][0]["token_ids"] or ():
+                        answer.tokens.append(token)
+                        answer.times.append(time.perf_counter() - began)
+        return answer
+
+    def _url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self._processes[name].port}/v1/completions"
+
+    async def means(self, name: str) -> dict[str, float]:
+        """The means of the histograms of a worker."""
+        async with self._session.get(f"http://127.0.0.1:{self._processes[name].port}/metrics") as response:
+            lines = [line for line in (await response.text()).splitlines() if line.startswith("baton:")]
+        values = {re.split("[{ ]", line)[0]: float(line.split()[-1]) for line in lines}
+        sums = {name.removesuffix("_sum"): value for name, value in values.items() if name.endswith("_sum")}
+        return {name: value / count for name, value in sums.items() if (count := values[f"{name}_count"])}
+
+    # ------------------------------------------------------------ measurements
+
+    async def different(self, prompts: Sequence[list[int]]) -> dict[str, int]:
+        """Returns by side how many answers are not those of `alone`."""
+        found: dict[str, int] = {}
+        right = [(await self.ask("alone", prompt)).tokens for prompt in prompts]
+        for side in self.sides:
+            answers = [await self._asked(side, prompt) for prompt in prompts]
+            answers += await asyncio.gather(*(self._asked(side, prompt) for prompt in prompts))
+            found[side] = sum(a != b for a, b in zip(answers, right * 2, strict=True))
+        return found
+
+    async def _asked(self, side: str, prompt: list[int]) -> list[int] | None:
+        try:
+            return (await self.ask(side, prompt)).tokens
+        except (RuntimeError, aiohttp.ClientError) as error:
+            print(f"{self._name} {side}, {len(prompt)} tokens: {error!r}", file=sys.stderr)
+            return None
+
+    async def latencies(
+        self, report: Report, prefix: str, rounds: int, draw: Callable[[int], list[int]]
+    ) -> None:
+        sides = [side for side in self.sides if side not in ("to_vllm", "from_vllm")]
+        answers: dict[str, list[Answer]] = {side: [] for side in sides}
+        one: Times = []
+        for i in range(rounds + 2):
+            for side in sides:
+                answer = await self.ask(side, draw(PROMPT))
+                if i >= 2:  # before that all is compiled
+                    answers[side].append(answer)
+            began = time.perf_counter()
+            await self.post("alone", draw(PROMPT), {"max_tokens": 1})
+            if i >= 2:
+                one.append(time.perf_counter() - began)
+        alone = [answer.times[0] for answer in answers["alone"]]
+        for side in sides:
+            name = prefix if side == "workers" else f"{prefix}.{side}"
+            proxied = side in ("proxied", "nixl")
+            firsts = [answer.times[proxied] for answer in answers[side]]
+            if side == "alone":
+                report.add(Row(f"{name}.ttft", 1e3 * statistics.median(alone), "ms"))
+                continue
+            report.add_ratio(f"{name}.ttft", firsts, "ms", alone, "alone", scale=1e3)
+            steps = [1e3 * answer.handover for answer in answers[side]]
+            report.add(Row(f"{name}.handover", statistics.median(steps), "ms", p99=max(steps)))
+            if proxied:
+                answered = [answer.times[0] for answer in answers[side]]
+                goal = 1.05 if side == "proxied" and self._cuda else None
+                report.add_ratio(f"{name}.prefill", answered, "ms", one, "alone", scale=1e3, goal=goal)
+        if "workers" in sides:
+            for role in ("prefill", "decode"):
+                report.detail[f"means of {role}"] = await self.means(f"vllm-{role}")
+            hidden = report.detail["means of decode"]["baton:kv_hidden_share"]
+            report.add(Row(f"{prefix}.hidden", hidden, "of 1"))
+
+    async def decodes(
+        self, report: Report, prefix: str, rounds: int, draw: Callable[[int], list[int]]
+    ) -> None:
+        servers = {
+            "alone": "alone",
+            "piecewise": "proxied-p",
+            "full": "proxied-d",
+            "worker": "workers-router",
+        }
+        servers = {
+            kind: name for kind, name in servers.items() if any(name in self._names(s) for s in self.sides)
+        }
+        for batch in (1, 8):
+            gaps: dict[str, Times] = {kind: [] for kind in servers}
+            for i in range(rounds + 1):
+                for kind, name in servers.items():
+                    found = await asyncio.gather(*(self.stream(name, draw(64), 64) for _ in range(batch)))
+                    if i:
+                        gaps[kind].append(statistics.median(map(_gap, found)))
+            for kind in servers:
+                row = f"{prefix}.decode.{kind}.b{batch}"
+                report.add_ratio(row, gaps[kind], "ms", gaps["alone"], "alone", scale=1e3)
+
+
+def _gap(answer: Answer) -> float:
+    """Seconds between two tokens. The first of them may wait for other requests."""
+    return (answer.times[-1] - answer.times[8]) / (len(answer.times) - 9)
+
+
+async def _checked(response: aiohttp.ClientResponse) -> str:
+    text = await response.text()
+    if response.status != 200:
+        raise RuntimeError(f"HTTP {response.status}: {text[:500]}")
+    return text
+
+
+_BODY = {"model": "m", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+_ENGINES = {"workers": ("vllm", "vllm"), "to_vllm": ("baton", "vllm"), "from_vllm": ("vllm", "baton")}
+_STARTS: dict[str, Callable[[Deployment], None]] = {
+    "alone": Deployment._alone, "proxied": Deployment._proxied, "nixl": Deployment._nixl,
+    **dict.fromkeys(_ENGINES, Deployment._behind_routers),
+}  # fmt: skip
+
+
+def small_model(directory: Path) -> Path:
+    """Writes a checkpoint with random weights, large enough that each token depends on all KV."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    where = _shape(SMALL, directory)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(where)).save_pretrained(where)
+    return where
+
+
+def _shape(name: str, directory: Path) -> Path:
+    where = write_shape(name, directory, tokenizer=True)
+    (where / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return where
+
+
+async def measure(args: argparse.Namespace, report: Report, directory: Path) -> None:
+    rng, cuda = random.Random(0), args.device == "cuda"
+    logs = args.logs or directory
+    rounds = 5 if args.short else 9
+
+    def draw(length: int) -> list[int]:
+        return [rng.randrange(10, SHAPES[SMALL]["vocab_size"]) for _ in range(length)]
+
+    lengths = [3, 16, 17, 130, 700] if args.short else [3, *(5 + 69 * i for i in range(28)), 2049]
+    small = Deployment(args, small_model(directory), "float32", [s for s in SIDES if s != "nixl"], logs)
+    large = small
+    try:
+        if cuda:
+            large = Deployment(args, _shape(DENSE, directory), "bfloat16", SIDES[:4], logs)
+        deadline, began = time.monotonic() + START_S[args.device], time.monotonic()
+        await asyncio.gather(*(each.until_ready(deadline) for each in {small, large}))
+        print(
+            f"up after {time.monotonic() - began:.0f} s: {small.sides} {large.sides}",
+            file=sys.stderr,
+            flush=True,
+        )
+        prefix = f"vllm.{args.device}"
+        if "alone" in small.sides:
+            different = await small.different([draw(length) for length in lengths])
+            report.detail["different"] = different
+            report.add(Row(f"{prefix}.different", sum(different.values()), "prompts", goal=0))
+        if "alone" in large.sides:
+            await large.latencies(report, prefix, rounds, draw)
+            await large.decodes(report, prefix, rounds, draw)
+        if cuda and "alone" in large.sides:  # rounding may change tokens in bfloat16
+            report.detail["different in bfloat16"] = await large.different(
+                [draw(n) for n in (3, 130, 700, 2000)]
+            )
+    finally:
+        for each in {small, large}:
+            await each.stop()
+
+
+def main() -> int:
+    p = contract.parser(__doc__ or "")
+    p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
+    p.add_argument("--side", nargs="*", choices=SIDES, default=list(SIDES), help="default: all")
+    args = p.parse_args()
+    if args.device == "cpu":
+        args.side = [side for side in args.side if side != "nixl"]
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    report = Report.of("vllm", args)
+    with tempfile.TemporaryDirectory(prefix="baton-vllm-") as temporary:
+        asyncio.run(measure(args, report, Path(temporary)))
+    print(json.dumps(report.detail))
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

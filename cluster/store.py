@@ -1,0 +1,165 @@
+"""`baton store`: runs a master and a store process of Mooncake Store, or removes what a cluster stored.
+
+A master knows which store process has an object. Store processes give memory. If one of them ends, the
+command ends, too, and its supervisor starts it again: a store that has lost its master is empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import setproctitle
+
+from baton.cluster.options.parameters import ENV_PREFIX, size_in_bytes
+from baton.cluster.options.roles import StoreRole
+from baton.cluster.roles import supervised
+from baton.kv_transfer import shared_store
+from baton.kv_transfer.shared_store.chunk_object import StoreKeys
+from baton.kv_transfer.shared_store.client import ClientProcess
+from baton.kv_transfer.spawn import die_with_parent
+from baton.machine.system import cannot_listen, describe_exit, free_port, try_port
+from baton.rpc.auth import load_secret
+
+START_WITHIN = 60.0
+"""Seconds in which the processes must listen."""
+GRACE = 5.0
+"""Seconds that they have to end after SIGTERM."""
+LOOK = 0.05  # seconds
+
+
+def run(given: StoreRole) -> int:
+    if given.what.action == "clear":
+        return _clear(given)
+    with supervised(given.process.ready_fd):
+        return _serve(given)
+
+
+def _clear(given: StoreRole) -> int:
+    """Removes the KV of this cluster, or of one of its tenants. Raises ValueError for a user's mistake."""
+    store, keys = given.store, StoreKeys(load_secret(given.secret.cluster_secret_file))
+    if store.kv_store is None:
+        raise ValueError("--kv-store: required, it names the store, as for workers")
+    shared_store.check(store.kv_store)
+    salt = None if store.tenant is None else _salt_of(store.api_key_file, store.tenant)
+    client = ClientProcess(store.kv_store, "baton store clear", 1 << 20)
+    try:
+        if reason := client.reason():
+            raise ValueError(f"--kv-store {store.kv_store}: {reason}")
+        removed = client.call(0, "clear", keys.pattern(salt=salt))
+    except (shared_store.StoreGone, ImportError) as error:
+        raise ValueError(f"--kv-store {store.kv_store}: {error}") from error
+    finally:
+        client.close()
+    print(f"Removed {removed} objects.")
+    return 0
+
+
+def _salt_of(key_file: Path | None, name: str) -> bytes:
+    """The salt of the API key of this name."""
+    from baton.router.admission.keys import read_key_file
+
+    if key_file is None:
+        raise ValueError("--tenant: names an API key of --api-key-file, which is missing")
+    keys = {key.name: key for key in read_key_file(str(key_file))}
+    if name not in keys:
+        raise ValueError(f"--tenant {name}: there is no such key; there are {', '.join(keys)}")
+    if not (salt := keys[name].cache_salt):
+        raise ValueError(
+            f"--tenant {name}: this key has no salt, so it shares KV with all keys without one; give it a "
+            "salt, or leave --tenant out"
+        )
+    return salt
+
+
+def _serve(given: StoreRole) -> int:
+    setproctitle.setproctitle(f"{given.process.title}: store {given.process.index}")
+    store = given.store
+    wheel = find_spec("mooncake")
+    if wheel is None or not wheel.submodule_search_locations:
+        shared_store.check("mooncake://localhost:1")  # says how to install it
+        raise AssertionError("the package is there")
+    directory, size = Path(wheel.submodule_search_locations[0]), size_in_bytes(store.size)
+    master, commands, ports = f"{store.host}:{store.port}", [], []
+    if store.kv_store is None:
+        try:
+            try_port(store.host, store.port)
+        except OSError as error:
+            raise ValueError(cannot_listen("--port", store.host, store.port, error)) from error
+        metrics = store.metrics_port or free_port(store.host)
+        ha = ["--enable_ha=true", f"--etcd_endpoints={store.etcd}"] if store.etcd else []
+        address = [f"--rpc_address={store.host}", f"--rpc_port={store.port}"]
+        metrics_flags = [f"--metrics_host={store.host}", f"--metrics_port={metrics}"]
+        commands.append([f"{directory}/mooncake_master", *address, *metrics_flags, *ha])
+        ports.append(store.port)
+    else:
+        shared_store.check(store.kv_store)
+    if size:
+        if store.kv_store is not None or store.etcd:
+            master = shared_store.master_of(store.kv_store or f"mooncake://{store.etcd}?ha=etcd")
+        own = free_port(store.host) if store.kv_store is None else store.port
+        flags = [f"--host={store.host}", f"--port={own}", f"--global_segment_size={size}"]
+        flags += [f"--master_server_address={master}", "--metadata_server=P2PHANDSHAKE"]
+        commands.append([f"{directory}/mooncake_client", *flags, f"--protocol={store.protocol}"])
+        ports.append(own)
+    if not commands:
+        raise ValueError("--size 0: nothing is left to run; leave out --kv-store, or give memory")
+    return _run(commands, ports, store.host, given.process.ready_fd)
+
+
+def _run(commands: list[list[str]], ports: list[int], host: str, ready_fd: int | None) -> int:
+    """Runs the commands, each after the one before listens on its port, until one ends or a signal comes."""
+    children: list[subprocess.Popen[bytes]] = []
+    # Any peer may read their memory, so they must not have the cluster secret.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    told: list[int] = []
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda signum, _: told.append(signum))
+    deadline = time.monotonic() + START_WITHIN
+
+    def ended() -> subprocess.Popen[bytes] | None:
+        return next((child for child in children if child.poll() is not None), None)
+
+    for command, port in zip(commands, ports, strict=True):
+        # No thread runs here, so code may run between fork and exec.
+        tied = partial(die_with_parent, os.getpid())
+        children.append(subprocess.Popen(command, env=environment, preexec_fn=tied))
+        while not told and ended() is None and not _listens(host, port):
+            if time.monotonic() > deadline:
+                raise ValueError(f"{Path(command[0]).name} does not listen on port {port}; see its log above")
+            time.sleep(LOOK)
+    if not told and ended() is None and ready_fd is not None:
+        os.write(ready_fd, json.dumps({"ready": {"store": f"{host}:{ports[0]}"}}).encode() + b"\n")
+    while not told and ended() is None:
+        time.sleep(LOOK)
+    lost = None if told else ended()
+    for child in children:
+        child.terminate()
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE)
+        child.kill()
+        child.wait()
+    if lost is None:
+        return 0
+    name, code = Path(commands[children.index(lost)][0]).name, lost.returncode
+    hint = " (Debian: apt install libibverbs1)" if code == 127 else ""
+    print(f"{name} {describe_exit(code)}{hint}", file=sys.stderr)
+    return 1
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,95 @@
+"""Drafts for the requests of a step, and what became of them. Pure.
+
+    schedule ─▶ draft: how many, which ─▶ the step samples all rows ─▶ record: how many were right
+
+A token is a function of seed, position and logits. So a draft is accepted exactly if it is the token that the
+step samples before it: drafts change no stream, only its speed (Leviathan 2023, for such a sampler).
+"""
+
+from collections.abc import Sequence
+
+from baton.engine.api.stats import SpeculationStats
+from baton.engine.core.draft_counts import StepCosts, draft_counts
+from baton.engine.core.drafters import Drafter
+from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.request_memory import RequestMemory
+from baton.engine.core.step_builder import Schedule
+from baton.engine.step import Draft
+
+FORGET = 0.98
+"""Factor on the weight of what became of drafts, with each later step. So a request without drafts gets some
+again."""
+PRIOR = 0.5
+"""Acceptance of a drafter of which nothing is known."""
+
+
+class Speculation:
+    """Chooses the drafts of each step, and learns from what became of them."""
+
+    def __init__(self, drafter: Drafter, most: int, sizes: Sequence[int]) -> None:
+        """`most`: drafts of a request in a step. `sizes`: as in `StepCosts`; the last one is the most tokens
+        of a step with drafts."""
+        self.drafter = drafter
+        self.costs = StepCosts(sizes)
+        self._steps = self._drafts = self._accepted = 0
+        self._most = most
+        self._tested = self._right = 0.0  # of all requests, recent ones
+
+    @property
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(self._steps, self._drafts, self._accepted)
+
+    def draft(self, plan: Schedule, memory: RequestMemory) -> None:
+        """Adds drafts to a step, and notes what comes after drafts. Takes blocks only if they are spare."""
+        for live in plan.chunks:
+            if live.slack:
+                plan.drafts[live] = Draft((), 0, live.slack, live.row)
+        if plan.prompts or plan.preempted:
+            return  # prompts fill the step
+        self._tested *= FORGET
+        self._right *= FORGET
+        requests = [live for live in plan.chunks if live.num_left == 1]
+        limits = [self._limit(live) for live in requests]
+        counts = draft_counts(
+            [self._acceptance(live) for live in requests], limits, len(plan.chunks), self.costs
+        )
+        for live, count in zip(requests, counts, strict=True):
+            if count and memory.has_room_for(live, live.slack + count):
+                self._propose(live, count, plan)
+
+    def _limit(self, live: LiveRequest) -> int:
+        """The last token of a request is no draft: nothing comes after it."""
+        if live.num_computable < 1:
+            return 0
+        return max(0, min(self._most, live.longest - 1 - len(live.token_ids) - live.slack))
+
+    def _acceptance(self, live: LiveRequest) -> float:
+        prior = (self._right + PRIOR) / (self._tested + 1)
+        live.tested *= FORGET
+        live.accepted *= FORGET
+        return (live.accepted + prior) / (live.tested + 1)
+
+    def _propose(self, live: LiveRequest, count: int, plan: Schedule) -> None:
+        """Guesses the tokens that the step may sample. If a step is under way, also those that this one may
+        give."""
+        under_way = live.guessed(live.num_known, live.slack)
+        wanted = count + live.pending
+        proposed = self.drafter.propose(live, under_way, wanted)
+        if len(proposed) < wanted:
+            return
+        guesses = [*under_way, *proposed][live.pending :]
+        plan.drafts[live] = Draft(guesses, count, live.slack, live.row)
+        live.guesses, live.guessed_from = guesses, len(live.token_ids)
+
+    def record(self, live: LiveRequest, count: int, accepted: int) -> None:
+        """Learns that the first `accepted` of `count` drafts were right."""
+        if not count:
+            return
+        self._steps += 1
+        self._drafts += count
+        self._accepted += accepted
+        tested = accepted + (accepted < count)
+        live.tested += tested
+        live.accepted += accepted
+        self._tested += tested
+        self._right += accepted

@@ -1,0 +1,179 @@
+"""`_attend_absorbed` for Hopper's tensor cores, in Gluon, which lays out registers and shared memory by hand.
+
+Query heads are the rows of both products (FlashMLA, DeepSeek 2025). Two warp groups divide the columns: half
+of a tile's positions each in the first product, half of the latent's dimensions each in the second one. So no
+product is computed twice, and 64 rows of a result with 512 columns fit into their registers. Triton gives
+each warp group all columns of the first of two products, or some rows of the second one.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from baton.engine.kernels.launch import launch_options
+
+ROWS = 64  # query heads of a program: the rows of an instruction
+BLOCK_N = 64  # positions of a tile
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
+STAGES = gl.constexpr(2)  # tiles in shared memory
+RANK, ROPE = 512, 64  # the only sizes
+ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # of [rows, ROPE]
+
+
+def attend(grid: tuple[int, int], q: Tensor, cached: Tensor, *arguments: Any, **shape: int) -> None:
+    """As `_attend_absorbed`, whose arguments follow. cached [slots, RANK + ROPE]."""
+    swizzled = gl.NVMMASharedLayout(128, 16, rank=2)
+    tiles = [TensorDescriptor.from_tensor(cached, [BLOCK_N, size], swizzled) for size in (RANK, ROPE)]
+    _attend[grid](q, *tiles, *arguments, **shape, RANK=RANK, ROPE=ROPE, num_warps=8, **launch_options())
+
+
+@gluon.jit
+def _load(
+    tile, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, barriers, BLOCK_SIZE: gl.constexpr
+):
+    """Begins to load a tile of the piece, if there are so many."""
+    start, stage = begin + tile * latents.shape[1], tile % STAGES
+    inside = start < stop
+    slot = gl.load(table + start // BLOCK_SIZE, mask=inside, other=0) * BLOCK_SIZE + start % BLOCK_SIZE
+    barrier = barriers.index(stage)
+    size: gl.constexpr = latent_tiles.block_type.nbytes + shared_tiles.block_type.nbytes
+    mbarrier.expect(barrier, size, inside)
+    tma.async_copy_global_to_shared(latent_tiles, [slot, 0], barrier, latents.index(stage), inside)
+    to = shareds.index(stage)
+    tma.async_copy_global_to_shared(shared_tiles, [slot, latents.shape[2]], barrier, to, inside)
+
+
+@gluon.jit
+def _load_queries(q, q_latent, q_shared, HEADS: gl.constexpr):
+    """q: of the first head. The heads of this program go to shared memory, in parts of the size of `ROW`."""
+    ROWS: gl.constexpr = q_latent.shape[0]
+    ROPE: gl.constexpr = q_shared.shape[1]
+    RANK: gl.constexpr = q_latent.shape[1]
+    head = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ROW))[:, None]
+    q += head * (RANK + ROPE) + gl.arange(0, ROPE, gl.SliceLayout(0, ROW))[None, :]
+    for i in gl.static_range(RANK // ROPE):
+        q_latent.slice(i * ROPE, ROPE, dim=1).store(gl.load(q + i * ROPE, mask=head < HEADS, other=0.0))
+    q_shared.store(gl.load(q + RANK, mask=head < HEADS, other=0.0))
+
+
+@gluon.jit
+def _clear(latent, rows, WIDTH: gl.constexpr):
+    """Clears the latents from `rows` on: those slots may hold NaN, which a weight of 0 would not remove."""
+    inside = (gl.arange(0, latent.shape[0], gl.SliceLayout(1, ROW)) < rows)[:, None]
+    for i in gl.static_range(latent.shape[1] // WIDTH):
+        columns = latent.slice(i * WIDTH, WIDTH, dim=1)
+        part = columns.load(ROW)
+        columns.store(gl.where(inside, part, gl.zeros_like(part)))
+    fence_async_shared()
+
+
+@gluon.jit
+def _weights(scores, m, total):
+    new_m = gl.maximum(m, gl.max(scores, 1))
+    weights, shrink = gl.exp2(scores - new_m[:, None]), gl.exp2(m - new_m)
+    return new_m, total * shrink + gl.sum(weights, 1), weights, shrink
+
+
+@gluon.jit
+def _store(to, x, HEADS: gl.constexpr):
+    """x [heads] or [heads, dims] of this program; `to`: of the first head."""
+    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout) if len(x.shape) == 2 else x.type.layout
+    head = gl.program_id(0) * x.shape[0] + gl.arange(0, x.shape[0], rows)
+    if len(x.shape) == 2:
+        dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+        to += head[:, None] * x.shape[1] + dims[None, :]
+        gl.store(to, x.to(to.dtype.element_ty), mask=(head < HEADS)[:, None])
+    else:
+        gl.store(to + head, x, mask=head < HEADS)
+
+
+@gluon.jit(do_not_specialize=["table_stride"])
+def _attend(
+    q,
+    latent_tiles,
+    shared_tiles,
+    block_tables,
+    work,
+    first,
+    partial,
+    lse,
+    out,
+    scale,
+    table_stride,
+    BLOCK_SIZE: gl.constexpr,
+    HEADS: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    RANK: gl.constexpr,
+    ROPE: gl.constexpr,
+):
+    # `inputs_ready`
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_N // 2, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    dtype: gl.constexpr = q.dtype.element_ty
+    piece = gl.program_id(1)
+    row = gl.load(work + piece * 3).to(gl.int64)
+    if row < 0:
+        return
+    begin, stop = gl.load(work + piece * 3 + 1), gl.load(work + piece * 3 + 2)
+    table = block_tables + row * table_stride
+    latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
+    shareds = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        _load(i, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, barriers, BLOCK_SIZE)
+    q_latent = gl.allocate_shared_memory(dtype, [ROWS, RANK], SHARED)
+    q_shared = gl.allocate_shared_memory(dtype, [ROWS, ROPE], SHARED)
+    _load_queries(q + row * (HEADS * (RANK + ROPE)), q_latent, q_shared, HEADS)
+    weighted = gl.allocate_shared_memory(dtype, [ROWS, BLOCK_N], SHARED)
+    fence_async_shared()
+
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([ROWS, RANK], gl.float32, SUMS)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))[None, :]
+    for i in range(gl.cdiv(stop - begin, BLOCK_N)):
+        start, stage = begin + i * BLOCK_N, i % STAGES
+        latent, shared = latents.index(stage), shareds.index(stage)
+        mbarrier.wait(barriers.index(stage), i // STAGES & 1)
+        if start + BLOCK_N > stop:
+            _clear(latent, stop - start, ROPE)
+        scores = warpgroup_mma(q_latent, latent.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q_shared, shared.permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,)) * scale
+        scores = gl.where(start + column < stop, scores, float("-inf"))
+        m, total, weights, shrink = _weights(scores, m, total)
+        weighted.store(weights.to(dtype))
+        fence_async_shared()
+        acc *= gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+        acc = warpgroup_mma(weighted, latent, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        _barrier()  # both warp groups have read the tile
+        later = i + STAGES
+        _load(later, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, barriers, BLOCK_SIZE)
+
+    acc /= gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, SUMS))[:, None]
+    if gl.load(first + row + 1) - gl.load(first + row) == 1:
+        _store(out + row * (HEADS * RANK), acc, HEADS)
+    else:
+        at = piece.to(gl.int64) * HEADS
+        _store(partial + at * RANK, acc, HEADS)
+        _store(lse + at, m + gl.log2(total), HEADS)

@@ -1,0 +1,407 @@
+"""The engine's end of the shared store: fetches what prompts lack, and writes what the prefix cache has.
+
+    fetch:  exists? ──▶ get into units ──▶ verified? ──▶ scatter into reserved blocks ──▶ Injected
+    offer:  exists? ──▶ pin, gather into a unit, unpin ──▶ put
+
+A fetch has the events of `Receiver.fetch_content`: Injected has what came, from the first chunk on. Offers
+may take half of the units, so no fetch waits for a write. A unit, and nothing else, belongs to the store
+process from an order to its answer. So blocks are given back at once when a fetch is given up, and an answer
+that never comes holds no block. A new store process does no order of the one before: these have failed.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from baton.content import CHUNK_TOKENS
+from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.device.pool import Event, Pool
+from baton.kv_transfer.endpoint.rank_copier import RankCopier
+from baton.kv_transfer.endpoint.ranked_pool import open_ranks
+from baton.kv_transfer.protocol.local_messages import Staged, StoreAnswer, StoreOpened, StoreOrder
+from baton.kv_transfer.protocol.messages import FirstToken
+from baton.kv_transfer.shared_store import StoreFds, Units
+from baton.kv_transfer.shared_store.chunk_object import label, name_of, part_of
+from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
+
+FETCHES = 64
+"""Under way at most."""
+OFFERS = 1 << 14
+"""Objects that wait to be written. One more replaces the oldest."""
+KNOWN = 1 << 16
+"""Objects of which this worker remembers that the store has them."""
+SHARE = 0.02
+"""Of the time in which requests run, how long the engine's thread may gather chunks to write."""
+PAUSE = 10.0
+"""Seconds without writes after one has failed: the store is full, for example."""
+
+Answer = Callable[[list[bool]], None]
+
+
+def copy_for_store(kv: PagedKV, fds: StoreFds) -> RankCopier:
+    """On the ranks from 1 on: does the copies that rank 0 orders for the shared store."""
+    units = Units(kv.layout, kv.ranks)
+    ends = [(socket.socket(fileno=fd), fds.map(units)) for [fd] in (fds.gathers, fds.scatters)]
+    return RankCopier(kv, *(ArenaEnd(channel, arena) for channel, arena in ends))
+
+
+class Held(NamedTuple):
+    """KV or states that stay where they are until `release`."""
+
+    block_ids: Sequence[int]
+    """A block table up to the end of the chunk."""
+    state_slot: int
+    release: Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    id: bytes
+    first_chunk: int
+    table: Any
+    asked_at: float = field(default_factory=time.monotonic)
+    found_at: float = 0.0
+    objects: Sequence[bytes] = ()  # labels: chunks that follow each other, then the states after them
+    chunks: int = 0  # of these
+    stop: int | None = None  # so many objects will come. None: not known yet
+    asked: int = 0  # objects that were ordered
+    answered: int = 0
+    ended: bool = False
+
+
+class SharedStore:
+    """Owns the units that the store process does not have. The engine's thread calls it. No call blocks.
+
+    Attributes:
+        written, refused: objects that the store took, or did not.
+        missed: objects that it had, and that were wrong or gone when they were read.
+        read_tokens: of chunks that came.
+    """
+
+    def __init__(
+        self,
+        kv: PagedKV,
+        fds: StoreFds,
+        *,
+        hold: Callable[[bytes, int, int], Held | None],
+        known: Callable[[bytes, bool], None],
+    ) -> None:
+        """`hold`: keeps the chunk of this name in place, or the states after it, if the second argument is
+        not 0. The third is the position of the chunk in its prompt. `known` is called when this worker learns
+        that the store has a chunk or lacks it, and when it forgets that."""
+        self._layout = kv.layout
+        self._block_size = kv.block_size
+        self._cut = units = Units(kv.layout, kv.ranks)
+        self._channel = Channel(socket.socket(fileno=fds.store), StoreAnswer | StoreOpened)
+
+        def pool(ranks: Sequence[int]) -> Pool:
+            sockets = [socket.socket(fileno=fd) for fd in ranks]
+            return open_ranks(kv, ArenaEnd(self._channel.sock, fds.map(units), sockets))
+
+        self._gathers = pool(fds.gathers)
+        self._scatters = pool(fds.scatters) if fds.scatters else self._gathers
+        self._hold, self._on_known = hold, known
+        self._session = 0  # 0: the store is not open
+        self._tickets = 0
+        self._orders: dict[int, tuple[Sequence[int], Answer]] = {}
+        self._free = list(range(units.count))
+        self._writing = 0  # units that offers have
+        self._fetches: dict[bytes, _Fetch] = {}
+        self._events: list[Injected | FetchFailed | Closed] = []
+        # Copies that the device makes: when the event has passed, the function is called.
+        self._copies: deque[tuple[Pool, Event, Callable[[], None]]] = deque()
+        self._offers: OrderedDict[bytes, int] = OrderedDict()  # label → position in its prompt, in chunks
+        self._lacking: deque[tuple[bytes, int]] = deque()  # offers that the store does not have
+        self._asks = False  # what it has of some offers
+        self._next_write = self._paused_until = 0.0  # time.monotonic()
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self.written = self.refused = self.missed = 0
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    # Fetches, as a `Receiver`
+
+    def fetch_content(
+        self,
+        fetch_id: bytes,
+        *,
+        salt: bytes,
+        chunks: Sequence[bytes],
+        first_chunk: int,
+        block_ids: Sequence[int],
+        state_slot: int | None,
+    ) -> None:
+        """As `Receiver.fetch_content`. `state_slot`: the states after the last chunk that comes, go there.
+        None: the model has none. Chunks without states after them do not come if it has."""
+        if not self._session or self._channel.full or len(self._fetches) >= FETCHES:
+            self._events.append(FetchFailed(fetch_id, "busy"))
+            return
+        table = self._scatters.table(block_ids, (first_chunk + len(chunks)) * CHUNK_TOKENS, state_slot or 0)
+        fetch = self._fetches[fetch_id] = _Fetch(fetch_id, first_chunk, table)
+        names, parts = [label(salt, name) for name in chunks], range(1, len(self._cut.objects))
+        ends = range(len(chunks), 0, -1) if parts else range(0)
+        ends = [end for end in ends if not (first_chunk + end) * CHUNK_TOKENS % self._block_size]
+        states = [label(salt, chunks[end - 1], parts[-1]) for end in ends]  # the last one that is written
+
+        def answered(there: list[bool]) -> None:
+            fetch.found_at = time.monotonic()
+            count = [*there[: len(names)], False].index(False)
+            for name in names[:count]:
+                self._knows(name)
+            for name in names[count : count + 1]:  # routers may know it from a worker that has ended
+                self._known.pop(name, None)
+                self._on_known(name_of(name), False)
+            if parts:
+                with_states = zip(ends, there[len(names) :], strict=False)
+                count = next((end for end, is_there in with_states if is_there and end <= count), 0)
+            last = chunks[count - 1 : count]
+            fetch.objects = [*names[:count], *(label(salt, name, part) for name in last for part in parts)]
+            fetch.chunks, fetch.stop = count, len(fetch.objects)
+
+        self._order(answered, [*names, *states], is_urgent=True)
+
+    def cancel(self, fetch_id: bytes) -> None:
+        """`poll` then reports Closed, unless the fetch has ended."""
+        if (fetch := self._fetches.get(fetch_id)) is not None:
+            fetch.stop, fetch.ended = 0, True
+
+    def began(self, fetch_id: bytes) -> bool:
+        """Whether the store has answered."""
+        fetch = self._fetches.get(fetch_id)
+        return fetch is not None and bool(fetch.found_at)
+
+    def poll(self) -> list[Injected | FetchFailed | Closed]:
+        events, self._events = self._events, []
+        return events
+
+    # Offers
+
+    def offer(self, salt: bytes, name: bytes, chunk: int, *, states: bool = False) -> None:
+        """The prefix cache has this chunk, at this position in its prompt, or the states after it."""
+        for part in range(1, len(self._cut.objects)) if states else (0,):
+            named = label(salt, name, part)
+            if named in self._known or named in self._offers:
+                continue
+            if len(self._offers) >= OFFERS:
+                self._offers.popitem(last=False)
+            self._offers[named] = chunk
+
+    # Both
+
+    @property
+    def copies(self) -> bool:
+        """Whether `move` must be called soon, also if nothing comes from the store process."""
+        return bool(self._fetches or self._copies or self._lacking)
+
+    @property
+    def writes(self) -> bool:
+        """Whether offers wait or are under way that the store will take."""
+        wait = self._offers or self._lacking or self._writing or self._asks
+        return bool(wait and self._session) and time.monotonic() >= self._paused_until
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._session)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no block is in use, and nothing is to be written."""
+        return not self._copies and not self._fetches and not self.writes
+
+    def move(self, *, busy: bool) -> None:
+        """Takes answers, and starts what is due. `busy`: requests run, so writes may take little time."""
+        while messages := self._channel.receive():
+            for message in messages:
+                match message:
+                    case StoreOpened(session):
+                        self._reset(session)
+                    case StoreAnswer(ticket, done):
+                        self._answered(ticket, done)
+        self._channel.flush()
+        while self._copies and self._copies[0][0].passed(self._copies[0][1]):
+            self._copies.popleft()[2]()
+        now = time.monotonic()
+        for fetch in list(self._fetches.values()):
+            if fetch.stop is not None:
+                self._go_on(fetch, fetch.stop, now)
+        if self._session and not self._channel.full:
+            self._ask()
+            if self._lacking and now >= max(self._next_write, self._paused_until):
+                self._write(now, busy=busy)
+
+    def close(self) -> None:
+        self._channel.sock.close()
+        self._gathers.close()
+        if self._scatters is not self._gathers:
+            self._scatters.close()
+
+    def _order(
+        self, then: Answer, names: Sequence[bytes], units: Sequence[int] = (), *, is_urgent: bool = False
+    ) -> None:
+        self._tickets += 1
+        self._orders[self._tickets] = units, then
+        is_put = bool(units) and not is_urgent
+        self._channel.send(
+            StoreOrder(self._session, self._tickets, is_urgent, is_put, tuple(names), tuple(units))
+        )
+
+    def _answered(self, ticket: int, done: list[bool]) -> None:
+        if (order := self._orders.pop(ticket, None)) is not None:  # else of the process before
+            order[1](done)
+
+    def _reset(self, session: int) -> None:
+        """There is another store process: what the one before had to do has failed."""
+        self._session = session
+        orders, self._orders = self._orders, {}
+        for units, then in orders.values():
+            then([False] * len(units))
+
+    # Fetches
+
+    def _go_on(self, fetch: _Fetch, stop: int, now: float) -> None:
+        while fetch.asked < stop and self._free and not self._channel.full:
+            count = min(stop - fetch.asked, len(self._free), max(1, self._cut.count // 4))
+            self._get(fetch, range(fetch.asked, fetch.asked + count))
+            fetch.asked += count
+        scattering = fetch.answered < fetch.asked
+        if fetch.ended:
+            if not self._copies:
+                self._end(fetch, Closed(fetch.id))
+        elif not scattering and fetch.asked >= stop:
+            chunks = min(stop, fetch.chunks)
+            self._end(fetch, self._injected(fetch, chunks, now) if chunks else FetchFailed(fetch.id, "gone"))
+
+    def _end(self, fetch: _Fetch, event: Injected | FetchFailed | Closed) -> None:
+        fetch.stop, fetch.ended = 0, True
+        del self._fetches[fetch.id]
+        self._events.append(event)
+
+    def _injected(self, fetch: _Fetch, chunks: int, now: float) -> Injected:
+        stats = InjectStats(
+            bytes=chunks * CHUNK_TOKENS * self._layout.bytes_per_token,
+            tokens=chunks * CHUNK_TOKENS,
+            frames=chunks,
+            fetch_at=fetch.asked_at,
+            asked_at=fetch.asked_at,
+            first_frame_at=fetch.found_at,
+            last_frame_at=now,
+            scatter_at=fetch.found_at,
+            commit_at=now,
+            injected_at=now,
+        )
+        return Injected(fetch.id, FirstToken(0), stats)
+
+    def _get(self, fetch: _Fetch, numbers: range) -> None:
+        units = [self._free.pop() for _ in numbers]
+
+        def answered(whole: list[bool]) -> None:
+            for number, unit, right in zip(numbers, units, whole, strict=True):
+                assert fetch.stop is not None, "objects are ordered when it is known"
+                if not right:
+                    self.missed += 1
+                    self._forget(fetch.objects[number])
+                    # Chunks are of no use without the states after the last one.
+                    fetch.stop = 0 if len(fetch.objects) > fetch.chunks else min(fetch.stop, number)
+                if number >= fetch.stop:
+                    fetch.answered += 1
+                    self._free.append(unit)
+                    continue
+
+                def scattered(unit: int = unit) -> None:
+                    fetch.answered += 1
+                    self._free.append(unit)
+
+                chunk, part = fetch.first_chunk + number, part_of(fetch.objects[number])
+                _, event = self._scatters.scatter(self._staged(unit, part, chunk, fetch.table))
+                self._copies.append((self._scatters, event, scattered))
+
+        self._order(answered, [fetch.objects[number] for number in numbers], units, is_urgent=True)
+
+    def _staged(self, unit: int, part: int, chunk: int, table: Any, *, by_rank: bool = False) -> list[Staged]:
+        """The slices of an object. `by_rank`: those that each rank writes."""
+        cut, start, found = self._cut, chunk * CHUNK_TOKENS, []
+        for slot, piece in enumerate(cut.objects[part], unit * cut.slots):
+            if piece.token_count:
+                piece = replace(piece, token_start=start)
+            of_ranks = cut.of_ranks(piece) if by_rank else [piece]
+            for number, each in enumerate(of_ranks, 1 if len(of_ranks) > 1 else 0):
+                found.append(Staged(each, slot + number * cut.object_slots, table))
+        return found
+
+    # Offers
+
+    def _ask(self) -> None:
+        """Asks which of the next offers the store lacks."""
+        if self._asks or self._lacking or not self._offers:
+            return
+        some = [self._offers.popitem(last=False) for _ in range(min(len(self._offers), self._cut.count))]
+
+        def answered(there: list[bool]) -> None:
+            self._asks = False
+            if not there:  # the process has ended
+                self._offers.update(some)
+            for (name, chunk), known in zip(some, there, strict=False):
+                if known:
+                    self._knows(name)
+                else:
+                    self._lacking.append((name, chunk))
+
+        self._asks = True
+        self._order(answered, [name for name, _ in some])
+
+    def _write(self, now: float, *, busy: bool) -> None:
+        """Writes one object, if there is a unit for it."""
+        if self._writing >= self._cut.count // 2 or not self._free:
+            return
+        name, chunk = self._lacking.popleft()
+        held = self._hold(name_of(name), part_of(name), chunk)
+        if held is None:  # evicted meanwhile, or the pool is full
+            return
+        unit = self._free.pop()
+        self._writing += 1
+        tokens = len(held.block_ids) and (chunk + 1) * CHUNK_TOKENS
+        table = self._gathers.table(held.block_ids, tokens, held.state_slot)
+        event = self._gathers.gather(self._staged(unit, part_of(name), chunk, table, by_rank=True))
+
+        def gathered() -> None:
+            held.release()
+            self._order(written, [name], [unit])
+
+        def written(done: list[bool]) -> None:
+            self._free.append(unit)
+            self._writing -= 1
+            if all(done):
+                self.written += 1
+                self._knows(name)
+            else:
+                self.refused += 1
+                self._paused_until = time.monotonic() + PAUSE
+
+        self._copies.append((self._gathers, event, gathered))
+        if busy:
+            self._next_write = now + (time.monotonic() - now) / SHARE
+
+    # What the store has
+
+    def _knows(self, name: bytes) -> None:
+        if name not in self._known and not part_of(name):
+            self._on_known(name_of(name), True)
+        self._known[name] = None
+        self._known.move_to_end(name)
+        if len(self._known) > KNOWN:
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, name: bytes) -> None:
+        if name in self._known:
+            del self._known[name]
+            if not part_of(name):
+                self._on_known(name_of(name), False)

@@ -1,0 +1,234 @@
+"""The store process of a worker: seals and verifies the objects of the shared store. No torch.
+
+On stdin come `StoreStart` as one line of JSON, and the cluster secret in hexadecimal. Two threads call the
+client process: one for what prompts wait for, one for what is written. If a call hangs, or the store does not
+answer, the process ends, and the service starts it again.
+
+Objects belong to a *period*, half of the age limit. Those of this period and the one before are used, and all
+older ones are removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.config
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import setproctitle
+
+from baton.content.cache_kinds import FP8, ITEM_BYTES, SCALE_BYTES
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreOpened, StoreOrder
+from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreGone, StoreStart, Units, max_age
+from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, part_of
+from baton.kv_transfer.shared_store.client import ClientProcess
+from baton.kv_transfer.spawn import die_with_parent
+from baton.kv_transfer.wait import wait
+
+log = logging.getLogger("baton.kv.store")
+
+HANGS = 20.0
+"""Seconds after which a call counts as hung."""
+REST = 1.0
+"""After a write beside reads, so many times as long without one: half of the bandwidth is left to them."""
+TICK = 1.0
+
+
+class Client(Protocol):
+    """As `ClientProcess`."""
+
+    memory: memoryview
+
+    def call(
+        self, connection: int, method: str, keys: Any, places: Sequence[tuple[int, int]] = ()
+    ) -> Any: ...
+
+
+class StoreProcess:
+    def __init__(self, start: StoreStart, secret: bytes, channel: Channel, arena: Arena) -> None:
+        self._units = start.units
+        self._arena = arena
+        self._seal = ObjectSeal(secret, start.identity, encrypt=start.encrypt)
+        self._period_seconds = max_age(start.url) / 2
+        self._cleared: int | None = None  # the period in which older objects were removed
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._session = int.from_bytes(os.urandom(7))
+        self._orders: dict[bool, SimpleQueue[StoreOrder | None]] = {True: SimpleQueue(), False: SimpleQueue()}
+        self._calls: dict[bool, float] = {}  # since when a thread is in a call; time.monotonic()
+        self._read_at = 0.0  # the last urgent call, as above
+
+    def run(self, client: Client) -> None:
+        """Serves until the engine process is gone."""
+        for is_urgent in self._orders:
+            threading.Thread(target=self._serve, args=(client, is_urgent), daemon=True).start()
+        self._answer(StoreOpened(self._session))
+        while True:
+            wait([self._channel.fileno()], TICK)
+            while orders := self._channel.receive():
+                for order in orders:
+                    if order.session == self._session:  # else it was for the process before
+                        self._orders[order.is_urgent].put(order)
+            with self._sending:
+                self._channel.flush()
+            if self._period_seconds and self._cleared != self._periods[0]:
+                self._cleared = self._periods[0]
+                self._orders[False].put(None)
+            oldest = min(self._calls.values(), default=time.monotonic())
+            if time.monotonic() - oldest > HANGS:
+                log.warning("a call to the store has taken %.0f s; connecting again", HANGS)
+                os._exit(1)
+
+    @property
+    def _periods(self) -> Sequence[int]:
+        """Whose objects are used, the present one first."""
+        if not self._period_seconds:
+            return (0,)
+        now = int(time.time() / self._period_seconds)  # noqa: TID251 - workers on other machines agree
+        return now, now - 1
+
+    def _answer(self, answer: StoreAnswer | StoreOpened) -> None:
+        with self._sending:
+            self._channel.send(answer)
+
+    def _serve(self, client: Client, is_urgent: bool) -> None:
+        while True:
+            order = self._orders[is_urgent].get()
+            self._calls[is_urgent] = began = time.monotonic()
+            try:
+                if order is None:
+                    client.call(is_urgent, "clear", self._seal.keys.pattern(keep=self._periods))
+                else:
+                    self._answer(StoreAnswer(order.ticket, self._do(client, order)))
+            except StoreGone as error:
+                log.warning("the store is lost: %s", error)
+                os._exit(1)
+            del self._calls[is_urgent]
+            if is_urgent:
+                self._read_at = time.monotonic()
+            elif self._read_at > began:
+                time.sleep((time.monotonic() - began) * REST)
+
+    def _do(self, client: Client, order: StoreOrder) -> list[bool]:
+        names, urgent = order.names, order.is_urgent
+        if order.is_put:
+            return self._put(client, order)
+        done = [False] * len(names)
+        for period in self._periods if urgent else self._periods[:1]:  # a late offer is one for this period
+            left = [i for i, is_done in enumerate(done) if not is_done]
+            keys = [self._seal.key(names[i], period) for i in left]
+            if not keys:
+                break
+            if not order.units:
+                found = client.call(urgent, "exists", keys)
+            else:
+                found = self._get(client, [(names[i], order.units[i]) for i in left], keys, period)
+            for i, is_done in zip(left, found, strict=True):
+                done[i] = is_done
+        return done
+
+    def _put(self, client: Client, order: StoreOrder) -> list[bool]:
+        period, places = self._periods[0], []
+        for name, unit in zip(order.names, order.units, strict=True):
+            own, place = self._places(client, name, unit)
+            _join_heads(self._units, self._arena, unit, part_of(name))
+            self._seal.seal(name, period, own)
+            client.memory[place[0] :][: place[1]] = own
+            places.append(place)
+        return client.call(False, "put", [self._seal.key(name, period) for name in order.names], places)
+
+    def _get(
+        self, client: Client, wanted: Sequence[tuple[bytes, int]], keys: Sequence[str], period: int
+    ) -> list[bool]:
+        both = [self._places(client, name, unit) for name, unit in wanted]
+        found = client.call(True, "get", keys, [place for _, place in both])
+        whole, wrong = [False] * len(wanted), []
+        for i, ((name, _), (own, (at, size))) in enumerate(zip(wanted, both, strict=True)):
+            if found[i]:
+                own[:] = client.memory[at : at + size]  # first: peers of the store may change that memory
+                whole[i] = self._seal.open(name, period, own)
+            if found[i] is not None and not whole[i]:
+                wrong.append(keys[i])
+        if wrong:  # they would keep the right ones out
+            client.call(True, "remove", wrong)
+        return whole
+
+    def _places(self, client: Client, name: bytes, unit: int) -> tuple[memoryview, tuple[int, int]]:
+        """The memory of an object: in the arena, and in what the client has."""
+        own = self._units.memory(self._arena.memory, unit, part_of(name))
+        return own, (unit * self._units.object_slots * self._units.slot_bytes, own.nbytes)
+
+
+def _join_heads(units: Units, arena: Arena, unit: int, part: int) -> None:
+    """Ranks wrote their heads, each into slots of its own. Makes slices with all heads of these."""
+    first = unit * units.slots
+    for at, piece in enumerate(units.objects[part], first):
+        if len(cuts := units.of_ranks(piece)) == 1:
+            continue
+        whole = _planes(units, piece, arena.slot(at))
+        for number, of_rank in enumerate(cuts, 1):
+            start = of_rank.head_start - piece.head_start
+            own = _planes(units, of_rank, arena.slot(at + number * units.object_slots))
+            for plane, heads in zip(whole, own, strict=True):
+                plane[:, :, start : start + of_rank.head_count] = heads
+
+
+def _planes(units: Units, piece: Slice, slot: memoryview) -> list[np.ndarray]:
+    """A slice in a slot: values, and scales in FP8, each [rows, positions, heads, bytes of a head]."""
+    part = units.layout.parts[piece.part]
+    shape, at, found = (part.rows, max(1, piece.token_count), piece.head_count), 0, []
+    for size in (part.head_dim * ITEM_BYTES[part.dtype], *([SCALE_BYTES] if part.dtype == FP8 else [])):
+        count = math.prod(shape) * size
+        found.append(np.frombuffer(slot, np.uint8, count, at).reshape(*shape, size))
+        at += count
+    return found
+
+
+def main() -> None:
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=StoreStart)
+    secret = bytes.fromhex(sys.stdin.readline().strip())
+    die_with_parent(start.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    title = f"{start.title}: {start.name} store"
+    setproctitle.setproctitle(title)
+    if start.logging is not None:
+        logging.config.dictConfig(start.logging)
+    units = start.units
+    arena = Arena(start.arena_fd, units.count * units.slots, units.slot_bytes)
+    channel = Channel(socket.socket(fileno=start.channel_fd), StoreOrder)
+    channel.send(StoreOpened(0))  # else orders of the process before would seem to be under way
+    size = units.count * units.object_slots * units.slot_bytes
+    client, told = ClientProcess(start.url, f"{title} client", size), ""
+    try:
+        while reason := client.reason():
+            if reason != told:
+                log.warning("%s cannot be used: %s", start.url, reason)
+                told = reason
+    except ImportError as error:
+        log.error("%s cannot be used: %s; see above", start.url, error)
+        sys.exit(EXIT_UNUSABLE)
+    except StoreGone as error:
+        log.warning("%s: %s", start.url, error)
+        sys.exit(1)
+    log.info("%s is open", start.url)
+    try:
+        StoreProcess(start, secret, channel, arena).run(client)
+    except ChannelClosed:
+        os._exit(0)  # the engine process is gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""`baton store` and `baton serve --kv-store local`: what runs, and which mistakes of users are named."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import baton.cluster.serve
+import baton.cluster.store
+from baton.cluster.cli import app
+from baton.cluster.options.roles import StoreRole
+from baton.cluster.supervision.plan import Plan
+from baton.kv_transfer.shared_store.chunk_object import StoreKeys
+from baton.worker import WorkerConfig  # noqa: F401 - the options of workers need it
+
+URL = "mooncake://127.0.0.1:50051"
+KEYS = """
+[alice]
+key = "k1"
+salt = "team a"
+[bob]
+key = "k2"
+"""
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def parsed(*flags: str) -> Plan:
+        plans: list[Plan] = []
+        monkeypatch.setattr(baton.cluster.serve, "run", lambda plan: plans.append(plan) or 0)
+        result = CliRunner().invoke(app, ["serve", "--device", "cpu", *flags])
+        assert result.exit_code == 0, result.output
+        return plans[0]
+
+    return parsed
+
+
+def test_serve_runs_a_store_that_its_workers_use(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan("--kv-store", "local?size=2GiB&max_age=60")
+    *_, router, store = made.roles()
+    assert [spec.role for spec in made.roles()] == ["prefill", "decode", "router", "store"]
+    url = made.worker("prefill").transfer.kv_store
+    assert url == made.worker("decode").transfer.kv_store
+    assert url.startswith("mooncake://127.0.0.1:")
+    assert url.endswith("?max_age=60")
+    assert "--kv-store" not in router.args
+    given: list[StoreRole] = []
+    monkeypatch.setattr(baton.cluster.store, "run", lambda options: given.append(options) or 0)
+    result = CliRunner().invoke(app, ["store", *store.args, "--index", "0"])
+    assert result.exit_code == 0, result.output
+    [options] = given
+    assert (options.store.size, f":{options.store.port}?") == (
+        "2GiB",
+        url[len("mooncake://127.0.0.1") :][:-10],
+    )
+    assert [spec.role for spec in plan("--kv-store", URL).roles()] == ["prefill", "decode", "router"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--kv-store", "local", "--ray-address", "10.0.0.1:6379"], "--kv-store local: is for one machine"),
+        (["--kv-store", "local?size=much"], "'much' is not a size"),
+    ],
+)
+def test_a_local_store_that_cannot_be(plan: Any, flags: list[str], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        plan(*flags).roles()
+
+
+class Client:
+    """`ClientProcess`, of a store that is open."""
+
+    patterns: list[str]
+
+    def __init__(self, url: str, title: str, size: int) -> None:
+        assert url == URL
+
+    def reason(self) -> str:
+        return ""
+
+    def call(self, connection: int, method: str, keys: str) -> int:
+        assert method == "clear"
+        Client.patterns.append(keys)
+        return 7
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "Removed 7 objects."),
+        (["--tenant", "alice"], "Removed 7 objects."),
+        (["--tenant", "bob"], "--tenant bob: this key has no salt"),
+        (["--tenant", "eve"], "--tenant eve: there is no such key; there are alice, bob"),
+    ],
+)
+def test_clear(flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baton.cluster.store, "ClientProcess", Client)
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    keys = tmp_path / "keys.toml"
+    keys.write_text(KEYS)
+    Client.patterns = []
+    arguments = ["store", "clear", "--kv-store", URL, "--api-key-file", str(keys), *flags]
+    result = CliRunner().invoke(app, arguments)
+    assert message in result.output
+    made = StoreKeys(b"s" * 32)
+    of_alice = made.pattern(salt=baton.cluster.store._salt_of(keys, "alice")) if "alice" in flags else ""
+    assert Client.patterns == ([] if result.exit_code else [of_alice or made.pattern()])
+
+
+def test_clear_without_a_store_or_a_key_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    result = CliRunner().invoke(app, ["store", "clear"])
+    assert "--kv-store: required" in result.output
+    result = CliRunner().invoke(app, ["store", "clear", "--kv-store", URL, "--tenant", "alice"])
+    assert "--tenant: names an API key of --api-key-file" in result.output
+
+
+def test_the_processes_of_a_store_have_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Any peer of Mooncake may read their memory."""
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    seen = tmp_path / "environment"
+    try:
+        code = baton.cluster.store._run([["sh", "-c", f"env > {seen}; exit 127"]], [1], "127.0.0.1", None)
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    assert code == 1
+    assert "sh exited with 127 (Debian: apt install libibverbs1)" in capfd.readouterr().err
+    assert "PATH=" in seen.read_text()
+    assert "BATON_" not in seen.read_text()

@@ -1,0 +1,325 @@
+"""The exact mode: the bits of a row depend neither on the rows beside it nor on the cut of its prompt.
+
+In Triton's interpreter the tensor cores are a chain of float32 additions (`chained_products`): products of
+any shape add in the order of the columns, as `wgmma` does. On a GPU the same tests run in the model's dtypes.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.kernels import AttentionMetadata, Choice, Experts, Fp8Experts, HeadNorm, Kernels
+from baton.engine.layers.linear import PlainLinear
+from baton.engine.loader import check_model
+from baton.engine.model_config import Scoring, Span
+from tests.device import DEVICE
+from tests.engine.conftest import request_of, run
+from tests.engine.kernel_checks import BF16, F16, F32, normal
+
+ON_GPU = DEVICE == "cuda"
+HALVES = [BF16, F16] if ON_GPU else [F32]
+
+
+@pytest.fixture
+def exact_kernels(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    monkeypatch.setattr(triton_kernels, "exact", True)
+    if not ON_GPU:
+        chained_products(monkeypatch)
+    return triton_kernels
+
+
+def chained_products(patch: pytest.MonkeyPatch) -> None:
+    """NumPy adds in an order that depends on the shapes of both operands."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        total = d.data.copy()
+        for k in range(a.data.shape[1]):
+            total += a.data[:, k, None] * b.data[None, k]
+        return TensorHandle(total, d.dtype.scalar)
+
+    patch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+class Sequences:
+    """Requests with all their KV cached, and the queries of all positions."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        heads: tuple[int, int],
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.heads, self.block_size, self.dtype = heads, block_size, dtype
+        width = max(-(-length // block_size) for length in lengths)
+        order = list(range(len(lengths) * width))
+        random.Random(0).shuffle(order)
+        self.tables = torch.tensor(order, dtype=torch.int32, device=DEVICE).view(len(lengths), width)
+        self.kv = normal(2, len(order), block_size, heads[1], head_dim).to(dtype).to(DEVICE)
+        self.q = [
+            normal(n, heads[0], head_dim, seed=i).mul(3).to(dtype).to(DEVICE) for i, n in enumerate(lengths)
+        ]
+        self.sinks: Tensor | None = None
+        self.span: Span | None = None
+
+    def attend(
+        self,
+        kernels: Kernels,
+        decodes: Sequence[tuple[int, int]],
+        chunks: Sequence[tuple[int, int, int]],
+        padding: int = 0,
+    ) -> Tensor:
+        """Of decodes (request, position) and chunks (request, start, stop)."""
+        requests = [request for request, *_ in (*decodes, *chunks)]
+        spans = [(request, at, at + 1) for request, at in decodes] + list(chunks)
+        q = torch.cat([self.q[request][start:stop] for request, start, stop in spans])
+        contexts = torch.tensor(
+            [at + 1 for _, at in decodes] + [0] * padding, dtype=torch.int32, device=DEVICE
+        )
+        metadata = AttentionMetadata(
+            self.block_size,
+            torch.zeros(len(q), dtype=torch.int64, device=DEVICE),
+            self.tables[requests],
+            contexts,
+            len(decodes),
+            [(start, stop) for _, start, stop in chunks],
+        )
+        plan = kernels.plan(metadata, *self.heads, self.dtype, self.span)
+        return kernels.attention(q, self.kv, plan, self.sinks, self.q[0].shape[2] ** -0.5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("span", "with_sinks"), [(None, False), (None, True), (Span(100), True), (Span(160, chunked=True), False)]
+)
+def test_attention(exact_kernels: Kernels, dtype: torch.dtype, span: Span | None, with_sinks: bool) -> None:
+    """Of a query: as a decode alone and beside others, and in chunks of several lengths."""
+    length = 4500 if ON_GPU else 330
+    shapes = [((4, 2), 64, 16), ((3, 1), 64, 128)] + [((8, 2), 128, 128)] * ON_GPU
+    for heads, head_dim, block_size in shapes:
+        requests = Sequences([length, length // 2, 40], heads, head_dim, block_size, dtype)
+        requests.span = span
+        requests.sinks = normal(heads[0], seed=5).to(dtype).to(DEVICE) if with_sinks else None
+        whole = requests.attend(exact_kernels, [], [(0, 0, length)])
+        draw = random.Random(1)
+        positions = sorted({0, 63, 64, length - 1, *(draw.randrange(length) for _ in range(3))})
+        for at in positions:
+            alone = requests.attend(exact_kernels, [(0, at)], [])[0]
+            beside = requests.attend(exact_kernels, [(1, length // 3), (0, at), (2, 3)], [(2, 5, 30)])[1]
+            assert torch.equal(alone, whole[at]), at
+            assert torch.equal(beside, alone), at
+        cut = draw.randrange(1, length)
+        chunks = [
+            requests.attend(exact_kernels, [(1, 7)], [part])[1:] for part in ((0, 0, cut), (0, cut, length))
+        ]
+        assert torch.equal(torch.cat(chunks), whole)
+
+
+def test_pieces_are_whole_segments(exact_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of pieces depends on the batch, the bits do not: one piece, and several of some segments."""
+    length = 9000 if ON_GPU else 600
+    requests = Sequences([length] * 3, (2, 1), 64, 128, HALVES[0])
+    alone = requests.attend(exact_kernels, [(0, length - 1)], [])[0]
+    monkeypatch.setattr(exact_kernels, "_multiprocessors", 0)
+    together = requests.attend(exact_kernels, [(i, length - 1) for i in range(3)], [])[0]
+    assert torch.equal(alone, together)
+
+
+def test_padding_requests_get_zeros(exact_kernels: Kernels) -> None:
+    """As in a captured graph. The other requests keep their bits, also in the layers after."""
+    requests = Sequences([300, 300], (4, 2), 64, 16, HALVES[0])
+    q = torch.cat([requests.q[0][[200]], requests.q[0][[299]].fill_(torch.nan), requests.q[1][[280]]])
+    contexts = torch.tensor([201, 0, 281], dtype=torch.int32, device=DEVICE)
+    slots = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    metadata = AttentionMetadata(16, slots, requests.tables[[0, 0, 1]], contexts, 3, [])
+    plan = exact_kernels.plan(metadata, 4, 2, HALVES[0])
+    alone = requests.attend(exact_kernels, [(0, 200), (1, 280)], [])
+    for _ in range(2):
+        out = exact_kernels.attention(q, requests.kv, plan, None, 64**-0.5)
+        assert not out[1].any()
+        assert torch.equal(out[[0, 2]], alone)
+    assert not plan.pieces.finished.any()
+
+
+def test_the_default_differs(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without the mode the same comparison finds other bits."""
+    if not ON_GPU:
+        chained_products(monkeypatch)
+    length = 330
+    requests = Sequences([length], (4, 2), 64, 16, HALVES[0])
+    whole = requests.attend(triton_kernels, [], [(0, 0, length)])
+    decoded = requests.attend(triton_kernels, [(0, at) for at in range(200, length, 40)], [])
+    assert not torch.equal(decoded, whole[200::40])
+
+
+@pytest.mark.parametrize("span", [None, Span(100)])
+def test_attention_on_a_cpu(span: Span | None) -> None:
+    """In bfloat16. With heads like these, about a sixth of the queries differ in the default."""
+    if ON_GPU:
+        pytest.skip("the kernels of a CPU")
+    kernels, length = Kernels(exact=True), 600
+    requests = Sequences([length, 90], (9, 3), 64, 16, BF16)
+    requests.span = span
+    whole = requests.attend(kernels, [], [(0, 0, length)])
+    alone = torch.cat([requests.attend(kernels, [(0, at)], []) for at in range(0, length, 7)])
+    beside = requests.attend(kernels, [(1, 80), (0, 201)], [(0, 7, 100), (1, 0, 30)])
+    assert torch.equal(alone, whole[::7])
+    assert torch.equal(beside[1:95], torch.cat((whole[201:202], whole[7:100])))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16] if ON_GPU else [F32, BF16])
+def test_products(kernel_device: str, dtype: torch.dtype) -> None:
+    """With any number of rows, by all tiles: those of few rows and of many, with a bias."""
+    weight = normal(200, 1536).mul(0.05).to(dtype).to(DEVICE)
+    product = PlainLinear(weight, normal(200, seed=1).to(dtype).to(DEVICE), exact=True)
+    rows = normal(700, 1536, seed=2).to(dtype).to(DEVICE)
+    whole = product(rows)
+    for count in (1, 2, 15, 16, 17, 33, 64, 65, 129, 256, 257, 600):
+        assert torch.equal(product(rows[:count].contiguous()), whole[:count]), count
+        assert torch.equal(product(rows[-count:].contiguous()), whole[-count:]), count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grouped", [False, True])
+def test_products_in_fp8(triton_kernels: Kernels, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "exact", True)
+    weight = triton_kernels.quantize(normal(1024, 512).cuda(), grouped=grouped)
+    product = triton_kernels.fp8_linear(weight.values, weight.scales.T.contiguous(), None, BF16)
+    rows = normal(700, 512, seed=2).to(BF16).cuda()
+    whole = product(triton_kernels.quantize(rows, grouped=grouped))
+    for count in (1, 16, 17, 33, 64, 65, 129, 256, 257, 600):
+        some = triton_kernels.quantize(rows[:count].contiguous(), grouped=grouped)
+        assert torch.equal(product(some), whole[:count]), count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
+def test_experts(triton_kernels: Kernels, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few pairs and many for each expert: all tiles."""
+    monkeypatch.setattr(triton_kernels, "exact", True)
+    experts, size, inner = 16, 512, 256
+    matrices = [normal(experts, *shape).mul(0.05).cuda() for shape in ((2 * inner, size), (size, inner))]
+    held: list[Any] = [matrix.to(BF16) for matrix in matrices]
+    if fp8:
+        quantized = [triton_kernels.quantize(matrix.flatten(0, 1), grouped=False) for matrix in matrices]
+        held = [
+            Fp8Experts(q.values.view(matrix.shape), q.scales.view(experts, 1, -1))
+            for q, matrix in zip(quantized, matrices, strict=True)
+        ]
+    layer = Experts(held[0], held[1], Choice(4, Scoring.NORMALIZED_SOFTMAX))
+    x, logits = normal(3000, size).to(BF16).cuda(), normal(3000, experts, seed=3).to(BF16).cuda()
+
+    def mixed(rows: int) -> Tensor:
+        counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
+        return triton_kernels.mix_experts(x[:rows].contiguous(), logits[:rows].contiguous(), layer, counts)
+
+    whole = mixed(3000)
+    for rows in (1, 8, 40, 100, 200, 300, 700, 1500):
+        assert torch.equal(mixed(rows), whole[:rows]), rows
+
+
+def test_norms_activations_and_rotation(exact_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of many tokens rotate several of them in a program."""
+    from baton.engine.kernels.attention import rope
+
+    many, dtype, heads, size = (1500, HALVES[0], 6, 192) if ON_GPU else (40, HALVES[0], 6, 192)
+    monkeypatch.setattr(rope, "MANY", many)
+    x, delta, gate_up = (normal(many, n, seed=n).to(dtype).to(DEVICE) for n in (size, size + 1, 2 * size))
+    qkv = normal(many, heads, 64, seed=9).to(dtype).to(DEVICE)
+    rotary, weight = normal(many, 2, 64).to(DEVICE), normal(size).to(dtype).to(DEVICE)
+    norm = HeadNorm(normal(5, 64).to(dtype).to(DEVICE), 1e-6)
+    slots = torch.arange(many, device=DEVICE)
+
+    def results(rows: int) -> list[Tensor]:
+        residual = x[:rows].clone()
+        kv = torch.zeros(2, -(-many // 16), 16, 1, 64, dtype=dtype, device=DEVICE)
+        normed = exact_kernels.add_rms_norm(residual, delta[:rows, :size].contiguous(), weight, 1e-6)
+        inner = exact_kernels.silu_mul(gate_up[:rows].clone())
+        q = exact_kernels.rope_and_write(qkv[:rows].clone(), rotary[:rows], norm, kv, slots[:rows])
+        return [residual, normed, inner, q, kv.flatten(1, 2)[:, :rows].transpose(0, 1)]
+
+    whole = results(many)
+    for rows in (1, 9):
+        for some, of_all in zip(results(rows), whole, strict=True):
+            assert torch.equal(some, of_all[:rows])
+
+
+def test_thresholds_of_the_sampler(exact_kernels: Kernels) -> None:
+    probs = normal(40, 3000, seed=4).mul(2).softmax(-1).to(DEVICE)
+    limits = torch.full((40,), 3000, dtype=torch.int32), torch.full((40,), 0.9), torch.zeros(40)
+    whole = exact_kernels.thresholds(probs, *(limit.to(DEVICE) for limit in limits))
+    for rows in (1, 7):
+        some = exact_kernels.thresholds(probs[:rows], *(limit[:rows].to(DEVICE) for limit in limits))
+        assert torch.equal(some, whole[:rows])
+
+
+@pytest.fixture(scope="module")
+def exact_engine(shallow_model_path: Path) -> Engine:
+    return build_engine(
+        EngineConfig(
+            str(shallow_model_path),
+            dtype="bfloat16",
+            device=DEVICE,
+            max_num_batched_tokens=64,
+            num_threads=1,
+            enable_prefix_caching=True,
+            batch_invariant=True,
+        )
+    )
+
+
+def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(
+    exact_engine: Engine,
+) -> None:
+    """Greedy and seeded. Together, prompts are cut into other chunks, share steps with decodes, and begin
+    with cached blocks."""
+    prompts = [
+        [(7 * i + 3 * j * j) % 900 + 5 for j in range(length)] for i, length in enumerate((3, 20, 75, 150))
+    ]
+
+    def asked(i: int, output: Sequence[int] = ()) -> Any:
+        sampled = {"temperature": 0.8, "seed": i} if i % 2 else {}
+        return request_of(i, prompts[i], list(output), max_tokens=12, ignore_eos=True, **sampled)
+
+    def tokens(*requests: Any) -> list[list[int]]:
+        results = run(exact_engine, list(requests))
+        return [list(request.output_ids) + results[request.id].tokens for request in requests]
+
+    alone = [tokens(asked(i))[0] for i in range(4)]
+    assert tokens(*map(asked, range(4))) == alone
+    assert tokens(*(asked(i, alone[i][: 3 + i]) for i in range(4))) == alone
+    exact_engine.assert_whole()
+
+
+def test_numerics_are_a_part_of_content_names(exact_engine: Engine, shallow_model_path: Path) -> None:
+    default = build_engine(
+        EngineConfig(
+            str(shallow_model_path), dtype="bfloat16", quantization="none", device=DEVICE, num_blocks=8
+        )
+    )
+    assert exact_engine.model_fingerprint == default.model_fingerprint
+    assert exact_engine.content_root != default.content_root
+    assert exact_engine.numerics.startswith("device=")
+    assert not default.numerics
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"quantization": "int4"}, "weights in int4"),
+        ({"device": "cuda", "kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 on a GPU"),
+        ({"device": "cuda", "tensor_parallel_size": 3}, "more than two ranks on GPUs"),
+    ],
+)
+def test_what_the_mode_does_not_cover_is_refused(embedded_model_path: Path, changes: Any, what: str) -> None:
+    config = EngineConfig(str(embedded_model_path), batch_invariant=True, **changes)
+    with pytest.raises(ValueError, match=f"--batch-invariant: {what}.* are not supported"):
+        check_model(config)

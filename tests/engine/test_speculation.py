@@ -1,0 +1,234 @@
+"""Drafts change no stream: every kind of request, with drafters that are right, wrong and both."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine import EngineRequest, SpeculativeConfig, StructuredOutput
+from baton.engine.core.draft_counts import StepCosts, draft_counts
+from baton.engine.core.drafters import PromptLookup
+from baton.engine.core.live_request import LiveRequest, Phase
+from tests.engine.conftest import MakeEngine, Result, TinyOf, request_of, run
+from tests.engine.drafting import draft_always
+from tests.engine.mixed_requests import mixed_requests
+from tests.engine.test_engine import PREEMPTING, PROMPT, crowd, without_repeats
+
+THREE = SpeculativeConfig(num_speculative_tokens=3)
+SEVEN = SpeculativeConfig(num_speculative_tokens=7)
+
+
+def endings() -> list[EngineRequest]:
+    """Requests that end in many ways, some in the middle of drafts."""
+    return [
+        request_of(200 + n, PROMPT[: n + 2], max_tokens=5 + 3 * n, ignore_eos=True, **sampling)
+        for n, sampling in enumerate(
+            [
+                {"stop_token_ids": tuple(range(3, 40))},
+                {"temperature": 1.0, "stop_token_ids": tuple(range(3, 40)), "min_tokens": 7},
+                {"bad_words": tuple((token,) for token in range(50, 80))},
+                {"temperature": 1.2, "logprobs": 4, "allowed_token_ids": tuple(range(3, 160))},
+                {"logprobs": 2, "frequency_penalty": 1.5},
+            ]
+        )
+    ]
+
+
+def requests_of() -> list[EngineRequest]:
+    structured = [
+        request_of(
+            300 + n, [1, 9, 3 + n], temperature=1.0, seed=n, max_tokens=30,
+            structured_output=StructuredOutput("regex", "(ab|cd|e){3,6}"),
+        )
+        for n in range(3)
+    ]  # fmt: skip
+    mixed = mixed_requests()
+    for request in mixed:
+        request.id = b"mixed" + request.id[5:]
+    return [*crowd(), *without_repeats(), *endings(), *structured, *mixed]
+
+
+def answers_of(results: dict[bytes, Result]) -> dict[bytes, list[int]]:
+    return {request_id: result.tokens for request_id, result in results.items()}
+
+
+def assert_same(got: dict[bytes, Result], expected: dict[bytes, Result]) -> None:
+    assert answers_of(got) == answers_of(expected)
+    for request_id, result in got.items():
+        assert result.finish_reason == expected[request_id].finish_reason
+        for mine, other in zip(result.outputs, expected[request_id].outputs, strict=True):
+            assert mine.output_index == other.output_index
+            assert (mine.logprobs is None) == (other.logprobs is None)
+            if mine.logprobs is not None and other.logprobs is not None:
+                assert mine.logprobs.top_ids == other.logprobs.top_ids
+                assert mine.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_engine: MakeEngine, spelled_path: Path) -> dict[bytes, Result]:
+    return run(tiny_engine(model=str(spelled_path), num_blocks=512), requests_of())
+
+
+ROOMY: dict[str, Any] = {"num_blocks": 512, "speculative_config": SEVEN}
+CACHED: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "speculative_config": THREE}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("config", "wrong"),
+    [
+        pytest.param(ROOMY, 0.0, id="right"),
+        pytest.param(ROOMY, 0.3, id="some wrong"),
+        pytest.param(ROOMY, 1.0, id="wrong"),
+        pytest.param(
+            {**PREEMPTING, "num_blocks": 24, "speculative_config": THREE},
+            0.3,
+            id="preemption",
+        ),
+        pytest.param({**CACHED, "num_blocks": 512}, 0.0, id="prefix cache"),
+        pytest.param(
+            {"max_num_seqs": 3, "max_num_batched_tokens": 32, "speculative_config": SEVEN},
+            0.3,
+            id="few seats",
+        ),
+    ],
+)
+def test_drafts_change_no_stream(
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
+    spelled_path: Path,
+    expected: dict[bytes, Result],
+    config: dict[str, Any],
+    overlap: bool,
+    wrong: float,
+) -> None:
+    engine = (late_engine if overlap else tiny_engine)(model=str(spelled_path), **config)
+    draft_always(engine, answers_of(expected), wrong)
+    for _ in range(2):
+        assert_same(run(engine, requests_of()), expected)
+        engine.assert_whole()
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.drafts
+    if wrong in (0.0, 1.0):
+        assert stats.accepted == (stats.drafts if not wrong else 0)
+
+
+def test_ranks_follow_drafts(ranks: Any, spelled_path: Path, expected: dict[bytes, Result]) -> None:
+    """The other ranks learn how many drafts were accepted."""
+    engine = ranks(
+        spelled_path, 2, num_blocks=512, overlap=True, enable_prefix_caching=True, speculative_config=THREE
+    )
+    draft_always(engine, answers_of(expected), 0.3)
+    assert_same(run(engine, requests_of()), expected)
+    engine.assert_whole()
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV3", "Gemma3", "GptOss"])
+def test_other_models(tiny_of: TinyOf, tiny_engine: MakeEngine, late_engine: MakeEngine, kind: str) -> None:
+    """Experts, latents and sliding windows take several tokens of a request."""
+    path, requests = str(tiny_of(kind)), crowd()
+    answers = run(tiny_engine(model=path), requests)
+    engine = late_engine(model=path, speculative_config=THREE)
+    draft_always(engine, answers_of(answers), 0.3)
+    assert_same(run(engine, requests), answers)
+    engine.assert_whole()
+
+
+def test_layers_with_states_are_refused(tiny_of: TinyOf, tiny_engine: MakeEngine) -> None:
+    with pytest.raises(ValueError, match="--speculative-config: BambaForCausalLM has layers with states"):
+        tiny_engine(model=str(tiny_of("Bamba")), speculative_config=THREE)
+
+
+def lookup(tokens: Sequence[int], count: int, drafts: Sequence[int] = (), **config: Any) -> list[int]:
+    live = LiveRequest(request_of(1, tokens), Phase.RUNNING, 1)
+    return list(PromptLookup(SpeculativeConfig(**config)).propose(live, drafts, count))
+
+
+def test_prompt_lookup() -> None:
+    text = [1, 2, 3, 4, 5, 9, 2, 3, 7, 8]
+    assert lookup([*text, 1, 2, 3], 3) == [4, 5, 9], "three tokens are more than two"
+    assert lookup([*text, 6, 2, 3], 3) == [7, 8, 6], "of two places the last one"
+    assert lookup([*text, 6, 2, 3], 5) == [7, 8, 6, 2, 3]
+    assert lookup([4, 5, 6, 4, 5], 7) == [6, 4, 5, 6, 4, 5, 6], "what follows repeats"
+    assert lookup([*text, 6, 3], 3) == [], "one token is too few"
+    assert lookup([*text, 6, 3], 2, prompt_lookup_min=1) == [7, 8]
+    assert lookup([*text, 6], 2, drafts=[2, 3]) == [7, 8], "drafts are as tokens"
+    assert lookup([*text, 4, 5, 9, 2], 1, prompt_lookup_max=2) == [3]
+    assert lookup([1], 3) == []
+    assert lookup([2, 2], 3) == lookup([2, 2, 2], 3)[:0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ngram", "is not JSON"),
+        ("[3]", "is not a JSON object"),
+        ('{"n": 3}', "'n' is not one of method, num_speculative_tokens"),
+        ('{"num_speculative_tokens": "3"}', "num_speculative_tokens must be of type int"),
+        ('{"num_speculative_tokens": 8}', "num_speculative_tokens is 8; choose 1 to 7"),
+        ('{"prompt_lookup_max": 2, "prompt_lookup_min": 3}', "prompt_lookup_min is 3; choose 1 to 2"),
+        ('{"method": "medusa"}', "method 'medusa' is not one of ngram"),
+    ],
+)
+def test_wrong_configurations(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig.of(text)
+
+
+def costs_of(seconds: Sequence[float], sizes: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> StepCosts:
+    costs = StepCosts(sizes)
+    for _ in range(3):
+        for size, each in zip(sizes, seconds, strict=True):
+            costs.record(size, each)
+    return costs
+
+
+def test_a_step_has_as_many_drafts_as_give_the_most_tokens_in_a_second() -> None:
+    flat, steep = costs_of([1.0] * 6), costs_of([1, 2, 4, 8, 16, 32])
+    assert draft_counts([0.7, 0.7], [3, 3], 2, flat) == [3, 3]
+    assert draft_counts([0.9, 0.9], [3, 3], 2, steep) == [0, 0], "a row costs a token"
+    assert draft_counts([0.9, 0.1], [3, 3], 2, costs_of([1, 1, 1.1, 1.5, 3, 6])) == [2, 0]
+    assert draft_counts([0.5, 0.5], [7, 0], 2, flat) == [7, 0], "no more than a request may have"
+    assert draft_counts([0.5] * 30, [3] * 30, 30, flat).count(1) == 2, "only the rows of the largest step"
+    assert draft_counts([0.9] * 16, [3] * 16, 16, costs_of([1, 1, 1, 1, 1, 2])) == [0] * 16, "under load none"
+
+
+def test_costs_that_are_not_known_are_tried_and_old_ones_tried_again() -> None:
+    costs = StepCosts([1, 2, 4, 8])
+    assert draft_counts([0.3], [7], 1, costs) == [0], "a step without drafts comes first"
+    for _ in range(2):
+        costs.record(1, 1.0)
+    assert draft_counts([0.3], [7], 1, costs) == [7]
+    for _ in range(2):
+        costs.record(8, 4.0)
+    assert draft_counts([0.3], [7], 1, costs) == [0], "a line between one row and eight"
+    for _ in range(500):
+        costs.record(1, 1.0)
+    assert draft_counts([0.8], [7], 1, costs) == [3], "it once took long"
+    for _ in range(65):
+        costs.record(4, 1.0)
+    assert draft_counts([0.8], [7], 1, costs) == [0], "a step without drafts comes now and then"
+
+
+def test_a_drafter_that_was_always_wrong_is_asked_rarely_and_again_when_it_is_right(
+    tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draft costs a tenth of a step."""
+    engine = tiny_engine(speculative_config=THREE)
+    request = request_of(1, PROMPT, max_tokens=200, ignore_eos=True)
+    draft_always(engine, {request.id: [0] * 300}, 1.0)
+    speculation = engine._scheduler.speculation
+    assert speculation is not None
+    speculation.costs = costs_of([1.0, 1.1, 1.3, 1.7, 2, 3])
+    monkeypatch.setattr(speculation.costs, "record", lambda rows, seconds: None)
+    assert len(run(engine, [request])[request.id].tokens) == 200
+    wrong = speculation.stats.drafts
+    assert 0 < wrong < 40
+    other = request_of(2, PROMPT, max_tokens=200, ignore_eos=True, temperature=1.0)
+    draft_always(engine, answers_of(run(tiny_engine(), [other])), 0.0)
+    speculation.costs = costs_of([1.0, 1.1, 1.3, 1.7, 2, 3])
+    monkeypatch.setattr(speculation.costs, "record", lambda rows, seconds: None)
+    run(engine, [other])
+    assert speculation.stats.accepted > 100, "it is asked again"

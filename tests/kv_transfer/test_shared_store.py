@@ -1,0 +1,456 @@
+"""The engine's end and the store process together, over a store that is a dict."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+import baton.kv_transfer as kv
+from baton.content import CHUNK_TOKENS
+from baton.content.cache_kinds import CachePart
+from baton.kv_transfer.arena import Arena, channel_pair, memory_file
+from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.endpoint.shared_store import Held, SharedStore, copy_for_store
+from baton.kv_transfer.protocol.local_messages import StoreOrder
+from baton.kv_transfer.shared_store import MEMORY, StoreBackend, StoreFds, StoreStart, Units, __main__
+from baton.kv_transfer.shared_store.__main__ import StoreProcess
+from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, StoreKeys
+
+from .conftest import until
+
+LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float32")  # no multiple of a page
+FP8 = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float8_e4m3fn")
+LATENT = kv.KVLayout(num_layers=3, num_kv_heads=1, head_dim=20, dtype="bfloat16", kind="latent")
+HYBRID = kv.KVLayout(
+    num_layers=4, num_kv_heads=2, head_dim=20, dtype="bfloat16", state_layers=(1, 2),
+    states=(CachePart("state", "c", 3, 4, 200, "bfloat16"), CachePart("state", "s", 2, 6, 900, "float32")),
+)  # fmt: skip
+SECRET = b"s" * 32
+STATE_SLOTS = 3
+NAMES = [bytes([i]) * 16 for i in range(40)]
+
+
+class DictStore(StoreBackend):
+    """Objects in a dict, and the client process: `memory` is what peers may change. `opened` is cleared to
+    make calls of prompts hang."""
+
+    def __init__(self) -> None:
+        super().__init__(urlsplit("dict://"), {}, memoryview(b""))
+        self.memory = memoryview(bytearray(MEMORY))
+        self.objects: dict[str, bytes] = {}
+        self.opened = threading.Event()
+        self.opened.set()
+        self.full = False
+        self.asked: list[str] = []
+        self.puts: list[str] = []
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        self.opened.wait()
+        self.asked += keys
+        return [key in self.objects for key in keys]
+
+    def put(self, keys: Sequence[str], places: Sequence[memoryview]) -> list[bool]:
+        self.puts += keys
+        if self.full:
+            return [False] * len(keys)
+        for key, place in zip(keys, places, strict=True):
+            self.objects.setdefault(key, bytes(place))
+        return [True] * len(keys)
+
+    def get(self, keys: Sequence[str], places: Sequence[memoryview]) -> list[bool | None]:
+        self.opened.wait()
+        sizes: list[bool | None] = []
+        for key, place in zip(keys, places, strict=True):
+            found = self.objects.get(key)
+            sizes.append(None if found is None else len(found) == place.nbytes)
+            if sizes[-1]:
+                place[:] = self.objects[key]
+        return sizes
+
+    def remove(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.objects.pop(key, None)
+
+    def clear(self, pattern: str) -> int:
+        found = [key for key in self.objects if re.match(pattern, key)]
+        self.remove(found)
+        return len(found)
+
+    def call(self, connection: int, method: str, keys: Any, places: Sequence[tuple[int, int]] = ()) -> Any:
+        """As `ClientProcess`."""
+        given = [self.memory[at : at + size] for at, size in places]
+        return getattr(self, method)(keys, *([given] if given else []))
+
+
+class _Channel(Channel):
+    """Of a process that can be killed."""
+
+    def __init__(self, sock: socket.socket, receives: type) -> None:
+        super().__init__(sock, receives)
+        self.killed = threading.Event()
+
+    def receive(self) -> Sequence[StoreOrder]:
+        if self.killed.is_set():
+            raise ChannelClosed
+        return super().receive()
+
+
+class Worker:
+    """A KV cache of random bytes with the chunks `NAMES` behind each other, and its end of the store."""
+
+    def __init__(
+        self, store: DictStore, block_size: int, *, secret: bytes = SECRET, encrypt: bool = False,
+        layout: kv.KVLayout = LAYOUT, max_age: float = 0, ranks: int = 1,
+    ) -> None:  # fmt: skip
+        self.layout = layout
+        self.block_size = block_size
+        blocks = len(NAMES) * CHUNK_TOKENS // block_size
+        rows, heads, dtype = layout.parts[0].rows, layout.num_kv_heads, getattr(torch, layout.dtype)
+        shape = rows, blocks, block_size, heads, layout.head_dim
+        self.layers = [torch.randn(shape).to(dtype) for _ in layout.kv_layers]
+        self.scales: list[torch.Tensor] = []
+        if layout is FP8:
+            self.scales = [torch.rand(rows, blocks, heads, block_size) for _ in layout.kv_layers]
+        self.states = [
+            [
+                torch.randn(STATE_SLOTS, part.rows, part.heads, part.head_dim).to(getattr(torch, part.dtype))
+                for _ in layout.state_layers
+            ]
+            for part in layout.states
+        ]
+        self._arena_fd = memory_file()
+        ours, self._theirs = channel_pair()
+        self.pinned: list[bytes] = []
+        self.known: set[bytes] = set()
+        self.lacking: set[bytes] = set()
+        pairs = [[channel_pair() for _ in range(ranks - 1)] for _ in range(2)]
+        to_ranks = [[mine.detach() for mine, _ in some] for some in pairs]
+        fds = StoreFds(self._arena_fd, ours.detach(), *to_ranks)
+        self.store = SharedStore(self._of_rank(0, ranks), fds, hold=self._hold, known=self._knows)
+        for rank in range(1, ranks):
+            of_rank = [[some[rank - 1][1].detach()] for some in pairs]
+            copy_for_store(self._of_rank(rank, ranks), StoreFds(self._arena_fd, None, *of_rank))
+        self.units = Units(layout, ranks)
+        self._start = StoreStart(
+            url=f"mooncake://h:1?max_age={max_age}", name="", title="", parent_pid=0, identity="model",
+            encrypt=encrypt, units=self.units, arena_fd=0, channel_fd=0, logging=None,
+        )  # fmt: skip
+        self._secret = secret
+        self._thread: threading.Thread | None = None
+        self.start_process(store)
+
+    def _of_rank(self, rank: int, ranks: int) -> kv.PagedKV:
+        held = [slice(*part.heads_of(rank, ranks)) for part in self.layout.parts]
+        return kv.PagedKV(
+            [x[..., held[0], :] for x in self.layers], self.block_size, self.layout, "cpu", rank, ranks,
+            scales=[x[:, :, held[0]] for x in self.scales],
+            states=[[x[:, :, heads] for x in xs] for xs, heads in zip(self.states, held[1:], strict=True)],
+        )  # fmt: skip
+
+    def start_process(self, store: DictStore) -> None:
+        """A store process, as a thread, after the end of the one before."""
+        self._end_process()
+        arena = Arena(os.dup(self._arena_fd), self.units.count * self.units.slots, self.units.slot_bytes)
+        channel = _Channel(socket.socket(fileno=os.dup(self._theirs.fileno())), StoreOrder)
+        process = StoreProcess(self._start, self._secret, channel, arena)
+        self._killed = channel.killed
+
+        def run() -> None:
+            with pytest.raises(ChannelClosed):
+                process.run(store)
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+        before = self.store._session
+        self.until(lambda: self.store._session != before, "another session")
+
+    def _end_process(self) -> None:
+        if self._thread is not None:
+            self._killed.set()
+            self._thread.join(10)
+            assert not self._thread.is_alive()
+
+    def _hold(self, name: bytes, part: int, chunk: int) -> Held:
+        self.pinned.append(name)
+        blocks = () if part else [*range(len(self.layers[0][0]))]
+        return Held(blocks, 1, lambda: self.pinned.remove(name))
+
+    def _knows(self, name: bytes, there: bool) -> None:
+        (self.known.add if there else self.known.discard)(name)
+        (self.lacking.discard if there else self.lacking.add)(name)
+
+    def until(self, condition: object, what: str) -> None:
+        def pumped() -> bool:
+            self.store.move(busy=False)
+            assert callable(condition)
+            return condition()
+
+        until(pumped, what, self.store)
+
+    def offer(self, names: Sequence[bytes], salt: bytes = b"") -> None:
+        for name in names:
+            self.store.offer(salt, name, NAMES.index(name))
+        self.until(lambda: not self.store.writes, "all writes")
+
+    def fetch(self, names: Sequence[bytes], salt: bytes = b"") -> None:
+        self.store.fetch_content(
+            b"f", salt=salt, chunks=names, first_chunk=NAMES.index(names[0]),
+            block_ids=[*range(len(self.layers[0][0]))], state_slot=2 if self.states else None,
+        )  # fmt: skip
+
+    def event(self) -> kv.Injected | kv.FetchFailed | kv.Closed:
+        events: list[kv.Injected | kv.FetchFailed | kv.Closed] = []
+        self.until(lambda: events.extend(self.store.poll()) or events, "an event")
+        [event] = events
+        return event
+
+    def fetched(self, names: Sequence[bytes], salt: bytes = b"") -> int:
+        """How many chunks came."""
+        self.fetch(names, salt)
+        event = self.event()
+        return event.stats.tokens // CHUNK_TOKENS if isinstance(event, kv.Injected) else 0
+
+    def chunk(self, name: bytes) -> torch.Tensor:
+        first = NAMES.index(name) * CHUNK_TOKENS
+        scales = [x.transpose(2, 3).unsqueeze(4) for x in self.scales]
+        flat = [x.float().flatten(1, 2)[:, first : first + CHUNK_TOKENS] for x in (*self.layers, *scales)]
+        return torch.cat([x.flatten() for x in flat])
+
+    def close(self) -> None:
+        assert not self.pinned
+        assert self.store.idle
+        self.until(lambda: len(self.store._free) == self.units.count, "all units to come back")
+        self._end_process()
+        self.store.close()
+        self._theirs.close()
+        os.close(self._arena_fd)
+
+
+@pytest.fixture(autouse=True)
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(__main__, "TICK", 0.02)
+
+
+Workers = Iterator[tuple[DictStore, Worker, Worker]]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def two(request: pytest.FixtureRequest) -> Workers:
+    """A store and two workers with other block sizes."""
+    store = DictStore()
+    workers = [Worker(store, size, encrypt=request.param) for size in (16, 128)]
+    yield store, workers[0], workers[1]
+    for worker in workers:
+        worker.close()
+
+
+def damaged(store: DictStore) -> Mapping[str, list[bytes]]:
+    """What may stand in place of an object."""
+    good = list(store.objects.values())
+    return {
+        "cut": [good[0][:-1]],
+        "longer": [good[0] + b"x"],
+        "swapped": [good[1]],
+        "garbage": [os.urandom(len(good[0])), bytes(len(good[0])), b""],
+        "one bit": [bytes([good[0][0] ^ 1]) + good[0][1:]],
+    }
+
+
+def test_what_one_worker_wrote_another_one_reads(two: tuple[DictStore, Worker, Worker]) -> None:
+    store, writer, reader = two
+    writer.offer(NAMES)
+    assert len(store.objects) == len(NAMES)
+    assert writer.known == {*NAMES}
+    assert reader.fetched(NAMES[3:]) == len(NAMES) - 3, "more chunks than units"
+    for name in NAMES[3:]:
+        assert torch.equal(reader.chunk(name), writer.chunk(name))
+    assert not torch.equal(reader.chunk(NAMES[0]), writer.chunk(NAMES[0]))
+    assert reader.known == {*NAMES[3:]}
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUT, FP8, LATENT, HYBRID], ids=["plain", "fp8", "latent", "hybrid"])
+def test_every_kind_of_cache_and_number_of_ranks_fits(layout: kv.KVLayout, ranks: tuple[int, int]) -> None:
+    store = DictStore()
+    writer, reader = (
+        Worker(store, size, layout=layout, ranks=count) for size, count in zip((16, 128), ranks, strict=True)
+    )
+    writer.offer(NAMES)
+    if layout is HYBRID:
+        assert reader.fetched(NAMES) == 0, "KV is of no use without states"
+        writer.store.offer(b"", NAMES[28], 28, states=True)  # within a block of the reader
+        writer.store.offer(b"", NAMES[33], 33, states=True)
+        writer.until(lambda: not writer.store.writes, "all writes")
+    stop = 34 if layout is HYBRID else len(NAMES)
+    assert reader.fetched(NAMES) == stop
+    for name in NAMES[:stop]:
+        assert torch.equal(reader.chunk(name), writer.chunk(name))
+    for read, written in zip(reader.states, writer.states, strict=True):
+        for layer in range(len(read)):
+            assert torch.equal(read[layer][2], written[layer][1])
+    for worker in (writer, reader):
+        worker.close()
+
+
+def test_states_that_are_not_whole_bring_nothing() -> None:
+    store = DictStore()
+    writer, reader = (Worker(store, 16, layout=HYBRID) for _ in range(2))
+    assert len(writer.units.objects) > 2, "states of more than one object"
+    writer.offer(NAMES[:4])
+    chunks = {*store.objects}
+    writer.store.offer(b"", NAMES[3], 3, states=True)
+    writer.until(lambda: not writer.store.writes, "all writes")
+    first, *_ = (key for key in store.objects if key not in chunks)
+    store.objects[first] = bytes(len(store.objects[first]))
+    assert reader.fetched(NAMES[:4]) == 0
+    assert first not in store.objects
+    for worker in (writer, reader):
+        worker.close()
+
+
+def test_each_content_is_written_once(two: tuple[DictStore, Worker, Worker]) -> None:
+    store, writer, reader = two
+    writer.offer(NAMES[:4])
+    writer.offer(NAMES[:4])
+    reader.offer(NAMES[:4])
+    assert len(store.puts) == 4
+    assert len(store.asked) == 8, "once by each worker"
+
+
+def test_a_wrong_object_is_a_miss_and_is_written_again(two: tuple[DictStore, Worker, Worker]) -> None:
+    store, writer, reader = two
+    writer.offer(NAMES[:2])
+    first = next(iter(store.objects))
+    for what, objects in damaged(store).items():
+        for wrong in objects:
+            good, store.objects[first] = store.objects[first], wrong
+            before = reader.chunk(NAMES[0])
+            assert reader.fetched(NAMES[:2]) == 0, what
+            assert torch.equal(reader.chunk(NAMES[0]), before), "nothing wrong is copied"
+            assert first not in store.objects, f"{what}: removed"
+            reader.offer(NAMES[:1])
+            assert store.objects[first], "its own KV, under the same name"
+            store.objects[first] = good
+    assert reader.fetched(NAMES[:2]) == 2
+
+
+def test_what_a_peer_changes_after_it_was_verified_is_not_used(
+    two: tuple[DictStore, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reaches the ports of a store may write to the memory of its client at any time."""
+    store, writer, reader = two
+    writer.offer(NAMES[:2])
+    verify = ObjectSeal.open
+
+    def verified(seal: ObjectSeal, name: bytes, period: int, place: memoryview) -> bool:
+        is_right = verify(seal, name, period, place)
+        store.memory[:] = bytes(MEMORY)
+        return is_right
+
+    monkeypatch.setattr(ObjectSeal, "open", verified)
+    assert reader.fetched(NAMES[:1]) == 1
+    assert torch.equal(reader.chunk(NAMES[0]), writer.chunk(NAMES[0]))
+
+
+def test_no_object_is_used_beyond_the_age_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr(__main__.time, "time", lambda: now)
+    store = DictStore()
+    writer, reader = (Worker(store, 16, max_age=100) for _ in range(2))
+    writer.offer(NAMES[:1])
+    now += 60
+    writer.offer(NAMES[1:2])
+    assert reader.fetched(NAMES[:2]) == 2
+    now += 40
+    reader.until(lambda: len(store.objects) == 1, "the older one to be removed")
+    assert reader.fetched(NAMES[:1]) == 0
+    assert reader.fetched(NAMES[1:2]) == 1
+    reader.offer(NAMES[:1])
+    assert reader.fetched(NAMES[:1]) == 1
+    for worker in (writer, reader):
+        worker.close()
+
+
+def test_the_objects_of_one_tenant_can_be_removed(two: tuple[DictStore, Worker, Worker]) -> None:
+    store, writer, reader = two
+    writer.offer(NAMES[:3], salt=b"a" * 16)
+    writer.offer(NAMES[:2], salt=b"b" * 16)
+    assert store.clear(StoreKeys(SECRET).pattern(salt=b"a" * 16)) == 3
+    assert reader.fetched(NAMES[:2], salt=b"a" * 16) == 0
+    assert reader.fetched(NAMES[:2], salt=b"b" * 16) == 2
+
+
+def test_chunks_before_a_missing_one_come(two: tuple[DictStore, Worker, Worker]) -> None:
+    store, writer, reader = two
+    writer.offer(NAMES)
+    keys = list(store.objects)
+    del store.objects[keys[30]]
+    assert reader.fetched(NAMES) == 30
+    store.objects[keys[7]] = b"wrong"
+    assert reader.fetched(NAMES) == 7
+    assert reader.known == {*NAMES[:30]} - {NAMES[7]}
+
+
+def test_another_secret_finds_nothing() -> None:
+    store = DictStore()
+    writer, stranger = Worker(store, 16), Worker(store, 16, secret=b"t" * 32)
+    writer.offer(NAMES[:2])
+    assert stranger.fetched(NAMES[:2]) == 0
+    assert stranger.lacking == {NAMES[0]}, "routers may believe that it is there"
+    stranger.offer(NAMES[:2])
+    assert len(store.objects) == 4, "and takes nothing away"
+    for worker in (writer, stranger):
+        worker.close()
+
+
+def test_a_fetch_that_is_given_up_gives_its_blocks_back_at_once(
+    two: tuple[DictStore, Worker, Worker],
+) -> None:
+    store, writer, reader = two
+    writer.offer(NAMES)
+    store.opened.clear()
+    before = reader.chunk(NAMES[0])
+    reader.fetch(NAMES)
+    reader.store.cancel(b"f")
+    assert reader.event() == kv.Closed(b"f")
+    store.opened.set()
+    reader.until(lambda: not reader.store._orders, "the late answer")
+    assert torch.equal(reader.chunk(NAMES[0]), before)
+    assert reader.fetched(NAMES) == len(NAMES)
+
+
+def test_a_new_store_process_does_nothing_of_the_one_before(
+    two: tuple[DictStore, Worker, Worker],
+) -> None:
+    """What the old one was to read and write has failed. Its last answers come late."""
+    store, writer, reader = two
+    writer.offer(NAMES)
+    hanging = DictStore()
+    hanging.opened.clear()
+    reader.start_process(hanging)
+    reader.fetch(NAMES)
+    reader.start_process(store)
+    assert reader.event() == kv.FetchFailed(b"f", "gone")
+    hanging.opened.set()
+    assert reader.fetched(NAMES) == len(NAMES)
+
+
+def test_a_full_store_is_left_alone_for_a_while(two: tuple[DictStore, Worker, Worker]) -> None:
+    store, writer, reader = two
+    store.full = True
+    writer.offer(NAMES)
+    assert 1 <= len(store.puts) <= writer.units.count // 2, "those under way"
+    writer.until(lambda: not writer.store._orders, "answers")
+    store.full = False
+    writer.store._paused_until = 0.0
+    writer.until(lambda: not writer.store.writes, "the rest")
+    assert reader.fetched(NAMES[-2:]) == 2
+    assert writer.store.refused >= 1

@@ -1,0 +1,85 @@
+"""vLLM's events about its prefix cache, as routers hear of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.content import Tier, prompt_hints
+from baton.vllm_worker.cached_blocks import CachedBlocks
+
+ROOT = b"r" * 32
+
+
+class Cache:
+    """vLLM's side. A block is named by a number."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._blocks = CachedBlocks(ROOT)
+
+    def _publish(self, **event: Any) -> dict[int, Tier | None]:
+        batch = msgspec.msgpack.encode([0.0, [event], None])
+        changed = self._blocks.changed(batch)
+        return {} if changed is None else changed.tiers
+
+    def store(
+        self, hashes: list[int], parent: int | None, tokens: list[int], **more: Any
+    ) -> dict[int, Tier | None]:
+        assert len(tokens) == len(hashes) * self._size
+        return self._publish(
+            type="BlockStored", block_hashes=hashes, parent_block_hash=parent, token_ids=tokens,
+            block_size=self._size, **more,
+        )  # fmt: skip
+
+    def remove(self, *hashes: int) -> dict[int, Tier | None]:
+        return self._publish(type="BlockRemoved", block_hashes=hashes)
+
+    def clear(self) -> dict[int, Tier | None]:
+        return self._publish(type="AllBlocksCleared")
+
+
+PROMPT = list(range(1000, 1256))
+HINTS = prompt_hints(PROMPT, ROOT, b"")
+CACHED, GONE = Tier.DEVICE, None
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_chunks_come_with_the_block_in_which_they_end(size: int) -> None:
+    """Each block is an event, as in decoding."""
+    cache, seen = Cache(size), dict[int, Tier | None]()
+    for i in range(256 // size):
+        tokens = PROMPT[i * size : (i + 1) * size]
+        seen |= cache.store([i], i - 1 if i else None, tokens)
+        assert list(seen) == HINTS[: (i + 1) * size // 64]
+    assert set(seen.values()) == {CACHED}
+    last = 256 // size - 1
+    assert set(cache.remove(last)) == set(HINTS[-max(1, size // 64) :])
+
+
+def test_all_blocks_of_a_prompt_in_one_event_and_a_continuation() -> None:
+    cache = Cache(32)
+    assert cache.store([1, 2, 3], None, PROMPT[:96]) == {HINTS[0]: CACHED}
+    assert cache.store([4], 3, PROMPT[96:128]) == {HINTS[1]: CACHED}
+    other = [*PROMPT[:96], *range(32)]
+    assert cache.store([5], 3, other[96:]) == {prompt_hints(other, ROOT, b"")[1]: CACHED}
+    assert cache.remove(4, 3) == {HINTS[1]: GONE}
+    assert cache.store([6, 7], 3, PROMPT[96:160]) == {}, "its beginning was evicted"
+    assert set(cache.clear()) == {HINTS[0], prompt_hints(other, ROOT, b"")[1]}
+
+
+def test_a_block_that_two_requests_computed_is_one() -> None:
+    cache = Cache(64)
+    assert cache.store([1], None, PROMPT[:64]) == {HINTS[0]: CACHED}
+    assert cache.store([1], None, PROMPT[:64]) == {}
+    assert cache.remove(1) == {HINTS[0]: GONE}
+    assert cache.remove(1) == {}
+
+
+def test_prompts_of_another_salt_have_other_names() -> None:
+    cache = Cache(64)
+    salted = prompt_hints(PROMPT, ROOT, b"salt")
+    found = cache.store([1, 2], None, PROMPT[:128], extra_keys=[[b"salt".hex()], None])
+    assert list(found) == salted[:2]

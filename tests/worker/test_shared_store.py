@@ -1,0 +1,215 @@
+"""A worker with a real Mooncake Store: KV outlives the worker, and nothing wrong is ever used."""
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.worker.engine_process.prefix_fetches import PAUSE
+from tests.cluster_helpers import (
+    WorkerProcess,
+    WorkerStream,
+    assert_whole,
+    attached,
+    request,
+    sampling,
+    start_worker,
+    tiny_model,
+)
+from tests.engine.conftest import save_tiny
+from tests.kv_transfer.conftest import until
+from tests.mooncake import Mooncake, libraries, mooncake
+
+ENGINE = {"load_format": "dummy", "num_blocks": 80, "block_size": 16, "enable_prefix_caching": True}
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]:
+    monkeypatch.setenv("LD_LIBRARY_PATH", libraries(tmp_path / "lib"))
+    with mooncake(tmp_path) as running:
+        yield running
+
+
+@contextmanager
+def worker(model: Path, directory: Path, store: Mooncake | None, **settings: Any) -> Iterator[WorkerProcess]:
+    engine = ENGINE | settings.pop("engine", {})
+    url = None if store is None else store.url
+    started = start_worker("prefill", model, directory, engine=engine, kv_store=url, **settings)
+    try:
+        started.wait_ready()
+        if store is not None:
+            until(lambda: " is open" in started.log.read_text(), "the store to be open", seconds=60)
+        yield started
+    finally:
+        started.popen.kill()
+        started.popen.wait()
+
+
+async def generate(stream: WorkerStream, prompt: list[int]) -> tuple[list[int], int]:
+    """The tokens, and how many tokens of the prompt were cached."""
+    decode_id = await stream.submit_decode(request(prompt, sampling(max_tokens=8, ignore_eos=True)))
+    await stream.reserved(decode_id)
+    tokens = [token for token, _ in await stream.tokens(decode_id)]
+    return [token.token_id for token in tokens], tokens[0].cached_tokens
+
+
+async def test_a_restarted_worker_finds_its_kv_in_the_store(store: Mooncake, tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    with worker(model, tmp_path / "1", store) as first:
+        async with attached(first) as stream:
+            expected = await answers(stream, 3)
+        await assert_whole(first)
+        assert await asyncio.to_thread(first.stop) == 0, "it writes all before it ends"
+    with worker(model, tmp_path / "2", store, engine={"block_size": 128}) as second:
+        async with attached(second) as stream:
+            cached = 0
+            for prompt, tokens in zip(prompts(3), expected, strict=True):
+                found, cached = await generate(stream, prompt)
+                assert found == tokens
+                if cached:
+                    break
+                await asyncio.sleep(PAUSE)  # this machine is busy: the store did not answer in time
+            assert cached == 384, "in its own blocks"
+        await assert_whole(second)
+        assert await asyncio.to_thread(second.stop) == 0
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [random.Random(seed).choices(range(500), k=400) for seed in range(count)]
+
+
+async def answers(stream: WorkerStream, count: int) -> list[list[int]]:
+    return [(await generate(stream, prompt))[0] for prompt in prompts(count)]
+
+
+@pytest.fixture
+async def expected(tmp_path: Path, store: Mooncake) -> AsyncIterator[list[list[int]]]:
+    """What a worker without a store answers."""
+    with worker(tiny_model(tmp_path / "model"), tmp_path / "alone", None) as alone:
+        async with attached(alone) as stream:
+            yield await answers(stream, 12)
+
+
+@pytest.mark.long
+async def test_a_worker_with_another_secret_finds_nothing(
+    store: Mooncake, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    model = tmp_path / "model"
+    roomy = {"num_blocks": 400}  # so that nothing is evicted before it is written
+    with worker(model, tmp_path / "1", store, engine=roomy) as first:
+        async with attached(first) as stream:
+            assert await answers(stream, 12) == expected
+        assert await asyncio.to_thread(first.stop) == 0
+    other = b"another secret of this cluster"
+    with worker(model, tmp_path / "2", store, secret=other) as second:
+        async with attached(second, other) as stream:
+            assert await generate(stream, prompts(1)[0]) == (expected[0], 0)
+    with worker(model, tmp_path / "3", store) as third:
+        async with attached(third) as stream:
+            assert await generate(stream, prompts(1)[0]) == (expected[0], 384)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["worker", "store process", "master", "store"])
+async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
+    store: Mooncake, tmp_path: Path, expected: list[list[int]], victim: str
+) -> None:
+    model = tmp_path / "model"
+    with worker(model, tmp_path / "1", store) as first:
+        victims = {"worker": first.popen, "master": store.master, "store": store.store}
+        async with attached(first) as stream:
+            for number, prompt in enumerate(prompts(12)):
+                if number == 6 and victim != "worker":
+                    (first.child("store") if victim == "store process" else victims[victim]).kill()
+                assert (await generate(stream, prompt))[0] == expected[number]
+            assert await answers(stream, 12) == expected
+        if victim == "worker":
+            first.popen.kill()
+        else:
+            await assert_whole(first)
+            assert await asyncio.to_thread(first.stop, timeout=70.0) == 0
+    with ExitStack() as stack:
+        if victim in ("master", "store"):
+            store.kill()
+            store = stack.enter_context(mooncake(tmp_path, port=store.port))
+        second = stack.enter_context(worker(model, tmp_path / "2", store))
+        async with attached(second) as stream:
+            found = [await generate(stream, prompt) for prompt in prompts(12)]
+        assert [tokens for tokens, _ in found] == expected
+        if victim in ("worker", "store process"):
+            assert any(cached for _, cached in found), "what was written is found"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["Llama", "Bamba"])
+async def test_other_ranks_and_models_with_states_find_their_kv(
+    store: Mooncake, tmp_path: Path, kind: str, ranks: tuple[int, int]
+) -> None:
+    model = tmp_path / "model"
+    save_tiny(model, kind, max_position_embeddings=4096)
+    kinds = {"load_format": "auto", "num_blocks": 200, "block_size": 64}
+    settings: list[Any] = [{"engine": kinds | {"tensor_parallel_size": count}} for count in ranks]
+    prompt = random.Random(1).choices(range(3, 199), k=700)
+    with worker(model, tmp_path / "1", store, **settings[0]) as first:
+        async with attached(first) as stream:
+            expected, _ = await generate(stream, prompt)
+        await assert_whole(first)
+        assert await asyncio.to_thread(first.stop, timeout=70.0) == 0, "it writes all before it ends"
+    with worker(model, tmp_path / "2", store, **settings[1]) as second:
+        async with attached(second) as stream:
+            assert await generate(stream, prompt) == (expected, 640)
+        await assert_whole(second)
+
+
+@pytest.mark.long
+async def test_a_store_that_comes_back_is_used_again(
+    store: Mooncake, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    model = tmp_path / "model"
+    with worker(model, tmp_path / "1", store) as first:
+        store.kill()
+        async with attached(first) as stream:
+            assert await answers(stream, 6) == expected[:6]
+            with mooncake(tmp_path, port=store.port) as again:
+                opened = first.log.read_text().count(" is open")
+                until(lambda: first.log.read_text().count(" is open") > opened, "the new store", seconds=60)
+                assert await answers(stream, 12) == expected
+                assert await asyncio.to_thread(first.stop) == 0
+                with worker(model, tmp_path / "2", again) as second:
+                    async with attached(second) as other:
+                        assert await generate(other, prompts(12)[11]) == (expected[11], 384)
+
+
+@pytest.mark.long
+async def test_a_stopped_master_holds_up_no_prompt(
+    store: Mooncake, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    with worker(tmp_path / "model", tmp_path / "1", store) as first:
+        async with attached(first) as stream:
+            await generate(stream, prompts(12)[0])
+            store.master.send_signal(signal.SIGSTOP)
+            assert await answers(stream, 12) == expected
+            await assert_whole(first)
+            store.master.send_signal(signal.SIGCONT)
+            assert await answers(stream, 12) == expected
+        await assert_whole(first)
+        assert await asyncio.to_thread(first.stop, timeout=70.0) == 0
+
+
+@pytest.mark.long
+async def test_a_full_store_takes_what_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", libraries(tmp_path / "lib"))
+    model = tiny_model(tmp_path / "model")
+    with mooncake(tmp_path, segment=16 << 20) as small, worker(model, tmp_path / "1", small) as first:
+        async with attached(first) as stream:
+            before = [await generate(stream, prompt) for prompt in prompts(100)]
+            again = [await generate(stream, prompt) for prompt in prompts(100)]
+        assert [tokens for tokens, _ in before] == [tokens for tokens, _ in again]
+        await assert_whole(first)
+        assert await asyncio.to_thread(first.stop, timeout=70.0) == 0

@@ -1,0 +1,114 @@
+"""The shared store beside the engine's loop: what enters the prefix cache is offered, what prompts lack is
+fetched."""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from baton.content import Tier
+from baton.engine import CachedBlock, Engine
+from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
+from baton.kv_transfer import TraceWriter
+from baton.kv_transfer.endpoint.shared_store import Held, SharedStore
+from baton.worker.engine_process.cached_chunks import CachedChunks
+from baton.worker.engine_process.paged_kv import paged_kv
+from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetches
+from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.engine_process.start import EngineProcessConfig
+from baton.worker.messages import ContentSource, RequestCounts, StoreStats
+
+ASK = 0.05
+"""Seconds that a prompt waits at least for the store to say what it has."""
+ASK_SHARE = 0.02
+"""Of the seconds that computing takes, how long a prompt may wait for that."""
+SOURCE = ContentSource("", 0, Tier.STORE)
+
+
+class StoreFetches(PrefixFetches):
+    """Fetches from the store, which has no pins and no incarnation."""
+
+    @property
+    def _exchange(self) -> PrefixExchange | None:
+        return self._engine.store_exchange
+
+    def _limits(self, expected: float, computing: float) -> tuple[float, float]:
+        """The store must say soon what it has. Then reading may take twice what it should, but no longer than
+        computing."""
+        ask = max(ASK, ASK_SHARE * computing)
+        return ask, ask + min((seconds for seconds in (2 * expected, computing) if seconds), default=LONGEST)
+
+    def _ask(
+        self, fetch_id: bytes, missing: MissingPrefix, source: ContentSource, block_ids: Sequence[int]
+    ) -> None:
+        exchange = self._exchange
+        assert exchange is not None, "it started an import"
+        cast("SharedStore", self._receiver).fetch_content(
+            fetch_id,
+            salt=missing.names.salt,
+            chunks=missing.chunks,
+            first_chunk=missing.first_chunk,
+            block_ids=block_ids,
+            state_slot=exchange.state_slot(fetch_id),
+        )
+
+
+class StoreTier(SharedStore):
+    """The engine's end of the shared store, as the loop uses it.
+
+    Attributes:
+        fetches: the prompts that wait for the store.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: EngineProcessConfig,
+        counts: RequestCounts,
+        trace: TraceWriter,
+        cached_chunks: CachedChunks,
+    ) -> None:
+        """Raises `ValueError` without a prefix cache."""
+        if engine.store_exchange is None:
+            raise ValueError("--kv-store: needs the prefix cache; leave out --no-enable-prefix-caching")
+        assert config.store is not None, "the service made it"
+        self._engine, self._exchange = engine, engine.store_exchange
+        super().__init__(paged_kv(engine), config.store, hold=self._held, known=cached_chunks.stored)
+        links = PrefixLinks()
+        self._link = links.to(SOURCE)
+        self._link.paused_until = math.inf
+        self._was_open = False
+        self.fetches = StoreFetches(engine, self, config.incarnation, counts, links, trace)
+
+    def _held(self, name: bytes, part: int, chunk: int) -> Held | None:
+        exchange = self._exchange
+        if part:
+            slot = exchange.lend_states(name)
+            return None if slot is None else Held((), slot, lambda: exchange.take_back_states(slot))
+        pin_id = os.urandom(16)
+        count, block_ids = exchange.pin(pin_id, [name], chunk)
+        return Held(block_ids, 0, lambda: exchange.unpin(pin_id)) if count else None
+
+    @property
+    def stats(self) -> StoreStats:
+        speed = self._link.tokens_per_s.value
+        return StoreStats(self.is_open, speed, self.written, self.refused, self.missed)
+
+    def entered(self, blocks: Iterable[CachedBlock]) -> None:
+        """These blocks are in the prefix cache now."""
+        for block in blocks:
+            for chunk, name in enumerate(block.chunks, block.first_chunk):
+                self.offer(block.salt, name, chunk)
+
+    def states_kept(self, salt: bytes, name: bytes, chunk: int) -> None:
+        """The prefix cache has the states after this chunk."""
+        self.offer(salt, name, chunk, states=True)
+
+    def pump(self) -> None:
+        self.move(busy=self._engine.has_work)
+        if self.is_open is not self._was_open:  # no prompt waits while it is closed
+            self._was_open = self.is_open
+            self._link.paused_until = 0.0 if self._was_open else math.inf
+        for event in self.poll():
+            self.fetches.handle(event)
+        self.fetches.expire()
