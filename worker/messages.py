@@ -195,8 +195,8 @@ class EngineReady(_Message):
     num_blocks: int
     offload_blocks: int  # of all tiers below the device
     vocabulary_fingerprint: str  # empty if the model has no tokenizer
-    numerics: str = ""  # as in `Started`
     attention_doubles_at: int = 0  # as in `ModelConfig`; 0: it computes no parts of prompts
+    numerics: str = ""  # as in `Started`
 
 
 class Tokens(_Message):

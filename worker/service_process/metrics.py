@@ -18,7 +18,7 @@ from baton.content import Tier
 from baton.engine import ExpertStats, OffloadStats
 from baton.kv_transfer import InjectStats, TransferStats
 from baton.machine.system import family
-from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled, RequestCounts, StoreStats
+from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled, StoreStats
 
 disable_created_metrics()  # each counter and histogram would get one more series
 
@@ -215,21 +215,17 @@ class Metrics(Collector):
         yield counter("baton:prefix_fetched_tokens", text, by_tier, "tier")
         text = "KV from the prefix caches of other workers."
         yield counter("baton:prefix_fetched_bytes", text, counts.prefix_fetched_bytes)
+        for name, text, value in (
+            ("", "Parts of prompts that other workers compute, too.", counts.prompt_parts),
+            ("_failed", "Of these, the ones that failed.", counts.prompt_parts_failed),
+            ("_wait_seconds", "Time that steps waited for their KV.", counts.prompt_parts_waited),
+        ):
+            yield counter(f"baton:prompt_parts{name}", text, value)
         if status.store is not None:
             yield from self._of_store(status.store)
-        yield from self._of_parts(counts)
         text = "Requests that ended with their last token on this worker."
         ends = {"stop": counts.finished_stop, "length": counts.finished_length}
         yield counter("vllm:request_success", text, ends, "finished_reason")
-
-    def _of_parts(self, counts: RequestCounts) -> Iterator[Metric]:
-        counter = self._counter
-        text = "Parts of prompts that other workers compute, too."
-        yield counter("baton:prompt_parts", text, counts.prompt_parts)
-        text = "Of these, the ones that failed. Their requests are computed by one worker."
-        yield counter("baton:prompt_parts_failed", text, counts.prompt_parts_failed)
-        text = "Time that steps waited for KV of a prompt that other workers compute."
-        yield counter("baton:prompt_parts_wait_seconds", text, counts.prompt_parts_waited)
 
     def _of_store(self, stats: StoreStats) -> Iterator[Metric]:
         yield self._gauge("baton:store_open", "Whether the shared store is connected.", float(stats.is_open))

@@ -259,8 +259,8 @@ class Service:
             metrics_address=metrics_address,
             vocab_size=engine.vocab_size,
             vocabulary_fingerprint=engine.vocabulary_fingerprint,
-            numerics=engine.numerics,
             attention_doubles_at=engine.attention_doubles_at,
+            numerics=engine.numerics,
             served_model_name=config.model_name,
             revision=config.engine.revision or "",
         )
