@@ -52,7 +52,7 @@ async def test_the_tokens_are_those_of_one_worker(whole: Broken) -> None:
     split = functools.partial(cluster.router_metric, "baton:split_prompts_total")
     before = split()
     async with new_session() as http:
-        for case in ASKED:
+        for case in ASKED * 4:  # a report may be old, and the prompt then has one worker
             stream = await read(http, cluster.url, case)
             assert not stream.failed, stream.error
             assert stream.token_ids == whole.right[case]
