@@ -12,18 +12,16 @@ from google.protobuf.message import Message
 from baton.router.active_request import Services
 from baton.router.workers.worker import POOL_NAMES, Worker
 
-AT_ONCE = 50
-"""Workers that are described without a turn of the streams."""
+ASKED = 50
+"""The most workers that a status asks at once. Of more it shows the last reports, which are a second old."""
 
 
 async def router_status(services: Services, draining: bool) -> dict[str, Any]:
-    """Shows the last reports of the workers, which are about a second old. No worker is asked: one that does
-    not answer would make each probe wait."""
-    workers = []
-    for number, worker in enumerate(services.pool.connections, 1):
-        workers.append(_worker(worker))
-        if number % AT_ONCE == 0:
-            await asyncio.sleep(0)
+    """Asks the workers, unless they are many. For one that does not answer it shows the last report."""
+    connections, workers = services.pool.connections, []
+    for first in range(0, len(connections), ASKED):  # streams have their turn in between
+        part = connections[first : first + ASKED]
+        workers += await asyncio.gather(*(_worker(each, ask=len(connections) <= ASKED) for each in part))
     return {
         "router": router_state(services, draining),
         "workers": workers,
@@ -71,7 +69,8 @@ def scrape_targets(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _worker(worker: Worker) -> dict[str, Any]:
+async def _worker(worker: Worker, *, ask: bool) -> dict[str, Any]:
+    status = await worker.current_status() if ask else worker.status
     described = worker.description
     return {
         "address": worker.address,
@@ -83,7 +82,7 @@ def _worker(worker: Worker) -> dict[str, Any]:
         "remedy": worker.remedy,
         "attempts": len(worker.attempts),
         "description": _plain(described),
-        "status": _plain(worker.status),
+        "status": _plain(status),
     }
 
 

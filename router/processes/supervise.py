@@ -311,11 +311,11 @@ class Supervisor:
         finally:
             await runner.cleanup()
 
-    async def _known(self, command: str) -> dict[int, bytes]:
+    async def _known(self, command: str, seconds: float | None = ANSWER_SECONDS) -> dict[int, bytes]:
         """Returns the reply of each process, or its last one if it takes longer than this."""
         asked = {process: process.asked(command) for process in self._processes.values()}
         if asked:
-            await asyncio.wait(asked.values(), timeout=ANSWER_SECONDS)
+            await asyncio.wait(asked.values(), timeout=seconds)
         running = sorted(self._processes.items())  # others have ended meanwhile
         return {number: p.known[command] for number, p in running if p in asked and command in p.known}
 
@@ -331,7 +331,8 @@ class Supervisor:
         return web.json_response(await self._status())
 
     async def _status(self) -> dict[str, Any]:
-        found = {number: json.loads(text) for number, text in (await self._known("status")).items()}
+        # A status asks the workers, which takes its time if one of them is silent.
+        found = {number: json.loads(text) for number, text in (await self._known("status", None)).items()}
         return merged_status(found, self._config)
 
     async def _get_health(self, request: web.Request) -> web.Response:

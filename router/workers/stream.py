@@ -22,6 +22,7 @@ from baton.router.workers.checks import (
 )
 from baton.router.workers.roster import Roster
 from baton.router.workers.worker import (
+    CALL_TIMEOUT,
     AttemptEvent,
     SendQueue,
     Worker,
@@ -38,7 +39,6 @@ OFFERS = 6.0
 """Seconds that the stream of a worker stays open after the worker left the list. It may offer prefixes then,
 for a shorter time (`prefill_worker.offers`)."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0
-CALL_TIMEOUT = 5.0
 
 
 class WorkerStream:
@@ -139,7 +139,7 @@ class WorkerStream:
             hello = pb.RouterHello(router_id=self._config.id, report_seconds=self._roster.report_seconds)
             messages.put(pb.RouterMessage(hello=hello))
             self._call = stub.Attach(messages.messages())
-            worker.send_queue, worker.reason, worker.remedy = messages, "", ""
+            worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
             log.info("%s is %s", worker, worker.state)
             self._roster.availability_changed(worker)
             try:
@@ -160,7 +160,7 @@ class WorkerStream:
         failed = was_attached and worker.ready
         if worker.send_queue is not None:
             worker.send_queue.close()
-        worker.send_queue = None
+        worker.send_queue = worker.stub = None
         if worker.state is not WorkerState.REFUSED:
             worker.state = WorkerState.CONNECTING
         lost = worker.lose_all()

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+import grpc.aio
+
 from baton.machine.logs import of_request
 from baton.machine.tracing import Span
 from baton.router.policy.decode import DecodeLoad
@@ -27,9 +29,12 @@ from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.breaker import CircuitBreaker
 from baton.router.workers.checks import clear_invalid_rates
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
 
+CALL_TIMEOUT = 5.0
+STATUS_TIMEOUT = 2.0
 MAX_UNSENT_BYTES = 8 << 20
 POOL_NAMES: dict["pb.Pool", str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 
@@ -109,7 +114,7 @@ class Worker:
         breaker: decides whether the worker fails too often to get work.
         row: its row in the tables of the policies, while it is attached.
         retired: discovery no longer lists it.
-        send_queue: of its stream; None without a stream.
+        send_queue, stub: of its stream; None without a stream.
         on_load: called when the worker may have capacity for another decode.
         on_end: called when an attempt has ended.
     """
@@ -135,6 +140,7 @@ class Worker:
         self.row = -1
         self.retired = False
         self.send_queue: SendQueue | None = None
+        self.stub: WorkerStub | None = None
         self.on_end: Callable[[], None] = lambda: None
         self.on_load = on_load
         self._loads = loads
@@ -188,6 +194,21 @@ class Worker:
         if self.attached and self.pool != before[1]:
             log.info("%s gets the work of the %s pool", self, POOL_NAMES.get(self.pool, self.pool))
         return (self.state, self.pool) != before
+
+    async def current_status(self) -> pb.WorkerStatus:
+        """Asks the worker. Returns the last report if the worker does not answer in time."""
+        if self.stub is None:
+            return self.status
+        try:
+            status = await self.stub.GetStatus(pb.StatusRequest(), timeout=STATUS_TIMEOUT)
+            clear_invalid_rates(status)
+            return status
+        except grpc.aio.AioRpcError:
+            return self.status
+        except asyncio.CancelledError:
+            if cancelled_from_outside():
+                raise
+            return self.status  # the stream ended and closed the channel during the call
 
     # ------------------------------------------------------------ messages
 

@@ -30,6 +30,7 @@ from baton.kv_transfer.wait import wait
 from baton.prefill_worker.role import PrefillAttempt, SenderSink
 from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
+from baton.worker.engine_process.parts import LayerWaits
 from baton.worker.messages import Origin
 from tests.device import DEVICE
 from tests.engine.checkpoints import load
@@ -145,6 +146,7 @@ class Side:
             paged_kv(self.engine, lambda: self.sink.layers_ready)
         )
         self.receiver = transport.receiver(paged_kv(self.engine))
+        self.sink.waits = LayerWaits(self.receiver, lambda: None)
         self.caches = [self.engine.kv_cache, *(followers[rank].kv_cache for rank in sorted(followers))]
         self._heads = [layout.parts[0].heads_of(rank, ranks) for rank in range(ranks)]
 

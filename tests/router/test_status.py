@@ -1,4 +1,4 @@
-"""`GET /status` shows the last reports of the workers, and asks none."""
+"""`GET /status` asks the workers unless they are many, and succeeds if they fail meanwhile."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +11,70 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import FakeWorker
 
-from .conftest import Cluster, make_cluster
+from .conftest import make_cluster
+
+
+async def test_a_worker_that_leaves_during_the_call_is_shown_with_its_last_report(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, hangs = asyncio.Event(), asyncio.Event()
+
+    async def get_status(
+        worker: FakeWorker, request: pb.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerStatus:
+        if hangs.is_set():
+            asked.set()
+            await asyncio.Event().wait()
+        return worker.status
+
+    monkeypatch.setattr(FakeWorker, "GetStatus", get_status)
+    async with make_cluster(tokenizer, tmp_path) as cluster:
+        hangs.set()
+        question = asyncio.create_task(cluster.http.get(cluster.url + "/status"))
+        await asked.wait()
+        (tmp_path / "workers").write_text("")  # closes its channel during the call
+        async with await question as response:
+            assert response.status == 200
+            workers = (await response.json())["workers"]
+    assert [worker["status"]["blocks_free"] for worker in workers] == [512, 512]
+
+
+async def test_many_workers_are_not_asked(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_cluster(tokenizer, tmp_path, decode=2) as cluster:
+        await cluster.rooms(dict.fromkeys(cluster.workers, 300))
+        for worker in cluster.workers:
+            worker.status.blocks_free = 200  # not reported yet
+        monkeypatch.setattr("baton.router.status.ASKED", 2)
+        reported = (await cluster.get("/status"))["workers"]
+        monkeypatch.setattr("baton.router.status.ASKED", 3)
+        asked = (await cluster.get("/status"))["workers"]
+    assert [(w["role"], w["status"]["blocks_free"]) for w in reported] == [
+        ("prefill", 300), ("decode", 300), ("decode", 300),
+    ]  # fmt: skip
+    assert [worker["status"]["blocks_free"] for worker in asked] == [200, 200, 200]
+
+
+async def test_the_links_that_a_worker_has_measured_are_shown(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    async with make_cluster(tokenizer, tmp_path) as cluster:
+        link = pb.PrefixLink(incarnation=7, tier=pb.TIER_HOST, wait=0.5, tokens_per_s=100.0)
+        cluster.decodes[0].status.prefix_links.append(link)
+        [prefill, decode] = (await cluster.get("/status"))["workers"]
+    assert prefill["status"]["prefix_links"] == []
+    shown = {"incarnation": f"{7:016x}", "tier": "tier_host", "wait": 0.5, "tokens_per_s": 100.0}
+    assert decode["status"]["prefix_links"] == [shown]
+
+
+async def test_an_unknown_health_value_is_shown_as_a_number(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    async with make_cluster(tokenizer, tmp_path) as cluster:
+        cluster.decodes[0].status.health = cast("pb.WorkerStatus.Health", 99)
+        workers = (await cluster.get("/status"))["workers"]
+    assert [worker["status"]["health"] for worker in workers] == ["health_serving", "99"]
 
 
 async def test_a_worker_that_answers_no_question_delays_no_probe(
@@ -25,39 +88,10 @@ async def test_a_worker_that_answers_no_question_delays_no_probe(
 
     async with make_cluster(tokenizer, tmp_path) as cluster:
         monkeypatch.setattr(FakeWorker, "GetStatus", get_status)
-        await cluster.rooms(dict.fromkeys(cluster.workers, 300))
-        async with asyncio.timeout(4):  # a question to a worker takes up to five seconds
+        monkeypatch.setattr("baton.router.workers.worker.STATUS_TIMEOUT", 60.0)
+        async with asyncio.timeout(30):
             await cluster.get("/ready")
-            await cluster.get("/metrics/targets")
-            workers = (await cluster.get("/status"))["workers"]
-    assert [worker["status"]["blocks_free"] for worker in workers] == [300, 300]
-
-
-async def known(cluster: Cluster, worker: FakeWorker) -> None:
-    """Waits until the router knows the status of a worker."""
-    worker.report()
-    [made] = [made for made in cluster.pool.connections if made.address == worker.address]
-    await cluster.until(lambda: made.status == worker.status)
-
-
-async def test_the_links_that_a_worker_has_measured_are_shown(
-    tokenizer: ModelTokenizer, tmp_path: Path
-) -> None:
-    async with make_cluster(tokenizer, tmp_path) as cluster:
-        link = pb.PrefixLink(incarnation=7, tier=pb.TIER_HOST, wait=0.5, tokens_per_s=100.0)
-        cluster.decodes[0].status.prefix_links.append(link)
-        await known(cluster, cluster.decodes[0])
-        [prefill, decode] = (await cluster.get("/status"))["workers"]
-    assert prefill["status"]["prefix_links"] == []
-    shown = {"incarnation": f"{7:016x}", "tier": "tier_host", "wait": 0.5, "tokens_per_s": 100.0}
-    assert decode["status"]["prefix_links"] == [shown]
-
-
-async def test_an_unknown_health_value_is_shown_as_a_number(
-    tokenizer: ModelTokenizer, tmp_path: Path
-) -> None:
-    async with make_cluster(tokenizer, tmp_path) as cluster:
-        cluster.decodes[0].status.health = cast("pb.WorkerStatus.Health", 99)
-        await known(cluster, cluster.decodes[0])
+        monkeypatch.setattr("baton.router.workers.worker.STATUS_TIMEOUT", 0.1)
+        await cluster.rooms(dict.fromkeys(cluster.workers, 300))
         workers = (await cluster.get("/status"))["workers"]
-    assert [worker["status"]["health"] for worker in workers] == ["health_serving", "99"]
+    assert [worker["status"]["blocks_free"] for worker in workers] == [300, 300]
