@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Self, TextIO
@@ -62,6 +63,10 @@ class Driver:
         self._news = asyncio.Condition()
         self._reader: asyncio.Task[None] | None = None
         self._sending = asyncio.Lock()  # gRPC takes one write at a time
+        self.kv: dict[str, Any] = {
+            "kv_address": report["kv_address"], "incarnation": int(report["incarnation"])
+        }  # fmt: skip
+        """Fields of a message that say where KV of the worker is."""
 
     async def __aenter__(self) -> Driver:
         await self._call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=os.urandom(16))))
@@ -77,6 +82,11 @@ class Driver:
     async def send(self, message: pb.RouterMessage) -> None:
         async with self._sending:
             await self._call.write(message)
+
+    async def metric(self, name: str, label: str = "") -> float:
+        """A metric of the worker, up to date."""
+        await self.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
+        return await asyncio.to_thread(metric, f"http://{self.report['metrics_address']}", name, label)
 
     async def tokens(self, attempt_id: bytes, count: int) -> list[tuple[float, pb.TokenEvent]]:
         """Waits for the first `count` tokens of an attempt. Raises RuntimeError if the attempt fails."""
@@ -129,18 +139,24 @@ class Workers:
         await self.prefill.__aexit__()
         await self.decode.__aexit__()
 
-    async def submit_decode(self, work: pb.Request, prefill_id: bytes | None) -> bytes:
-        """Without a `prefill_id` the decode worker computes the prompt."""
-        decode_id, source, told = os.urandom(16), None, self.prefill.report
+    async def submit_decode(
+        self, work: pb.Request, prefill_id: bytes | None, of: Driver | None = None
+    ) -> bytes:
+        """Without a `prefill_id` the decode worker computes the prompt. `of`: the worker of the prefill, if
+        it is not the prefill worker."""
+        decode_id, source = os.urandom(16), None
         if prefill_id is not None:
-            source = pb.PrefillSource(
-                prefill_id=prefill_id,
-                kv_address=told["kv_address"],
-                incarnation=int(told["incarnation"]),
-            )
+            source = pb.PrefillSource(prefill_id=prefill_id, **(of or self.prefill).kv)
         submit = pb.SubmitDecode(decode_id=decode_id, request=work, source=source)
         await self.decode.send(pb.RouterMessage(decode=submit))
         return decode_id
+
+    async def on_decode(self, work: pb.Request) -> tuple[float, list[int]]:
+        """The decode worker does both. Returns the time to first token, and the answer."""
+        began = time.perf_counter()
+        decode_id = await self.submit_decode(work, None)
+        tokens = await self.decode.tokens(decode_id, work.sampling.max_tokens)
+        return tokens[0][0] - began, [event.token_id for _, event in tokens]
 
 
 def request(prompt_ids: Sequence[int], max_tokens: int) -> pb.Request:
@@ -154,6 +170,14 @@ def request(prompt_ids: Sequence[int], max_tokens: int) -> pb.Request:
 def prompt_of(length: int, number: int) -> list[int]:
     """Token ids. No two prompts share a prefix."""
     return [100 + (number * 7919 + i * 31) % 20_000 for i in range(length)]
+
+
+def metric(url: str, name: str, label: str = "") -> float:
+    """The sum of a metric over all labels, or of those samples that have a label, such as `role="decode"`."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    found = [line for line in lines if line.startswith((name + "{", name + " ")) and label in line]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
 def gpus_or_exit(count: int, why: str) -> int:

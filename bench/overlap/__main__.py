@@ -60,7 +60,7 @@ from baton.bench.overlap.streams import (
     quiet_gaps,
     streamed,
 )
-from baton.bench.roles import Driver, Workers, gpus_or_exit, prompt_of
+from baton.bench.roles import Workers, gpus_or_exit, prompt_of
 from baton.bench.shapes import DENSE, HYBRIDS, write_shape
 
 CONTEXT = 1000
@@ -156,8 +156,7 @@ async def _measure_all(
     args: argparse.Namespace, cluster: LocalCluster
 ) -> tuple[dict[int, Runs], dict[int, list[Streamed]]]:
     """What was measured, by tokens of a prompt, and by those of a request of --long."""
-    drivers = (Driver(cluster.report(role), cluster.secret) for role in ("prefill", "decode"))
-    async with Workers(*drivers) as workers:
+    async with Workers(*cluster.drivers()) as workers:
         measured = {tokens: await _measure(args, workers, tokens) for tokens in args.tokens}
         long: dict[int, list[Streamed]] = {}
         for length in args.long:
