@@ -118,13 +118,11 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> dict[int, 
 
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (default: %(default)s)")
     p.add_argument("--tokens", type=int, action="append", help=f"of a prompt (default: {TOKENS})")
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
     args = p.parse_args()
     args.tokens = args.tokens or TOKENS[args.device]
-    if args.short:
-        args.rounds = contract.MIN_PAIRS
+    args.rounds = contract.MIN_PAIRS if args.short else ROUNDS
     with two_workers(args, (), ("--max-model-len", str(max(args.tokens) + 1024))) as cluster:
         found = asyncio.run(measure(args, cluster))
     report = Report.of("split", args)

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import itertools
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ import aiohttp
 
 import baton.bench.contract as contract
 from baton.bench.chaos.streams import Case, new_session, read
-from baton.bench.contract import Report, Row, percentile
+from baton.bench.contract import Report, Row
 from baton.bench.roles import Server, prompt_of
 from baton.machine.system import free_port
 
@@ -129,10 +128,8 @@ async def trace(serving: Cluster, around: float, name: str, report: Report) -> N
             turn for turn in turns if start <= turn.began < stop and len(turn.text) > TRACE_HISTORY + ANSWER
         ]
         if of_part:
-            ttfts = [turn.ttft * 1e3 for turn in of_part]
-            report.add(
-                Row(f"{name}.{part}.ttft", statistics.median(ttfts), "ms", p99=percentile(ttfts, 0.99))
-            )
+            ttfts = [turn.ttft for turn in of_part]
+            report.add_median(f"{name}.{part}.ttft", ttfts, "ms", scale=1e3)
             hits = sum(turn.cached for turn in of_part) / sum(len(turn.text) - ANSWER for turn in of_part)
             report.add(Row(f"{name}.{part}.hits", hits, "share"))
 

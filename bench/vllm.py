@@ -275,8 +275,7 @@ class Deployment:
                 report.add(Row(f"{name}.ttft", 1e3 * statistics.median(alone), "ms"))
                 continue
             report.add_ratio(f"{name}.ttft", firsts, "ms", alone, "alone", scale=1e3)
-            steps = [1e3 * answer.handover for answer in answers[side]]
-            report.add(Row(f"{name}.handover", statistics.median(steps), "ms", p99=max(steps)))
+            report.add_median(f"{name}.handover", [a.handover for a in answers[side]], "ms", scale=1e3)
             if proxied:
                 answered = [answer.times[0] for answer in answers[side]]
                 goal = 1.05 if side == "proxied" and self._cuda else None

@@ -138,7 +138,6 @@ def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs) 
 
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (default: %(default)s)")
     p.add_argument(
         "--history", type=int, help=f"tokens (default: {ON_CPU.history} on a CPU, {ON_CUDA.history} on a GPU)"
     )
@@ -150,10 +149,7 @@ def main() -> int:
     args = p.parse_args()
     default = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
     turns = Turns(args.history or default.history, args.answer or default.answer)
-    if args.short:
-        args.rounds = contract.MIN_PAIRS
-    if args.rounds < contract.MIN_PAIRS:
-        p.error(f"--rounds: at least {contract.MIN_PAIRS}")
+    args.rounds = contract.MIN_PAIRS if args.short else ROUNDS
     on_gpus = ("--max-model-len", "16384", "--kv-lanes", "8", "--kv-slots", "256")
     with two_workers(args, ("--kv-connector", args.kv_connector), on_gpus) as cluster:
         runs = asyncio.run(measure(args, cluster, turns))
