@@ -57,12 +57,13 @@ def spawn(
 class Server:
     """A server of this machine, until `stop`. Without a `log` it prints on stderr.
 
-    The log begins with its variables and its command.
+    The log begins with the variables and the command.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], log: Path | None = None, **environment: str
+        self, name: str, command: Sequence[str], log: Path | None, environment: Mapping[str, str]
     ) -> None:
+        """`environment`: variables beside those of this process."""
         self.name, self.log = name, log
         with contextlib.ExitStack() as files:
             output: TextIO = sys.stderr
@@ -72,7 +73,7 @@ class Server:
                 print(*variables, shlex.join(command), file=output, flush=True)
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                env=os.environ | environment, start_new_session=True,
+                env={**os.environ, **environment}, start_new_session=True,
             )  # fmt: skip
 
     def until_answers(self, url: str, deadline: float, body: bytes | None = None) -> None:

@@ -71,7 +71,7 @@ class Cluster:
 async def cluster(directory: Path, *flags: str) -> AsyncIterator[Cluster]:
     port, log = free_port(), directory / f"serve{len(flags)}.log"
     command = [sys.executable, "-m", "baton.cluster.cli", "serve", "--port", str(port), "--dtype", "float32"]
-    server, url = Server("baton serve", [*command, *flags], log), f"http://127.0.0.1:{port}"
+    server, url = Server("baton serve", [*command, *flags], log, {}), f"http://127.0.0.1:{port}"
     async with new_session() as session:
         try:
             deadline = time.monotonic() + START_S

@@ -104,7 +104,7 @@ class Deployment:
     def _start(self, name: str, port: int, *line: str, **environment: str) -> None:
         full = f"{self._name}-{name}"
         command, log = (sys.executable, "-m", *line), self._logs / f"{full}.log"
-        self._servers[name] = Server(full, command, log, **environment)
+        self._servers[name] = Server(full, command, log, environment)
         self._urls[name] = f"http://127.0.0.1:{port}"
 
     def _vllm(self, name: str, connector: dict[str, Any] | None = None, **environment: str) -> None:

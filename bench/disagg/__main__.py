@@ -88,7 +88,7 @@ def started(side: Side, model: Path) -> Iterator[str]:
             gpu = {"CUDA_VISIBLE_DEVICES": str(number)} if side.count > 1 else {}
             words = shlex.split(side.command)
             words = [word.replace("{port}", port).replace("{model}", str(model)) for word in words]
-            server = servers[f"http://127.0.0.1:{port}"] = Server(str(side), words, **gpu)
+            server = servers[f"http://127.0.0.1:{port}"] = Server(str(side), words, None, gpu)
             until_the_end.callback(server.stop)
         deadline = time.monotonic() + START_S
         for url, server in servers.items():
