@@ -97,6 +97,13 @@ class Report:
         given = {name: value for name, value in vars(args).items() if name not in _NOT_REPORTED}
         return cls(bench, given | more, args.json)
 
+    def add_median(
+        self, name: str, values: Sequence[float], unit: str, *, scale: float = 1.0, **more: Any
+    ) -> None:
+        """Adds the median of some values, with their p99. `scale`, `more`: as for `add_ratio`."""
+        median, p99 = statistics.median(values), percentile(values, 0.99)
+        self.add(Row(name, scale * median, unit, p99=scale * p99, **more))
+
     def add_ratio(
         self, name: str, ours: Sequence[float], unit: str, theirs: Sequence[float], to: str, *,
         scale: float = 1.0, inverse: bool = False, **more: Any,

@@ -35,7 +35,7 @@ from grpc.aio import Channel
 import baton.bench.contract as contract
 from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
 from baton.bench.chaos.streams import Case, Load, Verdict, expected, judge
-from baton.bench.contract import Report, Row, percentile
+from baton.bench.contract import Report, Row
 from baton.bench.overlap.streams import Trace
 from baton.bench.shapes import write_shape
 from baton.cluster.supervision.calls import set_pool
@@ -147,7 +147,7 @@ def report_rows(report: Report, name: str, flips: Sequence[float], traces: Path)
         ("computing", computing, {"ratio": ratio, "ratio_to": "prefill 0"}),
     ]
     for row, times, more in rows:
-        report.add(Row(f"{name}.{row}", percentile(times, 0.5), "s", p99=percentile(times, 0.99), **more))
+        report.add_median(f"{name}.{row}", times, "s", **more)
     report.add(Row(f"{name}.flips", len(seconds), "times"))
     report.detail = {"seconds": seconds, "until_prompt": waits, "computing": computing}
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import baton.bench.contract as contract
 from baton.bench.contract import MIN_PAIRS, Report, Row
-from baton.bench.engine.drive import drain, fill
+from baton.bench.engine.drive import answers, drain, fill
 from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig, build_engine
@@ -82,7 +82,7 @@ def on_cpu(report: Report, *, short: bool) -> None:
     requests = [
         _request(n, ids, 48, temperature=t) for n, ids in enumerate([copying, *free]) for t in (0.0, 0.8)
     ]
-    one, other = (_answers(engine, requests) for engine in exact)
+    one, other = (answers(engine, requests) for engine in exact)
     differ = sum(a != b for mine, its in zip(one, other, strict=True) for a, b in zip(mine, its, strict=True))
     report.add(Row("speculation.cpu.different", differ, f"of {sum(map(len, one))} tokens", goal=0))
 
@@ -117,16 +117,6 @@ def _tokens_per_s(
         drain(engine)
         seconds += time.perf_counter() - began
     return len(prompts) * (max_tokens - 1) / seconds
-
-
-def _answers(engine: Engine, requests: Sequence[EngineRequest]) -> list[list[int]]:
-    answers: dict[bytes, list[int]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for output in engine.step().outputs:
-            answers[output.id].append(output.token)
-    return list(answers.values())
 
 
 class _Set:

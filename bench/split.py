@@ -19,16 +19,15 @@ import asyncio
 import os
 import statistics
 import sys
-import tempfile
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster, metric
+from baton.bench.chaos.cluster import LocalCluster, two_workers
 from baton.bench.contract import Report, Row
-from baton.bench.roles import Driver, Workers, gpus_or_exit, prompt_of, request
-from baton.bench.shapes import DENSE, write_shape
+from baton.bench.roles import Driver, Workers, prompt_of, request
+from baton.bench.shapes import DENSE
 from baton.router.policy.split import PromptCost, SplitWorker, split
 from baton.rpc import worker_pb2 as pb
 
@@ -48,11 +47,9 @@ class Runs:
 
 
 class Pair(Workers):
-    async def waited(self) -> float:
+    def waited(self) -> Awaitable[float]:
         """Seconds that steps of the decode worker waited for KV, since its start."""
-        await self.decode.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
-        url = f"http://{self.decode.report['metrics_address']}"
-        return await asyncio.to_thread(metric, url, "baton:prompt_parts_wait_seconds_total", "")
+        return self.decode.metric("baton:prompt_parts_wait_seconds_total")
 
     async def plan(self, tokens: int) -> list[tuple[Driver, int]]:
         """The worker of each range, and its end."""
@@ -73,37 +70,23 @@ class Pair(Workers):
         ids = {driver: os.urandom(16) for driver, _ in plan}
         starts = [0, *(stop for _, stop in plan)]
         ranges = [
-            pb.PlanRange(
-                prefill_id=ids[driver], kv_address=driver.report["kv_address"],
-                incarnation=int(driver.report["incarnation"]), start=start, stop=stop,
-            )
+            pb.PlanRange(prefill_id=ids[driver], start=start, stop=stop, **driver.kv)
             for start, (driver, stop) in zip(starts, plan, strict=False)
-        ]  # fmt: skip
+        ]
         began = time.perf_counter()
         for driver, prefill_id in ids.items():
             work = request(prompt[: max(stop for of, stop in plan if of is driver)], ANSWER)
             submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=True, plan=ranges)
             await driver.send(pb.RouterMessage(prefill=submit))
-        told, final = self.decode.report, ids[self.decode]
-        source = pb.PrefillSource(
-            prefill_id=final, kv_address=told["kv_address"], incarnation=int(told["incarnation"])
-        )
-        decode_id = os.urandom(16)
-        decode = pb.SubmitDecode(decode_id=decode_id, request=request(prompt, ANSWER), source=source)
-        await self.decode.send(pb.RouterMessage(decode=decode))
+        final = ids[self.decode]
+        decode_id = await self.submit_decode(request(prompt, ANSWER), final, self.decode)
         [(first, _)] = await self.decode.tokens(final, 1)
         tokens = await self.decode.tokens(decode_id, ANSWER)
         return first - began, [event.token_id for _, event in tokens]
 
-    async def alone(self, prompt: list[int]) -> tuple[float, list[int]]:
-        began = time.perf_counter()
-        decode_id = await self.submit_decode(request(prompt, ANSWER), None)
-        tokens = await self.decode.tokens(decode_id, ANSWER)
-        return tokens[0][0] - began, [event.token_id for _, event in tokens]
-
 
 async def one_round(pair: Pair, tokens: int, number: int, runs: Runs) -> None:
-    ttft, _ = await pair.alone(prompt_of(tokens, 3 * number))
+    ttft, _ = await pair.on_decode(request(prompt_of(tokens, 3 * number), ANSWER))
     runs.alone.append(ttft)
     prompt, before = prompt_of(tokens, 3 * number + 1), await pair.waited()
     try:
@@ -116,14 +99,13 @@ async def one_round(pair: Pair, tokens: int, number: int, runs: Runs) -> None:
     runs.waited.append((await pair.waited() - before) / ttft)
     work = request(prompt, ANSWER)
     work.cache_salt = b"computed again"
-    again = await pair.submit_decode(work, None)
-    runs.failed += [event.token_id for _, event in await pair.decode.tokens(again, ANSWER)] != answer
+    _, again = await pair.on_decode(work)
+    runs.failed += again != answer
 
 
 async def measure(args: argparse.Namespace, cluster: LocalCluster) -> dict[int, Runs]:
     found: dict[int, Runs] = {}
-    drivers = (Driver(cluster.report(role), cluster.secret) for role in ("prefill", "decode"))
-    async with Pair(*drivers) as pair:
+    async with Pair(*cluster.drivers()) as pair:
         for tokens in args.tokens:
             found[tokens] = Runs()
             # The prefill worker must know its speed.
@@ -134,31 +116,15 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> dict[int, 
     return found
 
 
-def worker_flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], list[str]]:
-    """The flags of both workers, and the device of each. Exits if GPUs are missing."""
-    if args.device == "cpu":
-        model = ["--model", args.model] if args.model else []
-        return ["--dtype", "float32", "--num-threads", "1", *model], ["cpu", "cpu"]
-    gpus_or_exit(2, "this bench")
-    model = ["--model", args.model or str(write_shape(DENSE, directory)), "--load-format", "dummy"]
-    return [*model, "--max-model-len", str(max(args.tokens) + 1024)], ["cuda:0", "cuda:1"]
-
-
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (default: %(default)s)")
     p.add_argument("--tokens", type=int, action="append", help=f"of a prompt (default: {TOKENS})")
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
     args = p.parse_args()
     args.tokens = args.tokens or TOKENS[args.device]
-    if args.short:
-        args.rounds = contract.MIN_PAIRS
-    with tempfile.TemporaryDirectory() as name:
-        flags, devices = worker_flags(args, Path(name))
-        with LocalCluster(
-            Path(name), prefill=1, decode=1, router=False, worker_flags=flags, devices=devices
-        ) as cluster:
-            found = asyncio.run(measure(args, cluster))
+    args.rounds = contract.MIN_PAIRS if args.short else ROUNDS
+    with two_workers(args, (), ("--max-model-len", str(max(args.tokens) + 1024))) as cluster:
+        found = asyncio.run(measure(args, cluster))
     report = Report.of("split", args)
     for tokens, runs in found.items():
         of = "split.cpu" if args.device == "cpu" else f"split.{args.device}.n{tokens}"

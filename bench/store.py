@@ -17,11 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
-import os
 import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,8 +28,9 @@ from typing import NamedTuple
 import aiohttp
 
 import baton.bench.contract as contract
-from baton.bench.contract import Report, Row, percentile
-from baton.bench.roles import prompt_of
+from baton.bench.chaos.streams import Case, new_session, read
+from baton.bench.contract import Report, Row
+from baton.bench.roles import Server, prompt_of
 from baton.machine.system import free_port
 
 CHATS, HISTORY, ANSWER, NEW = 9, 700, 40, 32
@@ -51,34 +48,22 @@ class Turn(NamedTuple):
 
 
 class Cluster:
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, process: subprocess.Popen[bytes], log: Path
-    ) -> None:
-        self.session, self.url, self._process, self._log = session, url, process, log
+    def __init__(self, session: aiohttp.ClientSession, url: str, server: Server, log: Path) -> None:
+        self.session, self.url, self._server, self._log = session, url, server, log
 
     async def turn(self, prompt: Sequence[int], answer: int = ANSWER) -> Turn:
-        body = {"prompt": list(prompt), "max_tokens": answer, "temperature": 0, "ignore_eos": True}
-        body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        began, ttft, text, cached = time.perf_counter(), 0.0, list(prompt), 0
-        async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
-            response.raise_for_status()
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                if choices := event.get("choices"):
-                    ttft = ttft or time.perf_counter() - began
-                    text += choices[0].get("token_ids") or []
-                if usage := event.get("usage"):
-                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        return Turn(began, ttft, cached, text)
+        case, usage = Case("", answer, 0.0, seed=0), {"include_usage": True}
+        got = await read(self.session, self.url, case, prompt=list(prompt), stream_options=usage)
+        if got.failed:
+            raise RuntimeError(got.error or "the stream ended early")
+        return Turn(got.started, got.arrivals[0] - got.started, got.cached_tokens, [*prompt, *got.token_ids])
 
     async def restart(self) -> None:
         """Restarts all workers, one after the other."""
         before = self._log.read_text().count(RESTARTED)
-        os.kill(self._process.pid, signal.SIGUSR1)
+        self._server.process.send_signal(signal.SIGUSR1)
         while self._log.read_text().count(RESTARTED) == before:
-            assert self._process.poll() is None, self._log.read_text()
+            assert self._server.process.poll() is None, self._log.read_text()
             await asyncio.sleep(0.1)
 
 
@@ -86,23 +71,14 @@ class Cluster:
 async def cluster(directory: Path, *flags: str) -> AsyncIterator[Cluster]:
     port, log = free_port(), directory / f"serve{len(flags)}.log"
     command = [sys.executable, "-m", "baton.cluster.cli", "serve", "--port", str(port), "--dtype", "float32"]
-    with log.open("wb") as output:
-        process = subprocess.Popen([*command, *flags], stdout=output, stderr=output)  # noqa: ASYNC220
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    server, url = Server("baton serve", [*command, *flags], log, {}), f"http://127.0.0.1:{port}"
+    async with new_session() as session:
         try:
-            while True:
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with session.get(f"{url}/ready") as answer:
-                        if answer.ok:
-                            break
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()  # noqa: PT018
-                await asyncio.sleep(0.2)
-            yield Cluster(session, url, process, log)
+            deadline = time.monotonic() + START_S
+            await asyncio.to_thread(server.until_answers, f"{url}/ready", deadline)
+            yield Cluster(session, url, server, log)
         finally:
-            process.send_signal(signal.SIGINT)
-            await asyncio.to_thread(process.wait)
+            await asyncio.to_thread(server.stop, signal.SIGINT)
 
 
 async def second_turns(serving: Cluster, report: Report) -> None:
@@ -141,9 +117,9 @@ async def trace(serving: Cluster, around: float, name: str, report: Report) -> N
         for number in range(TRACE_CHATS):
             chats.create_task(chat(number))
         await asyncio.sleep(around)
-        began = time.perf_counter()
+        began = time.monotonic()
         await serving.restart()
-        over = time.perf_counter()
+        over = time.monotonic()
         await asyncio.sleep(around)
         ends.set()
     parts = {"before": (0.0, began), "during": (began, over), "after": (over, float("inf"))}
@@ -152,10 +128,8 @@ async def trace(serving: Cluster, around: float, name: str, report: Report) -> N
             turn for turn in turns if start <= turn.began < stop and len(turn.text) > TRACE_HISTORY + ANSWER
         ]
         if of_part:
-            ttfts = [turn.ttft * 1e3 for turn in of_part]
-            report.add(
-                Row(f"{name}.{part}.ttft", statistics.median(ttfts), "ms", p99=percentile(ttfts, 0.99))
-            )
+            ttfts = [turn.ttft for turn in of_part]
+            report.add_median(f"{name}.{part}.ttft", ttfts, "ms", scale=1e3)
             hits = sum(turn.cached for turn in of_part) / sum(len(turn.text) - ANSWER for turn in of_part)
             report.add(Row(f"{name}.{part}.hits", hits, "share"))
 

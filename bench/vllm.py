@@ -30,12 +30,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,64 +46,22 @@ import aiohttp
 
 import baton.bench.contract as contract
 from baton.bench.chaos.cluster import free_port
-from baton.bench.chaos.streams import new_session
+from baton.bench.chaos.streams import Case, new_session, read
 from baton.bench.contract import Report, Row
+from baton.bench.roles import Server
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 
 SMALL = "small-random"
 SIDES = ("alone", "proxied", "nixl", "workers", "to_vllm", "from_vllm")
 START_S = {"cpu": 400.0, "cuda": 160.0}
-TAIL = 25  # lines of a log
 TOKENS, PROMPT = 8, 2000
 COMMON = ("--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--max-num-seqs", "16",
           "--served-model-name", "m")  # fmt: skip
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+_ENGINES = {"workers": ("vllm", "vllm"), "to_vllm": ("baton", "vllm"), "from_vllm": ("vllm", "baton")}
+"""Of the prefill and the decode worker."""
+SECRET = {"BATON_CLUSTER_SECRET": "of this bench, and of no other"}
 Times = list[float]
-
-
-class Process:
-    """A server of this machine, until `stop`."""
-
-    def __init__(
-        self, name: str, logs: Path, line: Sequence[str], health: int, environment: dict[str, str]
-    ) -> None:
-        self.name, self.port = name, health
-        self._log = logs / f"{name}.log"
-        with self._log.open("w") as out:
-            print(
-                *(f"{key}={value}" for key, value in environment.items()),
-                shlex.join(line),
-                file=out,
-                flush=True,
-            )
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", *line], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                env=os.environ | environment, start_new_session=True,
-            )  # fmt: skip
-
-    async def until_ready(self, session: aiohttp.ClientSession, deadline: float) -> bool:
-        while time.monotonic() < deadline and self._popen.poll() is None:
-            try:
-                async with session.get(f"http://127.0.0.1:{self.port}/health") as response:
-                    if response.status == 200:
-                        return True
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.25)
-        self.tell("does not start")
-        return False
-
-    def tell(self, what: str) -> None:
-        lines = self._log.read_text(errors="replace").splitlines()
-        text = "\n".join(line[:300] for line in lines[-TAIL:])
-        print(f"== {self.name} {what} (exit code {self._popen.poll()}):\n{text}", file=sys.stderr, flush=True)
-
-    def stop(self) -> None:
-        self._popen.terminate()
-        try:
-            self._popen.wait(20)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
 
 
 @dataclass
@@ -129,15 +85,27 @@ class Deployment:
         self._model, self._dtype, self._logs = model, dtype, logs
         self._name = model.name
         self.sides = [side for side in sides if side in args.side]
-        self._processes: dict[str, Process] = {}
+        self._servers: dict[str, Server] = {}
+        self._urls: dict[str, str] = {}
+        """Of each server, for requests about its health and its metrics."""
+        self._workers: dict[str, str] = {}
+        """Addresses for routers, by name."""
         self._session = new_session()
-        for start in dict.fromkeys(_STARTS[side] for side in self.sides):
-            start(self)
+        for side in self.sides:
+            if side in _ENGINES:
+                self._behind_router(side)
+            elif side == "alone":
+                self._vllm("alone")
+            else:
+                self._pair(side)
 
-    # ------------------------------------------------------------ processes
+    # ------------------------------------------------------------ servers
 
     def _start(self, name: str, port: int, *line: str, **environment: str) -> None:
-        self._processes[name] = Process(f"{self._name}-{name}", self._logs, line, port, environment)
+        full = f"{self._name}-{name}"
+        command, log = (sys.executable, "-m", *line), self._logs / f"{full}.log"
+        self._servers[name] = Server(full, command, log, environment)
+        self._urls[name] = f"http://127.0.0.1:{port}"
 
     def _vllm(self, name: str, connector: dict[str, Any] | None = None, **environment: str) -> None:
         port, more = free_port(), []
@@ -180,60 +148,32 @@ class Deployment:
                 environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,cuda_copy"}
             self._vllm(f"{side}-{'pd'[i]}", connector, **environment)
 
-    def _proxied(self) -> None:
-        self._pair("proxied")
+    def _behind_router(self, side: str) -> None:
+        workers: list[str] = []
+        for role, engine in zip(("prefill", "decode"), _ENGINES[side], strict=True):
+            name = f"{engine}-{role}"
+            if name not in self._workers:  # sides share workers
+                self._worker(name, role, engine)
+            workers += ["--worker", self._workers[name]]
+        port = free_port()
+        self._start(
+            f"{side}-router", port, "baton.cluster.cli", "router", "--port", str(port), "--no-overflow",
+            "--model", str(self._model), "--served-model-name", "m", *workers, **SECRET,
+        )  # fmt: skip
 
-    def _nixl(self) -> None:
-        self._pair("nixl")
-
-    def _alone(self) -> None:
-        self._vllm("alone")
-
-    def _behind_routers(self) -> None:
-        secret = {"BATON_CLUSTER_SECRET": "of this bench, and of no other"}
-        workers: dict[tuple[str, str], str] = {}
-        for side in self.sides:
-            if side not in _ENGINES:
-                continue
-            addresses: list[str] = []
-            for kind in zip(("prefill", "decode"), _ENGINES[side], strict=True):
-                role, engine = kind
-                if kind not in workers:
-                    port, metrics = free_port(), free_port()
-                    workers[kind] = f"127.0.0.1:{port}"
-                    line = [
-                        "--engine",
-                        engine,
-                        "--port",
-                        str(port),
-                        "--metrics-port",
-                        str(metrics),
-                        *self._options,
-                    ]
-                    if engine == "vllm":
-                        line += [*self._small_share, "--vllm-args", shlex.join(self._of_vllm)]
-                    elif self._cuda:
-                        line += ["--num-blocks", "4000"]
-                    line += ["--device", "cuda" if self._cuda else "cpu"]
-                    threads = () if self._cuda else ("--num-threads", "1")
-                    self._start(
-                        f"{engine}-{role}", metrics, "baton.cluster.cli", role, *line, *threads, **secret
-                    )
-                addresses += ["--worker", workers[kind]]
-            port = free_port()
-            line = [
-                "--port",
-                str(port),
-                "--no-overflow",
-                "--model",
-                str(self._model),
-                "--served-model-name",
-                "m",
-            ]
-            self._start(f"{side}-router", port, "baton.cluster.cli", "router", *line, *addresses, **secret)
+    def _worker(self, name: str, role: str, engine: str) -> None:
+        port, metrics = free_port(), free_port()
+        self._workers[name] = f"127.0.0.1:{port}"
+        line = ["--engine", engine, "--port", str(port), "--metrics-port", str(metrics), *self._options]
+        if engine == "vllm":
+            line += [*self._small_share, "--vllm-args", shlex.join(self._of_vllm)]
+        elif self._cuda:
+            line += ["--num-blocks", "4000"]
+        line += ["--device", "cuda"] if self._cuda else ["--device", "cpu", "--num-threads", "1"]
+        self._start(name, metrics, "baton.cluster.cli", role, *line, **SECRET)
 
     def _names(self, side: str) -> list[str]:
-        """The processes of a side."""
+        """The servers of a side."""
         if side in _ENGINES:
             prefill, decode = _ENGINES[side]
             return [f"{side}-router", f"{prefill}-prefill", f"{decode}-decode"]
@@ -241,14 +181,21 @@ class Deployment:
 
     async def until_ready(self, deadline: float) -> None:
         """Leaves out the sides that do not start."""
-        processes = self._processes.values()
-        ready = await asyncio.gather(*(each.until_ready(self._session, deadline) for each in processes))
-        up = {name for name, is_up in zip(self._processes, ready, strict=True) if is_up}
+        ready = await asyncio.gather(*(self._is_up(name, deadline) for name in self._servers))
+        up = {name for name, is_up in zip(self._servers, ready, strict=True) if is_up}
         self.sides = [side for side in self.sides if up.issuperset(self._names(side))]
+
+    async def _is_up(self, name: str, deadline: float) -> bool:
+        try:
+            await asyncio.to_thread(self._servers[name].until_answers, f"{self._urls[name]}/health", deadline)
+        except RuntimeError as error:
+            print(f"== {error}", file=sys.stderr, flush=True)
+            return False
+        return True
 
     async def stop(self) -> None:
         await self._session.close()
-        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in self._processes.values()))
+        await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers.values()))
 
     # ------------------------------------------------------------ requests
 
@@ -264,31 +211,22 @@ class Deployment:
         return Answer(answer.tokens, [answered, *(answered + at for at in answer.times)])
 
     async def post(self, name: str, prompt: list[int], more: dict[str, Any]) -> Any:
-        async with self._session.post(self._url(name), json=_BODY | {"prompt": prompt} | more) as response:
-            return json.loads(await _checked(response))
+        body = {"model": "m", "temperature": 0, "ignore_eos": True, "prompt": prompt} | more
+        async with self._session.post(f"{self._urls[name]}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"HTTP {response.status}: {(await response.text())[:500]}")
+            return await response.json()
 
     async def stream(self, name: str, prompt: list[int], tokens: int, **more: Any) -> Answer:
-        body = _BODY | {"prompt": prompt, "max_tokens": tokens, "stream": True} | more
-        answer, began = Answer([], []), time.perf_counter()
-        async with self._session.post(self._url(name), json=body) as response:
-            if response.status != 200:
-                await _checked(response)
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    if "choices" not in event:
-                        raise RuntimeError(str(event))
-                    for token in event["choices"][0]["token_ids"] or ():
-                        answer.tokens.append(token)
-                        answer.times.append(time.perf_counter() - began)
-        return answer
-
-    def _url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self._processes[name].port}/v1/completions"
+        case = Case("", tokens, temperature=0.0, seed=0)
+        got = await read(self._session, self._urls[name], case, prompt=prompt, model="m", **more)
+        if got.failed:
+            raise RuntimeError(f"HTTP {got.status}: {got.error[:500]}")
+        return Answer(got.token_ids, [at - got.started for at in got.arrivals])
 
     async def means(self, name: str) -> dict[str, float]:
         """The means of the histograms of a worker."""
-        async with self._session.get(f"http://127.0.0.1:{self._processes[name].port}/metrics") as response:
+        async with self._session.get(f"{self._urls[name]}/metrics") as response:
             lines = [line for line in (await response.text()).splitlines() if line.startswith("baton:")]
         values = {re.split("[{ ]", line)[0]: float(line.split()[-1]) for line in lines}
         sums = {name.removesuffix("_sum"): value for name, value in values.items() if name.endswith("_sum")}
@@ -337,8 +275,7 @@ class Deployment:
                 report.add(Row(f"{name}.ttft", 1e3 * statistics.median(alone), "ms"))
                 continue
             report.add_ratio(f"{name}.ttft", firsts, "ms", alone, "alone", scale=1e3)
-            steps = [1e3 * answer.handover for answer in answers[side]]
-            report.add(Row(f"{name}.handover", statistics.median(steps), "ms", p99=max(steps)))
+            report.add_median(f"{name}.handover", [a.handover for a in answers[side]], "ms", scale=1e3)
             if proxied:
                 answered = [answer.times[0] for answer in answers[side]]
                 goal = 1.05 if side == "proxied" and self._cuda else None
@@ -352,15 +289,14 @@ class Deployment:
     async def decodes(
         self, report: Report, prefix: str, rounds: int, draw: Callable[[int], list[int]]
     ) -> None:
-        servers = {
+        measured = {
             "alone": "alone",
             "piecewise": "proxied-p",
             "full": "proxied-d",
             "worker": "workers-router",
         }
-        servers = {
-            kind: name for kind, name in servers.items() if any(name in self._names(s) for s in self.sides)
-        }
+        up = {name for side in self.sides for name in self._names(side)}
+        servers = {kind: name for kind, name in measured.items() if name in up}
         for batch in (1, 8):
             gaps: dict[str, Times] = {kind: [] for kind in servers}
             for i in range(rounds + 1):
@@ -376,21 +312,6 @@ class Deployment:
 def _gap(answer: Answer) -> float:
     """Seconds between two tokens. The first of them may wait for other requests."""
     return (answer.times[-1] - answer.times[8]) / (len(answer.times) - 9)
-
-
-async def _checked(response: aiohttp.ClientResponse) -> str:
-    text = await response.text()
-    if response.status != 200:
-        raise RuntimeError(f"HTTP {response.status}: {text[:500]}")
-    return text
-
-
-_BODY = {"model": "m", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-_ENGINES = {"workers": ("vllm", "vllm"), "to_vllm": ("baton", "vllm"), "from_vllm": ("vllm", "baton")}
-_STARTS: dict[str, Callable[[Deployment], None]] = {
-    "alone": Deployment._alone, "proxied": Deployment._proxied, "nixl": Deployment._nixl,
-    **dict.fromkeys(_ENGINES, Deployment._behind_routers),
-}  # fmt: skip
 
 
 def small_model(directory: Path) -> Path:
@@ -426,11 +347,8 @@ async def measure(args: argparse.Namespace, report: Report, directory: Path) -> 
             large = Deployment(args, _shape(DENSE, directory), "bfloat16", SIDES[:4], logs)
         deadline, began = time.monotonic() + START_S[args.device], time.monotonic()
         await asyncio.gather(*(each.until_ready(deadline) for each in {small, large}))
-        print(
-            f"up after {time.monotonic() - began:.0f} s: {small.sides} {large.sides}",
-            file=sys.stderr,
-            flush=True,
-        )
+        took = time.monotonic() - began
+        print(f"up after {took:.0f} s: {small.sides} {large.sides}", file=sys.stderr, flush=True)
         prefix = f"vllm.{args.device}"
         if "alone" in small.sides:
             different = await small.different([draw(length) for length in lengths])

@@ -19,7 +19,7 @@ from pathlib import Path
 from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
 from baton.bench.chaos.faults import Happened, plan, torment
 from baton.bench.chaos.streams import Load, Stream, cases, expected, judge, pauses
-from baton.bench.contract import Report, Row, parser, percentile
+from baton.bench.contract import Report, Row, parser
 
 WORKERS = ("prefill", "decode")
 ROLES = (*WORKERS, "router")
@@ -101,7 +101,7 @@ def _add_faults(report: Report, happened: list[Happened], streams: list[Stream])
 
 def _add_seconds(report: Report, name: str, seconds: list[float]) -> None:
     if seconds:
-        report.add(Row(f"chaos.{name}", percentile(seconds, 0.5), "s", p99=percentile(seconds, 0.99)))
+        report.add_median(f"chaos.{name}", seconds, "s")
 
 
 def _worker_flags(args: argparse.Namespace) -> tuple[str, ...]:

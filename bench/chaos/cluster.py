@@ -7,6 +7,7 @@ that ends is restarted at once.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import http.client
@@ -15,15 +16,17 @@ import os
 import secrets
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from baton.bench import roles
 from baton.bench.chaos import processes
+from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.model import EMBEDDED_NAME
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
@@ -119,7 +122,7 @@ class Worker:
 
     def metric(self, name: str) -> float:
         """The sum over all labels of a metric of the current process."""
-        return metric(f"http://{self.lives[-1]['metrics_address']}", name)
+        return roles.metric(f"http://{self.lives[-1]['metrics_address']}", name)
 
     def end(self) -> None:
         self._stopping = True
@@ -206,6 +209,11 @@ class LocalCluster:
         """What the first worker of a role, or the router, said when it was ready last: address, pid, …"""
         return self.of(role)[0].lives[-1]
 
+    def drivers(self) -> tuple[roles.Driver, roles.Driver]:
+        """Of the first prefill and the first decode worker."""
+        prefill, decode = (roles.Driver(self.report(role), self.secret) for role in ("prefill", "decode"))
+        return prefill, decode
+
     def __enter__(self) -> LocalCluster:
         with contextlib.ExitStack() as unless_it_is_up:
             unless_it_is_up.callback(self.close)
@@ -277,7 +285,7 @@ class LocalCluster:
         self.wait_for(attached, START_S, f"{worker.name} at the router")
 
     def router_metric(self, name: str) -> float:
-        return metric(self.url, name)
+        return roles.metric(self.url, name)
 
     # ------------------------------------------------------------ for workers
 
@@ -305,12 +313,30 @@ class LocalCluster:
         draft.replace(self._file)
 
 
-def metric(url: str, name: str, label: str = "") -> float:
-    """The sum of a metric over all labels, or of those samples that have a label, such as `role="decode"`."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:
-        lines = page.read().decode().splitlines()
-    found = [line for line in lines if line.startswith((name + "{", name + " ")) and label in line]
-    return sum(float(line.rpartition(" ")[2]) for line in found)
+@contextlib.contextmanager
+def two_workers(
+    args: argparse.Namespace, flags: Sequence[str], on_gpus: Sequence[str]
+) -> Iterator[LocalCluster]:
+    """A prefill and a decode worker without a router, for the bench's `--model` and `--device`.
+
+    `on_gpus`: further flags there. Each worker has a GPU of its own. Exits if there are too few.
+    """
+    devices = [args.device] * 2
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        if args.device == "cuda":
+            roles.gpus_or_exit(2, "this bench")
+            devices = ["cuda:0", "cuda:1"]
+            model = args.model or str(write_shape(DENSE, directory))
+            flags = [*flags, "--model", model, "--load-format", "dummy", *on_gpus]
+        else:
+            # One thread each: otherwise two engines would compete for the cores of a small machine.
+            flags = [*flags, "--dtype", "float32", "--num-threads", "1"]
+            flags += ["--model", args.model] if args.model else []
+        with LocalCluster(
+            directory, prefill=1, decode=1, router=False, worker_flags=flags, devices=devices
+        ) as cluster:
+            yield cluster
 
 
 def status(url: str, key: str = "") -> dict[str, Any]:

@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import socket
-from pathlib import Path
 
 import psutil
 
@@ -34,14 +33,6 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Sends a signal. Does nothing if the process is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def resident_bytes(pid: int) -> int:
-    """The private memory of a process. Shared pages, such as the arena, do not count."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise ProcessLookupError(pid)
 
 
 def break_connections(pid: int, port: int) -> int:

@@ -143,7 +143,7 @@ def _take(stream: Stream, line: bytes, on_token: Callable[[Stream], None]) -> No
             stream.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
             return
         [choice] = event["choices"]
-        new = choice["token_ids"]
+        new = choice["token_ids"] or ()  # vLLM may say null
         stream.token_ids += new
         stream.text += choice["text"]
         if choice.get("logprobs"):

@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,9 +35,10 @@ from baton.bench import contract
 from baton.bench.chaos.cluster import free_port
 from baton.bench.contract import Report, Row
 from baton.bench.disagg.loads import LOADS, SHORT, Load, command, warm_up
+from baton.bench.roles import Server
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 
-START_S, STOP_S, POLL_S = 900.0, 60.0, 0.5
+START_S = 900.0
 DRAWS = 1000
 FIGURES = {"ttft.p50": ("ttft", 50), "ttft.p99": ("ttft", 99), "gap.p99": ("gap", 99)}
 TOTALS = {"throughput.output_tokens": "tokens/s", "goodput.share": "share", "requests.failed": "requests"}
@@ -81,46 +80,20 @@ Found = dict[str, dict[str, Measured]]
 @contextlib.contextmanager
 def started(side: Side, model: Path) -> Iterator[str]:
     """Starts the processes of a side. Yields their URLs when each has answered."""
-    urls: list[str] = []
-    running: list[subprocess.Popen[bytes]] = []
-    with contextlib.ExitStack() as processes:
+    servers: dict[str, Server] = {}
+    body = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
+    with contextlib.ExitStack() as until_the_end:
         for number in range(side.count):
             port = str(free_port())
             gpu = {"CUDA_VISIBLE_DEVICES": str(number)} if side.count > 1 else {}
             words = shlex.split(side.command)
             words = [word.replace("{port}", port).replace("{model}", str(model)) for word in words]
-            process = subprocess.Popen(words, env=os.environ | gpu, stdout=sys.stderr)
-            processes.callback(_end, process)
-            running.append(process)
-            urls.append(f"http://127.0.0.1:{port}")
+            server = servers[f"http://127.0.0.1:{port}"] = Server(str(side), words, None, gpu)
+            until_the_end.callback(server.stop)
         deadline = time.monotonic() + START_S
-        while not all(map(_answers, urls)):
-            if any(process.poll() is not None for process in running):
-                raise RuntimeError(f"{side}: a process ended before it answered. Its output is above.")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{side}: no answer within {START_S:.0f} s")
-            time.sleep(POLL_S)
-        yield ",".join(urls)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    body = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=POLL_S * 20) as response:
-            response.read()
-            return True
-    except OSError:
-        return False
+        for url, server in servers.items():
+            server.until_answers(f"{url}/v1/completions", deadline, body)
+        yield ",".join(servers)
 
 
 def run(url: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:

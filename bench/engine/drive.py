@@ -37,6 +37,17 @@ def drain(engine: Any) -> int:
     return tokens
 
 
+def answers(engine: Any, requests: Sequence[EngineRequest]) -> list[list[int]]:
+    """The output tokens of each request."""
+    tokens: dict[bytes, list[int]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step().outputs:
+            tokens[output.id].append(output.token)
+    return list(tokens.values())
+
+
 def prefill_seconds(engine: Any, prompts: Sequence[Sequence[int]]) -> float:
     """Seconds from the arrival of the requests to the last first token."""
     began = time.perf_counter()

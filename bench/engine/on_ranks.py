@@ -22,15 +22,9 @@ from typing import Any
 
 import msgspec
 
-import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
-from baton.bench.engine.drive import (
-    decode_step_seconds,
-    greedy,
-    median_ms,
-    prefill_seconds,
-    prompt,
-)
+from baton.bench.engine.drive import answers, decode_step_seconds, greedy, median_ms, prefill_seconds, prompt
+from baton.bench.roles import gpus_or_exit
 from baton.bench.shapes import MOE, write_shape
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
@@ -68,9 +62,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         work = Work(engine, [1, 16], [500], 128, 16, compared=True)
         _compare(work, size, report, {})
         return
-    if len(contract.gpus()) < size:
-        print(f"--tensor-parallel-size {size}: this machine has {len(contract.gpus())} GPUs", file=sys.stderr)
-        sys.exit(contract.EXIT_CANNOT_MEASURE)
+    gpus_or_exit(size, f"--tensor-parallel-size {size}:")
     steps = 32 if args.short else 128
     if args.model_shape == MOE:
         with tempfile.TemporaryDirectory() as directory:
@@ -193,24 +185,10 @@ def main() -> None:
             seconds[f"prefill.{tokens}"] = series[1:]
         for batch in work.batches:
             seconds[f"decode.b{batch}"] = decode_step_seconds(engine, batch, work.context, work.steps)
-        measured = {
-            "seconds": seconds,
-            "tokens": _tokens(engine) if work.compared else [],
-        }
+        count, length, output = SAME
+        compared = [greedy(prompt(length, seed), output) for seed in range(count if work.compared else 0)]
+        measured = {"seconds": seconds, "tokens": answers(engine, compared)}
     print(json.dumps(measured), flush=True)
-
-
-def _tokens(engine: Engine) -> list[list[int]]:
-    """The outputs of some greedy requests."""
-    count, length, output = SAME
-    requests = [greedy(prompt(length, seed), output) for seed in range(count)]
-    tokens: dict[bytes, list[int]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        for emitted in engine.step().outputs:
-            tokens[emitted.id].append(emitted.token)
-    return [tokens[request.id] for request in requests]
 
 
 if __name__ == "__main__":

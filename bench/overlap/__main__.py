@@ -60,7 +60,7 @@ from baton.bench.overlap.streams import (
     quiet_gaps,
     streamed,
 )
-from baton.bench.roles import Driver, Workers, gpus_or_exit, prompt_of
+from baton.bench.roles import Workers, gpus_or_exit, prompt_of
 from baton.bench.shapes import DENSE, HYBRIDS, write_shape
 
 CONTEXT = 1000
@@ -69,6 +69,7 @@ PERIOD_S = 0.8
 """Seconds of a period in which gaps are collected, with or without incoming KV."""
 PERIODS = 6
 """Periods of each kind."""
+ROUNDS = 9
 REST_S = 0.05
 LONG_OUTPUT = 100
 """Output tokens of a request of --long."""
@@ -156,8 +157,7 @@ async def _measure_all(
     args: argparse.Namespace, cluster: LocalCluster
 ) -> tuple[dict[int, Runs], dict[int, list[Streamed]]]:
     """What was measured, by tokens of a prompt, and by those of a request of --long."""
-    drivers = (Driver(cluster.report(role), cluster.secret) for role in ("prefill", "decode"))
-    async with Workers(*drivers) as workers:
+    async with Workers(*cluster.drivers()) as workers:
         measured = {tokens: await _measure(args, workers, tokens) for tokens in args.tokens}
         long: dict[int, list[Streamed]] = {}
         for length in args.long:
@@ -215,21 +215,13 @@ def report_rows(args: argparse.Namespace, report: Report, tokens: int, runs: Run
     alones = [trace.joined[i].fetch_seconds for i in runs.alones]
     exposed = [trace.joined[r.decode_id].at - trace.first_token[r.prefill_id] for r in idle]
     hidden = [1 - max(0.0, e) / lone for e, lone in zip(exposed, alones, strict=True)]
-    report.add(
-        Row(
-            f"{prefix}.hidden", statistics.median(hidden), "share", spread=max(hidden) - min(hidden),
-            goal=0.8 if on_cpu else 0.9, better="higher",
-        )
-    )  # fmt: skip
+    name, spread = f"{prefix}.hidden", max(hidden) - min(hidden)
+    goal = 0.8 if on_cpu else 0.9
+    report.add(Row(name, statistics.median(hidden), "share", spread=spread, goal=goal, better="higher"))
     for batch, series in runs.streamed.items():
         steps = [run.handover / run.step for run in series]
         beside = f".b{batch}" if batch else ""
-        report.add(
-            Row(
-                f"{prefix}.handover{beside}", statistics.median(steps), "steps",
-                p99=contract.percentile(steps, 0.99), goal=2.5 if on_cpu else 2.0,
-            )
-        )  # fmt: skip
+        report.add_median(f"{prefix}.handover{beside}", steps, "steps", goal=2.5 if on_cpu else 2.0)
         report.add(Row(f"{prefix}.step{beside}", _median_ms(r.step for r in series), "ms"))
     report.add_ratio(
         f"{prefix}.ttft", [run.ttft for run in idle], "ms", runs.prefills,
@@ -244,7 +236,7 @@ def report_rows(args: argparse.Namespace, report: Report, tokens: int, runs: Run
             report.add_ratio(f"{prefix}.{name}.b{batch}", during, "ms", quiet, to, scale=1e3, goal=goal)
     per_token = trace.joined[runs.alones[0]].size / tokens
     report.add(Row(f"{prefix}.wire", per_token, "bytes a token"))
-    report.add(Row(f"{prefix}.exposed", _median_ms(exposed), "ms", p99=max(exposed) * 1e3))
+    report.add_median(f"{prefix}.exposed", exposed, "ms", scale=1e3)
     to = "raw sockets, same bytes and lanes (as speed)"
     report.add_ratio(f"{prefix}.alone", alones, "ms", runs.raws, to, scale=1e3, inverse=True)
 
@@ -273,7 +265,6 @@ def main() -> int:
         "--tokens", type=int, action="append", metavar="N",
         help="prompt length (default: 1000 on a CPU, 2000 on a GPU); may be repeated",
     )  # fmt: skip
-    p.add_argument("--rounds", type=int, default=9, help="rounds A B (default: %(default)s)")
     p.add_argument("--lanes", type=int, help="KV lanes (default: 4 on a CPU, 8 on a GPU)")
     p.add_argument(
         "--kv-connector",
@@ -306,14 +297,11 @@ def main() -> int:
     on_cpu = args.device == "cpu"
     args.tokens = args.tokens or [1000 if on_cpu else 2000]
     args.lanes = args.lanes or (4 if on_cpu else 8)
-    if args.short:
-        args.rounds = contract.MIN_PAIRS
+    args.rounds = contract.MIN_PAIRS if args.short else ROUNDS
     if min(args.batch, default=AT_ONCE + 1) <= AT_ONCE:
         p.error(f"--batch: more than {AT_ONCE}, which are handed over at a time")
     if on_cpu and args.model_shape != DENSE:
         p.error("--model-shape: with --device cuda")
-    if args.rounds < contract.MIN_PAIRS:
-        p.error(f"--rounds: at least {contract.MIN_PAIRS}")
     report = Report.of("overlap", args, output_tokens=OUTPUT_TOKENS)
     gc.disable()  # a collection over all received tokens takes 0.1 s and would delay timestamps
     asyncio.run(measure(args, report))

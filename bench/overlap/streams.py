@@ -88,7 +88,7 @@ class Background:
         if any(len(series) >= self.length for series in times):
             raise RuntimeError(
                 f"a stream of --batch ended after its {self.length} tokens, before all gaps were measured: "
-                "measure fewer --rounds, or shorter --tokens"
+                "measure with --short, or shorter --tokens"
             )
         inside = [[at for at in series if since <= at <= until] for series in times]
         return [b - a for series in inside for a, b in itertools.pairwise(series)]

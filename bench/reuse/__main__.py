@@ -25,17 +25,16 @@ import argparse
 import asyncio
 import statistics
 import sys
-import tempfile
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster, metric
+from baton.bench.chaos.cluster import LocalCluster, two_workers
 from baton.bench.contract import Report, Row
-from baton.bench.roles import Driver, Workers, gpus_or_exit, prompt_of, request
-from baton.bench.shapes import DENSE, write_shape
+from baton.bench.roles import Workers, prompt_of, request
+from baton.bench.shapes import DENSE
 from baton.rpc import worker_pb2 as pb
 
 ROUNDS = 9
@@ -60,17 +59,9 @@ GOALS = {
 
 
 class Pair(Workers):
-    @property
-    def content(self) -> pb.ContentSource:
-        """The decode worker as a source of KV."""
-        told = self.decode.report
-        return pb.ContentSource(kv_address=told["kv_address"], incarnation=int(told["incarnation"]))
-
-    async def received(self) -> float:
+    def received(self) -> Awaitable[float]:
         """Bytes of KV that came to the decode worker and are verified, since the start."""
-        await self.decode.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
-        url = f"http://{self.decode.report['metrics_address']}"
-        return await asyncio.to_thread(metric, url, "baton:kv_bytes_total", 'direction="receive"')
+        return self.decode.metric("baton:kv_bytes_total", 'direction="receive"')
 
     async def handover(
         self, prompt: list[int], length: int, content: pb.ContentSource | None = None
@@ -83,13 +74,6 @@ class Pair(Workers):
         [(first, _)] = await self.prefill.tokens(prefill_id, 1)
         tokens = await self.decode.tokens(decode_id, length)
         return first - began, [event.token_id for _, event in tokens]
-
-    async def on_decode(self, prompt: list[int], length: int) -> tuple[float, list[int]]:
-        """The decode worker does both. Returns the time to first token, and the answer."""
-        began = time.perf_counter()
-        decode_id = await self.submit_decode(request(prompt, length), None)
-        tokens = await self.decode.tokens(decode_id, length)
-        return tokens[0][0] - began, [event.token_id for _, event in tokens]
 
 
 @dataclass
@@ -105,7 +89,7 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
     def text(length: int, kind: int) -> list[int]:
         return prompt_of(length, 10 * number + kind)
 
-    content = pair.content
+    content = pb.ContentSource(**pair.decode.kv)
     history, start = text(turns.history, 0), await pair.received()
     _, answer = await pair.handover(history, turns.answer)
     second = [*history, *answer, *text(NEW_TOKENS, 1)]
@@ -118,10 +102,10 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
     runs.bytes_over_missing.append(sent / sent_per_token / (len(second) - known))
 
     history = text(turns.history, 2)
-    _, answer = await pair.on_decode(history, turns.answer)
+    _, answer = await pair.on_decode(request(history, turns.answer))
     ttft, _ = await pair.handover([*history, *answer, *text(NEW_TOKENS, 3)], 2, content)
     runs.ttfts["from_decode"].append(ttft)
-    ttft, _ = await pair.on_decode([*history, *answer, *text(NEW_TOKENS, 4)], 2)
+    ttft, _ = await pair.on_decode(request([*history, *answer, *text(NEW_TOKENS, 4)], 2))
     runs.ttfts["on_decode"].append(ttft)
 
     ttft, _ = await pair.handover(text(len(second), 5), 2)
@@ -130,8 +114,7 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
 
 async def measure(args: argparse.Namespace, cluster: LocalCluster, turns: Turns) -> Runs:
     runs = Runs()
-    drivers = (Driver(cluster.report(role), cluster.secret) for role in ("prefill", "decode"))
-    async with Pair(*drivers) as pair:
+    async with Pair(*cluster.drivers()) as pair:
         described = await pair.decode.stub.Describe(pb.DescribeRequest())
         for number in range(args.rounds + 1):  # the first one warms up: lanes, page faults
             await one_round(pair, turns, number, described.block_size, runs if number else Runs())
@@ -153,21 +136,8 @@ def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs) 
     report.add(Row(f"{name}.bytes_over_missing", worst, "ratio", goal=1.02))
 
 
-def worker_flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], list[str]]:
-    """The flags of both workers, and the device of each. Exits if GPUs are missing."""
-    common = ["--kv-connector", args.kv_connector]
-    if args.device == "cpu":
-        # One thread each: otherwise two engines would compete for the cores of a small machine.
-        model = ["--model", args.model] if args.model else []
-        return [*common, "--dtype", "float32", "--num-threads", "1", *model], ["cpu", "cpu"]
-    gpus_or_exit(2, "this bench")
-    common += ["--model", args.model or str(write_shape(DENSE, directory)), "--load-format", "dummy"]
-    return [*common, "--max-model-len", "16384", "--kv-lanes", "8", "--kv-slots", "256"], ["cuda:0", "cuda:1"]
-
-
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (default: %(default)s)")
     p.add_argument(
         "--history", type=int, help=f"tokens (default: {ON_CPU.history} on a CPU, {ON_CUDA.history} on a GPU)"
     )
@@ -179,17 +149,10 @@ def main() -> int:
     args = p.parse_args()
     default = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
     turns = Turns(args.history or default.history, args.answer or default.answer)
-    if args.short:
-        args.rounds = contract.MIN_PAIRS
-    if args.rounds < contract.MIN_PAIRS:
-        p.error(f"--rounds: at least {contract.MIN_PAIRS}")
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        flags, devices = worker_flags(args, directory)
-        with LocalCluster(
-            directory, prefill=1, decode=1, router=False, worker_flags=flags, devices=devices
-        ) as cluster:
-            runs = asyncio.run(measure(args, cluster, turns))
+    args.rounds = contract.MIN_PAIRS if args.short else ROUNDS
+    on_gpus = ("--max-model-len", "16384", "--kv-lanes", "8", "--kv-slots", "256")
+    with two_workers(args, ("--kv-connector", args.kv_connector), on_gpus) as cluster:
+        runs = asyncio.run(measure(args, cluster, turns))
     report = Report.of("reuse", args, **turns._asdict(), transport=runs.transport)
     of = args.device if args.kv_connector == "tcp" else f"{args.device}.{args.kv_connector}"
     report_rows(report, f"reuse.{of}", GOALS.get(of, GOALS[args.device]), runs)

@@ -169,8 +169,7 @@ def prefill_loads(workers: int, rng: random.Random) -> PrefillLoads:
 def measure(args: argparse.Namespace, report: Report) -> None:
     for name, busy in (("", 0.2), (".full", 0.98)):
         took = decisions(1_000, 2_000, busy=busy)
-        p99, goal = contract.percentile(took, 0.99), None if name else 50
-        report.add(Row(f"router.decision.w1000{name}", statistics.median(took), "µs", p99=p99, goal=goal))
+        report.add_median(f"router.decision.w1000{name}", took, "µs", goal=None if name else 50)
     secret = secrets.token_hex(16)
     with (
         tempfile.TemporaryDirectory() as name,
@@ -223,14 +222,11 @@ async def until_ready(url: str) -> None:
 
 def add_rows(report: Report, name: str, found: Pairs, *, bound: bool = True) -> None:
     """`bound`: whether the median and the p99 have goals."""
-    p99 = contract.percentile(found.added, 0.99)
     goals = (1, 3) if bound else (None, None)
-    report.add(Row(f"{name}.p50", statistics.median(found.added), "ms", p99=p99, goal=goals[0]))
-    report.add(Row(f"{name}.p99", p99, "ms", goal=goals[1]))
+    report.add_median(f"{name}.p50", found.added, "ms", goal=goals[0])
+    report.add(Row(f"{name}.p99", contract.percentile(found.added, 0.99), "ms", goal=goals[1]))
     for way, series in (("direct", found.direct), ("routed", found.routed)):
-        took = [1e3 * seconds for seconds in series]
-        p99 = contract.percentile(took, 0.99)
-        report.add(Row(f"{name}.{way}", statistics.median(took), "ms", p99=p99))
+        report.add_median(f"{name}.{way}", series, "ms", scale=1e3)
 
 
 @contextlib.contextmanager

@@ -99,9 +99,8 @@ def cases(short: bool) -> Iterator[tuple[str, Trace, Setting, list[str]]]:
 
 def add_rows(report: Report, case: str, policy: str, outcome: Outcome) -> None:
     name = f"routing_sim.{case}.{policy}"
-    ttft = [1e3 * seconds for seconds in outcome.ttft]
     report.add(Row(f"{name}.hits", outcome.hit_tokens / outcome.tokens, "of prompt tokens"))
-    report.add(Row(f"{name}.ttft", statistics.median(ttft), "ms", p99=contract.percentile(ttft, 0.99)))
+    report.add_median(f"{name}.ttft", outcome.ttft, "ms", scale=1e3)
     report.add(Row(f"{name}.imbalance", max(outcome.busy) / statistics.mean(outcome.busy), "max busy / mean"))
     if outcome.turns:
         report.add(Row(f"{name}.moved", outcome.moved / outcome.turns, "of later turns"))
@@ -210,13 +209,9 @@ def add_split(report: Report, short: bool) -> None:
         for name, (load, goal) in SPLIT_GOALS.items():
             prompts = SPLIT_SHORT if short else SPLIT_PROMPTS
             ttft, _ = shared_prompts.simulate(tokens, load, workers=workers, splits=True, prompts=prompts)
-            half = statistics.median(ttft)
-            report.add(
-                Row(
-                    f"routing_sim.split.{tokens}.{name}.w{workers}.ttft", 1e3 * half, "ms",
-                    p99=1e3 * contract.percentile(ttft, 0.99), ratio=half / alone,
-                    ratio_to="one idle engine", goal=goal,
-                )
+            report.add_median(
+                f"routing_sim.split.{tokens}.{name}.w{workers}.ttft", ttft, "ms", scale=1e3,
+                ratio=statistics.median(ttft) / alone, ratio_to="one idle engine", goal=goal,
             )  # fmt: skip
 
 

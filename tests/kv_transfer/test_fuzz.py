@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.bench.chaos.processes import resident_bytes
 from baton.kv_transfer.wait import wait
+from tests.system.machine import resident_bytes
 
 from . import second_wire as wire
 from .noise import Noise, drained, hostile_frames

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import baton.kv_transfer as kv
-from baton.bench.chaos.processes import resident_bytes
+from tests.system.machine import resident_bytes
 
 AT_ONCE = 8
 GROWTH = 4 << 20  # bytes: allocators round up

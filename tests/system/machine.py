@@ -31,6 +31,14 @@ def until(what: Callable[[], T | None], within: float, why: str) -> T:
     return result
 
 
+def resident_bytes(pid: int) -> int:
+    """The private memory of a process. Shared pages, such as the arena, do not count."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise ProcessLookupError(pid)
+
+
 class Machine:
     """What a run may leave traces on: a home and a directory for temporary files of its own, and the rest."""
 

@@ -20,12 +20,11 @@ from typing import Any
 import pytest
 
 from baton.bench.chaos.cluster import free_port, leaks_when_idle, status
-from baton.bench.chaos.processes import resident_bytes
 from baton.bench.chaos.streams import Case, Stream, cases, new_session, read
 from tests.shallow import LAYERS
 
 from .attack import BLOWS, Target
-from .machine import Machine, listening, tree
+from .machine import Machine, listening, resident_bytes, tree
 from .serve import Serve
 
 KEY = "sk-of-a-client-who-is-served"
