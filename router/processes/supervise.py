@@ -331,8 +331,7 @@ class Supervisor:
         return web.json_response(await self._status())
 
     async def _status(self) -> dict[str, Any]:
-        # A status asks the workers, which takes its time if one of them is silent.
-        found = {number: json.loads(text) for number, text in (await self._known("status", None)).items()}
+        found = {number: json.loads(text) for number, text in (await self._known("status")).items()}
         return merged_status(found, self._config)
 
     async def _get_health(self, request: web.Request) -> web.Response:
