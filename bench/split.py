@@ -59,7 +59,7 @@ class Pair(Workers):
             status = await driver.stub.GetStatus(pb.StatusRequest())
             step, floor = described.max_num_batched_tokens, status.fastest_step_seconds
             workers.append(SplitWorker(0.0, status.prefill_tokens_per_s, step, floor))
-        cost = PromptCost(tokens, 0, described.attention_doubles_at, layers=30)
+        cost = PromptCost(tokens, 0, described.attention_doubles_at, layers=described.num_layers)
         found = split(cost, workers[:1], workers[1])
         if found is None:
             raise RuntimeError(f"the policy does not split a prompt of {tokens} tokens at these speeds")

@@ -189,7 +189,7 @@ def store(given: roles.StoreRole) -> int:
     """Run a store for KV that outlives workers (--kv-store), or clear it.
 
     It has a master, which knows where objects are, and processes that give memory. One command may run both.
-    The store authenticates nobody: keep its ports in a network of workers alone.
+    The store has no authentication: keep its ports in a network of workers alone.
     """
     from baton.cluster.store import run
 

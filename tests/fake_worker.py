@@ -39,10 +39,11 @@ class FakeWorker(StandIn):
         described: how often Describe was called.
         cache: None, or the chunks that routers are told when they attach.
         attention_doubles_at: as in the description; 0: it computes no parts of prompts.
+        num_layers: as there.
     """
 
     attention_doubles_at = 0
-    layout_fingerprint = "l1"
+    num_layers = 1
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class FakeWorker(StandIn):
         for name in (
             "index", "model", "served_model_name", "vocab_size", "vocabulary_fingerprint",
             "model_fingerprint", "metrics_address", "max_model_len", "numerics",
-            "attention_doubles_at", "layout_fingerprint",
+            "attention_doubles_at", "num_layers",
         ):  # fmt: skip
             setattr(described, name, getattr(self, name))
         return described

@@ -21,6 +21,7 @@ To add a store, write a `StoreBackend` and name it in `BACKENDS`.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -52,30 +53,31 @@ class StoreGone(Exception):
     """The store does not answer. The process ends, and its next one connects again."""
 
 
-class StoreBackend:
+class StoreBackend(ABC):
     """The client of a store. Two threads call it at the same time. Each call returns one result for each key,
     and raises `StoreGone` if the store cannot be reached. `places` are of the memory that it was given."""
 
+    @abstractmethod
     def __init__(self, url: SplitResult, options: Mapping[str, str], memory: memoryview) -> None:
         """Connects. Raises `StoreGone`."""
 
-    def exists(self, keys: Sequence[str]) -> list[bool]:
-        raise NotImplementedError
+    @abstractmethod
+    def exists(self, keys: Sequence[str]) -> list[bool]: ...
 
+    @abstractmethod
     def put(self, keys: Sequence[str], places: Sequence[memoryview]) -> list[bool]:
         """Writes objects. True: the store has an object with this key, perhaps an older one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def get(self, keys: Sequence[str], places: Sequence[memoryview]) -> list[bool | None]:
         """Reads objects. False: it cannot be read, or has another size. None: there is none."""
-        raise NotImplementedError
 
-    def remove(self, keys: Sequence[str]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def remove(self, keys: Sequence[str]) -> None: ...
 
+    @abstractmethod
     def clear(self, pattern: str) -> int:
         """Removes the objects whose keys match. Returns their number."""
-        raise NotImplementedError
 
 
 BACKENDS = {"mooncake": ("baton.kv_transfer.shared_store.mooncake", "mooncake")}

@@ -311,11 +311,11 @@ class Supervisor:
         finally:
             await runner.cleanup()
 
-    async def _known(self, command: str, seconds: float | None = ANSWER_SECONDS) -> dict[int, bytes]:
-        """Returns the reply of each process, or its last one if it takes longer than this."""
+    async def _known(self, command: str) -> dict[int, bytes]:
+        """Returns the reply of each process, or its last one if it takes longer than `ANSWER_SECONDS`."""
         asked = {process: process.asked(command) for process in self._processes.values()}
         if asked:
-            await asyncio.wait(asked.values(), timeout=seconds)
+            await asyncio.wait(asked.values(), timeout=ANSWER_SECONDS)
         running = sorted(self._processes.items())  # others have ended meanwhile
         return {number: p.known[command] for number, p in running if p in asked and command in p.known}
 

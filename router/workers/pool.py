@@ -3,7 +3,6 @@
 import asyncio
 import math
 import random
-import re
 import time
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -37,7 +36,6 @@ WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
 WINDOW_CHANGE = 0.1
 """It is updated at once if a pool has grown or shrunk by more than this part: not at each change of many."""
-_LAYERS = re.compile(r" layers=(\d+)")
 DRAWN = 2
 """Holders of a prefix to compare. More would all ask the fastest one."""
 
@@ -324,12 +322,11 @@ class WorkerPool(Roster):
         may_decode = self._may_overflow and decode is not first
         last = decode if may_decode and _takes_part(decode) else None
         busy = sum(wait > 0 for wait in waits.values()) / max(1, len(others))
-        layers = _LAYERS.search(described.layout_fingerprint)
         cost = PromptCost(
             request.tokens,
             cached=request.tokens - target.work.tokens,
             doubles_at=described.attention_doubles_at,
-            layers=max(1, int(layers[1])) if layers else 1,
+            layers=max(1, described.num_layers),
         )
         found = split(
             cost,

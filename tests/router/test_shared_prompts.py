@@ -29,7 +29,7 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """Two prefill workers and one that decodes. Each computes 1,000 tokens of a prompt in a second."""
     monkeypatch.setattr(FakeWorker, "attention_doubles_at", 30_000)
-    monkeypatch.setattr(FakeWorker, "layout_fingerprint", "kv7 layers=32 kv_heads=2 head_dim=16")
+    monkeypatch.setattr(FakeWorker, "num_layers", 32)
     async with make_cluster(tokenizer, tmp_path, prefill=2, **flags) as made:
         for worker in made.workers:
             worker.status.prefill_tokens_per_s, worker.status.fastest_step_seconds = 1000.0, 0.01

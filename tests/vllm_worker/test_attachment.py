@@ -23,7 +23,10 @@ SLOTS, SLOT_BYTES = 2, 1 << 16
 SAYS = Attach(0, KVLayout(3, 2, 8, "float32"), 16, 40, "model")
 STATS = InjectStats(1, 2, 3, *map(float, range(7)))
 WITHIN = 20.0
-fork = multiprocessing.get_context("fork")
+MESSAGES = 20_000
+# A fork of the test's own process would hold its descriptors, and locks of its threads.
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["pytest", "baton.vllm_worker.attachment", "tests.vllm_worker.arenas"])
 
 
 class Worker:
@@ -35,15 +38,14 @@ class Worker:
         self.link = ConnectorLink(arenas, self.heartbeat.fd)
 
 
+def attach(path: str, rank: int, then: Callable[[WorkerLink], None]) -> None:
+    says = Attach(rank, SAYS.layout, SAYS.block_size, SAYS.num_blocks, SAYS.model_fingerprint)
+    then(WorkerLink.open(path, says))
+
+
 def connector(path: str, rank: int, then: Callable[[WorkerLink], None]) -> Any:
     """Starts a process with one end. It has no other descriptor of the worker than those that it is given."""
-
-    def run() -> None:
-        os.closerange(3, 1000)
-        attach = Attach(rank, SAYS.layout, SAYS.block_size, SAYS.num_blocks, SAYS.model_fingerprint)
-        then(WorkerLink.open(path, attach))
-
-    process = fork.Process(target=run)
+    process = processes.Process(target=attach, args=(path, rank, then))
     process.start()
     return process
 
@@ -94,48 +96,49 @@ def waits(link: WorkerLink) -> None:
     signal.pause()
 
 
+def first(link: WorkerLink) -> None:
+    [rank] = link.transport.sending.ranks
+    assert rank.recv(100) == b"from rank 1"
+
+
+def second(link: WorkerLink) -> None:
+    sending = link.transport.sending
+    assert not sending.ranks
+    sending.channel.send(b"from rank 1")
+
+
 async def test_each_rank_gets_its_own_arenas() -> None:
     worker = Worker(2)
-
-    def first(link: WorkerLink) -> None:
-        sending = link.transport.sending
-        [rank] = sending.ranks
-        assert rank.recv(100) == b"from rank 1"
-
-    def second(link: WorkerLink) -> None:
-        sending = link.transport.sending
-        assert not sending.ranks
-        sending.channel.send(b"from rank 1")
-
-    processes = [connector(worker.link.path, 1, second), connector(worker.link.path, 0, first)]
+    ranks = [connector(worker.link.path, 1, second), connector(worker.link.path, 0, first)]
     assert await worker.link.attached() == SAYS
-    for process in processes:
+    for process in ranks:
         process.join(WITHIN)
         assert process.exitcode == 0
     worker.link.close()
 
 
+def reads(link: WorkerLink) -> None:
+    sending = link.transport.sending
+    assert sending.channel.recv(100) == b"", "the test closes the other end"
+    link.channel.sock.setblocking(True)
+    received: list[Close] = []
+    while len(received) < MESSAGES:
+        received += link.channel.receive()
+    assert received == [Close(i.to_bytes(16)) for i in range(MESSAGES)]
+    link.channel.send(Freed(b"p", "all read"))
+
+
 async def test_messages_wait_while_the_connector_does_not_read() -> None:
     worker = Worker()
-    count = 20_000
-
-    def reads(link: WorkerLink) -> None:
-        sending = link.transport.sending
-        assert sending.channel.recv(100) == b"", "the test closes the other end"
-        link.channel.sock.setblocking(True)
-        received: list[Close] = []
-        while len(received) < count:
-            received += link.channel.receive()
-        assert received == [Close(i.to_bytes(16)) for i in range(count)]
-        link.channel.send(Freed(b"p", "all read"))
-
-    connector(worker.link.path, 0, reads)
+    process = connector(worker.link.path, 0, reads)
     await worker.link.attached()
-    for i in range(count):
+    for i in range(MESSAGES):
         worker.link.send(Close(i.to_bytes(16)))
     for end in worker.transfer:
         end.close_channels()
     assert await worker.link.receive() == [Freed(b"p", "all read")]
+    process.join(WITHIN)
+    assert process.exitcode == 0
     worker.link.close()
 
 

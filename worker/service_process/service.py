@@ -260,6 +260,7 @@ class Service:
             vocab_size=engine.vocab_size,
             vocabulary_fingerprint=engine.vocabulary_fingerprint,
             attention_doubles_at=engine.attention_doubles_at,
+            num_layers=engine.layout.num_layers,
             numerics=engine.numerics,
             served_model_name=config.model_name,
             revision=config.engine.revision or "",
