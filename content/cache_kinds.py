@@ -3,12 +3,14 @@ transfers, stores and memory planning read it.
 
 A *part* of a cache is an array [rows, heads, head_dim] in each layer. There is one array for each token, in
 the blocks of the request, or one for each request, in its slot. An attention layer has one part, with K and V
-as rows. A *latent* has one row, and one head that all ranks hold: the vector from which every query head
-makes its key and its value. A state layer has a part for each of its states.
+as rows. A *latent* has one row, the vector from which every query head makes its key and its value. It is cut
+into heads of `latent_head_dim` numbers, so that each has a scale of its own in FP8; all ranks hold all of
+them. A state layer has a part for each of its states.
 
 To add a kind, add it to `KINDS`, give it a cache in `engine.models.cache_spec`, and the kernels that read it.
 """
 
+import math
 from dataclasses import dataclass
 
 FP8 = "float8_e4m3fn"
@@ -27,11 +29,13 @@ class CacheKind:
     """What peers compare of a part, beside the dtype that a receiver may convert."""
     rows: int | None = None
     """Of each part. None: its parts differ."""
+    shared: bool = False
+    """Whether all ranks hold all heads."""
 
 
 KINDS = {
     "attention": CacheKind(True, "kv_heads={0.heads} head_dim={0.head_dim}", rows=2),
-    "latent": CacheKind(True, "latent={0.head_dim}", rows=1),
+    "latent": CacheKind(True, "latent={0.heads}x{0.head_dim}", rows=1, shared=True),
     "state": CacheKind(False, "{0.name}={0.rows}x{0.heads}x{0.head_dim}:{0.dtype}"),
 }
 
@@ -75,6 +79,14 @@ class CachePart:
 
     def heads_of(self, rank: int, ranks: int) -> Range:
         """The heads that a rank holds. With fewer heads than ranks, each head is held by several ranks in a
-        row. So a part with one head is copied to every rank."""
+        row."""
+        if KINDS[self.kind].shared:
+            return 0, self.heads
         first = rank * self.heads // ranks
         return first, first + max(1, self.heads // ranks)
+
+
+def latent_head_dim(rank: int, size: int) -> int:
+    """The size of the heads of a latent of `size` numbers. The first `rank` of them make all keys and values,
+    the others are a part of all keys, and no head has numbers of both."""
+    return math.gcd(rank, size)

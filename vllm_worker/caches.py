@@ -35,18 +35,19 @@ def paged_kv(
         caches: by name of the layer, each with a number in its name.
         block_size: tokens of a block.
         heads: KV heads that the tensors have.
-        head_dim: of K and of V, or of a latent.
-        all_heads: KV heads of the model.
-        kind: of its layers (`content.cache_kinds`). A latent is one head, which all ranks have.
+        head_dim: of K and of V, or the numbers of a latent.
+        all_heads: KV heads of the model, or those into which a latent is cut.
+        kind: of its layers (`content.cache_kinds`).
 
     Raises ValueError for a layout or a dtype that is not known.
     """
     names = sorted(caches, key=layer_number)
-    layers = [_rows(name, caches[name], block_size, heads, head_dim) for name in names]
+    cut = all_heads if kind == "latent" else 1
+    layers = [_rows(name, caches[name], block_size, heads, head_dim, cut) for name in names]
     dtype = layers[0][0].dtype
     if dtype not in _DTYPES:
         raise ValueError(f"vLLM keeps KV as {dtype}: start it with --kv-cache-dtype auto")
-    layout = KVLayout(len(layers), all_heads, head_dim, _DTYPES[dtype], kind=kind)
+    layout = KVLayout(len(layers), all_heads, head_dim // cut, _DTYPES[dtype], kind=kind)
     stacked = [rows for rows in layers if isinstance(rows, torch.Tensor)]
     apart = [rows for rows in layers if not isinstance(rows, torch.Tensor)]
     return PagedKV(stacked, block_size, layout, str(layers[0][0].device), rank, ranks, rows=apart)
@@ -60,13 +61,14 @@ def layer_number(name: str) -> int:
     return numbers[0]
 
 
-def _rows(name: str, cache: torch.Tensor, block: int, heads: int, dim: int) -> Rows:
-    """Returns K and V, or latents, each as a view [blocks, block_size, heads, head_dim]."""
+def _rows(name: str, cache: torch.Tensor, block: int, heads: int, dim: int, cut: int) -> Rows:
+    """Returns K and V, or latents that are `cut` into heads, each as a view [blocks, block_size, heads,
+    head_dim]."""
     match tuple(cache.shape):
         case (_, b, d) if (b, 1, d) == (block, heads, dim):  # latents in 0.26
-            return cache.unsqueeze(2).unsqueeze(0)
+            return cache.unflatten(2, (cut, -1)).unsqueeze(0)
         case (_, 1, b, d) if (b, 1, d) == (block, heads, dim):  # in 0.32
-            return cache.transpose(1, 2).unsqueeze(0)
+            return cache[:, 0].unflatten(2, (cut, -1)).unsqueeze(0)
         case (2, _, b, h, d) if (b, h, d) == (block, heads, dim):  # until vLLM 0.22
             return cache
         case (_, 2, b, h, d) if (b, h, d) == (block, heads, dim):  # 0.23

@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
+from baton.content.cache_kinds import latent_head_dim
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.spawn import die_with_parent
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
@@ -183,13 +184,16 @@ class BatonConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, settings = self._vllm_config, self._settings
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        kind = _KINDS[type(spec).__name__]
+        kind, shape = _KINDS[type(spec).__name__], config.model_config
+        all_heads = shape.get_total_num_kv_heads()
+        if kind == "latent":
+            all_heads = spec.head_size // latent_head_dim(shape.hf_text_config.kv_lora_rank, spec.head_size)
         kv = paged_kv(
             kv_caches,
             spec.block_size,
             spec.num_kv_heads,
             spec.head_size,
-            all_heads=1 if kind == "latent" else config.model_config.get_total_num_kv_heads(),
+            all_heads=all_heads,
             kind=kind,
             rank=get_tensor_model_parallel_rank(),
             ranks=config.parallel_config.tensor_parallel_size,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,14 +24,19 @@ def main() -> int:
     arguments.add_argument(
         "--model-shape", choices=(DENSE, MOE, BAMBA, LATENT), default=DENSE, help="default: %(default)s"
     )
-    arguments.add_argument("--quantization", choices=("fp8", "int4"), help="the kernels of quantized weights")
+    arguments.add_argument(
+        "--quantization",
+        choices=("fp8", "int4"),
+        help="the kernels of quantized weights, or of latents in FP8",
+    )
     args = arguments.parse_args()
     device = torch.device("cuda")
     kernels, short = kernels_for(device, HEAD_DIM[args.model_shape]), args.short
     if args.model_shape == MOE:
         cases: Cases[Any] = MoeCases(MoeShape(tokens=(1, 64, 2000)) if short else MoeShape(), kernels, device)
     elif args.model_shape == LATENT:
-        cases = LatentCases(LatentShape(batches=(1, 64)) if short else LatentShape(), kernels, device)
+        latents = LatentShape(fp8=args.quantization == "fp8")
+        cases = LatentCases(replace(latents, batches=(1, 64)) if short else latents, kernels, device)
     elif args.model_shape == BAMBA:
         of_layer = Mamba2Shape(batches=(1, 64), prompts=((1, 2000),)) if short else Mamba2Shape()
         cases = Mamba2Cases(of_layer, kernels, device)

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from baton.bench.kernels.cases import Case, Cases, Make
-from baton.engine.kernels import AttentionMetadata, LatentHeads
+from baton.content.cache_kinds import latent_head_dim
+from baton.engine.kernels import FP8, KV, AttentionMetadata, Fp8KV, LatentHeads
 from baton.engine.kernels.attention import latent_kernels
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.model_config import LatentConfig
@@ -29,6 +30,8 @@ class LatentShape:
     chunks: tuple[int, ...] = (64, 128, 192, 256, 512, 2000)
     block_size: int = 64
     dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    """Of the cache."""
 
 
 class LatentCases(Cases[LatentShape]):
@@ -47,7 +50,13 @@ class LatentCases(Cases[LatentShape]):
         shape, decodes = self.shape, requests if tokens == 1 else 0
         blocks = -(-shape.context // shape.block_size)
         tables = torch.randperm(requests * blocks).int().view(requests, blocks).to(self.device)
-        kv = self.normal(1, requests * blocks, shape.block_size, 1, shape.rank + shape.rope)
+        size = shape.rank + shape.rope
+        cut = latent_head_dim(shape.rank, size)
+        kv: KV = self.normal(1, requests * blocks, shape.block_size, size // cut, cut)
+        bytes_cached = kv.nbytes
+        if shape.fp8:
+            kv = Fp8KV(kv.to(FP8), torch.ones(kv.transpose(2, 3).shape[:-1], device=self.device))
+            bytes_cached = kv.values.nbytes + kv.scales.nbytes
         q = self.normal(requests * tokens, heads, shape.nope + shape.rope)
         up = self.normal(heads, shape.nope + shape.value, shape.rank) / shape.rank**0.5
         config = LatentConfig(None, shape.rank, shape.nope, shape.rope, shape.value, 0.1)
@@ -64,5 +73,5 @@ class LatentCases(Cases[LatentShape]):
         flops = 2 * seen * (2 * shape.rank + shape.rope) + 2 * made * requests * tokens
         if not absorbed:
             flops = 2 * seen * (shape.nope + shape.rope + shape.value) + 2 * made * shape.context
-        moved = 2 * (kv.numel() + 2 * q.numel() + up.numel())
+        moved = bytes_cached + 2 * (2 * q.numel() + up.numel())
         return Case(name, moved, flops, lambda: self.kernels.latent_attention(q, kv, plan, weights))

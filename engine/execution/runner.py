@@ -319,7 +319,6 @@ class ModelRunner:
             heads: LatentHeads,
         ) -> Tensor:
             kv = self.kv_cache[self._index[layer]]
-            assert isinstance(kv, Tensor), "no latent is in FP8"
             kernels.write_latent(q, latent, shared, norm, rotary, kv, attention.slots)
             layer_done(layer)
             return kernels.latent_attention(q, kv, latent_plan, heads)

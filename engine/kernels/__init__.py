@@ -217,7 +217,7 @@ class Kernels:
         """The plan that `latent_attention` needs, the same for all layers of a step."""
         return latent.LatentPlan(plan_attention(metadata, None, dtype), shape.least_expanded)
 
-    def latent_attention(self, q: Tensor, kv: Tensor, plan: Any, heads: LatentHeads) -> Tensor:
+    def latent_attention(self, q: Tensor, kv: KV, plan: Any, heads: LatentHeads) -> Tensor:
         """As `attention`, with q [tokens, heads, nope_dim + rope_dim] as `write_latent` leaves it. Returns
         [tokens, heads, value_dim]."""
         return latent.latent_attention(q, kv, plan, heads)

@@ -17,6 +17,7 @@ class AttentionCache:
     The cache keeps all tokens of a request, also those before the span of its next query."""
 
     num_kv_heads: int
+    """Of this rank, or the heads of a latent."""
     head_dim: int
     dtype: torch.dtype
     """Type of the cache, which may be FP8. The weights may have another."""

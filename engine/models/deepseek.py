@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FP8, LatentHeads, LatentNorm, LinearMethod
+from baton.content.cache_kinds import latent_head_dim
+from baton.engine.kernels import LatentHeads, LatentNorm, LinearMethod
 from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import whole
 from baton.engine.layers.weights import Stack, Weights
@@ -54,9 +55,7 @@ class DeepSeek(Llama):
 
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
-        if kv_dtype is FP8:
-            raise ValueError(
-                f"--kv-cache-dtype fp8: {config.architecture} caches latents, and these are not supported in "
-                "FP8; leave the flag out"
-            )
-        return (AttentionCache(1, config.head_dim, kv_dtype, kind="latent"),) * config.num_layers
+        latent = config.latent
+        assert latent is not None, "the loader sets it for this architecture"
+        size = latent_head_dim(latent.rank, latent.size)
+        return (AttentionCache(latent.size // size, size, kv_dtype, kind="latent"),) * config.num_layers

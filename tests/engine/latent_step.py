@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Kernels, LatentHeads, LatentNorm
+from baton.content.cache_kinds import latent_head_dim
+from baton.engine.kernels import KV, Kernels, LatentHeads, LatentNorm
 from baton.engine.model_config import LatentConfig
 from tests.engine.attention_step import Step, placed
 from tests.engine.kernel_checks import F32, close, normal
@@ -27,7 +28,8 @@ class LatentStep:
         self.rank, self.rope, self.dtype = rank, rope, dtype
         step = Step(spans, (heads, 1), rank + rope, block_size, dtype, decodes=decodes or ())
         self.metadata = step.metadata
-        self.kv = step.kv[:1].clone()
+        head_dim = latent_head_dim(rank, rank + rope)
+        self.kv = step.kv[:1, :, :, 0].unflatten(3, (-1, head_dim)).clone()
         tokens = len(self.metadata.slots)
         self.q = normal(tokens, heads, nope + rope, seed=91).to(dtype)
         self.latent, self.shared = (normal(tokens, n, seed=92 + n).to(dtype) for n in (rank, rope))
@@ -41,12 +43,18 @@ class LatentStep:
 
     def run(self, kernels: Kernels, device: str, *, exact: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Attention's output, the cache, and the rotated queries; with `exact` all in float64."""
+        kv = (self.kv.double() if exact else self.kv).to(device, copy=True)
+        out, q = self.run_on(kv, kernels, device, exact=exact)
+        return out, kv, q
+
+    def run_on(self, kv: KV, kernels: Kernels, device: str, *, exact: bool = False) -> tuple[Tensor, Tensor]:
+        """As `run`, with a cache on the device, which gets the latents of the step."""
 
         def put(x: Tensor) -> Tensor:
             return (x.double() if exact and x.is_floating_point() else x).to(device, copy=True)
 
         metadata = placed(self.metadata, put)
-        kv, parts = put(self.kv), (self.q.flatten(1), self.latent, self.shared)
+        parts = self.q.flatten(1), self.latent, self.shared
         # As the product leaves them, whose rows have all three.
         made = torch.cat([put(part) for part in parts], dim=1)
         q, latent, shared = made.split([part.shape[1] for part in parts], dim=1)
@@ -55,12 +63,14 @@ class LatentStep:
         kernels.write_latent(q, latent, shared, norm, put(self.rotary), kv, metadata.slots)
         plan = kernels.plan_latent(metadata, q.shape[1], self.shape, torch.float64 if exact else self.dtype)
         heads = self.heads._replace(keys=put(self.heads.keys), values=put(self.heads.values))
-        return kernels.latent_attention(q, kv, plan, heads), kv, q
+        return kernels.latent_attention(q, kv, plan, heads), q
 
-    def expected(self) -> Tensor:
-        """The output by the definition, query by query, in float64."""
-        _, kv, q = self.run(Kernels(), "cpu", exact=True)
-        cached, m = kv.flatten(0, 3), self.metadata
+    def expected(self, kv: Tensor | None = None) -> Tensor:
+        """The output by the definition, query by query, in float64. `kv`: a cache with the latents of the
+        step. None: the one that `run` makes."""
+        _, written, q = self.run(Kernels(), "cpu", exact=True)
+        kv = written if kv is None else kv
+        cached, m = kv.flatten(0, 2).flatten(1), self.metadata
         up, nope = self.up.double(), self.nope
         found: list[Tensor] = []
         queries = [(i, int(m.contexts[i]) - 1) for i in range(m.num_decodes)]

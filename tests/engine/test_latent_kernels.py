@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from baton.engine.kernels import Kernels
+from baton.engine.kernels import Fp8KV, Kernels
 from baton.engine.model_config import LatentConfig
 from tests.device import DEVICE
 from tests.engine.attention_step import RAGGED, placed
 from tests.engine.kernel_checks import BF16, F16, F32, close
 from tests.engine.latent_step import LatentStep
+from tests.engine.test_fp8_kv import exact, quantized
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,40 @@ def test_the_sizes_of_published_models(
     LatentStep(spans, heads, dims, 64, dtype).check(triton_kernels, DEVICE)
 
 
+@pytest.mark.parametrize(
+    ("heads", "block_size", "dims", "dtype"),
+    [
+        (16, 16, (32, 16, 16, 16), F32),
+        (5, 64, (64, 16, 16, 16), F16),
+        *(pytest.param(n, 64, (512, 128, 64, 128), BF16, marks=pytest.mark.gpu) for n in (20, 128)),
+    ],
+)
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.usefixtures("exact_casts")
+def test_latents_in_fp8(
+    triton_kernels: Kernels,
+    heads: int,
+    block_size: int,
+    dims: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    on_cpu: bool,
+) -> None:
+    """The cache has the rounded latents, and the result is attention over what it has."""
+    spans = [*RAGGED, (399, 401), (300, 301)]
+    step = LatentStep(spans, heads, dims, block_size, dtype, decodes=[(399, 401)])
+    kernels, device = (Kernels(), "cpu") if on_cpu else (triton_kernels, DEVICE)
+    kv = quantized(step.kv, device)
+    out, q = step.run_on(kv, kernels, device)
+    kv = Fp8KV(*(part.cpu() for part in kv))
+    _, plain, exact_q = step.run(Kernels(), "cpu", exact=True)
+    close(q, exact_q)
+    written = plain.isfinite()
+    assert torch.equal(exact(kv).isfinite(), written), "each position is in its slot, and nothing else is"
+    error = (exact(kv) - plain).abs().amax(dim=-1)
+    assert (error <= 0.045 * plain.abs().amax(dim=-1))[written.all(dim=-1)].all(), "half a step of FP8"
+    close(out, step.expected(exact(kv)))
+
+
 def test_a_context_that_the_scratch_memory_does_not_hold_is_absorbed(
     triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +114,7 @@ def test_padding_rows_write_and_read_nothing(triton_kernels: Kernels) -> None:
     out, kv, _ = step.run(triton_kernels, DEVICE)
     assert not out[1].any()
     close(out[[0, 2]], expected[[0, 2]])
-    changed = ~torch.eq(kv.cpu().nan_to_num(7), before.nan_to_num(7)).all(-1).flatten()
+    changed = ~torch.eq(kv.cpu().nan_to_num(7), before.nan_to_num(7)).flatten(3).all(-1).flatten()
     assert int(changed.sum()) == 2
 
 

@@ -79,9 +79,11 @@ def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
     assert HYBRID.fingerprint == f"kv7 layers=4 kv_heads=8 head_dim=64 {states}"
     assert (LAYOUT.bytes_per_token, HYBRID.bytes_per_token) == (8192, 2048)
     assert LAYOUT.bytes_per_token_layer == 2 * 8 * 64 * 2
-    latents = KVLayout(4, 1, 576, "bfloat16", kind="latent")
-    assert latents.fingerprint == "kv7 layers=4 latent=576"
+    latents = KVLayout(4, 9, 64, "bfloat16", kind="latent")
+    assert latents.fingerprint == "kv7 layers=4 latent=9x64"
     assert latents.bytes_per_token == 4 * 1152
+    assert KVLayout(4, 9, 64, "float8_e4m3fn", kind="latent").bytes_per_token == 4 * (576 + 9 * 4)
+    assert [latents.parts[0].heads_of(rank, 2) for rank in range(2)] == [(0, 9)] * 2, "copies"
     fp8 = KVLayout(4, 8, 64, "float8_e4m3fn")
     assert fp8.fingerprint == LAYOUT.fingerprint
     assert fp8.bytes_per_token_layer == 2 * 8 * (64 + 4), "with scales"

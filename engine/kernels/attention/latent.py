@@ -1,7 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, 2024): plain torch that defines it and runs on a CPU.
 
-The cache of a layer is [1, num_blocks, block_size, 1, rank + rope_dim]: for each token a latent c, and the
-rotated part r of the key that all heads share. Head h makes its key and its value of them:
+The cache of a layer is [1, num_blocks, block_size, heads, head_dim], plain or in FP8 (`paged`). Together the
+heads of a token are a latent c of `rank` numbers, and the rotated part r of the key that all query heads
+share. Query head h makes its key and its value of them:
 
     k(h) = (up_k(h) c, r) = keys(h) (c, r)        v(h) = values(h) c
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels.attention.paged import (
+    KV,
     PrefillGroup,
     TorchPlan,
     attend,
@@ -30,6 +32,7 @@ from baton.engine.kernels.attention.paged import (
     gathered,
     prefill_group,
 )
+from baton.engine.kernels.quantized.reference import quantize
 from baton.engine.model_config import LatentConfig
 
 
@@ -82,7 +85,7 @@ class LatentPlan(NamedTuple):
 
 
 def write_latent(
-    q: Tensor, latent: Tensor, shared: Tensor, norm: LatentNorm, rotary: Tensor, kv: Tensor, slots: Tensor
+    q: Tensor, latent: Tensor, shared: Tensor, norm: LatentNorm, rotary: Tensor, kv: KV, slots: Tensor
 ) -> None:
     """Rotates the last `rope_dim` numbers of each head of q [tokens, heads, …] in place. Writes to the cache
     the norm of latent [tokens, rank], and shared [tokens, rope_dim], rotated: the part of the keys that all
@@ -98,10 +101,17 @@ def write_latent(
     cos, sin = cos[:, None], sin[:, None]
     turned = torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=3).flatten(2)
     q[..., -size:] = turned[:, :-1]
-    kv.flatten(0, 3).index_copy_(0, slots, torch.cat((latent, turned[:, -1]), dim=1))
+    written = torch.cat((latent, turned[:, -1]), dim=1)
+    if isinstance(kv, Tensor):
+        kv.flatten(0, 2).flatten(1).index_copy_(0, slots, written)
+        return
+    heads, size = kv.values.shape[3:]
+    rows, block_size = quantize(written.view(-1, size), grouped=False), kv.values.shape[2]
+    kv.values.flatten(0, 2)[slots] = rows.values.view(-1, heads, size)
+    kv.scales[0].transpose(1, 2)[slots // block_size, slots % block_size] = rows.scales.view(-1, heads)
 
 
-def latent_attention(q: Tensor, kv: Tensor, plan: LatentPlan, heads: LatentHeads) -> Tensor:
+def latent_attention(q: Tensor, kv: KV, plan: LatentPlan, heads: LatentHeads) -> Tensor:
     """See `Kernels.latent_attention`."""
     rank = heads.values.shape[2]
     parts = []
@@ -117,8 +127,8 @@ def latent_attention(q: Tensor, kv: Tensor, plan: LatentPlan, heads: LatentHeads
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _expanded(q: Tensor, kv: Tensor, group: PrefillGroup, heads: LatentHeads) -> Tensor:
-    seen = gathered(kv, group.blocks, q.dtype).flatten(0, 2)[: group.padded, 0]
+def _expanded(q: Tensor, kv: KV, group: PrefillGroup, heads: LatentHeads) -> Tensor:
+    seen = gathered(kv, group.blocks, q.dtype).flatten(0, 2).flatten(1)[: group.padded]
     seen[group.length :] = 0
     keys, values = heads.expand(seen, q.shape[2])
     size = values.shape[2]

@@ -1,9 +1,10 @@
 """Latent attention (`latent`) in Triton.
 
 *Absorbed.* `_attend_absorbed` has a program for each piece of a context and each block of query heads. It
-reads a tile of the cache once: the tile is the keys, and its latents are the values. Positions and dimensions
-are the large sides of the products, as in `decode`, which also cuts the contexts of decodes and combines the
-pieces. A short chunk of a prompt is absorbed, too: each of its queries is a row with a context of its own.
+reads a tile of the cache once: the tile is the keys, and its latents are the values. Numbers in FP8 are
+multiplied by their scales first. Positions and dimensions are the large sides of the products, as in
+`decode`, which also cuts the contexts of decodes and combines the pieces. A short chunk of a prompt is
+absorbed, too: each of its queries is a row with a context of its own.
 
 *Expanded.* The keys and values of all positions of some chunks go to scratch memory, and `prefill` attends to
 them. The scratch memory always has `SCRATCH_BYTES`, so the rehearsal of the largest steps counts it. Chunks
@@ -26,9 +27,10 @@ from baton.engine.kernels.attention import latent_wgmma
 from baton.engine.kernels.attention.decode import Pieces, combine, partition
 from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.online_softmax import LOG2_E, Expanded
-from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.paged import KV, AttentionMetadata, parts
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import SHORT, Shape, tile_work
+from baton.engine.kernels.fp8 import scale_of
 from baton.engine.kernels.launch import inputs_ready, launch_options, on_hopper
 from baton.engine.model_config import LatentConfig
 
@@ -41,6 +43,10 @@ SCRATCH_BYTES = 1 << 30
 SCRATCH_BLOCK = 128  # positions; the tiles of `prefill` divide it
 MOST_ABSORBED = 512
 """Queries of a chunk at a time: their partial results are larger than those of other kernels."""
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Numbers of so many bytes: `index_select` knows them on all devices."""
 
 
 class Form(NamedTuple):
@@ -180,7 +186,7 @@ def _pieces(start: int, stop: int, block_n: int, programs: int, device: torch.de
     return Pieces(on_device[0], on_device[1], on_device[0])  # no program counts the pieces that are finished
 
 
-def latent_attention(q: Tensor, kv: Tensor, plan: LatentPlan, heads: LatentHeads) -> Tensor:
+def latent_attention(q: Tensor, kv: KV, plan: LatentPlan, heads: LatentHeads) -> Tensor:
     out = q.new_empty(len(q), *heads.values.shape[:2])
     for part in plan:
         if isinstance(part, Absorbed):
@@ -190,31 +196,34 @@ def latent_attention(q: Tensor, kv: Tensor, plan: LatentPlan, heads: LatentHeads
     return out
 
 
-def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads, out: Tensor) -> None:
-    _, _, block_size, _, size = kv.shape
-    (rows, num_heads, made_of), rank = q.shape, heads.values.shape[2]
+def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor) -> None:
+    cached, scales = parts(kv)
+    _, _, block_size, cut, head_dim = cached.shape
+    (rows, num_heads, made_of), rank, size = q.shape, heads.values.shape[2], cut * head_dim
     count = len(part.pieces.work)
     queries, latents = q.new_empty(rows, num_heads, size), q.new_empty(rows, num_heads, rank)
     _multiply_heads(q, heads.keys[:, :made_of], queries)
     partial = torch.empty((count, num_heads, rank), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
-    cached = kv.view(-1, size)
+    cached = cached.view(-1, size)
     grid, form = (triton.cdiv(num_heads, part.form.rows), count), part.form
     row_stride = part.tables.stride(0) if part.tables.dim() == 2 else 0
     work, scale = (part.tables, part.pieces.work, part.pieces.first), heads.scale * LOG2_E.value
     arguments = (*work, partial, lse, latents, scale, row_stride)
     shape = {"BLOCK_SIZE": block_size, "HEADS": num_heads, "ROWS": form.rows, "BLOCK_N": form.block_n}
-    if form.wgmma:
+    if form.wgmma and scales is None:
         latent_wgmma.attend(grid, queries, cached, *arguments, **shape)
     else:
         _attend_absorbed[grid](
             queries,
             cached,
             *(TensorDescriptor.from_tensor(cached, [form.block_n, n]) for n in (rank, size - rank)),
+            scales,
             *arguments,
             **shape,
             RANK=rank,
             ROPE=size - rank,
+            HEAD_DIM=head_dim,
             num_warps=WARPS,
             num_stages=STAGES,
             **launch_options(),
@@ -223,8 +232,8 @@ def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads, out: Te
     _multiply_heads(latents, heads.values.mT, out)
 
 
-def _expanded(q: Tensor, kv: Tensor, part: ExpandedChunks, heads: LatentHeads, out: Tensor) -> None:
-    cached = kv.flatten(0, 3).index_select(0, part.slots)
+def _expanded(q: Tensor, kv: KV, part: ExpandedChunks, heads: LatentHeads, out: Tensor) -> None:
+    cached = _at(kv, part.slots, q.dtype)
     for weights, made in zip(heads[:2], part.scratch, strict=True):
         out_rows = made.flatten(0, 2).flatten(1)[: len(cached)]
         torch.mm(cached[:, : weights.shape[2]], weights.flatten(0, 1).T, out=out_rows)
@@ -233,12 +242,27 @@ def _expanded(q: Tensor, kv: Tensor, part: ExpandedChunks, heads: LatentHeads, o
     prefill_attention(q, part.scratch, part.tables, part.tiles, out, None, None, heads.scale)
 
 
+def _at(kv: KV, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """The latents in these slots: [slots, size] of a plain dtype."""
+    values, scales = parts(kv)
+    found = (
+        values.flatten(0, 2).flatten(1).view(_BITS[values.itemsize]).index_select(0, slots).view(values.dtype)
+    )
+    if scales is None:
+        return found
+    block_size = values.shape[2]
+    of_heads = scales[0].transpose(1, 2)[slots // block_size, slots % block_size]
+    numbers = found.float().unflatten(1, (len(of_heads[0]), -1)) * of_heads[:, :, None]
+    return numbers.flatten(1).to(dtype)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_absorbed(
     q,
     cache,
     latent_tiles,
     shared_tiles,
+    scales,
     block_tables,
     work,
     first,
@@ -253,6 +277,7 @@ def _attend_absorbed(
     BLOCK_N: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
     inputs_ready()
     piece = tl.program_id(1)
@@ -270,14 +295,17 @@ def _attend_absorbed(
     table = block_tables + row * table_stride
     m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([RANK, ROWS], tl.float32)
-    last = begin
+    last, offsets = begin, tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0 and q.dtype.element_ty != tl.float32:
         last += (stop - begin) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, last, BLOCK_N):
             slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
             latent, shared = latent_tiles.load([slot, 0]), shared_tiles.load([slot, RANK])
+            if scales is not None:
+                of_heads = scales + _places(slot.to(tl.int64) + offsets, BLOCK_SIZE, SIZE // HEAD_DIM)
+                latent = _scaled(latent, of_heads, 0, None, BLOCK_SIZE, HEAD_DIM, q.dtype.element_ty)
+                shared = _scaled(shared, of_heads, RANK, None, BLOCK_SIZE, HEAD_DIM, q.dtype.element_ty)
             m, total, acc = _attend_tile(q_latent, q_shared, latent, shared, None, m, total, acc, scale)
-    offsets = tl.arange(0, BLOCK_N)
     for start in tl.range(last, stop, BLOCK_N):
         inside = start + offsets < stop
         if BLOCK_SIZE % BLOCK_N == 0:
@@ -290,6 +318,10 @@ def _attend_absorbed(
         keys = cache + slots[:, None] * SIZE
         latent = tl.load(keys + dims, mask=inside[:, None], other=0.0)
         shared = tl.load(keys + of_shared, mask=inside[:, None], other=0.0)
+        if scales is not None:
+            of_heads = scales + _places(slots, BLOCK_SIZE, SIZE // HEAD_DIM)
+            latent = _scaled(latent, of_heads, 0, inside, BLOCK_SIZE, HEAD_DIM, q.dtype.element_ty)
+            shared = _scaled(shared, of_heads, RANK, inside, BLOCK_SIZE, HEAD_DIM, q.dtype.element_ty)
         m, total, acc = _attend_tile(q_latent, q_shared, latent, shared, inside, m, total, acc, scale)
     result = tl.trans(acc) / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: the piece of a padding request
     if tl.load(first + row + 1) - tl.load(first + row) == 1:
@@ -299,6 +331,32 @@ def _attend_absorbed(
         at = piece.to(tl.int64) * HEADS + heads
         tl.store(partial + at[:, None] * RANK + dims, result, mask=used)
         tl.store(lse + at, m + tl.log2(total), mask=heads < HEADS)
+
+
+@triton.jit
+def _places(slots, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr):
+    """The place of the first head's scale in `Fp8KV.scales`. Heads are BLOCK_SIZE apart."""
+    return slots // BLOCK_SIZE * (HEADS * BLOCK_SIZE) + slots % BLOCK_SIZE
+
+
+@triton.jit
+def _scaled(
+    x,
+    scales,
+    FIRST: tl.constexpr,
+    inside,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """x [positions, dims from FIRST on] in FP8, times the scales of their heads, as `dtype`. scales: pointers
+    to those of the first head."""
+    HEADS: tl.constexpr = x.shape[1] // HEAD_DIM
+    heads = FIRST // HEAD_DIM + tl.arange(0, HEADS)
+    at = scales[:, None] + heads[None, :] * BLOCK_SIZE
+    of_heads = tl.load(at) if inside is None else tl.load(at, mask=inside[:, None], other=0.0)
+    numbers = tl.reshape(x.to(tl.float32), (x.shape[0], HEADS, HEAD_DIM)) * of_heads[:, :, None]
+    return tl.reshape(numbers, x.shape).to(dtype)
 
 
 @triton.jit
@@ -377,9 +435,10 @@ def _multiply(
 
 
 def write_latent(
-    q: Tensor, latent: Tensor, shared: Tensor, norm: LatentNorm, rotary: Tensor, kv: Tensor, slots: Tensor
+    q: Tensor, latent: Tensor, shared: Tensor, norm: LatentNorm, rotary: Tensor, kv: KV, slots: Tensor
 ) -> None:
     tokens, heads, size = q.shape
+    cached, scales = parts(kv)
     assert q.stride()[1:] == (size, 1), "the kernel assumes dense heads"
     _write[(tokens,)](
         q,
@@ -388,7 +447,8 @@ def write_latent(
         norm.weight,
         norm.eps,
         rotary,
-        kv,
+        cached,
+        scales,
         slots,
         q.stride(0),
         latent.stride(0),
@@ -398,6 +458,8 @@ def write_latent(
         RANK=latent.shape[1],
         ROPE=shared.shape[1],
         ROWS=triton.next_power_of_2(heads),
+        BLOCK_SIZE=cached.shape[2],
+        HEAD_DIM=cached.shape[4],
         num_warps=4,
         **launch_options(),
     )
@@ -412,6 +474,7 @@ def _write(
     eps,
     rotary,
     cache,
+    scales,
     slots,
     q_stride,
     latent_stride,
@@ -421,6 +484,8 @@ def _write(
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
     of_latent = tl.arange(0, RANK)
     norm_weights = tl.load(norm + of_latent).to(tl.float32)
@@ -438,9 +503,24 @@ def _write(
         to = cache + slot * (RANK + ROPE)
         x = tl.load(latent + token * latent_stride + of_latent).to(tl.float32)
         x *= tl.rsqrt(tl.sum(x * x, axis=0) / RANK + eps) * norm_weights
-        tl.store(to + of_latent, x.to(cache.dtype.element_ty))
-        key = tl.load(shared + token * shared_stride + dims)[None, :]
-        tl.store(to + RANK + dims[None, :], _rotated(key, cos, sin))
+        x = x.to(latent.dtype.element_ty)
+        key = _rotated(tl.load(shared + token * shared_stride + dims)[None, :], cos, sin)
+        if scales is not None:
+            of_heads = scales + _places(slot, BLOCK_SIZE, (RANK + ROPE) // HEAD_DIM)
+            x = _quantized(x, of_heads, 0, cache, BLOCK_SIZE, HEAD_DIM)
+            key = _quantized(key, of_heads, RANK, cache, BLOCK_SIZE, HEAD_DIM)
+        tl.store(to + of_latent, x)
+        tl.store(to + RANK + dims[None, :], key)
+
+
+@triton.jit
+def _quantized(x, scales, FIRST: tl.constexpr, cache, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The numbers of a token from FIRST on, in FP8. Stores the scales of their heads, as in `_scaled`."""
+    HEADS: tl.constexpr = x.numel // HEAD_DIM
+    heads = tl.reshape(x.to(tl.float32), (HEADS, HEAD_DIM))
+    scale = scale_of(tl.max(tl.abs(heads), axis=1))
+    tl.store(scales + (FIRST // HEAD_DIM + tl.arange(0, HEADS)) * BLOCK_SIZE, scale)
+    return tl.reshape(heads / scale[:, None], x.shape).to(cache.dtype.element_ty)
 
 
 @triton.jit

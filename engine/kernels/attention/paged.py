@@ -11,7 +11,8 @@ block sizes. If a head of a token has NaN or an infinite number, only requests t
 
 Position p of a request is in slot block_table[p // block_size] * block_size + p % block_size of the same
 tensor seen as [2, slots, …].
-A layer that caches latents has one row in place of K and V: keys and values are the same (`latent`).
+A layer that caches latents has one row in place of K and V: keys and values are the same. Its KV heads are
+parts of the latent, and together one KV head (`latent`).
 Slots outside a request's context are never multiplied, not even by zero: they may hold NaN.
 
 A layer may have a span (`engine.model_config.Span`), which hides the first keys of a request: kernels skip
@@ -243,7 +244,7 @@ def paged_attention(q: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None, sc
 
 def decode_group(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, scale: float) -> Tensor:
     requests, num_heads, head_dim = q.shape
-    seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)
+    seen = _seen(kv, group.blocks, q)
     num_kv_heads = seen.shape[2]
     if len(group.hidden):
         seen.index_fill_(1, group.hidden, 0)
@@ -257,7 +258,7 @@ def decode_group(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, sc
 
 
 def prefill_group(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, scale: float) -> Tensor:
-    seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)[:, : group.padded]
+    seen = _seen(kv, group.blocks, q)[:, : group.padded]
     seen[:, group.length :] = 0
     seen = seen.transpose(1, 2)
     keys, values = seen[0], seen[-1]
@@ -279,6 +280,12 @@ def attend(
     if sinks is not None:  # the sum grows by exp(sink)
         out *= torch.sigmoid(logsumexp - sinks)[..., None]
     return out
+
+
+def _seen(kv: KV, blocks: Tensor, q: Tensor) -> Tensor:
+    """New memory with the positions of these blocks: [rows, positions, KV heads, head_dim of q]. The heads of
+    a latent are one KV head."""
+    return gathered(kv, blocks, q.dtype).flatten(3).unflatten(3, (-1, q.shape[2])).flatten(1, 2)
 
 
 def gathered(kv: KV, blocks: Tensor, dtype: torch.dtype) -> Tensor:
