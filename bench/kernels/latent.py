@@ -10,7 +10,7 @@ import torch
 
 from baton.bench.kernels.cases import Case, Cases, Make
 from baton.content.cache_kinds import latent_head_dim
-from baton.engine.kernels import FP8, KV, AttentionMetadata, Fp8KV, LatentHeads
+from baton.engine.kernels import FP8, KV, AttentionMetadata, Fp8KV, LatentHeads, parts
 from baton.engine.kernels.attention import latent_kernels
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.model_config import LatentConfig
@@ -52,11 +52,10 @@ class LatentCases(Cases[LatentShape]):
         tables = torch.randperm(requests * blocks).int().view(requests, blocks).to(self.device)
         size = shape.rank + shape.rope
         cut = latent_head_dim(shape.rank, size)
-        kv: KV = self.normal(1, requests * blocks, shape.block_size, size // cut, cut)
-        bytes_cached = kv.nbytes
+        plain = self.normal(1, requests * blocks, shape.block_size, size // cut, cut)
+        kv: KV = plain
         if shape.fp8:
-            kv = Fp8KV(kv.to(FP8), torch.ones(kv.transpose(2, 3).shape[:-1], device=self.device))
-            bytes_cached = kv.values.nbytes + kv.scales.nbytes
+            kv = Fp8KV(plain.to(FP8), torch.ones(plain.transpose(2, 3).shape[:-1], device=self.device))
         q = self.normal(requests * tokens, heads, shape.nope + shape.rope)
         up = self.normal(heads, shape.nope + shape.value, shape.rank) / shape.rank**0.5
         config = LatentConfig(None, shape.rank, shape.nope, shape.rope, shape.value, 0.1)
@@ -73,5 +72,6 @@ class LatentCases(Cases[LatentShape]):
         flops = 2 * seen * (2 * shape.rank + shape.rope) + 2 * made * requests * tokens
         if not absorbed:
             flops = 2 * seen * (shape.nope + shape.rope + shape.value) + 2 * made * shape.context
-        moved = bytes_cached + 2 * (2 * q.numel() + up.numel())
+        cached = sum(part.nbytes for part in parts(kv) if part is not None)
+        moved = cached + 2 * (2 * q.numel() + up.numel())
         return Case(name, moved, flops, lambda: self.kernels.latent_attention(q, kv, plan, weights))

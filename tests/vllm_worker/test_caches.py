@@ -45,12 +45,12 @@ def test_on_cpus_keys_are_transposed() -> None:
 
 
 @pytest.mark.parametrize("shape", [(BLOCKS, BLOCK, DIM), (BLOCKS, 1, BLOCK, DIM)], ids=str)
-def test_latents_are_one_row_of_one_head(shape: tuple[int, ...]) -> None:
+def test_latents_are_one_row_that_is_cut_into_heads(shape: tuple[int, ...]) -> None:
     cache = torch.arange(BLOCKS * BLOCK * DIM, dtype=torch.float32).view(shape)
-    kv = paged_kv({"model.layers.0.attn": cache}, BLOCK, 1, DIM, all_heads=1, kind="latent")
-    assert kv.layout == KVLayout(1, 1, DIM, "float32", kind="latent")
+    kv = paged_kv({"model.layers.0.attn": cache}, BLOCK, 1, DIM, all_heads=2, kind="latent")
+    assert kv.layout == KVLayout(1, 2, DIM // 2, "float32", kind="latent")
     [[latents]] = kv.layers
-    assert torch.equal(latents[3, 11, 0], cache[3].view(BLOCK, DIM)[11])
+    assert torch.equal(latents[3, 11].flatten(), cache[3].view(BLOCK, DIM)[11])
 
 
 @pytest.mark.parametrize(
