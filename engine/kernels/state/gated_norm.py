@@ -50,18 +50,10 @@ def _launch(
     rows, size = x.shape[0], x.shape[1] // groups
     out = x.new_empty(x.shape)
     _norm[(rows, groups)](
-        x,
-        gate,
-        weight,
-        squares,
-        out,
-        gate.stride(0),
-        None if squares is None else squares.stride(0),
-        size,
+        x, gate, weight, squares, out, gate.stride(0), None if squares is None else squares.stride(0), size,
         eps,
-        GATED_FIRST=gated_first,
-        **_options(size),
-    )
+        GATED_FIRST=gated_first, **_options(size),
+    )  # fmt: skip
     return out
 
 
@@ -73,18 +65,9 @@ def _options(size: int) -> dict[str, Any]:
 
 @triton.jit
 def _norm(
-    x,
-    gate,
-    weight,
-    squares,
-    out,
-    gate_stride,
-    squares_stride,
-    size,
-    eps,
-    BLOCK: tl.constexpr,
-    GATED_FIRST: tl.constexpr,
-):
+    x, gate, weight, squares, out, gate_stride, squares_stride, size, eps,
+    BLOCK: tl.constexpr, GATED_FIRST: tl.constexpr,
+):  # fmt: skip
     inputs_ready()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
