@@ -146,7 +146,7 @@ def tokenizer_json(header: GGUFHeader) -> str:
         )
     types = get("tokenizer.ggml.token_type") or ()
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": [
             {"id": token_id, "content": token, "special": token_type == CONTROL, **plain}
