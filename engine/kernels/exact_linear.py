@@ -98,20 +98,42 @@ def multiply_large(
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     tiles = triton.cdiv(rows, shape.block_m) * triton.cdiv(size, shape.block_n)
     _large[(min(tiles, programs),)](
-        TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]), of_x,
-        TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]), of_w, bias, out, rows, size,
+        TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]),
+        of_x,
+        TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]),
+        of_w,
+        bias,
+        out,
+        rows,
+        size,
         inner,
-        GROUP=GROUP, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
-        num_warps=shape.warps, num_stages=shape.stages, **launch_options(),
-    )  # fmt: skip
+        GROUP=GROUP,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=shape.block_k,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **launch_options(),
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _large(
-    x_tiles, x_scales, weight_tiles, weight_scales, bias, out, rows, size, inner,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_tiles,
+    x_scales,
+    weight_tiles,
+    weight_scales,
+    bias,
+    out,
+    rows,
+    size,
+    inner,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     inputs_ready()
     height, width = tl.cdiv(rows, BLOCK_M), tl.cdiv(size, BLOCK_N)  # in tiles
     for tile in tl.range(tl.program_id(0), height * width, tl.num_programs(0), flatten=True):

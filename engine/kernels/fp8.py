@@ -44,10 +44,15 @@ def quantize(x: Tensor, *, grouped: bool) -> Quantized:
     assert scales is not None, "the result is quantized"
     block = triton.next_power_of_2(size)
     _quantize[(rows,)](
-        x, values, scales, size,
-        BLOCK=block, GROUP=group_columns(block, grouped=grouped),
-        num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)), **launch_options(),
-    )  # fmt: skip
+        x,
+        values,
+        scales,
+        size,
+        BLOCK=block,
+        GROUP=group_columns(block, grouped=grouped),
+        num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
+        **launch_options(),
+    )
     return Quantized(values, scales)
 
 

@@ -32,18 +32,37 @@ def add_rms_norm(
     block = triton.next_power_of_2(size)
     warps = min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
     _add_rms_norm[(rows,)](
-        residual, residual if delta is None else delta, weight, out, scales, residual.stride(0), size, eps,
-        BLOCK=block, GROUP=group_columns(block, grouped=grouped), ADD=delta is not None,
-        num_warps=warps, **launch_options(),
-    )  # fmt: skip
+        residual,
+        residual if delta is None else delta,
+        weight,
+        out,
+        scales,
+        residual.stride(0),
+        size,
+        eps,
+        BLOCK=block,
+        GROUP=group_columns(block, grouped=grouped),
+        ADD=delta is not None,
+        num_warps=warps,
+        **launch_options(),
+    )
     return out if scales is None else Quantized(out, scales)
 
 
 @triton.jit
 def _add_rms_norm(
-    residual, delta, weight, out, scales, stride, size, eps,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
+    residual,
+    delta,
+    weight,
+    out,
+    scales,
+    stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ADD: tl.constexpr,
+):
     inputs_ready()
     columns = tl.arange(0, BLOCK)
     inside = columns < size

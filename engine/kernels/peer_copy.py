@@ -65,11 +65,20 @@ class PeerCopy(PeerMemory):
         share = triton.cdiv(size, self._ranks)
         out = x.new_empty(rows, size)
         _gather[(rows, triton.cdiv(share, BLOCK))](
-            self._addresses, x, out, width, share, size, self._capacity(share, x.itemsize),
+            self._addresses,
+            x,
+            out,
+            width,
+            share,
+            size,
+            self._capacity(share, x.itemsize),
             self._counts_bytes,
-            RANK=self._rank, RANKS=self._ranks, BLOCK=BLOCK,
-            num_warps=4, **launch_options(),
-        )  # fmt: skip
+            RANK=self._rank,
+            RANKS=self._ranks,
+            BLOCK=BLOCK,
+            num_warps=4,
+            **launch_options(),
+        )
         return out
 
     def can_broadcast(self, x: Tensor) -> bool:
@@ -79,10 +88,16 @@ class PeerCopy(PeerMemory):
         """Overwrites x with that of rank 0."""
         words = x.view(-1).view(torch.int64)
         _broadcast[(triton.cdiv(len(words), WORDS),)](
-            self._addresses, words, len(words), self._counts_bytes,
-            RANK=self._rank, RANKS=self._ranks, WORDS=WORDS,
-            num_warps=4, **launch_options(),
-        )  # fmt: skip
+            self._addresses,
+            words,
+            len(words),
+            self._counts_bytes,
+            RANK=self._rank,
+            RANKS=self._ranks,
+            WORDS=WORDS,
+            num_warps=4,
+            **launch_options(),
+        )
 
     def _capacity(self, share: int, itemsize: int) -> int:
         """Rows of an inbox."""

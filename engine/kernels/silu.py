@@ -37,19 +37,33 @@ def silu_mul(
     # A scale of the whole row needs the whole row in one program.
     block = triton.next_power_of_2(size) if grouped is False else BLOCK
     _silu_mul[(rows, triton.cdiv(size, block))](
-        gate_up, out, scales, size,
-        BLOCK=block, GROUP=group_columns(block, grouped=grouped), ALPHA=clamped.alpha if clamped else None,
-        LIMIT=clamped.limit if clamped else None, GELU=gelu,
-        num_warps=min(MAX_WARPS, max(4, block // ELEMENTS_PER_WARP)), **launch_options(),
-    )  # fmt: skip
+        gate_up,
+        out,
+        scales,
+        size,
+        BLOCK=block,
+        GROUP=group_columns(block, grouped=grouped),
+        ALPHA=clamped.alpha if clamped else None,
+        LIMIT=clamped.limit if clamped else None,
+        GELU=gelu,
+        num_warps=min(MAX_WARPS, max(4, block // ELEMENTS_PER_WARP)),
+        **launch_options(),
+    )
     return out if scales is None else Quantized(out, scales)
 
 
 @triton.jit
 def _silu_mul(
-    gate_up, out, scales, size,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GELU: tl.constexpr,
-):  # fmt: skip
+    gate_up,
+    out,
+    scales,
+    size,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    GELU: tl.constexpr,
+):
     inputs_ready()
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)

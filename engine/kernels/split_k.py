@@ -72,21 +72,45 @@ def multiply(
     tiles = triton.cdiv(size, shape.block_n)
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     _linear[(triton.cdiv(rows, shape.block_m), tiles, shape.splits)](
-        TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]), of_x,
-        TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]), of_w, bias,
-        parts_of(out, shape.splits, tiles, shape.block_n, shape.block_m), finished, out, rows, size, inner,
-        GROUPED=grouped, BLOCKS=grouped and of_w.shape[1] < size, **shape.options(),
+        TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]),
+        of_x,
+        TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]),
+        of_w,
+        bias,
+        parts_of(out, shape.splits, tiles, shape.block_n, shape.block_m),
+        finished,
+        out,
+        rows,
+        size,
+        inner,
+        GROUPED=grouped,
+        BLOCKS=grouped and of_w.shape[1] < size,
+        **shape.options(),
         **launch_options(),
-    )  # fmt: skip
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x_tiles, x_scales, weight_tiles, weight_scales, bias, parts, finished, out, rows, size, inner,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUPED: tl.constexpr,
-    BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    x_tiles,
+    x_scales,
+    weight_tiles,
+    weight_scales,
+    bias,
+    parts,
+    finished,
+    out,
+    rows,
+    size,
+    inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     inputs_ready()
     # Programs of the same rows of W are neighbours, so that W is read once.
     first_row = tl.program_id(0) * BLOCK_M

@@ -49,11 +49,21 @@ class SumNorm(PeerMemory):
         for rows in range(0, len(residual), capacity):
             part = slice(rows, rows + capacity)
             _sum_norm[(len(residual[part]),)](
-                self._addresses, delta[part], residual[part], weight, out[part], capacity, size, eps,
+                self._addresses,
+                delta[part],
+                residual[part],
+                weight,
+                out[part],
+                capacity,
+                size,
+                eps,
                 self._counts_bytes,
-                RANK=self._rank, RANKS=self._ranks, BLOCK=block,
-                num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)), **launch_options(),
-            )  # fmt: skip
+                RANK=self._rank,
+                RANKS=self._ranks,
+                BLOCK=block,
+                num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
+                **launch_options(),
+            )
         return out
 
 

@@ -142,12 +142,20 @@ def launch_converting(table: Tensor, pools: Sequence[Tensor], dtype: torch.dtype
     row, *strides, _ = pool.stride()
     scale_row, *scale_strides, _ = scales[0].stride() if scales else [0] * 5
     _convert[(_cdiv(most, CONVERTED_HEADS), pool.shape[0], len(table))](
-        table, row, scale_row,
-        LINE=CONVERTED_FIELDS, FROM=_ELEMENTS[dtype], TO=_ELEMENTS[pool.dtype], BLOCK=pool.shape[2],
-        STRIDES=tuple(strides), SCALE_STRIDES=tuple(scale_strides), HEAD_DIM=pool.shape[4],
-        DIMS=_power_of_2(pool.shape[4]), HEADS=CONVERTED_HEADS,
+        table,
+        row,
+        scale_row,
+        LINE=CONVERTED_FIELDS,
+        FROM=_ELEMENTS[dtype],
+        TO=_ELEMENTS[pool.dtype],
+        BLOCK=pool.shape[2],
+        STRIDES=tuple(strides),
+        SCALE_STRIDES=tuple(scale_strides),
+        HEAD_DIM=pool.shape[4],
+        DIMS=_power_of_2(pool.shape[4]),
+        HEADS=CONVERTED_HEADS,
         num_warps=WARPS,
-    )  # fmt: skip
+    )
 
 
 _ELEMENTS = {

@@ -68,26 +68,65 @@ def decode_attention(
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
     few = requests <= FEW_REQUESTS
     _split[(shape.kv_heads, count)](
-        q, *cache, block_tables, pieces.work, pieces.first, partial, lse, pieces.finished, out,
-        q if sinks is None else sinks, scale * LOG2_E.value, q.stride(0), out.stride(0),
-        block_tables.stride(0), slots,
-        SHAPE=shape, GROUP=group, ROWS=max(ROWS, triton.next_power_of_2(group)),
-        COMBINED=0 if few else max(1, COMBINED_LAST // triton.next_power_of_2(group)), BLOCK_N=BLOCK_N,
-        SPAN=span is not None, SINKS=sinks is not None,
-        num_warps=max(1, head_dim * parts(kv)[0].itemsize // BYTES_PER_WARP), num_stages=STAGES,
+        q,
+        *cache,
+        block_tables,
+        pieces.work,
+        pieces.first,
+        partial,
+        lse,
+        pieces.finished,
+        out,
+        q if sinks is None else sinks,
+        scale * LOG2_E.value,
+        q.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        slots,
+        SHAPE=shape,
+        GROUP=group,
+        ROWS=max(ROWS, triton.next_power_of_2(group)),
+        COMBINED=0 if few else max(1, COMBINED_LAST // triton.next_power_of_2(group)),
+        BLOCK_N=BLOCK_N,
+        SPAN=span is not None,
+        SINKS=sinks is not None,
+        num_warps=max(1, head_dim * parts(kv)[0].itemsize // BYTES_PER_WARP),
+        num_stages=STAGES,
         **launch_options(),
-    )  # fmt: skip
+    )
     if few:
         combine(partial, lse, pieces, out)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _split(
-    q, keys, values, key_tiles, value_tiles, kv_scales, block_tables, work, first, partial, lse, finished,
-    out, sinks, scale, q_stride, out_stride, table_stride, slots,
-    SHAPE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COMBINED: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPAN: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    values,
+    key_tiles,
+    value_tiles,
+    kv_scales,
+    block_tables,
+    work,
+    first,
+    partial,
+    lse,
+    finished,
+    out,
+    sinks,
+    scale,
+    q_stride,
+    out_stride,
+    table_stride,
+    slots,
+    SHAPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COMBINED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
+    SINKS: tl.constexpr,
+):
     inputs_ready()
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     kv_head = tl.program_id(0)  # the heads of a piece run at once, since they are neighbours in memory
@@ -158,9 +197,18 @@ def _split(
 
 @triton.jit
 def _combine_last(
-    partial, lse, count, to_row, first, pieces, kv_head,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COMBINED: tl.constexpr,
-):  # fmt: skip
+    partial,
+    lse,
+    count,
+    to_row,
+    first,
+    pieces,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
     """Counts a piece. The program that finishes last combines all of them."""
     tl.debug_barrier()  # all threads have stored before the program counts as finished
     if tl.atomic_add(count, 1, sem="acq_rel") == pieces - 1:

@@ -56,22 +56,61 @@ def exact_decode_attention(
     partial = torch.empty((results, num_heads, head_dim), dtype=torch.float32, device=q.device)
     weights = torch.empty((results, num_heads, 2), dtype=torch.float32, device=q.device)
     _decode[(shape.kv_heads, len(pieces.work))](
-        q, *cache, block_tables, pieces.work, pieces.first, partial, weights, pieces.finished, out,
-        q if sinks is None else sinks, scale * LOG2_E.value, q.stride(0), out.stride(0),
-        block_tables.stride(0), slots,
-        SHAPE=shape, GROUP=group, ROWS=max(ROWS, triton.next_power_of_2(group)), BLOCK_N=EXACT_N,
-        SPAN=span is not None, SINKS=sinks is not None,
-        num_warps=WARPS, num_stages=STAGES, **launch_options(),
-    )  # fmt: skip
+        q,
+        *cache,
+        block_tables,
+        pieces.work,
+        pieces.first,
+        partial,
+        weights,
+        pieces.finished,
+        out,
+        q if sinks is None else sinks,
+        scale * LOG2_E.value,
+        q.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        slots,
+        SHAPE=shape,
+        GROUP=group,
+        ROWS=max(ROWS, triton.next_power_of_2(group)),
+        BLOCK_N=EXACT_N,
+        SPAN=span is not None,
+        SINKS=sinks is not None,
+        num_warps=WARPS,
+        num_stages=STAGES,
+        **launch_options(),
+    )
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode(
-    q, keys, values, key_tiles, value_tiles, kv_scales, block_tables, work, first, partial, weights, finished,
-    out, sinks, scale, q_stride, out_stride, table_stride, slots,
-    SHAPE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
+    q,
+    keys,
+    values,
+    key_tiles,
+    value_tiles,
+    kv_scales,
+    block_tables,
+    work,
+    first,
+    partial,
+    weights,
+    finished,
+    out,
+    sinks,
+    scale,
+    q_stride,
+    out_stride,
+    table_stride,
+    slots,
+    SHAPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
     SINKS: tl.constexpr,
-):  # fmt: skip
+):
     inputs_ready()
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     kv_head = tl.program_id(0)  # the heads of a piece run at once, since they are neighbours in memory

@@ -54,17 +54,32 @@ def gather(kv: Fp8KV, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     room = MOST_POSITIONS // block_size
     out = torch.empty(2, room, block_size, kv_heads, head_dim, dtype=dtype, device=blocks.device)
     _gather[(len(blocks), triton.cdiv(block_size, ROWS), 2 * kv_heads)](
-        *kv, blocks, out, num_blocks, room,
-        BLOCK_SIZE=block_size, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROWS=ROWS,
-    )  # fmt: skip
+        *kv,
+        blocks,
+        out,
+        num_blocks,
+        room,
+        BLOCK_SIZE=block_size,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        ROWS=ROWS,
+    )
     return out
 
 
 @triton.jit
 def _gather(
-    values, scales, blocks, out, num_blocks, room,
-    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    values,
+    scales,
+    blocks,
+    out,
+    num_blocks,
+    room,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     to = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(2) % KV_HEADS

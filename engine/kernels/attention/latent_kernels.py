@@ -208,12 +208,17 @@ def _absorbed(q: Tensor, kv: Tensor, part: Absorbed, heads: LatentHeads, out: Te
         latent_wgmma.attend(grid, queries, cached, *arguments, **shape)
     else:
         _attend_absorbed[grid](
-            queries, cached,
+            queries,
+            cached,
             *(TensorDescriptor.from_tensor(cached, [form.block_n, n]) for n in (rank, size - rank)),
             *arguments,
-            **shape, RANK=rank, ROPE=size - rank,
-            num_warps=WARPS, num_stages=STAGES, **launch_options(),
-        )  # fmt: skip
+            **shape,
+            RANK=rank,
+            ROPE=size - rank,
+            num_warps=WARPS,
+            num_stages=STAGES,
+            **launch_options(),
+        )
     combine(partial, lse, part.pieces, latents)
     _multiply_heads(latents, heads.values.mT, out)
 
@@ -230,10 +235,25 @@ def _expanded(q: Tensor, kv: Tensor, part: ExpandedChunks, heads: LatentHeads, o
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_absorbed(
-    q, cache, latent_tiles, shared_tiles, block_tables, work, first, partial, lse, out, scale, table_stride,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    RANK: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
+    q,
+    cache,
+    latent_tiles,
+    shared_tiles,
+    block_tables,
+    work,
+    first,
+    partial,
+    lse,
+    out,
+    scale,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+):
     inputs_ready()
     piece = tl.program_id(1)
     row = tl.load(work + piece * 3).to(tl.int64)
@@ -306,18 +326,42 @@ def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor) -> None:
     columns, inner = weights.shape[2], triton.next_power_of_2(size)
     block_n = max(16, WEIGHTS // inner)
     _multiply[(triton.cdiv(columns, block_n), num_heads)](
-        x, weights, out, tokens, x.stride(0), x.stride(1), *weights.stride(), columns,
-        HEADS=num_heads, SIZE=size, INNER=inner, ROWS=max(16, triton.next_power_of_2(tokens)),
+        x,
+        weights,
+        out,
+        tokens,
+        x.stride(0),
+        x.stride(1),
+        *weights.stride(),
+        columns,
+        HEADS=num_heads,
+        SIZE=size,
+        INNER=inner,
+        ROWS=max(16, triton.next_power_of_2(tokens)),
         BLOCK_N=block_n,
-        num_warps=4, **launch_options(),
-    )  # fmt: skip
+        num_warps=4,
+        **launch_options(),
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _multiply(
-    x, weights, out, tokens, x_row, x_head, of_head, of_inner, of_column, columns,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x,
+    weights,
+    out,
+    tokens,
+    x_row,
+    x_head,
+    of_head,
+    of_inner,
+    of_column,
+    columns,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     head, column = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner, row = tl.arange(0, INNER), tl.arange(0, ROWS)
     weights += head.to(tl.int64) * of_head + inner[:, None] * of_inner + column[None, :] * of_column
@@ -338,19 +382,46 @@ def write_latent(
     tokens, heads, size = q.shape
     assert q.stride()[1:] == (size, 1), "the kernel assumes dense heads"
     _write[(tokens,)](
-        q, latent, shared, norm.weight, norm.eps, rotary, kv, slots, q.stride(0), latent.stride(0),
+        q,
+        latent,
+        shared,
+        norm.weight,
+        norm.eps,
+        rotary,
+        kv,
+        slots,
+        q.stride(0),
+        latent.stride(0),
         shared.stride(0),
-        HEADS=heads, SIZE=size, RANK=latent.shape[1], ROPE=shared.shape[1],
+        HEADS=heads,
+        SIZE=size,
+        RANK=latent.shape[1],
+        ROPE=shared.shape[1],
         ROWS=triton.next_power_of_2(heads),
-        num_warps=4, **launch_options(),
-    )  # fmt: skip
+        num_warps=4,
+        **launch_options(),
+    )
 
 
 @triton.jit
 def _write(
-    q, latent, shared, norm, eps, rotary, cache, slots, q_stride, latent_stride, shared_stride,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    q,
+    latent,
+    shared,
+    norm,
+    eps,
+    rotary,
+    cache,
+    slots,
+    q_stride,
+    latent_stride,
+    shared_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     of_latent = tl.arange(0, RANK)
     norm_weights = tl.load(norm + of_latent).to(tl.float32)
     inputs_ready()

@@ -61,11 +61,21 @@ def partition(
     fields = EXACT_FIELDS.value if exact else FIELDS
     result = Pieces(new(pieces, fields), new(requests + 1), new(requests, num_kv_heads))
     _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
-        contexts, result.work, result.first, result.finished, requests, pieces,
-        KV_HEADS=num_kv_heads, BLOCK_N=EXACT_N if exact else block_n, FIELDS=fields, EXACT=exact,
-        REQUESTS=max(16, triton.next_power_of_2(requests)), PIECES=PARTITION_PIECES, **span_options(span),
+        contexts,
+        result.work,
+        result.first,
+        result.finished,
+        requests,
+        pieces,
+        KV_HEADS=num_kv_heads,
+        BLOCK_N=EXACT_N if exact else block_n,
+        FIELDS=fields,
+        EXACT=exact,
+        REQUESTS=max(16, triton.next_power_of_2(requests)),
+        PIECES=PARTITION_PIECES,
+        **span_options(span),
         num_warps=4,
-    )  # fmt: skip
+    )
     return result
 
 
@@ -74,18 +84,36 @@ def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor) -> None:
     lse [pieces, heads] float32 have their results."""
     requests, heads, size = out.shape
     _combine[(requests, heads)](
-        partial, lse, pieces.first, out, out.stride(0),
-        HEADS=heads, HEAD_DIM=size, COMBINED=max(1, COMBINED * MOST_HEAD // max(MOST_HEAD, size)),
-        num_warps=1 if size <= MOST_HEAD else 4, **launch_options(),
-    )  # fmt: skip
+        partial,
+        lse,
+        pieces.first,
+        out,
+        out.stride(0),
+        HEADS=heads,
+        HEAD_DIM=size,
+        COMBINED=max(1, COMBINED * MOST_HEAD // max(MOST_HEAD, size)),
+        num_warps=1 if size <= MOST_HEAD else 4,
+        **launch_options(),
+    )
 
 
 @triton.jit(do_not_specialize=["requests", "pieces"])
 def _partition(
-    contexts, work, first, finished, requests, pieces,
-    KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, FIELDS: tl.constexpr, EXACT: tl.constexpr,
-    REQUESTS: tl.constexpr, PIECES: tl.constexpr, SPAN: tl.constexpr, CHUNKED: tl.constexpr,
-):  # fmt: skip
+    contexts,
+    work,
+    first,
+    finished,
+    requests,
+    pieces,
+    KV_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FIELDS: tl.constexpr,
+    EXACT: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    PIECES: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+):
     requests_of = tl.arange(0, REQUESTS)
     context = tl.load(contexts + requests_of, mask=requests_of < requests, other=0)
     unit = segment_of(context) if EXACT else context * 0 + BLOCK_N
@@ -135,9 +163,15 @@ def _partition(
 
 @triton.jit
 def _combine(
-    partial, lse, first, out, out_stride,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COMBINED: tl.constexpr,
-):  # fmt: skip
+    partial,
+    lse,
+    first,
+    out,
+    out_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
     inputs_ready()
     request = tl.program_id(0)
     begin = tl.load(first + request)
@@ -150,9 +184,17 @@ def _combine(
 
 @triton.jit
 def add_up(
-    partial, lse, to_row, first, pieces, heads, used,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COMBINED: tl.constexpr,
-):  # fmt: skip
+    partial,
+    lse,
+    to_row,
+    first,
+    pieces,
+    heads,
+    used,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
     """Writes the `heads` of a request that are `used`, from its pieces, COMBINED of them at a time."""
     dims = tl.arange(0, HEAD_DIM)
     m = tl.full(heads.shape, float("-inf"), tl.float32)

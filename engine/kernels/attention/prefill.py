@@ -99,23 +99,65 @@ def prefill_attention(
         partial = torch.empty((places, shape.value_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(places, dtype=torch.float32, device=q.device)
     _prefill[(len(tiles.work), shape.kv_heads)](
-        q, *cache, block_tables, tiles.work, out, q if sinks is None else sinks, partial, lse, finished,
-        scale * LOG2_E.value, q.stride(0), out.stride(0), block_tables.stride(0), slots,
-        SHAPE=shape, GROUP=num_heads // shape.kv_heads, BLOCK_M=block_m, BLOCK_N=block_n,
-        MASKED_N=EXACT_N if tiles.exact else MASKED_N, SINKS=sinks is not None, SPLIT=split,
-        EXACT=tiles.exact, **span_options(span),
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        q,
+        *cache,
+        block_tables,
+        tiles.work,
+        out,
+        q if sinks is None else sinks,
+        partial,
+        lse,
+        finished,
+        scale * LOG2_E.value,
+        q.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        slots,
+        SHAPE=shape,
+        GROUP=num_heads // shape.kv_heads,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        MASKED_N=EXACT_N if tiles.exact else MASKED_N,
+        SINKS=sinks is not None,
+        SPLIT=split,
+        EXACT=tiles.exact,
+        **span_options(span),
+        num_warps=warps,
+        num_stages=stages,
+    )
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
-    q, keys, values, key_tiles, value_tiles, kv_scales, block_tables, tiles, out, sinks, partial, lse,
-    finished, scale, q_stride, out_stride, table_stride, slots,
-    SHAPE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED_N: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr, SPAN: tl.constexpr,
+    q,
+    keys,
+    values,
+    key_tiles,
+    value_tiles,
+    kv_scales,
+    block_tables,
+    tiles,
+    out,
+    sinks,
+    partial,
+    lse,
+    finished,
+    scale,
+    q_stride,
+    out_stride,
+    table_stride,
+    slots,
+    SHAPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED_N: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EXACT: tl.constexpr,
+    SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
-):  # fmt: skip
+):
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     VALUE_DIM: tl.constexpr = SHAPE.value_dim
     work = tiles + tl.program_id(0) * FIELDS
@@ -175,10 +217,24 @@ def _prefill(
 
 @triton.jit
 def _attend_to(
-    queries, m, total, cache, table, first, query_positions, begin, whole, end, stop, scale,
-    SHAPE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED_N: tl.constexpr, SPAN: tl.constexpr,
+    queries,
+    m,
+    total,
+    cache,
+    table,
+    first,
+    query_positions,
+    begin,
+    whole,
+    end,
+    stop,
+    scale,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED_N: tl.constexpr,
+    SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
-):  # fmt: skip
+):
     """Adds the keys [begin, end), of which the causal mask hides none before `whole`. Returns m, total, and
     the weighted sum of values."""
     first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
@@ -207,9 +263,21 @@ def _attend_to(
 
 @triton.jit
 def _attend_exactly_to(
-    queries, m, total, cache, table, first, query_positions, whole, stop, scale,
-    SHAPE: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr, CHUNKED: tl.constexpr,
-):  # fmt: skip
+    queries,
+    m,
+    total,
+    cache,
+    table,
+    first,
+    query_positions,
+    whole,
+    stop,
+    scale,
+    SHAPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+):
     """As `_attend_to`, segment by segment. m and total have the sinks alone. Returns total and the sum."""
     own_m, own_total, own = no_sums(queries.shape[0], SHAPE.value_dim, 1)
     total = total[:, None] + tl.zeros_like(own_total)

@@ -32,20 +32,48 @@ def rope_and_write(qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: KV, s
     assert cache.is_contiguous(), "the kernel assumes that a slot is one row of each half"
     tokens_each = TOKENS if tokens >= MANY else 1
     _rope_and_write[(triton.cdiv(tokens, tokens_each), num_kv_heads)](
-        qkv, rotary, qkv if norm is None else norm.scale, cache, cache if scales is None else scales, slots,
-        tokens, cache.stride(0), 0.0 if norm is None else norm.eps,
-        BLOCK_SIZE=block_size, KV_HEADS=num_kv_heads, GROUP=group, ROWS=triton.next_power_of_2(group + 1),
-        HEAD_DIM=head_dim, NORM=norm is not None, FP8=scales is not None, TOKENS=tokens_each,
-        num_warps=tokens_each, **launch_options(),
-    )  # fmt: skip
+        qkv,
+        rotary,
+        qkv if norm is None else norm.scale,
+        cache,
+        cache if scales is None else scales,
+        slots,
+        tokens,
+        cache.stride(0),
+        0.0 if norm is None else norm.eps,
+        BLOCK_SIZE=block_size,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        ROWS=triton.next_power_of_2(group + 1),
+        HEAD_DIM=head_dim,
+        NORM=norm is not None,
+        FP8=scales is not None,
+        TOKENS=tokens_each,
+        num_warps=tokens_each,
+        **launch_options(),
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rope_and_write(
-    qkv, rotary, scale, kv, kv_scales, slots, tokens, value_offset, eps,
-    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    rotary,
+    scale,
+    kv,
+    kv_scales,
+    slots,
+    tokens,
+    value_offset,
+    eps,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    FP8: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     inputs_ready()
     kv_head = tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2

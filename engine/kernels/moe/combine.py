@@ -21,18 +21,31 @@ def combine(y: Tensor, weights: Tensor, shared: Tensor | None, *, weighted: bool
     (tokens, chosen), size = weights.shape, y.shape[1]
     out = y.new_empty(tokens, size)
     _combine[(tokens, triton.cdiv(size, BLOCK))](
-        y, weights, shared, out, size,
-        CHOSEN=chosen, WEIGHTED=weighted, BLOCK=BLOCK,
-        num_warps=4, **launch_options(),
-    )  # fmt: skip
+        y,
+        weights,
+        shared,
+        out,
+        size,
+        CHOSEN=chosen,
+        WEIGHTED=weighted,
+        BLOCK=BLOCK,
+        num_warps=4,
+        **launch_options(),
+    )
     return out
 
 
 @triton.jit
 def _combine(
-    y, weights, shared, out, size,
-    CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    y,
+    weights,
+    shared,
+    out,
+    size,
+    CHOSEN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     inputs_ready()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

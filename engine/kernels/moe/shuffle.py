@@ -52,23 +52,53 @@ def shuffle(
     columns = triton.next_power_of_2(experts)
     rows = max(1, BLOCK // columns)
     _shuffle[(triton.cdiv(tokens, rows),)](
-        logits, bias, slots, weights, counts, pairs, scale, tokens, held.start, experts,
-        ROWS=rows, COLUMNS=columns, CHOSEN=num_chosen, CHOICES=triton.next_power_of_2(num_chosen),
-        HELD=len(held), SIGMOID=scoring is Scoring.SIGMOID_ON_INPUT,
-        NORMALIZED=scoring in (Scoring.NORMALIZED_SOFTMAX, Scoring.NORMALIZED_SIGMOID), GROUPS=groups,
+        logits,
+        bias,
+        slots,
+        weights,
+        counts,
+        pairs,
+        scale,
+        tokens,
+        held.start,
+        experts,
+        ROWS=rows,
+        COLUMNS=columns,
+        CHOSEN=num_chosen,
+        CHOICES=triton.next_power_of_2(num_chosen),
+        HELD=len(held),
+        SIGMOID=scoring is Scoring.SIGMOID_ON_INPUT,
+        NORMALIZED=scoring in (Scoring.NORMALIZED_SOFTMAX, Scoring.NORMALIZED_SIGMOID),
+        GROUPS=groups,
         GROUPS_CHOSEN=groups_chosen,
-        num_warps=4, **launch_options(),
-    )  # fmt: skip
+        num_warps=4,
+        **launch_options(),
+    )
     return Shuffled(weights, counts[held.start : held.stop], pairs, experts)
 
 
 @triton.jit(do_not_specialize=["tokens", "first"])
 def _shuffle(
-    logits, bias, slots, weights, counts, pairs, scale, tokens, first, experts,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHOSEN: tl.constexpr, CHOICES: tl.constexpr,
-    HELD: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, GROUPS: tl.constexpr,
+    logits,
+    bias,
+    slots,
+    weights,
+    counts,
+    pairs,
+    scale,
+    tokens,
+    first,
+    experts,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOICES: tl.constexpr,
+    HELD: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
-):  # fmt: skip
+):
     inputs_ready()
     token, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     real = token < tokens

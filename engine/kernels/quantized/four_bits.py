@@ -38,9 +38,18 @@ def values(weight: FourBits, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.empty(size, inner, dtype=scales.dtype, device=words.device)
     _values[(triton.cdiv(size, BLOCK_N), words.shape[1] // block)](
-        words, scales, zeros, out, size, inner, scales.stride(0),
-        GROUP=group, FLOATS=floats, BLOCK_N=BLOCK_N, WORDS=block,
-    )  # fmt: skip
+        words,
+        scales,
+        zeros,
+        out,
+        size,
+        inner,
+        scales.stride(0),
+        GROUP=group,
+        FLOATS=floats,
+        BLOCK_N=BLOCK_N,
+        WORDS=block,
+    )
     return out
 
 
@@ -141,9 +150,18 @@ def add_block(acc, words, scales, zeros, x0, x1, x2, x3, FLOATS: tl.constexpr):
 
 @triton.jit
 def _values(
-    words, scales, zeros, out, size, inner, stride,
-    GROUP: tl.constexpr, FLOATS: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
+    words,
+    scales,
+    zeros,
+    out,
+    size,
+    inner,
+    stride,
+    GROUP: tl.constexpr,
+    FLOATS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     block = tl.program_id(1)
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, WORDS)
     in_w, row = n < size, n[:, None].to(tl.int64)

@@ -53,12 +53,28 @@ def gemv(x: Tensor, weight: FourBits, bias: Tensor | None, *, gated: bool) -> Te
     length, columns = weight.words.shape[1] // 2, size // 2 if gated else size
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     _int4_gemv[(triton.cdiv(columns, block_n // 2 if gated else block_n),)](
-        x.view(torch.int32), weight.words.view(torch.int32), weight.scales, weight.zeros, bias, out, rows,
-        columns, inner, length, weight.scales.stride(0),
-        GROUP=group, BLOCK_M=padded, BLOCK_N=block_n, BLOCK_K=block_k,
-        PASSES=triton.cdiv(8 * length, block_k), WORDS=words, GATED=gated, EARLY=padded == 1,
-        num_warps=warps, **launch_options(),
-    )  # fmt: skip
+        x.view(torch.int32),
+        weight.words.view(torch.int32),
+        weight.scales,
+        weight.zeros,
+        bias,
+        out,
+        rows,
+        columns,
+        inner,
+        length,
+        weight.scales.stride(0),
+        GROUP=group,
+        BLOCK_M=padded,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        PASSES=triton.cdiv(8 * length, block_k),
+        WORDS=words,
+        GATED=gated,
+        EARLY=padded == 1,
+        num_warps=warps,
+        **launch_options(),
+    )
     return out
 
 
@@ -142,9 +158,17 @@ def _unit(x, at, m, rows, inner, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _of_group(
-    values, n, used, first, chunks, inner, stride,
-    PLANE: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
+    values,
+    n,
+    used,
+    first,
+    chunks,
+    inner,
+    stride,
+    PLANE: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """The scales or zeros of the groups that end in a plane: [1, n, chunks]. If none ends there: 0."""
     if values is None or (PLANE + 1) * WORDS % GROUP != 0:
         found = 0.0
@@ -182,9 +206,20 @@ def _read(
 
 @triton.jit
 def _add_columns(
-    acc, words, scales, zeros, x, at, m, rows, inner,
-    ZEROS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+    acc,
+    words,
+    scales,
+    zeros,
+    x,
+    at,
+    m,
+    rows,
+    inner,
+    ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """Adds the products of the columns in `words`, which are at the places `at` of a row of W."""
     PAIRS: tl.constexpr = WORDS // 2  # words of 32 bits, in a block of columns
     w0, w1, w2, w3 = _quarters(words)
@@ -217,10 +252,26 @@ def _add_columns(
 
 @triton.jit(do_not_specialize=["rows"])
 def _int4_gemv(
-    x, packed, scales, zeros, bias, out, rows, columns, inner, length, stride,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PASSES: tl.constexpr, WORDS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    x,
+    packed,
+    scales,
+    zeros,
+    bias,
+    out,
+    rows,
+    columns,
+    inner,
+    length,
+    stride,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PASSES: tl.constexpr,
+    WORDS: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     DTYPE: tl.constexpr = out.dtype.element_ty
     OWN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the result
     m = tl.arange(0, BLOCK_M)[:, None, None]

@@ -99,21 +99,44 @@ class Int4Linear(LinearMethod):
         out = torch.empty(rows, weight.size, dtype=x.dtype, device=x.device)
         _int4_linear[(row_tiles, columns, shape.splits)](
             TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]),
-            *tiles(weight, shape.block_n, shape.block_k), self._bias,
-            parts_of(out, shape.splits, row_tiles * columns, shape.block_n, shape.block_m), self._finished,
-            out, rows, weight.size, weight.words.shape[1] // shape.block_k,
-            GROUP=weight.group, FLOATS=weight.floats, WORDS=weight.block, **shape.options(),
+            *tiles(weight, shape.block_n, shape.block_k),
+            self._bias,
+            parts_of(out, shape.splits, row_tiles * columns, shape.block_n, shape.block_m),
+            self._finished,
+            out,
+            rows,
+            weight.size,
+            weight.words.shape[1] // shape.block_k,
+            GROUP=weight.group,
+            FLOATS=weight.floats,
+            WORDS=weight.block,
+            **shape.options(),
             **launch_options(),
-        )  # fmt: skip
+        )
         return out
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
 def _int4_linear(
-    x_tiles, word_tiles, scale_tiles, zero_tiles, bias, parts, finished, out, rows, size, steps,
-    GROUP: tl.constexpr, FLOATS: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    x_tiles,
+    word_tiles,
+    scale_tiles,
+    zero_tiles,
+    bias,
+    parts,
+    finished,
+    out,
+    rows,
+    size,
+    steps,
+    GROUP: tl.constexpr,
+    FLOATS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """BLOCK_K: words at a time, of a block of WORDS."""
     inputs_ready()
     # Programs of the same rows of W are neighbours, so that W is read once.

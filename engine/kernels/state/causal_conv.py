@@ -25,11 +25,20 @@ def convolve_next(x: Tensor, layer: StateLayer, state: Tensor, plan: TritonState
     """x, out [requests, channels], with dense rows at any stride."""
     width, channels = layer.conv_weight.shape
     _convolve_next[(len(plan.contexts), triton.cdiv(channels, BLOCK_DECODE))](
-        x, layer.conv_weight, layer.conv_bias, state, plan.slots, plan.contexts, out, x.stride(0),
-        out.stride(0), channels,
-        WIDTH=width, BLOCK=BLOCK_DECODE,
+        x,
+        layer.conv_weight,
+        layer.conv_bias,
+        state,
+        plan.slots,
+        plan.contexts,
+        out,
+        x.stride(0),
+        out.stride(0),
+        channels,
+        WIDTH=width,
+        BLOCK=BLOCK_DECODE,
         **launch_options(),
-    )  # fmt: skip
+    )
 
 
 def convolve(x: Tensor, layer: StateLayer, state: Tensor, plan: TritonStatePlan, out: Tensor) -> None:
@@ -39,18 +48,40 @@ def convolve(x: Tensor, layer: StateLayer, state: Tensor, plan: TritonStatePlan,
     steps = min(STEPS, plan.tokens)
     assert width <= steps + 1, "a program needs the one before it at most"
     _convolve[(triton.cdiv(channels, BLOCK_CHUNK), plan.tokens // steps, len(plan.scans))](
-        x, layer.conv_weight, layer.conv_bias, state, plan.slots, plan.scans, plan.copies, out, x.stride(0),
-        out.stride(0), channels,
-        WIDTH=width, STEPS=steps, BLOCK=BLOCK_CHUNK,
-        num_warps=WARPS_CHUNK, **launch_options(),
-    )  # fmt: skip
+        x,
+        layer.conv_weight,
+        layer.conv_bias,
+        state,
+        plan.slots,
+        plan.scans,
+        plan.copies,
+        out,
+        x.stride(0),
+        out.stride(0),
+        channels,
+        WIDTH=width,
+        STEPS=steps,
+        BLOCK=BLOCK_CHUNK,
+        num_warps=WARPS_CHUNK,
+        **launch_options(),
+    )
 
 
 @triton.jit
 def _convolve_next(
-    x, weight, bias, state, slots, contexts, out, x_stride, out_stride, channels,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    state,
+    slots,
+    contexts,
+    out,
+    x_stride,
+    out_stride,
+    channels,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     inputs_ready()
     row = tl.program_id(0).to(tl.int64)
     context = tl.load(contexts + row)
@@ -78,9 +109,21 @@ def _convolve_next(
 
 @triton.jit
 def _convolve(
-    x, weight, bias, state, slots, scans, copies, out, x_stride, out_stride, channels,
-    WIDTH: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    state,
+    slots,
+    scans,
+    copies,
+    out,
+    x_stride,
+    out_stride,
+    channels,
+    WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     inputs_ready()
     scan, first = scans + tl.program_id(2) * 6, tl.program_id(1) * STEPS
     tokens = tl.load(scan + 2)

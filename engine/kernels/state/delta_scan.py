@@ -48,29 +48,67 @@ def scan(
     factors = torch.empty(FACTORS, heads, count, device=rows.device)
     shape = shape_of(layer, state, tokens)
     _solve[(len(plan.scans), heads)](
-        rows, beside, layer.dt_bias, layer.a, plan.scans, systems, factors, rows.stride(0), beside.stride(0),
-        count, size**-0.5, EPS,
+        rows,
+        beside,
+        layer.dt_bias,
+        layer.a,
+        plan.scans,
+        systems,
+        factors,
+        rows.stride(0),
+        beside.stride(0),
+        count,
+        size**-0.5,
+        EPS,
         **shape,
-        num_warps=SOLVE_WARPS, **launch_options(),
-    )  # fmt: skip
+        num_warps=SOLVE_WARPS,
+        **launch_options(),
+    )
     # The first chunks of all prompts come first in `scans`.
     parts = triton.cdiv(head_dim, dims)
     fits = size <= LARGEST_FEW and rows.dtype is not torch.float32
     few = fits and parts * heads * plan.prompts <= plan.multiprocessors
     _scan[(plan.prompts, heads, parts)](
-        rows, state, plan.slots, plan.scans, plan.copies, systems, factors, y, rows.stride(0), y.stride(0),
+        rows,
+        state,
+        plan.slots,
+        plan.scans,
+        plan.copies,
+        systems,
+        factors,
+        y,
+        rows.stride(0),
+        y.stride(0),
         count,
-        DIMS=dims, **shape,
-        num_warps=WARPS, num_stages=FEW if few else MANY, **launch_options(),
-    )  # fmt: skip
+        DIMS=dims,
+        **shape,
+        num_warps=WARPS,
+        num_stages=FEW if few else MANY,
+        **launch_options(),
+    )
 
 
 @triton.jit(do_not_specialize=["count"])
 def _solve(
-    rows, beside, dt_bias, a, scans, systems, factors, row_stride, beside_stride, count, scale, eps,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    rows,
+    beside,
+    dt_bias,
+    a,
+    scans,
+    systems,
+    factors,
+    row_stride,
+    beside_stride,
+    count,
+    scale,
+    eps,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     inputs_ready()
     chunk, head = scans + tl.program_id(0) * 6, tl.program_id(1)
     tokens = tl.load(chunk + 2)
@@ -139,10 +177,25 @@ def _inverse(below, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _scan(
-    rows, state, slots, scans, copies, systems, factors, y, row_stride, y_stride, count,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, DIMS: tl.constexpr,
-    COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    rows,
+    state,
+    slots,
+    scans,
+    copies,
+    systems,
+    factors,
+    y,
+    row_stride,
+    y_stride,
+    count,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     inputs_ready()
     request, first, tokens, has_state = prompt_of(scans, tl.program_id(0))
     if tokens == 0:

@@ -50,10 +50,18 @@ def _launch(
     rows, size = x.shape[0], x.shape[1] // groups
     out = x.new_empty(x.shape)
     _norm[(rows, groups)](
-        x, gate, weight, squares, out, gate.stride(0), None if squares is None else squares.stride(0), size,
+        x,
+        gate,
+        weight,
+        squares,
+        out,
+        gate.stride(0),
+        None if squares is None else squares.stride(0),
+        size,
         eps,
-        GATED_FIRST=gated_first, **_options(size),
-    )  # fmt: skip
+        GATED_FIRST=gated_first,
+        **_options(size),
+    )
     return out
 
 
@@ -65,9 +73,18 @@ def _options(size: int) -> dict[str, Any]:
 
 @triton.jit
 def _norm(
-    x, gate, weight, squares, out, gate_stride, squares_stride, size, eps,
-    BLOCK: tl.constexpr, GATED_FIRST: tl.constexpr,
-):  # fmt: skip
+    x,
+    gate,
+    weight,
+    squares,
+    out,
+    gate_stride,
+    squares_stride,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    GATED_FIRST: tl.constexpr,
+):
     inputs_ready()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)

@@ -49,11 +49,22 @@ def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TritonSta
     products = torch.empty(count, layer.groups, tokens, dtype=rows.dtype, device=rows.device)
     shape = shape_of(layer, state, tokens)
     _prepare[(len(plan.scans), layer.groups + triton.cdiv(heads, PREPARED_HEADS))](
-        rows, dt, layer.dt_bias, layer.a, plan.scans, steps, products, rows.stride(0), dt.stride(0), count,
+        rows,
+        dt,
+        layer.dt_bias,
+        layer.a,
+        plan.scans,
+        steps,
+        products,
+        rows.stride(0),
+        dt.stride(0),
+        count,
         *layer.dt_limits,
-        BLOCK=PREPARED_HEADS, **shape,
-        num_warps=PREPARE_WARPS, **launch_options(),
-    )  # fmt: skip
+        BLOCK=PREPARED_HEADS,
+        **shape,
+        num_warps=PREPARE_WARPS,
+        **launch_options(),
+    )
     exact = rows.dtype is torch.float32
     dims = max(LEAST, min(DIMS_FLOAT32 if exact else DIMS, triton.next_power_of_2(head_dim)))
     parts = triton.cdiv(head_dim, dims)
@@ -83,10 +94,26 @@ def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TritonSta
 
 @triton.jit(do_not_specialize=["count"])
 def _prepare(
-    rows, dt, dt_bias, a, scans, steps, products, row_stride, dt_stride, count, dt_min, dt_max,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows,
+    dt,
+    dt_bias,
+    a,
+    scans,
+    steps,
+    products,
+    row_stride,
+    dt_stride,
+    count,
+    dt_min,
+    dt_max,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The first programs of a chunk are for groups, the others for BLOCK heads each."""
     inputs_ready()
     chunk, part = scans + tl.program_id(0) * 6, tl.program_id(1)
@@ -145,10 +172,26 @@ def copy_after(copies, row, start, tokens, COUNT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _scan(
-    rows, d, state, slots, scans, copies, steps, products, y, row_stride, y_stride, count,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, DIMS: tl.constexpr,
-    COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    rows,
+    d,
+    state,
+    slots,
+    scans,
+    copies,
+    steps,
+    products,
+    y,
+    row_stride,
+    y_stride,
+    count,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     inputs_ready()
     request, first, tokens, has_state = prompt_of(scans, tl.program_id(2))
     if tokens == 0:

@@ -33,12 +33,29 @@ def update(
         d, limits, factors = None, (None, None), (size**-0.5, EPS)
         dims, warps = DELTA_DIMS, DELTA_WARPS
     _update[(triton.cdiv(head_dim, dims), heads, len(plan.contexts))](
-        rows, beside, layer.dt_bias, layer.a, d, state, plan.slots, plan.contexts, y, rows.stride(0),
-        beside.stride(0), y.stride(0), *limits, *factors,
-        HEADS=heads, GROUP=heads // layer.groups, HEAD_DIM=head_dim, SIZE=size, DIMS=dims,
+        rows,
+        beside,
+        layer.dt_bias,
+        layer.a,
+        d,
+        state,
+        plan.slots,
+        plan.contexts,
+        y,
+        rows.stride(0),
+        beside.stride(0),
+        y.stride(0),
+        *limits,
+        *factors,
+        HEADS=heads,
+        GROUP=heads // layer.groups,
+        HEAD_DIM=head_dim,
+        SIZE=size,
+        DIMS=dims,
         COLUMNS=triton.next_power_of_2(size),
-        num_warps=warps, **launch_options(),
-    )  # fmt: skip
+        num_warps=warps,
+        **launch_options(),
+    )
 
 
 @triton.jit
