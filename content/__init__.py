@@ -8,7 +8,7 @@ everything else that their KV depends on:
 Each arrow is blake2b. What stands left of it is the key. The salt, or the tokens of the chunk, are hashed. So
 a name depends on no block size, no rank and no worker. Prefix caches and KV transfers compare whole names.
 Routers index the first 64 bits of a name as a hint. `vocabulary_fingerprint` says what the tokens mean, and
-`cache_kinds` what a layer keeps of a request.
+`cache_kinds` what a layer keeps of a request. `gguf` reads the tokenizer of a GGUF file, for both.
 
 The values are part of the protocol: workers and routers of different releases compare them. The package
 imports no other package of Baton.

@@ -19,8 +19,8 @@ from baton.kv_transfer import (
     Sender,
     TraceWriter,
 )
+from baton.kv_transfer.endpoint.pump import NO_TOKEN
 from baton.kv_transfer.endpoint.receiver import Event
-from baton.kv_transfer.endpoint.sender import NO_TOKEN
 from baton.prefill_worker.offers import PrefixOffers
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts

@@ -7,6 +7,8 @@ as in the whole model, so that float32 tokens do not depend on the batch.
 import struct
 from pathlib import Path
 
+from baton.content.gguf import GGUFHeader
+
 LAYERS = 6
 _COUNT = b"llama.block_count"
 HEADER = struct.Struct("<4sIQQ")
@@ -15,15 +17,13 @@ HEADER = struct.Struct("<4sIQQ")
 
 def shallow(source: Path, target: Path) -> Path:
     """Writes the GGUF file `source` with its first `LAYERS` layers to `target`. Returns `target`."""
-    from baton.engine.loader.gguf_file import GGUFFile  # imports torch
-
-    file, parsed = source.read_bytes(), GGUFFile(source)
+    file, parsed = source.read_bytes(), GGUFHeader(source)
     first = next(iter(parsed.tensors)).encode()
     end = begin = file.index(struct.pack("<Q", len(first)) + first)
     kept = []
-    for name, tensor in parsed.tensors.items():
+    for name, (shape, _, _) in parsed.tensors.items():
         # The name and its length, the number of dimensions and their sizes, type and offset.
-        start, end = end, end + 8 + len(name) + 4 + 8 * len(tensor.shape) + 4 + 8
+        start, end = end, end + 8 + len(name) + 4 + 8 * len(shape) + 4 + 8
         if not name.startswith("blk.") or int(name.split(".")[1]) < LAYERS:
             kept.append(file[start:end])
     magic, version, _, entries = HEADER.unpack_from(file)

@@ -24,10 +24,11 @@ from baton.engine.kernels import (
     silu,
 )
 from baton.engine.kernels.attention import latent_kernels, rope
-from baton.engine.kernels.attention.decode import Pieces, decode_attention, most_pieces, partition
+from baton.engine.kernels.attention.decode import decode_attention
 from baton.engine.kernels.attention.exact_decode import exact_decode_attention
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
 from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.pieces import Pieces, most_pieces, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, shape_for, tile_work
 from baton.engine.kernels.launch import multiprocessors

@@ -1,19 +1,14 @@
-"""GGUF files: metadata and tensors of llama.cpp's format, dequantized when read.
+"""GGUF files: the tensors of llama.cpp's format, dequantized when read.
 
-The layout is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package does
-the arithmetic of the quantization types. Its reader is not used: it makes an object of every token of the
-vocabulary, which takes longer than reading all weights.
+The `gguf` package does the arithmetic of the quantization types.
 """
 
 import math
-import mmap
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from baton.content.gguf import GGUFHeader
 from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint, Groups
 from baton.engine.loader.gguf_groups import UNPACK
@@ -54,9 +50,6 @@ FUSED = {"attn_q": "qkv", "attn_k": "qkv", "attn_v": "qkv", "ffn_gate": "gate_up
 INTERLEAVED = re.compile(r"\.[qk]_proj\.")
 """Tensors in which llama.cpp interleaves the two halves of each head of a Llama."""
 
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
-LENGTH = struct.Struct("<Q")
 PIECE_BYTES = 128 << 10
 """Quantized bytes that are dequantized at once, so that intermediate results fit a cache."""
 KINDS = {int(kind): kind for kind in GGMLQuantizationType}
@@ -77,32 +70,28 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """The parsed header of a file, and its mapped data. Raises `ValueError` if the file is not complete.
+    """A file with its tensors. Raises `ValueError` if the file is not complete."""
 
-    Only with `vocabulary` are lists of strings read: they belong to the tokenizer."""
-
-    def __init__(self, path: Path, *, vocabulary: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
+        header = GGUFHeader(path)
         self.path = path
-        self._vocabulary = vocabulary
-        self.metadata: dict[str, Any] = {}
+        self.metadata = header.metadata
         self.tensors: dict[str, TensorInfo] = {}
-        if not path.stat().st_size:
-            raise ValueError(f"{path}: empty; download it again")
-        with path.open("rb") as file:
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._at = 0
-        try:
-            self._parse()
-        except (struct.error, OverflowError, UnicodeDecodeError, KeyError) as error:
-            raise ValueError(f"{path}: corrupt or cut short at byte {self._at}: {error}") from error
+        self._data = header.data
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"{path}: corrupt, general.alignment is {alignment!r}")
-        self._data_start = -(-self._at // alignment) * alignment
-        for name, info in self.tensors.items():
-            if info.offset % alignment:
-                raise ValueError(f"{path}: corrupt, tensor {name} is at {info.offset}, which is not aligned")
-            if self._data_start + info.offset + info.num_bytes > len(self._data):
+        self._data_start = -(-header.end // alignment) * alignment
+        for name, (shape, number, offset) in header.tensors.items():
+            kind = KINDS.get(number)
+            if kind is None:
+                raise ValueError(f"{path}: tensor {name} is of type {number}, which is not supported")
+            if not shape or 0 in shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
+                raise ValueError(f"{path}: corrupt, tensor {name} of type {kind.name} is {list(shape)}")
+            self.tensors[name] = info = TensorInfo(shape, kind, offset)
+            if offset % alignment:
+                raise ValueError(f"{path}: corrupt, tensor {name} is at {offset}, which is not aligned")
+            if self._data_start + offset + info.num_bytes > len(self._data):
                 raise ValueError(f"{path}: cut short, tensor {name} is incomplete; download it again")
 
     def blocks(self, name: str) -> np.ndarray:
@@ -132,55 +121,6 @@ class GGUFFile:
             ) from error
         begin = columns.start - first * values
         return read.reshape(*raw.shape[:-2], -1)[..., begin : begin + columns.length]
-
-    def _parse(self) -> None:
-        magic, version, num_tensors, num_entries = self._unpack("4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"{self.path}: not a GGUF file of version 2 or 3")
-        for _ in range(num_entries):
-            key = self._string()
-            (kind,) = self._unpack("I")
-            self.metadata[key] = self._value(kind)
-        for _ in range(num_tensors):
-            name = self._string()
-            (dimensions,) = self._unpack("I")
-            shape = self._unpack(f"{dimensions}Q")[::-1]
-            number, offset = self._unpack("IQ")
-            kind = KINDS.get(number)
-            if kind is None:
-                raise ValueError(f"{self.path}: tensor {name} is of type {number}, which is not supported")
-            if not shape or 0 in shape or shape[-1] % GGML_QUANT_SIZES[kind][0]:
-                raise ValueError(f"{self.path}: corrupt, tensor {name} of type {kind.name} is {list(shape)}")
-            self.tensors[name] = TensorInfo(shape, kind, offset)
-
-    def _value(self, kind: int) -> Any:
-        if kind == STRING:
-            return self._string()
-        if kind != ARRAY:
-            return self._unpack(SCALARS[kind])[0]
-        kind, count = self._unpack("IQ")
-        if kind != STRING:
-            return self._unpack(f"{count}{SCALARS[kind]}")
-        if self._vocabulary:
-            return [self._string() for _ in range(count)]
-        data, at, length_at = self._data, self._at, LENGTH.unpack_from
-        for _ in range(count):  # a hundred thousand in a vocabulary
-            at += LENGTH.size + length_at(data, at)[0]
-        self._at = at
-        return None
-
-    def _string(self) -> str:
-        (length,) = LENGTH.unpack_from(self._data, self._at)
-        begin = self._at + LENGTH.size
-        self._at = begin + length
-        if self._at > len(self._data):
-            raise OverflowError("a string is longer than the file")
-        return self._data[begin : self._at].decode("utf-8")
-
-    def _unpack(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from("<" + layout, self._data, self._at)
-        self._at += struct.calcsize("<" + layout)
-        return values
 
 
 class GGUFCheckpoint(Checkpoint):

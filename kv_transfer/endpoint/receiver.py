@@ -21,7 +21,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -29,8 +28,9 @@ import msgspec
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.endpoint.live_fetch import LayerPace, LayersThere, LiveFetch
 from baton.kv_transfer.endpoint.pulls import Pulls
-from baton.kv_transfer.layout import Range, Slice
+from baton.kv_transfer.layout import Range
 from baton.kv_transfer.pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.staging import scattered_at_once
@@ -43,69 +43,6 @@ Event = Injected | FetchFailed | Closed | Began
 _MAX_REFETCHES = 2
 TICK = 0.1
 """Seconds between two signs of life of an engine that waits inside a step."""
-
-
-@dataclass(slots=True)
-class _LayerPace:
-    """Estimates when the last layer of a prompt's last tokens comes, from the speed of the layers before.
-
-    Layers that are taken at the same time do not show the speed: the first of them waited for the others."""
-
-    ends_at: float = math.inf
-    _first: int = -1  # the last layer of those that were taken first
-    _since: float = 0.0
-
-    def came(self, layer: int, layers: int, now: float) -> None:
-        if self._first < 0 or now == self._since:
-            self._first, self._since = max(self._first, layer), now
-        done, left = layer - self._first, layers - 1 - layer
-        if done > 0 or not left:
-            self.ends_at = now + left * (now - self._since) / max(1, done)
-
-
-class _Layers:
-    """What is in the blocks of the ranges of a shared prompt, by layer."""
-
-    def __init__(self, ranges: Sequence[Range], layers: Sequence[int], heads: int) -> None:
-        self._ranges = ranges
-        # Of each layer and range: heads of positions that are not in their blocks.
-        self._missing = {layer: [heads * (stop - start) for start, stop in ranges] for layer in layers}
-        self._scatters: deque[tuple[Any, Slice]] = deque()  # under way, with their events
-        self.not_begun = {stop for _, stop in ranges}  # ends of ranges of which no KV came
-
-    def scattered(self, event: Any, piece: Slice) -> None:
-        self._scatters.append((event, piece))
-
-    def written(self, piece: Slice) -> None:
-        missing = self._missing[piece.layer]
-        index = next(i for i, (_, stop) in enumerate(self._ranges) if piece.token_start < stop)
-        missing[index] -= piece.token_count * piece.head_count
-
-    def has(self, layer: int, stop: int, passed: Callable[[Any], bool]) -> bool:
-        """Whether the layer has all positions below `stop`."""
-        while self._scatters and passed(self._scatters[0][0]):
-            self.written(self._scatters.popleft()[1])
-        of_ranges = zip(self._ranges, self._missing[layer], strict=True)
-        return not any(missing for (start, _), missing in of_ranges if start < stop)
-
-
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    decode_id: bytes
-    request: local.FetchIn  # as last sent, with the current transfer id
-    table: Any
-    started: float
-    refetches: int = 0
-    frames: int = 0  # taken from the channel
-    bytes: int = 0
-    heads: int = 0  # of K and V, over all positions and layers
-    unread: int = 0  # slices in exported memory: not verified yet, or wrong
-    pace: _LayerPace = field(default_factory=_LayerPace)  # of the last tokens
-    layers: _Layers | None = None  # of ranges of a shared prompt
-    scatter_at: float = 0.0  # the first one
-    complete: local.Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
-    last_scatter: Any = None  # event
-    outcome: FetchFailed | Closed | None = None  # reported when the last scatter is over
 
 
 class Receiver:
@@ -129,13 +66,13 @@ class Receiver:
         self._layout = kv.layout
         self._trace = trace
         self._channel = Channel(end.channel, local.ToReceiver)
-        self._fetches: dict[bytes, _Fetch] = {}  # by decode id, until an outcome is certain
-        self._by_transfer: dict[bytes, _Fetch] = {}
+        self._fetches: dict[bytes, LiveFetch] = {}  # by decode id, until an outcome is certain
+        self._by_transfer: dict[bytes, LiveFetch] = {}
         self._arrivals: deque[local.Arrived] = deque()  # not yet looked at
         self._oldest = 0.0  # when the first of them came
         self._began: list[Began] = []  # not reported yet
         self._early: list[Event] = []  # of polls inside a step
-        self._ending: list[_Fetch] = []  # outcome certain, last scatter perhaps not over
+        self._ending: list[LiveFetch] = []  # outcome certain, last scatter perhaps not over
         self._at_once = scattered_at_once(end.arena.slot_bytes)
         self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
         self._pulls = Pulls(self._pool, allowed=pulls)
@@ -188,7 +125,7 @@ class Receiver:
             os.urandom(16), prefill_id, kv_address, incarnation, 0, tuple(ranges), 0, heads
         )
         fetch = self._open(fetch_id, request, block_ids, ranges[-1][1] if ranges else 0)
-        fetch.layers = _Layers(ranges, self._layout.kv_layers, heads)
+        fetch.layers = LayersThere(ranges, self._layout.kv_layers, heads)
 
     def wait_for_layer(
         self, fetch_ids: Collection[bytes], layer: int, stop: int, until: float, tick: Callable[[], None]
@@ -209,7 +146,7 @@ class Receiver:
             wait([self.fileno()], min(left, EVENT_POLL if self._polls else TICK))
             self._early = self.poll()
 
-    def _has(self, fetch: _Fetch, layer: int, stop: int) -> bool:
+    def _has(self, fetch: LiveFetch, layer: int, stop: int) -> bool:
         return fetch.layers is not None and fetch.layers.has(layer, stop, self._pool.passed)
 
     def fetch_content(
@@ -242,11 +179,11 @@ class Receiver:
         block_ids: Sequence[int],
         num_tokens: int,
         state_slot: int = 0,
-    ) -> _Fetch:
+    ) -> LiveFetch:
         started = time.monotonic()
         self._channel.send(request)  # first: while the table is made, the request is on its way
         table = self._pool.table(block_ids, num_tokens, state_slot)
-        fetch = _Fetch(decode_id, request, table, started)
+        fetch = LiveFetch(decode_id, request, table, started)
         self._fetches[decode_id] = self._by_transfer[request.transfer_id] = fetch
         return fetch
 
@@ -397,7 +334,7 @@ class Receiver:
             fetch.pace.came(piece.layer, self._layout.num_layers, taken_at)
         return local.Staged(piece, slot, fetch.table, m.dtype, m.generation)
 
-    def _inject(self, batch: list[local.Staged], fetches: Sequence[_Fetch]) -> None:
+    def _inject(self, batch: list[local.Staged], fetches: Sequence[LiveFetch]) -> None:
         now = time.monotonic()
         with self._trace.measure("inject", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
             copied, scattered = self._pool.scatter(batch)
@@ -423,14 +360,14 @@ class Receiver:
                 fetch.last_scatter = scattered
                 fetch.scatter_at = fetch.scatter_at or now
 
-    def _failed(self, fetch: _Fetch, reason: str, retry: bool) -> None:
+    def _failed(self, fetch: LiveFetch, reason: str, retry: bool) -> None:
         del self._by_transfer[fetch.request.transfer_id]
         once = fetch.request.chunks or fetch.layers
         if retry and not once and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
             fetch.frames = fetch.bytes = fetch.heads = fetch.unread = 0
             fetch.complete = None
-            fetch.pace = _LayerPace()
+            fetch.pace = LayerPace()
             fetch.scatter_at = 0.0
             fetch.request = msgspec.structs.replace(fetch.request, transfer_id=os.urandom(16))
             self._by_transfer[fetch.request.transfer_id] = fetch
@@ -440,7 +377,7 @@ class Receiver:
             fetch.outcome = FetchFailed(fetch.decode_id, reason)
             self._ending.append(fetch)
 
-    def _drop(self, decode_id: bytes) -> _Fetch | None:
+    def _drop(self, decode_id: bytes) -> LiveFetch | None:
         """Ends a live fetch. The slots of its late slices are only freed."""
         fetch = self._fetches.pop(decode_id, None)
         if fetch is not None:
@@ -448,7 +385,7 @@ class Receiver:
             self._channel.send(local.CancelIn(fetch.request.transfer_id))
         return fetch
 
-    def _unreported(self, decode_id: bytes) -> _Fetch | None:
+    def _unreported(self, decode_id: bytes) -> LiveFetch | None:
         """Takes back the failure of a fetch, if its last scatter is not over."""
         for fetch in self._ending:
             if fetch.decode_id == decode_id and isinstance(fetch.outcome, FetchFailed):
@@ -472,7 +409,7 @@ class Receiver:
             out.append(fetch.outcome)
         return out
 
-    def _injected(self, fetch: _Fetch) -> Injected:
+    def _injected(self, fetch: LiveFetch) -> Injected:
         done = fetch.complete
         assert done is not None
         assert (done.frames, done.size) == (fetch.frames, fetch.bytes), done
@@ -495,5 +432,5 @@ class Receiver:
         self._trace.instant("injected", bytes=done.size)
         return Injected(fetch.decode_id, done.first_token, stats)
 
-    def _over(self, fetch: _Fetch) -> bool:
+    def _over(self, fetch: LiveFetch) -> bool:
         return fetch.last_scatter is None or self._pool.passed(fetch.last_scatter)

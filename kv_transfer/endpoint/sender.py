@@ -1,448 +1,90 @@
-"""The engine's half of the sending side: what is ready, and the pump that moves it into the arena.
-
-Threads: the engine thread appends to `_commands` and takes from `_events`. Both deques are safe for one
-producer and one consumer. The pump thread has all else, the channel included, while it holds `_awake`. The
-engine thread takes this lock only if the pump sleeps, and never waits for it.
-"""
+"""The engine's half of the sending side: what is ready. The `pump` moves it into the arena."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
-from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing, Turns
-from baton.kv_transfer.endpoint.pulls import exported
-from baton.kv_transfer.layout import slice_bytes
-from baton.kv_transfer.pacing import LOOK, LOOK_LAUNCHED
-from baton.kv_transfer.protocol import local_messages as local
-from baton.kv_transfer.protocol.credits import SenderSlots
-from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.kv_transfer.channel import ChannelClosed
+from baton.kv_transfer.endpoint.pump import Pump
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import ContentWanted, PagedKV, Released
-from baton.kv_transfer.wait import wait
-
-NO_TOKEN = FirstToken(0)
-"""In COMMIT of a transfer by content. It means nothing."""
-_Taken = tuple[OutgoingPrefill, local.Staged, local.SliceOut]
-"""A slice to gather, and the message that hands it over."""
 
 
 class Sender:
     """Serves the KV of held prefills to the decode workers that fetch them.
 
-    Slices are gathered into arena slots. The sender owns the pump thread and the channel.
-    """
+    The engine thread makes all calls, and none waits for the pump but `shutdown`."""
 
     def __init__(
-        self,
-        end: ArenaEnd,
-        kv: PagedKV,
-        trace: TraceWriter,
-        *,
-        exports: bool = False,
-        adopts: bool = False,
+        self, end: ArenaEnd, kv: PagedKV, trace: TraceWriter, *, exports: bool = False, adopts: bool = False
     ) -> None:
         """`exports` and `adopts` as in `Transport`."""
-        from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
-
-        self._pool = open_ranks(kv, end, exported=exports)
-        self._layout = kv.layout
-        self._kv_layers = kv.layout.kv_layers
-        self._last_layer = kv.layout.num_layers - 1
-        self._trace = trace
-        self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._events: deque[Released | ContentWanted] = deque()
-        self._error: Exception | None = None
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._asleep = False  # the pump, until it is woken
-        self._awake = threading.Lock()  # the pump has it unless it sleeps
-        self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # The pump's.
-        self._channel = Channel(end.channel, local.ToSender)
-        self._prefills: dict[bytes, OutgoingPrefill] = {}
-        self._slicing = Slicing(kv.layout, kv.ranks)
-        self._turns = Turns(kv.layout.num_layers)
-        self._slots = SenderSlots(end.arena.num_slots)
-        # In stream order, with the events.
-        self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, local.SliceOut]]]] = deque()
-        self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served
-        self._stopping = False
-        self._generations = itertools.count(1)
-        self._exports = exports and not adopts
-        self._adopts = adopts
-        self._exported_slot_bytes = 0
-        self._thread = threading.Thread(target=self._pump, name="kv pump", daemon=True)
-        self._thread.start()
-
-    # ------------------------------------------------------------ engine thread
+        self._pump = Pump(end, kv, trace, exports=exports, adopts=adopts)
 
     def expect(self, prefill_id: bytes) -> None:
         """The prefill is accepted but not scheduled yet. Its FETCH waits without a deadline."""
-        self._command(self._expect, prefill_id)
+        self._pump.order(self._pump.expect, prefill_id)
 
     def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> None:
         """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`. So
         does the slot of its states, if the layout has states."""
-        table = self._pool.table(block_ids, num_tokens, state_slot)
-        self._command(self._open, prefill_id, table, num_tokens)
+        table = self._pump.pool.table(block_ids, num_tokens, state_slot)
+        self._pump.order(self._pump.open, prefill_id, table, num_tokens)
 
     def extend(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
         """The prefill has these blocks now: more than at `open`, for an engine that allocates chunk by chunk.
         Call it before `ready` for positions in the new blocks."""
-        self._commands.append((self._extend, (prefill_id, self._pool.table(block_ids, num_tokens))))
+        table = self._pump.pool.table(block_ids, num_tokens)
+        self._pump.order(self._pump.extend, prefill_id, table, wakes=False)
 
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
         """K and V of [start, stop) are written when the current stream gets here. `layer` None: of all layers
         with KV. Of a layer with states: they cover [0, stop). They are final if this is the whole prefill."""
+        pump = self._pump
         if start < stop:
-            self._commands.append((self._ready, (prefill_id, layer, start, stop, self._pool.record())))
-            # A pump that is awake looks soon. After the last layer it is woken: no computation may follow, so
-            # nothing would hide the time until its next look.
-            if self._asleep or layer == self._last_layer:
-                os.eventfd_write(self._wake, 1)
+            # After the last layer the pump is woken: no computation may follow, so nothing would hide the
+            # time until its next look.
+            is_last = layer == pump.last_layer
+            pump.order(pump.ready, prefill_id, layer, start, stop, pump.pool.record(), wakes=is_last)
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         """All positions of all layers are ready. The prefill is held until the decode worker's ACK."""
-        self._commands.append((self._commit, (prefill_id, first_token)))
-        # A request waits for COMMIT, and to wake the pump takes 0.1 ms.
-        if self._awake.acquire(blocking=False):
-            is_alone = len(self._commands) == 1
-            try:
-                self._do_commands()
-                if is_alone and not self._channel.pending:
-                    return  # the pump has nothing to do, and would compete for the GIL
-            except ChannelClosed as e:
-                self._error = e
-            finally:
-                self._awake.release()
-        os.eventfd_write(self._wake, 1)
+        self._pump.order_now(self._pump.commit, prefill_id, first_token)
 
     def close(self, prefill_id: bytes, reason: Reason) -> None:
         """The engine ends the prefill. Idempotent, also for ids that were never opened."""
-        self._command(self._close, prefill_id, reason)
+        self._pump.order(self._pump.close, prefill_id, reason)
 
     def serve(self, pin_id: bytes, block_ids: Sequence[int], start: int, stop: int) -> None:
         """Sends positions [start, stop) of these blocks, which are complete and stay until `Released`.
 
         This answers `ContentWanted`. The positions are those of its first chunks."""
-        self._command(self._serve, pin_id, self._pool.table(block_ids, stop), start, stop)
+        self._pump.order(self._pump.serve, pin_id, self._pump.pool.table(block_ids, stop), start, stop)
 
     def poll(self) -> list[Released | ContentWanted]:
         """What came since the last call. Raises RuntimeError if a thread of the sender died."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._notify)
-        if self._error is not None:
-            if isinstance(self._error, ChannelClosed):
-                raise self._error
-            raise RuntimeError("the KV pump died") from self._error
-        return [self._events.popleft() for _ in range(len(self._events))]
+        events = self._pump.take_events()
+        if isinstance(self._pump.error, ChannelClosed):
+            raise self._pump.error
+        if self._pump.error is not None:
+            raise RuntimeError("the KV pump died") from self._pump.error
+        return events
 
     def has_fetch(self, prefill_id: bytes) -> bool:
         """A decode worker asks for the prefill. This may be true before `open`."""
-        return prefill_id in self._fetched
+        return prefill_id in self._pump.fetched
 
     def fileno(self) -> int:
         """Readable when poll() has something."""
-        return self._notify
+        return self._pump.notify
 
     @property
     def idle(self) -> bool:
         """No prefill is open or expected, and no memory of the transport is in use."""
-        return not self._commands and not self._prefills and self._slots.whole
+        return self._pump.idle
 
     def shutdown(self) -> None:
         """Stops reading blocks and closes the sender."""
-        self._command(self._stop)
-        self._thread.join()
-        self._pool.close()
-        self._channel.sock.close()
-        os.close(self._wake)
-        os.close(self._notify)
-
-    def _command(self, function: Callable[..., None], *args: Any) -> None:
-        self._commands.append((function, args))
-        os.eventfd_write(self._wake, 1)
-
-    # ------------------------------------------------------------ pump thread
-
-    def _pump(self) -> None:
-        try:
-            self._pool.enter_thread()
-            channel, waiting, urgent = self._channel, False, False
-            if self._exports:
-                with self._awake:
-                    self._send_export(exported(self._pool))
-            fd = channel.fileno()
-            while not self._stopping:
-                watched, look = [self._wake, fd], None
-                if waiting and urgent:
-                    look = LOOK_LAUNCHED
-                elif waiting:
-                    watched, look = [self._wake], LOOK  # messages about free slots can wait, too
-                self._asleep = not waiting
-                if self._commands:  # from before it was seen to be asleep
-                    look = 0
-                ready = wait(watched, look, [fd] if channel.pending else [])
-                self._asleep = False
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
-                with self._awake:
-                    channel.flush()
-                    waiting = self._turn()
-                    urgent = self._turns.urgent
-        except Exception as e:  # noqa: BLE001  any error: poll() raises it in the engine's thread
-            self._error = e
-            os.eventfd_write(self._notify, 1)
-
-    def _turn(self) -> bool:
-        """Handles commands and messages, and starts gathers. Returns whether to look at the device again."""
-        while True:
-            self._do_commands()
-            while messages := self._channel.receive():
-                for message in messages:
-                    self._handle(message)
-            while self._gathers and self._pool.passed(self._gathers[0][0]):
-                self._gathered(self._gathers.popleft()[1])
-            if not self._gather_next():
-                return bool(self._gathers or (self._slots.free and self._turns.waiting))
-
-    def _gather_next(self) -> bool:
-        """Starts a gather of the few slices that are next in turn. Returns False if there are none."""
-        if self._turns.urgent and self._is_first():
-            return False
-        batch, after = self._next_batch(ahead=False)
-        if not batch:
-            batch, after = self._next_batch(ahead=True)
-        if not batch:
-            return False
-        staged = [item for _, item, _ in batch]
-        with self._trace.measure(
-            "gather", slices=len(staged), layers=sorted({x.piece.layer for x in staged})
-        ):
-            done = self._pool.gather(staged, after)
-        handed = [(prefill, message) for prefill, _, message in batch]
-        if done is None:
-            self._gathered(handed)
-        else:
-            self._gathers.append((done, handed))
-        return True
-
-    def _is_first(self) -> bool:
-        """Whether a gather is under way, and its reader has no other slice. Then the next gather waits until
-        its slices are handed over: the launch would take as long as the gather."""
-        slices = [message for _, handed in self._gathers for _, message in handed]
-        return 0 < len(slices) == self._slots.in_use and all(message.generation for message in slices)
-
-    def _next_batch(
-        self, *, ahead: bool
-    ) -> tuple[list[tuple[OutgoingPrefill, local.Staged, local.SliceOut]], list[Any]]:
-        """The slices next in turn, and their events.
-
-        With `ahead`, a gather of the last layer is launched before its event, and waits on the device. A
-        launch after the event would come behind a long matrix product, and nothing would hide that time."""
-        batch: list[_Taken] = []
-        after: list[Any] = []
-        while self._slots.free and len(batch) < self._pool.gather_most:
-            transfer = self._turns.next(self._pool.passed, ahead=ahead)
-            if transfer is None:
-                break
-            after.append(transfer.pending[0][1])
-            batch.append(self._take(transfer))
-        return batch, after
-
-    def _take(self, transfer: OutgoingTransfer) -> _Taken:
-        """Takes the next slice of a transfer, with a credit and a slot for it."""
-        piece, _ = transfer.pending.popleft()
-        slot = self._slots.take(transfer.account)
-        transfer.prefill.gathers += 1
-        generation = rank = 0
-        if transfer.account.reached or transfer.large:
-            generation = next(self._generations)
-            if not self._adopts:  # else all ranks fill the same slots
-                rank = self._slicing.rank(piece)
-        length = slice_bytes(self._layout, piece)
-        header = Header(FrameType.KV, transfer.id, piece, transfer.seq, length)
-        message = local.SliceOut(header, slot, generation, rank)
-        transfer.seq += 1
-        staged = local.Staged(piece, slot, transfer.prefill.table, generation=generation)
-        return transfer.prefill, staged, message
-
-    def _gathered(self, handed: list[tuple[OutgoingPrefill, local.SliceOut]]) -> None:
-        """The slots are filled: hands them over. The transfer process drops slices of ended transfers."""
-        self._channel.send(local.SlicesOut([message for _, message in handed]))
-        for prefill, _ in handed:
-            prefill.gathers -= 1
-            if prefill.ended is not None:
-                self._end(prefill, prefill.ended)
-
-    # ------------------------------------------------------------ commands: the thread holds `_awake`
-
-    def _do_commands(self) -> None:
-        while self._commands:
-            function, args = self._commands.popleft()
-            function(*args)
-
-    def _stop(self) -> None:
-        self._stopping = True
-
-    def _expect(self, prefill_id: bytes) -> None:
-        if prefill_id not in self._prefills:
-            self._prefills[prefill_id] = OutgoingPrefill(prefill_id)
-            self._channel.send(local.Offer(prefill_id))
-
-    def _open(self, prefill_id: bytes, table: Any, num_tokens: int) -> None:
-        self._expect(prefill_id)
-        prefill = self._prefills[prefill_id]
-        assert prefill.table is None, "a prefill was opened twice"
-        prefill.table, prefill.num_tokens = table, num_tokens
-        if prefill.transfer is not None:
-            self._plan_all(prefill.transfer)
-
-    def _extend(self, prefill_id: bytes, table: Any) -> None:
-        if (prefill := self._prefills.get(prefill_id)) is not None:
-            prefill.table = table
-
-    def _ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int, event: Any) -> None:
-        prefill = self._prefills.get(prefill_id)
-        if prefill is None or prefill.ended is not None:
-            return  # closed meanwhile
-        is_last = stop == prefill.num_tokens
-        if layer in self._layout.state_layers and not is_last:
-            return  # its states are not final
-        layers = self._kv_layers if layer is None else (layer,)
-        prefill.launched = is_last and layers[-1] == self._last_layer
-        for i in layers:
-            entry = (i, start, stop, event)
-            prefill.ready.append(entry)
-            if prefill.transfer is not None:
-                self._slicing.add(prefill.transfer, *entry)
-
-    def _serve(self, pin_id: bytes, table: Any, start: int, stop: int) -> None:
-        # No event: the steps that wrote the KV are over, and it need not wait for those under way.
-        ready = [(layer, start, stop, None) for layer in self._kv_layers]
-        self._prefills[pin_id] = OutgoingPrefill(
-            pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN
-        )
-        self._channel.send(local.Pinned(pin_id, (stop - start) // CHUNK_TOKENS))
-
-    def _commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
-        prefill = self._prefills.get(prefill_id)
-        if prefill is None or prefill.ended is not None:
-            return
-        prefill.first_token = first_token
-        # The receiver waits for COMMIT. Both messages go in one packet, since each packet is a wakeup.
-        if prefill.transfer is not None:
-            self._channel.post(self._commit_of(prefill.transfer, first_token))
-        self._channel.send(local.Finished(prefill_id))
-
-    def _close(self, prefill_id: bytes, reason: Reason) -> None:
-        prefill = self._prefills.get(prefill_id)
-        if prefill is None or prefill.ended is None:
-            self._channel.send(local.CloseOut(prefill_id, reason))
-        if prefill is not None:
-            self._end(prefill, reason)
-
-    # ------------------------------------------------------------ from the transfer process
-
-    def _handle(self, message: Any) -> None:
-        match message:
-            case local.SlotFree(slot, unsent):
-                self._slots.give_back(slot, unsent=unsent)
-            case local.Granted():
-                self._granted(message)
-            case local.Reached(number, reached):
-                self._slots.account(number).reached = reached
-            case local.RingOut(export):
-                self._send_export(exported(self._pool, export))
-            case local.StartOut():
-                self._start(message)
-            case local.PinOut(pin_id, chunks, first_chunk):
-                self._report(ContentWanted(pin_id, chunks, first_chunk))
-            case local.StopOut():
-                self._stop_transfer(message)
-            case local.SessionGone(number):
-                self._slots.close(number)
-            case local.FetchWaits(prefill_id, gone):
-                (self._fetched.discard if gone else self._fetched.add)(prefill_id)
-            case local.ReleasedOut(prefill_id, reason):
-                if prefill_id in self._prefills:
-                    self._end(self._prefills[prefill_id], reason)
-
-    def _granted(self, m: local.Granted) -> None:
-        account = self._slots.account(m.session)
-        if m.recall:
-            self._channel.send(local.Recalled(m.session, m.total, account.recall()))
-        else:
-            account.grant(m.total)
-
-    def _send_export(self, export: local.Exported) -> None:
-        if export.export is not None:
-            self._exported_slot_bytes = export.export.slot_bytes
-        self._channel.send(export)
-
-    def _start(self, m: local.StartOut) -> None:
-        prefill = self._prefills.get(m.prefill_id)
-        if prefill is None or prefill.ended is not None:
-            # Closed meanwhile, and the transfer process will read that next. The FETCH no longer waits.
-            self._fetched.discard(m.prefill_id)
-            return
-        self._drop_transfer(prefill)
-        account = self._slots.account(m.session)
-        account.window = m.window
-        heads = (m.head_start, m.head_start + m.head_count)
-        large = account.reached and self._exported_slot_bytes > m.slot_bytes
-        slot_bytes = self._exported_slot_bytes if large else m.slot_bytes
-        transfer = OutgoingTransfer(m.transfer_id, prefill, account, slot_bytes, large, m.ranges, heads)
-        prefill.transfer = transfer
-        self._fetched.add(prefill.id)
-        self._turns.add(transfer)
-        if prefill.table is not None:
-            self._plan_all(transfer)
-
-    def _stop_transfer(self, m: local.StopOut) -> None:
-        prefill = self._prefills.get(m.prefill_id)
-        if prefill is not None and prefill.transfer is not None and prefill.transfer.id == m.transfer_id:
-            self._drop_transfer(prefill)
-
-    def _plan_all(self, transfer: OutgoingTransfer) -> None:
-        prefill = transfer.prefill
-        if not self._slicing.can_serve(transfer):
-            self._channel.send(local.RefuseFetch(transfer.id))
-            self._drop_transfer(prefill)
-            return
-        for entry in prefill.ready:
-            self._slicing.add(transfer, *entry)
-        if prefill.first_token is not None:
-            self._channel.send(self._commit_of(transfer, prefill.first_token))
-
-    def _commit_of(self, transfer: OutgoingTransfer, first_token: FirstToken) -> local.CommitOut:
-        """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""
-        return local.CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes)
-
-    def _drop_transfer(self, prefill: OutgoingPrefill) -> None:
-        if prefill.transfer is not None:
-            self._turns.remove(prefill.transfer)
-            prefill.transfer = None
-            self._fetched.discard(prefill.id)
-
-    def _end(self, prefill: OutgoingPrefill, reason: str) -> None:
-        """Gathers no more of a prefill. It is released when the gathers under way are over."""
-        prefill.ended = prefill.ended or reason
-        self._drop_transfer(prefill)
-        if prefill.gathers == 0:
-            del self._prefills[prefill.id]
-            if prefill.table is not None:
-                self._report(Released(prefill.id, prefill.ended))
-
-    def _report(self, event: Released | ContentWanted) -> None:
-        self._events.append(event)
-        os.eventfd_write(self._notify, 1)
+        self._pump.shutdown()

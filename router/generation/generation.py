@@ -15,7 +15,8 @@ from baton.router.admission.parked import Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
 from baton.router.api.jobs import Job
 from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
-from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict, is_failure
+from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict
+from baton.router.generation.failures import is_failure
 from baton.router.generation.output import Token, TokenQueue
 from baton.router.metrics import Metrics
 from baton.router.policy.placement import Placement

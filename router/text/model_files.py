@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from baton.router.text import gguf_metadata
+from baton.content.gguf import GGUFHeader, token_of, tokenizer_json
 
 HUB_FILES = [
     "tokenizer.json",
@@ -59,7 +59,11 @@ def context_length(model: str, revision: str | None) -> int:
     Of a model on the hub it downloads the small files."""
     path = locate(model, revision)
     if not path.is_dir():
-        return gguf_metadata.context_length(path)
+        metadata = GGUFHeader(path).metadata
+        length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+        if length is None:
+            raise ValueError(f"{path} does not say how long the model's context is")
+        return length
     config = _read_json(path / "config.json")
     if isinstance(text := config.get("text_config"), dict):  # of a model that also sees images
         config = config | {key: value for key, value in text.items() if value is not None}
@@ -92,6 +96,14 @@ def read_directory(path: Path) -> TextModel:
     tokens = [config.get(name) for name in ("bos_token", "eos_token")]
     bos, eos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     return TextModel(tokenizer, template, bos, eos)
+
+
+def read_gguf(path: Path) -> TextModel:
+    """Reads a GGUF file. Raises ValueError if it is none, or has a tokenizer that is not supported."""
+    header = GGUFHeader(path, vocabulary=True)
+    tokenizer = Tokenizer.from_str(tokenizer_json(header))
+    bos, eos = (token and token[0] for token in (token_of(header, "bos"), token_of(header, "eos")))
+    return TextModel(tokenizer, header.metadata.get("tokenizer.chat_template"), bos, eos)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

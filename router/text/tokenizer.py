@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 
 from baton.content import vocabulary_fingerprint
 from baton.router.text.chat import ChatEncoder, ChatTemplate
-from baton.router.text.gguf_tokenizer import read_gguf
-from baton.router.text.model_files import context_length, locate, read_directory
+from baton.router.text.model_files import context_length, locate, read_directory, read_gguf
 from baton.router.tools.formats import FORMATS, format_of
 from baton.router.tools.harmony import SPECIALS
 from baton.router.tools.parser import ToolParser

@@ -11,13 +11,13 @@ from typing import ClassVar
 from baton.router.api.messages import FUNCTION_NAME, Tool
 from baton.router.tools import harmony
 from baton.router.tools.grammar import Written
+from baton.router.tools.marker import Marker
 from baton.router.tools.parser import Part, ToolParser
 from baton.router.tools.readers import (
     MAX_HEAD,
     NAME,
     SPACE,
     CallReader,
-    Marker,
     NamedCallReader,
     Pairs,
     PairsReader,

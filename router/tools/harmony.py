@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from baton.router.api.structured import Structure, json_rule
 from baton.router.errors import Unsupported
-from baton.router.tools.readers import MAX_HEAD, NAME, Marker
+from baton.router.tools.marker import Marker
+from baton.router.tools.readers import MAX_HEAD, NAME
 
 _HEADS = "<|start|>", "<|channel|>"
 _BODY = "<|message|>"

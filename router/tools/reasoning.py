@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.router.tools.harmony import HarmonyReasoning
-from baton.router.tools.readers import SPACE, Marker
+from baton.router.tools.marker import Marker
+from baton.router.tools.readers import SPACE
 
 Beginning = Literal["reasoning", "answer", "either"]
 """What an output begins with. "either": it begins with reasoning if its first text is the mark."""

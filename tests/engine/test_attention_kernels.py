@@ -190,7 +190,7 @@ def test_any_batch(triton_kernels: Kernels, spans: Any, block_size: int, seed: i
 )
 @pytest.mark.parametrize("span", [None, Span(100), Span(300, chunked=True)], ids=repr)
 def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int], span: Span | None) -> None:
-    from baton.engine.kernels.attention.decode import BLOCK_N, most_pieces, partition
+    from baton.engine.kernels.attention.pieces import BLOCK_N, most_pieces, partition
 
     most = most_pieces(len(contexts), num_kv_heads=2, multiprocessors=3)
     pieces = partition(torch.tensor(contexts, dtype=torch.int32, device=kernel_device), 2, most, span)
@@ -219,12 +219,12 @@ def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int],
 def test_combining_more_pieces_than_fit_one_pass(
     triton_kernels: Kernels, few: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from baton.engine.kernels.attention import decode as decode_attention
+    from baton.engine.kernels.attention import decode, pieces
 
-    monkeypatch.setattr(decode_attention, "COMBINED", 2)
-    monkeypatch.setattr(decode_attention, "COMBINED_LAST", 8)
-    monkeypatch.setattr(decode_attention, "FEW_REQUESTS", few)
-    monkeypatch.setattr(decode_attention, "PIECES_PER_SM", 8)
+    monkeypatch.setattr(pieces, "COMBINED", 2)
+    monkeypatch.setattr(pieces, "PIECES_PER_SM", 8)
+    monkeypatch.setattr(decode, "COMBINED_LAST", 8)
+    monkeypatch.setattr(decode, "FEW_REQUESTS", few)
     Step([(350, 351), (9, 10)], heads, 64, 16).check(triton_kernels, DEVICE)
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.kv_transfer.endpoint.receiver import Receiver, _LayerPace
+from baton.kv_transfer.endpoint.live_fetch import LayerPace
+from baton.kv_transfer.endpoint.receiver import Receiver
 from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.protocol import local_messages as lm
 from baton.kv_transfer.protocol.frame import FrameType, Header
@@ -117,7 +118,7 @@ def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
 
 
 def test_the_last_layer_comes_as_fast_as_those_before() -> None:
-    pace = _LayerPace()
+    pace = LayerPace()
     pace.came(2, 10, 100.0)
     assert pace.ends_at == math.inf
     pace.came(4, 10, 101.0)
@@ -129,7 +130,7 @@ def test_the_last_layer_comes_as_fast_as_those_before() -> None:
 
 
 def test_layers_that_are_taken_together_do_not_tell_how_fast_they_come() -> None:
-    pace = _LayerPace()
+    pace = LayerPace()
     for layer in (0, 2, 1):
         pace.came(layer, 10, 100.0)
     assert pace.ends_at == math.inf

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.server import RunningRouter, running
-from baton.router.text.gguf_tokenizer import read_gguf
+from baton.router.text.model_files import read_gguf
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Worker

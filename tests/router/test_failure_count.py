@@ -1,6 +1,6 @@
 """When a request is given up, and when it runs in steps of its own."""
 
-from baton.router.generation.attempts import MAX_FAILURES, MAX_LOSSES, FailureCount
+from baton.router.generation.failures import MAX_FAILURES, MAX_LOSSES, FailureCount
 
 
 def test_three_failures_in_a_row_exhaust_it_and_a_token_resets_the_count() -> None:

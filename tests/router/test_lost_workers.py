@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.router.generation import attempts
+from baton.router.generation import failures
 from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import Cluster, make_cluster
@@ -38,8 +38,8 @@ async def test_lost_workers_do_not_count_as_failures(cluster: Cluster) -> None:
     decode = cluster.decodes[0]
     decode.steps = asyncio.Semaphore(0)
     request = asyncio.create_task(ask(cluster, return_token_ids=True))
-    await lose_decode(cluster, attempts.MAX_FAILURES + 2)
-    await decode.until(lambda w: len(w.submitted) > attempts.MAX_FAILURES + 2)
+    await lose_decode(cluster, failures.MAX_FAILURES + 2)
+    await decode.until(lambda w: len(w.submitted) > failures.MAX_FAILURES + 2)
     for _ in cluster.output_ids:
         decode.steps.release()
     status, result = await request
@@ -50,7 +50,7 @@ async def test_lost_workers_do_not_count_as_failures(cluster: Cluster) -> None:
 async def test_a_request_that_loses_many_workers_in_a_row_is_given_up(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "MAX_LOSSES", 4)
+    monkeypatch.setattr(failures, "MAX_LOSSES", 4)
     cluster.decodes[0].steps = asyncio.Semaphore(0)
     request = asyncio.create_task(ask(cluster))
     prefill = cluster.prefills[0]

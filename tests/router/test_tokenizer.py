@@ -141,7 +141,7 @@ def test_text_survives_the_round_trip(tokenizer: ModelTokenizer):
 def test_a_router_never_imports_torch(directory: Path):
     code = f"""
 import sys
-import baton.router.text.gguf_tokenizer, baton.router.server
+import baton.router.text.model_files, baton.router.server
 from baton.router.text.tokenizer import load_tokenizer
 load_tokenizer({str(directory)!r})
 assert not {{"torch", "transformers", "engine"}} & sys.modules.keys()
@@ -242,7 +242,7 @@ def test_the_error_of_a_model_that_cannot_be_loaded(small_directory: Path, tmp_p
     refused("no such file", tmp_path / "absent.gguf")
     refused("no tokenizer.json", tmp_path)
     (tmp_path / "x.gguf").write_bytes(b"not a model" * 100)
-    refused("cannot be read as GGUF", tmp_path / "x.gguf")
+    refused("not a GGUF file", tmp_path / "x.gguf")
     refused("--chat-template", small_directory, chat_template=str(tmp_path / "absent.jinja"))
     (tmp_path / "broken.jinja").write_text("{% if %}")
     refused("not valid Jinja", small_directory, chat_template=str(tmp_path / "broken.jinja"))
@@ -264,7 +264,7 @@ def test_a_gguf_file_that_is_cut_short_is_refused(embedded_model_path: Path, tmp
         header = whole.read(1_600_000)
     for length in (0, 3, 20, 500, 5_000, 1_000_000):
         path.write_bytes(header[:length])
-        with pytest.raises(ValueError, match=r"cut\.gguf cannot be read as GGUF"):
+        with pytest.raises(ValueError, match=r"cut\.gguf: (empty|corrupt or cut short)"):
             load_tokenizer(str(path))
 
 

@@ -12,9 +12,8 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ from typing import Any
 import msgspec
 
 from baton.engine.execution.rank_files import RankFiles
-from baton.kv_transfer import ArenaEnd, Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
-from baton.kv_transfer.arena import memory_file
-from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreFds, StoreStart, Units
+from baton.kv_transfer import Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart, Units
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.system import describe_exit, make_directory, url_host
@@ -47,6 +45,7 @@ from baton.worker.processes import (
     TreeError,
     Watchdog,
 )
+from baton.worker.service_process.inherited import ArenaEnds, StoreEnds
 from baton.worker.service_process.transfer_link import TransferLink
 
 log = logging.getLogger(__name__)
@@ -88,15 +87,15 @@ class WorkerTree:
         self._ranks: list[ChildProcess] = []  # from rank 1 on
         self._transfer: ChildProcess | None = None
         self._store: ChildProcess | None = None
-        self._store_ends = _StoreEnds.create(config.ranks) if config.kv_store else None
+        self._store_ends = StoreEnds.create(config.ranks) if config.kv_store else None
         if config.trace_dir is not None:
             make_directory("--trace-dir", Path(config.trace_dir))
         self.engine_link = EngineLink(config.run_dir)
         self._heartbeat = Heartbeat.create()
         ranks = config.ranks
         self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
-        self._sending = _Ends.create(config)
-        self._receiving = _Ends.create(config)
+        self._sending = ArenaEnds.create(config)
+        self._receiving = ArenaEnds.create(config)
         # Of each other rank, for each tier; rank 0's end first.
         self._offload_ends = [[channel_pair() for _ in config.engine.offload_sizes] for _ in range(ranks - 1)]
         service_end, self._transfer_service_end = channel_pair()
@@ -378,49 +377,3 @@ class WorkerTree:
         self._heartbeat.close()
         if self._rank_files is not None:
             self._rank_files.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """The ends of one direction of KV, which the children inherit."""
-
-    ranks: Sequence[ArenaEnd]
-    transfer: ArenaEnd
-
-    @classmethod
-    def create(cls, config: WorkerConfig) -> "_Ends":
-        engine, transfer = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
-        engine, others = engine.of_ranks(config.engine.tensor_parallel_size)
-        return cls([engine, *others], transfer)
-
-    def close(self) -> None:
-        for end in (*self.ranks, self.transfer):
-            end.close_channels()
-        self.transfer.arena.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _StoreEnds:
-    """Of the shared store: memory for its units, and channels of the ranks and of the store process."""
-
-    ranks: Sequence[StoreFds]
-    store: socket.socket
-    inherited: Sequence[socket.socket]  # by the ranks
-
-    @classmethod
-    def create(cls, ranks: int) -> "_StoreEnds":
-        arena, (engine, store) = memory_file(), channel_pair()
-        pairs = [[channel_pair() for _ in range(ranks - 1)] for _ in ("gathers", "scatters")]
-        ours, theirs = ([[pair[end].fileno() for pair in some] for some in pairs] for end in (0, 1))
-        others = [StoreFds(arena, None, [gather], [scatter]) for gather, scatter in zip(*theirs, strict=True)]
-        first = StoreFds(arena, engine.fileno(), *ours)
-        return cls([first, *others], store, [engine, *chain(*chain(*pairs))])
-
-    def close_inherited(self) -> None:
-        for end in self.inherited:
-            end.close()
-
-    def close(self) -> None:
-        self.close_inherited()
-        self.store.close()
-        os.close(self.ranks[0].arena)

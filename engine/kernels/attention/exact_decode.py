@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels import KV
-from baton.engine.kernels.attention.decode import EXACT_FIELDS, Pieces
 from baton.engine.kernels.attention.online_softmax import (
     EXACT_N,
     LEAST,
@@ -25,6 +24,7 @@ from baton.engine.kernels.attention.online_softmax import (
     no_sums,
     whole_tile,
 )
+from baton.engine.kernels.attention.pieces import EXACT_FIELDS, Pieces
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.model_config import Span
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.engine.kernels.attention import latent_wgmma
-from baton.engine.kernels.attention.decode import Pieces, combine, partition
 from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.online_softmax import LOG2_E, Expanded
 from baton.engine.kernels.attention.paged import KV, AttentionMetadata, parts
+from baton.engine.kernels.attention.pieces import Pieces, combine, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import SHORT, Shape, tile_work
 from baton.engine.kernels.fp8 import scale_of
