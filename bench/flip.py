@@ -41,7 +41,7 @@ from baton.bench.shapes import write_shape
 from baton.cluster.supervision.calls import set_pool
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 
 FLIPS = 20
 SHORT_FLIPS = 5

@@ -25,7 +25,7 @@ import baton.bench.contract as contract
 from baton.cluster.gpus import visible_gpus
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 
 POLL_S, STOP_S = 0.25, 60.0
 LOG_LINES = 25

@@ -28,7 +28,7 @@ from baton.router.processes.sockets import listen, reserve
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 from .conftest import TEXT

@@ -25,7 +25,7 @@ from baton.cluster.supervision.processes import alive
 from baton.content import prompt_hints
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 from tests.system.machine import titled, tree, until
 
 ROOT = Path(__file__).parents[2]
