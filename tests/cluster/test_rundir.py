@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,7 @@ import pytest
 
 from baton.cluster.supervision import rundir
 from baton.cluster.supervision.processes import PACKAGES
-from baton.cluster.supervision.rundir import Janitor, RunDir
+from baton.cluster.supervision.rundir import RunDir
 
 OWNER = """
 import sys
@@ -74,13 +73,3 @@ def test_only_run_directories_of_dead_owners_are_removed(parent: Path) -> None:
     assert living.path.exists()
     living.remove()
     another.remove()
-
-
-def test_a_janitor_that_hangs_is_dismissed(parent: Path) -> None:
-    """Else `baton serve` would never end."""
-    run_dir = RunDir.create(parent)
-    janitor = Janitor(run_dir.path, "a janitor")
-    os.kill(janitor._process.pid, signal.SIGSTOP)
-    janitor.dismiss()
-    assert run_dir.path.exists(), "its owner lives"
-    run_dir.remove()
