@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from baton.cluster.gpus import nvidia_smi
+from baton.cluster.gpus import nvidia_smi, visible_gpus
 from baton.machine import usable_cpus
 
 T = TypeVar("T")
@@ -253,6 +253,15 @@ def _cpu_name() -> str:
 def gpus() -> list[str]:
     """Name and driver of each GPU."""
     return nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader") or []
+
+
+def gpus_or_exit(count: int, why: str) -> int:
+    """How many GPUs this process may use. Exits if the bench needs more."""
+    present = len(visible_gpus())
+    if present < count:
+        print(f"{why} needs {count} GPUs, and there are {present}", file=sys.stderr)
+        sys.exit(EXIT_CANNOT_MEASURE)
+    return present
 
 
 def _number(x: float | None) -> str:

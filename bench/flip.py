@@ -33,9 +33,9 @@ from typing import Any
 from grpc.aio import Channel
 
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
-from baton.bench.chaos.streams import Case, Load, Verdict, expected, judge
 from baton.bench.contract import Report, Row
+from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.harness.streams import Case, Load, Verdict, expected, judge
 from baton.bench.overlap.streams import Trace
 from baton.bench.shapes import write_shape
 from baton.cluster.supervision.calls import set_pool

@@ -45,9 +45,9 @@ from typing import Any
 import aiohttp
 
 import baton.bench.contract as contract
-from baton.bench.chaos.streams import Case, new_session, read
 from baton.bench.contract import Report, Row
-from baton.bench.roles import Server
+from baton.bench.harness.processes import Server
+from baton.bench.harness.streams import Case, new_session, read
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.machine.system import free_port
 

@@ -34,7 +34,7 @@ import numpy as np
 from baton.bench import contract
 from baton.bench.contract import Report, Row
 from baton.bench.disagg.loads import LOADS, SHORT, Load, command, warm_up
-from baton.bench.roles import Server
+from baton.bench.harness.processes import Server
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.machine.system import free_port
 

@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster, two_workers
 from baton.bench.contract import Report, Row
-from baton.bench.roles import Workers, prompt_of, request
+from baton.bench.harness.cluster import LocalCluster, two_workers
+from baton.bench.harness.workers import Workers, prompt_of, request
 from baton.bench.shapes import DENSE
 from baton.rpc import worker_pb2 as pb
 

@@ -27,14 +27,14 @@ import uvloop
 from grpc.aio import Channel
 
 from baton.bench import contract, flip, split
-from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.disagg import __main__ as disagg
+from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.workers import Driver, Workers
 from baton.bench.kv import __main__ as kv
 from baton.bench.kv import exported
 from baton.bench.kv.pair import Pair
 from baton.bench.kv.raw_sockets import MIB
 from baton.bench.overlap.streams import Background
-from baton.bench.roles import Driver, Workers
 from baton.bench.router import __main__ as router
 from baton.bench.router import ends
 from baton.bench.shapes import SHAPES, write_shape
@@ -340,7 +340,7 @@ def test_overlap_gives_each_rank_a_gpu(
     overlap = import_module("baton.bench.overlap.__main__")
 
     def devices(prefill: int, decode: int, present: int) -> list[str]:
-        monkeypatch.setattr("baton.bench.roles.visible_gpus", lambda: range(present))
+        monkeypatch.setattr("baton.bench.contract.visible_gpus", lambda: range(present))
         args = SimpleNamespace(
             device="cuda", prefill_ranks=prefill, decode_ranks=decode, prefill_kv_cache_dtype="auto",
             decode_kv_cache_dtype="fp8",

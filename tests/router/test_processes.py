@@ -21,7 +21,7 @@ import grpc.aio
 import psutil
 import pytest
 
-from baton.bench.roles import spawn
+from baton.bench.harness.processes import spawn
 from baton.router.config import RouterConfig
 from baton.router.processes import sockets, supervise
 from baton.router.processes.sockets import listen, reserve

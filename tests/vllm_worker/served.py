@@ -17,8 +17,8 @@ from typing import Any, cast
 import psutil
 import torch
 
-from baton.bench.chaos.cluster import free_port, leaks_when_idle
-from baton.bench.roles import spawn
+from baton.bench.harness.cluster import free_port, leaks_when_idle
+from baton.bench.harness.processes import spawn
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.processes import alive
