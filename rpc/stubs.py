@@ -6,11 +6,14 @@ stub says the types of its methods for readers and type checkers.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import grpc
 import grpc.aio
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from baton.rpc import ext_proc_pb2, inference_pb2, worker_pb2
@@ -20,17 +23,39 @@ INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 EXTERNAL_PROCESSOR = ext_proc_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"]
 
 
+class _Method(NamedTuple):
+    name: str
+    kind: str
+    """As gRPC names it: `unary_stream` for one request and a stream of responses."""
+    request: type[Message]
+    response: type[Message]
+
+
+@cache  # each connection to a worker makes a stub
+def _methods(service: ServiceDescriptor) -> Sequence[_Method]:
+    return [
+        _Method(
+            each.name,
+            "_".join(
+                "stream" if side else "unary" for side in (each.client_streaming, each.server_streaming)
+            ),
+            GetMessageClass(each.input_type),
+            GetMessageClass(each.output_type),
+        )
+        for each in service.methods
+    ]
+
+
 class _Stub:
     """Has an attribute for each method of its service, which calls the method over a channel."""
 
     service: ClassVar[ServiceDescriptor]
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        for method in self.service.methods:
-            connect = getattr(channel, _kind(method))
-            request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-            name = f"/{self.service.full_name}/{method.name}"
-            setattr(self, method.name, connect(name, request.SerializeToString, response.FromString))
+        for name, kind, request, response in _methods(self.service):
+            path = f"/{self.service.full_name}/{name}"
+            call = getattr(channel, kind)(path, request.SerializeToString, response.FromString)
+            setattr(self, name, call)
 
 
 class WorkerStub(_Stub):
@@ -60,15 +85,8 @@ def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: A
     response, writes responses to the context, or yields them.
     """
     handlers = {}
-    for method in service.methods:
-        if (serve := getattr(servicer, method.name, None)) is not None:
-            make = getattr(grpc, f"{_kind(method)}_rpc_method_handler")
-            request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-            handlers[method.name] = make(serve, request.FromString, response.SerializeToString)
+    for name, kind, request, response in _methods(service):
+        if (serve := getattr(servicer, name, None)) is not None:
+            make = getattr(grpc, f"{kind}_rpc_method_handler")
+            handlers[name] = make(serve, request.FromString, response.SerializeToString)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
-
-
-def _kind(method: MethodDescriptor) -> str:
-    """As gRPC names it: `unary_stream` for one request and a stream of responses."""
-    sides = method.client_streaming, method.server_streaming
-    return "_".join("stream" if streaming else "unary" for streaming in sides)
