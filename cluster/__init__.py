@@ -16,7 +16,7 @@ Life of a cluster (`baton serve`):
    other pool, or the supervisor starts or drains one. `tools.flip` moves a worker by hand.
 8. On Ctrl-C or SIGTERM, `serve` stops the routers, then the workers. It waits until every descendant has
    ended (`processes`) and removes the run directory.
-9. If `serve` itself is killed, its roles die with it, and the next start removes the directory.
+9. If `serve` itself is killed, its roles die with it, and a janitor (`rundir`) removes the directory.
 
 On Kubernetes without Ray, `discovery` tells a router the addresses of the workers. `tools` has the commands
 for a cluster that runs.

@@ -26,7 +26,7 @@ from baton.cluster.supervision.display import Display
 from baton.cluster.supervision.plan import POOLS, Plan, RoleSpec, check_ports
 from baton.cluster.supervision.processes import StopSignals, adopt_orphans, end_descendants, reap_orphans
 from baton.cluster.supervision.role_process import RoleState
-from baton.cluster.supervision.rundir import RunDir
+from baton.cluster.supervision.rundir import Janitor, RunDir
 from baton.cluster.supervision.runner import Gpus, LocalRole
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.machine.system import make_directory
@@ -100,6 +100,7 @@ class LocalCluster:
         adopt_orphans()
         reap_orphans()
         run_dir = RunDir.create(self._plan.files.run_dir)
+        janitor = Janitor(run_dir.path, f"{self._plan.title}: janitor")
         self._logs = (self._plan.logs.log_dir or run_dir.path / "logs").absolute()
         try:
             make_directory("--log-dir", self._logs)
@@ -110,6 +111,7 @@ class LocalCluster:
             self._display.error(str(failure))
             return 1
         finally:
+            await asyncio.to_thread(janitor.dismiss)
             killed = await asyncio.to_thread(end_descendants, ORPHAN_GRACE, self._signals.hurry_threads)
             if killed and not self._signals.hurry.is_set():
                 self._display.line(f"Killed processes that did not end in time: {', '.join(killed)}")

@@ -1,8 +1,7 @@
 """The run directory: a private directory for the sockets, logs and worker lists of one cluster.
 
 Its owner holds a lock (flock on the directory itself) as long as it lives. An unlocked directory belongs to a
-dead owner, whose logs it keeps until the next start removes it. The lock also keeps systemd-tmpfiles from
-removing it.
+dead owner, and the next start removes it. The lock also keeps systemd-tmpfiles from removing it.
 """
 
 from __future__ import annotations
@@ -10,15 +9,20 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
+from baton.cluster.supervision.processes import python_path
 from baton.machine.system import cannot_write, make_directory
 
 PREFIX = "baton."  # differs from the "baton-…" directory of a worker that was started alone
 # The longest path in it is that of a worker's socket. The path of a socket has at most 107 bytes.
 _LONGEST = PREFIX + "XXXXXXXX/baton-XXXXXXXX/engine"
 MAX_PARENT = 107 - len(_LONGEST) - 1
+PATIENCE = 10.0  # seconds: until they are dead, roles may still write to the directory and hold its lock
 
 
 class RunDir:
@@ -78,3 +82,39 @@ def remove_stale(parent: Path) -> None:
             pass  # its owner is alive
         finally:
             os.close(lock)
+
+
+class Janitor:
+    """A small process that removes the run directory if `baton serve` is killed.
+
+    It waits for the end of `baton serve`. It ends no roles: the kernel kills them (PDEATHSIG).
+    """
+
+    def __init__(self, run_dir: Path, title: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton.cluster.supervision.rundir", str(run_dir), title],
+            env=os.environ | python_path(),
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C and SIGHUP of the terminal must not end the janitor
+        )
+
+    def dismiss(self) -> None:
+        """Ends the janitor without removing files. A signal also ends one that hangs."""
+        with self._process:
+            self._process.kill()
+
+
+def main() -> None:
+    import setproctitle
+
+    setproctitle.setproctitle(sys.argv[2])
+    sys.stdin.buffer.read()
+    run_dir = Path(sys.argv[1])
+    deadline = time.monotonic() + PATIENCE
+    while run_dir.exists() and time.monotonic() < deadline:
+        remove_stale(run_dir.parent)
+        time.sleep(0.02)  # the kernel reports no event for the end of a process that is not our child
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ import pytest
 
 from baton.cluster.supervision import rundir
 from baton.cluster.supervision.processes import PACKAGES
-from baton.cluster.supervision.rundir import RunDir
+from baton.cluster.supervision.rundir import Janitor, RunDir
 
 OWNER = """
 import sys
@@ -73,3 +74,13 @@ def test_only_run_directories_of_dead_owners_are_removed(parent: Path) -> None:
     assert living.path.exists()
     living.remove()
     another.remove()
+
+
+def test_a_janitor_that_hangs_is_dismissed(parent: Path) -> None:
+    """Else `baton serve` would never end."""
+    run_dir = RunDir.create(parent)
+    janitor = Janitor(run_dir.path, "a janitor")
+    os.kill(janitor._process.pid, signal.SIGSTOP)
+    janitor.dismiss()
+    assert run_dir.path.exists(), "its owner lives"
+    run_dir.remove()

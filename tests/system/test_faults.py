@@ -45,13 +45,13 @@ WHOLE_S = TransferDeadlines().hold + 5.0
 """A transfer process that hangs sends no ACK for KV that its engine has. The prefill is then held until the
 deadline, since another worker may fetch it."""
 RANKS = 3
-SERVE = "serve"
+SERVE, JANITOR = "serve", "janitor"
 CHILDREN = ("router 0 bodies", "router 0 grammars")
 """Several processes of one title. Requests start them."""
 PROCESSES = (
     "decode 0", "prefill 0", "router 0", "decode 0 engine", "prefill 0 engine", "router 0 bodies",
     "router 0 grammars", "decode 0 rank 1", "prefill 0 transfer", "router 0.0", "decode 0 transfer",
-    "router 0.1", "decode 0 rank 2",
+    "router 0.1", "decode 0 rank 2", JANITOR,
 )  # fmt: skip
 """All of a cluster but `baton serve`, by title. Neighbours are not of one role: a role that ends again soon
 waits before its next start."""
@@ -68,7 +68,7 @@ class Fault:
 
     def ends(self, title: str) -> bool:
         """Whether the process with this title ends, too."""
-        if self.process == SERVE:
+        if self.process in (SERVE, JANITOR):
             return title == self.process and self.how is KILL
         if self.process == "router 0":
             return title.startswith("router 0")
@@ -106,7 +106,7 @@ class Cluster:
         def back() -> bool | None:
             now = self.serve.processes()
             for title, pids in before.items():
-                gone = fault.ends(title) and title not in CHILDREN
+                gone = fault.ends(title) and title not in (*CHILDREN, JANITOR)
                 if gone and (title not in now or now[title] & pids):
                     return None
             try:

@@ -18,9 +18,8 @@ import pytest
 
 from baton.bench.harness.streams import cases, expected
 from baton.cluster.supervision.processes import alive, descendants
-from baton.cluster.supervision.rundir import RunDir
 
-from .machine import Machine, command_lines, until
+from .machine import Machine, command_lines, tree, until
 from .recovery import each_has, ride
 from .serve import START_S, Serve
 
@@ -85,7 +84,7 @@ def test_a_port_in_use_is_an_error_before_anything_starts(served: Serve) -> None
 def test_every_process_is_titled_with_the_port_of_its_cluster(served: Serve) -> None:
     processes = served.processes()
     lines = command_lines(served.process.pid)
-    assert {"router 0", *(f"{role} 0{p}" for role in ROLES for p in PROCESSES)} <= processes.keys()
+    assert {"janitor", "router 0", *(f"{role} 0{p}" for role in ROLES for p in PROCESSES)} <= processes.keys()
     assert not processes.keys() & {line.partition("\0")[0].strip() for line in lines.values()}, "all of them"
 
 
@@ -122,12 +121,28 @@ async def test_killed_and_hung_workers_come_back_and_streams_wait_for_them(serve
     await asyncio.to_thread(served.assert_whole)
 
 
+async def test_streams_outlive_every_process_that_is_not_of_a_role(served: Serve) -> None:
+    right = await expected(served.url, CASES[:2])
+    before = served.incarnations()
+    roles = {p.pid for name in ("prefill 0", "decode 0", "router 0") for p in family(served, name)}
+    others = [process for process in tree(served.process.pid) if process.pid not in roles]
+    assert others, "at least the janitor"
+
+    def strike() -> None:
+        for process in others:
+            os.kill(process.pid, signal.SIGKILL)
+
+    await ride(served.url, right, CASES[:2], (each_has(3), strike))
+    assert served.process.poll() is None, served.output()
+    assert served.incarnations() == before
+
+
 def test_ctrl_c_leaves_nothing(served: Serve) -> None:
     served.stop(signal.SIGINT)
     served.machine.assert_no_trace()
 
 
-def test_a_killed_serve_leaves_only_what_the_next_start_removes(machine: Machine) -> None:
+def test_a_killed_serve_leaves_nothing(machine: Machine) -> None:
     serve = Serve(machine, fresh=True)
     try:
         until(lambda: serve.role("router 0"), START_S, "a router")
@@ -135,6 +150,4 @@ def test_a_killed_serve_leaves_only_what_the_next_start_removes(machine: Machine
     finally:
         serve.kill()
     until(lambda: None if any(map(alive, processes)) else True, 15, "everything dies with serve")
-    assert list(machine.tmp.glob("baton.*/logs/router-0.log")), "its logs may say why"
-    RunDir.create(machine.tmp).remove()
     machine.assert_no_trace()
