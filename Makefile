@@ -110,9 +110,9 @@ bench: venv
 	$(BIN)/python -m baton.bench.split $(ARGS)
 	$(BIN)/python -m baton.bench.routing_sim $(ARGS)
 
-# The virtual path baton/rpc= makes protoc write `from baton.rpc import ..._pb2` into the stubs.
+# The virtual path baton/rpc= makes protoc name the files of messages as they are imported.
 proto: venv
-	$(BIN)/python -m grpc_tools.protoc -Ibaton/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. baton/rpc/worker.proto baton/rpc/inference.proto baton/rpc/ext_proc.proto
+	$(BIN)/python -m grpc_tools.protoc -Ibaton/rpc=proto --python_out=. --pyi_out=. baton/rpc/worker.proto baton/rpc/inference.proto baton/rpc/ext_proc.proto
 
 # Lines, files, Protocols and words, by which a change of the tree's shape can be judged.
 shape:

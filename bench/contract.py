@@ -9,7 +9,6 @@ import importlib.util
 import json
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -22,6 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from baton.cluster.gpus import nvidia_smi, visible_gpus
 from baton.machine import usable_cpus
 
 T = TypeVar("T")
@@ -252,14 +252,16 @@ def _cpu_name() -> str:
 
 def gpus() -> list[str]:
     """Name and driver of each GPU."""
-    try:
-        out = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=True,
-        )  # fmt: skip
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return []
-    return [line.strip() for line in out.stdout.splitlines() if line.strip()]
+    return nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader") or []
+
+
+def gpus_or_exit(count: int, why: str) -> int:
+    """How many GPUs this process may use. Exits if the bench needs more."""
+    present = len(visible_gpus())
+    if present < count:
+        print(f"{why} needs {count} GPUs, and there are {present}", file=sys.stderr)
+        sys.exit(EXIT_CANNOT_MEASURE)
+    return present
 
 
 def _number(x: float | None) -> str:

@@ -33,15 +33,15 @@ from typing import Any
 from grpc.aio import Channel
 
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
-from baton.bench.chaos.streams import Case, Load, Verdict, expected, judge
 from baton.bench.contract import Report, Row
+from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.harness.streams import Case, Load, Verdict, expected, judge
 from baton.bench.overlap.streams import Trace
 from baton.bench.shapes import write_shape
 from baton.cluster.supervision.calls import set_pool
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 
 FLIPS = 20
 SHORT_FLIPS = 5

@@ -24,9 +24,9 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster, two_workers
 from baton.bench.contract import Report, Row
-from baton.bench.roles import Driver, Workers, prompt_of, request
+from baton.bench.harness.cluster import LocalCluster, two_workers
+from baton.bench.harness.workers import Driver, Workers, prompt_of, request
 from baton.bench.shapes import DENSE
 from baton.router.policy.split import PromptCost, SplitWorker, split
 from baton.rpc import worker_pb2 as pb

@@ -28,9 +28,10 @@ from typing import NamedTuple
 import aiohttp
 
 import baton.bench.contract as contract
-from baton.bench.chaos.streams import Case, new_session, read
 from baton.bench.contract import Report, Row
-from baton.bench.roles import Server, prompt_of
+from baton.bench.harness.processes import Server
+from baton.bench.harness.streams import Case, new_session, read
+from baton.bench.harness.workers import prompt_of
 from baton.machine.system import free_port
 
 CHATS, HISTORY, ANSWER, NEW = 9, 700, 40, 32

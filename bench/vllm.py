@@ -45,11 +45,11 @@ from typing import Any
 import aiohttp
 
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import free_port
-from baton.bench.chaos.streams import Case, new_session, read
 from baton.bench.contract import Report, Row
-from baton.bench.roles import Server
+from baton.bench.harness.processes import Server
+from baton.bench.harness.streams import Case, new_session, read
 from baton.bench.shapes import DENSE, SHAPES, write_shape
+from baton.machine.system import free_port
 
 SMALL = "small-random"
 SIDES = ("alone", "proxied", "nixl", "workers", "to_vllm", "from_vllm")

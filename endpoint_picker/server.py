@@ -22,8 +22,8 @@ from baton.machine.system import cannot_listen, url_host
 from baton.router.discovery import Discovery
 from baton.rpc import ext_proc_pb2 as pb
 from baton.rpc.channel import create_public_server
-from baton.rpc.ext_proc_pb2_grpc import ExternalProcessorServicer, add_ExternalProcessorServicer_to_server
 from baton.rpc.health import HealthServicer
+from baton.rpc.stubs import EXTERNAL_PROCESSOR, add_service
 from baton.rpc.tls import TlsFiles, add_port
 
 
@@ -51,20 +51,20 @@ class PickerConfig:
 
 log = logging.getLogger(__name__)
 
-SERVICE = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
+SERVICE = EXTERNAL_PROCESSOR.full_name
 MAX_MESSAGE_BYTES = 17 << 20
 """A buffered body is one message, and routers take bodies of 16 MiB by default."""
 _MESSAGE_SECONDS = 5.0
 """Of a health check. The messages of a stream come when the client sends."""
 
 
-class Picker(ExternalProcessorServicer):
+class Picker:
     """Owns the streams of gateways."""
 
     def __init__(self, routers: Routers) -> None:
         self._routers = routers
 
-    async def Process(  # pyrefly: ignore[bad-override]
+    async def Process(
         self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: ServicerContext
     ) -> AsyncIterator[pb.ProcessingResponse]:
         exchange = Exchange(self._routers)
@@ -106,7 +106,7 @@ async def running(config: PickerConfig) -> AsyncIterator[RunningPicker]:
     server = create_public_server(
         MAX_MESSAGE_BYTES, health, [SERVICE], message_timeout=_MESSAGE_SECONDS, share=False
     )
-    add_ExternalProcessorServicer_to_server(Picker(routers), server)
+    add_service(server, EXTERNAL_PROCESSOR, Picker(routers))
     try:
         pems = None if config.tls is None else config.tls.pems()
         port = add_port(server, config.host, config.port, pems)

@@ -11,7 +11,7 @@ import sys
 import grpc
 
 from baton.rpc import inference_pb2 as pb
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 
 
 async def main(address: str = "127.0.0.1:8001") -> None:

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.content import prompt_hints
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 from tests.device import DEVICE, environment
 from tests.forked import FreshPopen
 

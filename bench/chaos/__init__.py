@@ -2,11 +2,9 @@
 
 Life of a run:
 
-1. Start a cluster of `baton` processes (`cluster`). It restarts every process that ends.
-2. Ask each case once while nothing is wrong: the right answers (`streams`).
+1. Start a cluster of `baton` processes (`harness.cluster`). It restarts every process that ends.
+2. Ask each case once while nothing is wrong: the right answers (`harness.streams`).
 3. Send continuous load of them. Cause faults at random moments, and follow each until the worker is back
    (`faults`).
 4. Stop the load. Every pool must be whole. Write the rows.
-
-The cluster also serves the other benches, and with the streams the system tests.
 """

@@ -16,10 +16,10 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
-from baton.bench.chaos.faults import Happened, plan, torment
-from baton.bench.chaos.streams import Load, Stream, cases, expected, judge, pauses
+from baton.bench.chaos.faults import plan, torment
 from baton.bench.contract import Report, Row, parser
+from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
+from baton.bench.harness.streams import Happened, Load, Stream, cases, expected, judge, pauses
 
 WORKERS = ("prefill", "decode")
 ROLES = (*WORKERS, "router")

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.bench.chaos import processes
-from baton.bench.chaos.cluster import LocalCluster, Worker
+from baton.bench.harness import processes
+from baton.bench.harness.cluster import LocalCluster, Worker
+from baton.bench.harness.streams import Happened
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +20,6 @@ class Fault:
     name: str  # "kill.engine"
     happens: Callable[[LocalCluster, Worker], None]
     lethal: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Happened:
-    """A fault that happened. `back` is when the worker served again; equals `at` if it never stopped."""
-
-    role: str
-    fault: str
-    at: float  # time.monotonic()
-    back: float
 
 
 def _killer(kind: str) -> Fault:

@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from baton.bench import contract
-from baton.bench.chaos.cluster import free_port
 from baton.bench.contract import Report, Row
 from baton.bench.disagg.loads import LOADS, SHORT, Load, command, warm_up
-from baton.bench.roles import Server
+from baton.bench.harness.processes import Server
 from baton.bench.shapes import DENSE, SHAPES, write_shape
+from baton.machine.system import free_port
 
 START_S = 900.0
 DRAWS = 1000

@@ -8,19 +8,19 @@ Ctrl-C.
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 import typer
-from typer.models import OptionInfo
 
 from baton.bench.load import options as groups
 from baton.bench.load.options import Options
 from baton.bench.load.traffic.datasets import SAMPLE_TRACE
+from baton.cluster.options.parameters import group_parameters
 
 app = typer.Typer(
     name="bench",
@@ -56,7 +56,8 @@ def command(
 
         signature = inspect.signature(function, eval_str=True)
         if takes:
-            signature = inspect.Signature([flag for group in takes for flag in _flags(group)])
+            parameters = (group_parameters(group, variables=False) for group in takes)
+            signature = inspect.Signature([*itertools.chain(*parameters)])
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
@@ -64,24 +65,6 @@ def command(
         return app.command(epilog=f"[dim]Examples[/dim]\n\n{lines}")(run)
 
     return register
-
-
-def _flags(group: Any) -> Iterator[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    for field in dataclasses.fields(group):
-        type_, declared = get_args(hints[field.name])
-        info = copy.copy(declared)
-        made = field.default_factory
-        default = field.default if made is dataclasses.MISSING else made()
-        if isinstance(info, OptionInfo):
-            # typer takes the first name of an Annotated option from `default`.
-            info.default = "--" + field.name.replace("_", "-")
-            info.rich_help_panel = group.panel
-        if info.show_default is True and default in (None, "", False, []):
-            info.show_default = "off" if default is False else "none"
-        yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type_, info]
-        )
 
 
 @command(

@@ -6,10 +6,9 @@ import asyncio
 import dataclasses
 import math
 import signal
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Generator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 import typer
@@ -23,10 +22,8 @@ from baton.bench.load.report.page import page
 from baton.bench.load.target.answer import Record
 from baton.bench.load.target.endpoint import EndpointError
 from baton.bench.load.traffic.fleet import REFUSALS, Fleet, Harvest
+from baton.cluster.supervision.processes import StopSignals
 
-T = TypeVar("T")
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 OK, NOTHING, INVALID, INTERRUPTED = 0, 1, 3, 130
 PRECISION = 0.05
 LEAST_RATE, MOST_RATE = 1e-2, 1e5
@@ -39,8 +36,7 @@ Run = tuple[Report, Harvest]
 
 async def measure(options: Options) -> int:
     """Measures one run. Returns the exit code."""
-    with _Interrupt() as interrupt:
-        done = await _one(options, "run", interrupt)
+    done = await _one(options, "run", _signals())
     if isinstance(done, int):
         return done
     report, harvest = done
@@ -55,15 +51,15 @@ async def sweep_over(points: Sequence[Options]) -> int:
     """Measures one run after another, each with other prompts. Returns the exit code."""
     done: list[tuple[str, Report]] = []
     codes: list[int] = []
-    with _Interrupt() as interrupt:
-        for number, options in enumerate(points):
-            run = await _point(options, number, f"{number + 1}/{len(points)} {_prefix(options)}", interrupt)
-            codes.append(run if isinstance(run, int) else _code(run))
-            if isinstance(run, int):
-                break
-            done.append((_prefix(options), run[0]))
-            if run[1].interrupted:
-                break
+    signals = _signals()
+    for number, options in enumerate(points):
+        run = await _point(options, number, f"{number + 1}/{len(points)} {_prefix(options)}", signals)
+        codes.append(run if isinstance(run, int) else _code(run))
+        if isinstance(run, int):
+            break
+        done.append((_prefix(options), run[0]))
+        if run[1].interrupted:
+            break
     _show_sweep(done, None, points[0])
     return max(codes)
 
@@ -73,23 +69,23 @@ async def search(options: Options, first: float) -> int:
     done: list[tuple[str, Report]] = []
     asked = highest_rate(first)
     rate, best, code = next(asked), None, None
-    with _Interrupt() as interrupt:
-        while code is None:
-            point = dataclasses.replace(options, rate=rate)
-            run = await _point(point, len(done), f"{rate:.4g}/s", interrupt)
-            if isinstance(run, int):
-                code = run
-                break
-            report, harvest = run
-            done.append((_prefix(point), report))
-            if harvest.interrupted or not report.detail["valid"]:
-                code = _code(run)  # the run says nothing about the server
-                break
-            try:
-                rate = asked.send(bool(report.detail["slo_met"]) and report.detail["steady"] is not False)
-            except StopIteration as found:
-                best = found.value
-                code = NOTHING if best is None else OK
+    signals = _signals()
+    while code is None:
+        point = dataclasses.replace(options, rate=rate)
+        run = await _point(point, len(done), f"{rate:.4g}/s", signals)
+        if isinstance(run, int):
+            code = run
+            break
+        report, harvest = run
+        done.append((_prefix(point), report))
+        if harvest.interrupted or not report.detail["valid"]:
+            code = _code(run)  # the run says nothing about the server
+            break
+        try:
+            rate = asked.send(bool(report.detail["slo_met"]) and report.detail["steady"] is not False)
+        except StopIteration as found:
+            best = found.value
+            code = NOTHING if best is None else OK
     if code == NOTHING and done:
         typer.secho(f"No rate meets {options.objectives}.", fg="yellow", err=True)
     _show_sweep(done, None if best is None else Row("max_rate", best, "sessions/s"), options)
@@ -120,21 +116,36 @@ def highest_rate(first: float) -> Generator[float, bool, float | None]:
     return good
 
 
-async def _point(options: Options, number: int, title: str, interrupt: _Interrupt) -> Run | int:
+async def _point(options: Options, number: int, title: str, signals: StopSignals) -> Run | int:
     """Each run has other prompts, so that no run warms the prefix cache for the next one."""
-    return await _one(dataclasses.replace(options, seed=options.seed + number), title, interrupt)
+    return await _one(dataclasses.replace(options, seed=options.seed + number), title, signals)
 
 
-async def _one(options: Options, title: str, interrupt: _Interrupt) -> Run | int:
+def _signals() -> StopSignals:
+    signals = StopSignals()
+    signals.install()
+    return signals
+
+
+async def _one(options: Options, title: str, signals: StopSignals) -> Run | int:
     """Returns the run, or an exit code if there is none."""
     try:
-        plan = await interrupt.guard(experiment.prepare(options))
-        if plan is None:
+        preparing = asyncio.create_task(experiment.prepare(options))
+        await signals.unless_stopped(preparing)
+        if signals.stop.is_set():
+            preparing.cancel()
             return INTERRUPTED
+        plan = preparing.result()
         fleet, started = Fleet(plan.clients()), datetime.now(UTC).isoformat(timespec="seconds")
-        interrupt.then(fleet.stop)
         async with Progression(title, plan.client, fleet.harvest, quiet=options.quiet) as progression:
-            harvest = await fleet.run(progression.saw)
+            running = asyncio.create_task(fleet.run(progression.saw))
+            await signals.unless_stopped(running)
+            if signals.stop.is_set():
+                typer.secho("Stopping. Press Ctrl-C again to stop at once.", fg="yellow", err=True)
+                fleet.stop()
+                for number in (signal.SIGINT, signal.SIGTERM):  # the next one kills this process
+                    asyncio.get_running_loop().remove_signal_handler(number)
+            harvest = await running
         if harvest.refused:
             text = (
                 f"Error: stopped, because the server refused {REFUSALS} requests in a row: {harvest.refused}"
@@ -203,47 +214,3 @@ def _prefix(options: Options) -> str:
     if options.rate is not None:
         return f"rate={options.rate:.4g}"
     return f"concurrency={options.concurrency}"
-
-
-class _Interrupt:
-    """A context. Within it the first SIGINT or SIGTERM ends the work in order; the second one kills."""
-
-    def __init__(self) -> None:
-        self.happened = False
-        self._end: Callable[[], object] | None = None
-
-    def __enter__(self) -> _Interrupt:
-        for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._fire)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
-
-    def then(self, end: Callable[[], object]) -> None:
-        """A signal calls `end` from now on. If a signal has come already, calls `end` at once."""
-        self._end = end
-        if self.happened:
-            end()
-
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Returns the result of `work`, or None if a signal ended it."""
-        task = asyncio.create_task(work)
-        self.then(task.cancel)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if not self.happened:
-                raise
-            return None
-
-    def _fire(self) -> None:
-        self.happened = True
-        self._release()
-        typer.secho("Stopping. Press Ctrl-C again to stop at once.", fg="yellow", err=True)
-        if self._end is not None:
-            self._end()
-
-    def _release(self) -> None:
-        for number in _SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(number)

@@ -9,12 +9,10 @@ import json
 import math
 import os
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
-
-import typer
 
 from baton.bench.contract import require_plotly
 from baton.bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
@@ -29,17 +27,13 @@ from baton.bench.load.traffic.workload import (
     Arrivals,
     Distribution,
 )
+from baton.cluster.options.parameters import argument, opt
 from baton.machine import usable_cpus
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 4
 DEFAULT_DURATION = 30.0
 _MOST_PROCESSES = 8
-
-
-def flag(text: str, metavar: str | None = None, *aliases: str, shown: str | bool = True, **more: Any) -> Any:
-    """The flag `--field-name` of a field, and its aliases. `shown` replaces the default in the help."""
-    return typer.Option(*aliases, help=text, metavar=metavar, show_default=shown, **more)
 
 
 # The groups of flags by their section in the help. `Options` has the fields of all of them.
@@ -50,15 +44,18 @@ class Target:
     """The server to measure."""
 
     panel: ClassVar = "Target"
-    url: Annotated[
-        str, flag("Any OpenAI-compatible server. Of several, sessions take turns.", "URL,…", "--base-url")
-    ] = DEFAULT_URL
-    model: Annotated[str | None, flag("Model to ask for.", "NAME", shown="the server's first")] = None
-    api: Annotated[Api, flag("completions: /v1/completions; chat: /v1/chat/completions.")] = "completions"
-    api_key: Annotated[
-        str | None, flag("Prefer the variable: every user can read arguments.", "KEY", envvar="BATON_API_KEY")
-    ] = None
-    extra_body: Annotated[str, flag('More fields, like {"top_p": 0.9}.', "JSON")] = ""
+    url: str = opt(
+        DEFAULT_URL,
+        "Any OpenAI-compatible server. Of several, sessions take turns.",
+        "URL,…",
+        also="--base-url",
+    )
+    model: str | None = opt(None, "Model to ask for.", "NAME", shown="the server's first")
+    api: Api = opt("completions", "completions: /v1/completions; chat: /v1/chat/completions.")
+    api_key: str | None = opt(
+        None, "Prefer the variable: every user can read arguments.", "KEY", envvar="BATON_API_KEY"
+    )
+    extra_body: str = opt("", 'More fields, like {"top_p": 0.9}.', "JSON")
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -85,29 +82,23 @@ class Workload:
     """What to send: lengths, or the conversations of a data set."""
 
     panel: ClassVar = "Workload"
-    preset: Annotated[
-        str | None, flag(f"Lengths by name: {', '.join(PRESETS)}.", "IN/OUT", shown=DEFAULT_PRESET)
-    ] = None
-    input_len: Annotated[
-        str | None,
-        flag(f"Prompt tokens, exact: {SYNTAX}", "TOKENS", "--random-input-len", shown="the preset's"),
-    ] = None
-    output_len: Annotated[
-        str | None, flag("Output tokens: likewise.", "TOKENS", "--random-output-len", shown="the preset's")
-    ] = None
-    prefix_len: Annotated[int, flag("Prompt tokens that a group has in common.", "TOKENS")] = 0
-    prefix_groups: Annotated[int, flag("Groups of prompts that share their prefix.", "N")] = 0
-    turns: Annotated[str, flag("Requests of a session, each with all before it: a number as above.", "N")] = (
-        "1"
+    preset: str | None = opt(None, f"Lengths by name: {', '.join(PRESETS)}.", "IN/OUT", shown=DEFAULT_PRESET)
+    input_len: str | None = opt(
+        None, f"Prompt tokens, exact: {SYNTAX}", "TOKENS", shown="the preset's", also="--random-input-len"
     )
-    think_time: Annotated[str, flag("From an answer to the next turn: likewise.", "SECONDS")] = "0"
-    dataset: Annotated[
-        Path | None,
-        flag(
-            "ShareGPT-style JSON with conversations; 'sample' is one that comes with Baton.", "FILE",
-            "--dataset-path",
-        ),
-    ] = None  # fmt: skip
+    output_len: str | None = opt(
+        None, "Output tokens: likewise.", "TOKENS", shown="the preset's", also="--random-output-len"
+    )
+    prefix_len: int = opt(0, "Prompt tokens that a group has in common.", "TOKENS")
+    prefix_groups: int = opt(0, "Groups of prompts that share their prefix.", "N")
+    turns: str = opt("1", "Requests of a session, each with all before it: a number as above.", "N")
+    think_time: str = opt("0", "From an answer to the next turn: likewise.", "SECONDS")
+    dataset: Path | None = opt(
+        None,
+        "ShareGPT-style JSON with conversations; 'sample' is one that comes with Baton.",
+        "FILE",
+        also="--dataset-path",
+    )
 
     @property
     def input_distribution(self) -> Distribution:
@@ -132,15 +123,12 @@ class Trace:
     """What to send, and when: a trace in Mooncake's format."""
 
     panel: ClassVar = "Workload"
-    trace: Annotated[
-        Path | None,
-        typer.Argument(metavar="TRACE", help="JSONL in Mooncake's format.", show_default="a small sample"),
-    ] = None
-    speed: Annotated[float, flag("2 replays the trace in half its time.", "FACTOR")] = 1.0
-    length_scale: Annotated[
-        float, flag("Scales blocks, inputs and outputs alike, for models with a short context.", "FACTOR")
-    ] = 1.0
-    block_size: Annotated[int, flag("Tokens of one hash id of the trace.", "TOKENS")] = MOONCAKE_BLOCK
+    trace: Path | None = argument("JSONL in Mooncake's format, or a small sample.", "TRACE", default=None)
+    speed: float = opt(1.0, "2 replays the trace in half its time.", "FACTOR")
+    length_scale: float = opt(
+        1.0, "Scales blocks, inputs and outputs alike, for models with a short context.", "FACTOR"
+    )
+    block_size: int = opt(MOONCAKE_BLOCK, "Tokens of one hash id of the trace.", "TOKENS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,18 +136,16 @@ class Rate:
     """An open loop. Without `rate` it is a closed loop."""
 
     panel: ClassVar = "Load"
-    rate: Annotated[
-        float | None,
-        flag(
-            "Open loop: sessions started per second, whatever the server does.", "PER_SECOND",
-            "--request-rate", shown="closed loop",
-        ),
-    ] = None  # fmt: skip
-    arrivals: Annotated[ArrivalKind, flag("How an open loop spreads its starts.")] = "poisson"
-    burstiness: Annotated[
-        float, flag("For gamma: below 1 is burstier than Poisson, above 1 smoother.", "SHAPE")
-    ] = 1.0
-    ramp_to: Annotated[float | None, flag("For ramp: rate at the end of --duration.", "PER_SECOND")] = None
+    rate: float | None = opt(
+        None,
+        "Open loop: sessions started per second, whatever the server does.",
+        "PER_SECOND",
+        shown="closed loop",
+        also="--request-rate",
+    )
+    arrivals: ArrivalKind = opt("poisson", "How an open loop spreads its starts.")
+    burstiness: float = opt(1.0, "For gamma: below 1 is burstier than Poisson, above 1 smoother.", "SHAPE")
+    ramp_to: float | None = opt(None, "For ramp: rate at the end of --duration.", "PER_SECOND")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,41 +153,34 @@ class Load:
     """How much, how long, and with how many processes."""
 
     panel: ClassVar = "Load"
-    concurrency: Annotated[
-        int | None,
-        flag(
-            "Closed loop: users. Else the most in flight; waiting for a place counts as latency.",
-            "N", "--max-concurrency", shown=f"{DEFAULT_CONCURRENCY} users, or no limit",
-        ),
-    ] = None  # fmt: skip
-    duration: Annotated[
-        float | None,
-        flag("How long to send new requests.", "SECONDS", shown=f"{DEFAULT_DURATION:g}, unless --requests"),
-    ] = None
-    requests: Annotated[
-        int | None, flag("Sessions to send at most.", "N", "--num-prompts", shown="no limit")
-    ] = None
-    warmup: Annotated[
-        float | None,
-        flag(
-            "Excluded from all results. Detected by MSER-5 on TTFT; 0 excludes nothing.", "SECONDS",
-            shown="detected",
-        ),
-    ] = None  # fmt: skip
-    drain: Annotated[
-        float, flag("Wait so long for answers after the last request; later answers fail.", "SECONDS")
-    ] = 60.0
-    timeout: Annotated[float, flag("Of one request; a slower one has failed.", "SECONDS")] = 600.0
-    processes: Annotated[
-        int | None, flag("Client processes that share the load.", "N", shown="half the CPUs")
-    ] = None
-    seed: Annotated[
-        int,
-        flag(
-            "The same seed gives the same prompts and times. A new seed for each run defeats prefix caches.",
-            "N", shown="random",
-        ),
-    ] = field(default_factory=lambda: random.SystemRandom().randrange(1 << 31))  # fmt: skip
+    concurrency: int | None = opt(
+        None,
+        "Closed loop: users. Else the most in flight; waiting for a place counts as latency.",
+        "N",
+        shown=f"{DEFAULT_CONCURRENCY} users, or no limit",
+        also="--max-concurrency",
+    )
+    duration: float | None = opt(
+        None, "How long to send new requests.", "SECONDS", shown=f"{DEFAULT_DURATION:g}, unless --requests"
+    )
+    requests: int | None = opt(None, "Sessions to send at most.", "N", shown="no limit", also="--num-prompts")
+    warmup: float | None = opt(
+        None,
+        "Excluded from all results. Detected by MSER-5 on TTFT; 0 excludes nothing.",
+        "SECONDS",
+        shown="detected",
+    )
+    drain: float = opt(
+        60.0, "Wait so long for answers after the last request; later answers fail.", "SECONDS"
+    )
+    timeout: float = opt(600.0, "Of one request; a slower one has failed.", "SECONDS")
+    processes: int | None = opt(None, "Client processes that share the load.", "N", shown="half the CPUs")
+    seed: int = opt(
+        lambda: random.SystemRandom().randrange(1 << 31),
+        "The same seed gives the same prompts and times. A new seed for each run defeats prefix caches.",
+        "N",
+        shown="random",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,17 +188,15 @@ class Output:
     """The objectives, and where results go beside the terminal."""
 
     panel: ClassVar = "Objectives and output"
-    slo: Annotated[str, flag(f"{SLO_SYNTAX}.", "LIMITS", "--goodput")] = ""
-    attainment: Annotated[
-        float, flag("Share of the requests that must meet the limits for the run to meet them.", "SHARE")
-    ] = 0.99
+    slo: str = opt("", f"{SLO_SYNTAX}.", "LIMITS", also="--goodput")
+    attainment: float = opt(
+        0.99, "Share of the requests that must meet the limits for the run to meet them.", "SHARE"
+    )
 
-    json: Annotated[Path | None, flag("Write the results as JSON.", "FILE")] = None
-    html: Annotated[
-        Path | None, flag("Write the report as one HTML page. Needs the extra `bench`.", "FILE")
-    ] = None
-    jsonl: Annotated[Path | None, flag("Write every request as a line of JSON.", "FILE")] = None
-    quiet: Annotated[bool, flag("Nothing on stderr but errors.")] = False
+    json: Path | None = opt(None, "Write the results as JSON.", "FILE")
+    html: Path | None = opt(None, "Write the report as one HTML page. Needs the extra `bench`.", "FILE")
+    jsonl: Path | None = opt(None, "Write every request as a line of JSON.", "FILE")
+    quiet: bool = opt(False, "Nothing on stderr but errors.")
 
     @property
     def objectives(self) -> Slo:
@@ -231,11 +208,11 @@ class Sweep:
     """Which loads to measure, or which rate to search."""
 
     panel: ClassVar = "Sweep"
-    rates: Annotated[str, flag("Open loops with these rates.", "R,R,…")] = ""
-    concurrencies: Annotated[str, flag("Closed loops with these numbers of users.", "N,N,…")] = ""
-    find_rate: Annotated[
-        float | None, flag("Search the highest rate within --slo, beginning with this one.", "PER_SECOND")
-    ] = None
+    rates: str = opt("", "Open loops with these rates.", "R,R,…")
+    concurrencies: str = opt("", "Closed loops with these numbers of users.", "N,N,…")
+    find_rate: float | None = opt(
+        None, "Search the highest rate within --slo, beginning with this one.", "PER_SECOND"
+    )
 
     @property
     def loads(self) -> list[dict[str, Any]]:

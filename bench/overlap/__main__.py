@@ -45,8 +45,9 @@ from pathlib import Path
 from typing import Any
 
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster
-from baton.bench.contract import Report, Row
+from baton.bench.contract import Report, Row, gpus_or_exit
+from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.workers import Workers, prompt_of
 from baton.bench.kv.raw_sockets import RawPair
 from baton.bench.overlap.streams import (
     AT_ONCE,
@@ -60,7 +61,6 @@ from baton.bench.overlap.streams import (
     quiet_gaps,
     streamed,
 )
-from baton.bench.roles import Workers, gpus_or_exit, prompt_of
 from baton.bench.shapes import DENSE, HYBRIDS, write_shape
 
 CONTEXT = 1000

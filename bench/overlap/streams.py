@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.bench.roles import Workers, prompt_of, request
+from baton.bench.harness.workers import Workers, prompt_of, request
 from baton.rpc import worker_pb2 as pb
 
 OUTPUT_TOKENS = 12

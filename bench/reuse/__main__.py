@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster, two_workers
 from baton.bench.contract import Report, Row
-from baton.bench.roles import Workers, prompt_of, request
+from baton.bench.harness.cluster import LocalCluster, two_workers
+from baton.bench.harness.workers import Workers, prompt_of, request
 from baton.bench.shapes import DENSE
 from baton.rpc import worker_pb2 as pb
 
@@ -138,17 +138,10 @@ def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs) 
 
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.add_argument(
-        "--history", type=int, help=f"tokens (default: {ON_CPU.history} on a CPU, {ON_CUDA.history} on a GPU)"
-    )
-    p.add_argument(
-        "--answer", type=int, help=f"tokens (default: {ON_CPU.answer} on a CPU, {ON_CUDA.answer} on a GPU)"
-    )
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
     p.add_argument("--kv-connector", choices=["auto", "tcp"], default="tcp", help="default: %(default)s")
     args = p.parse_args()
-    default = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
-    turns = Turns(args.history or default.history, args.answer or default.answer)
+    turns = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
     args.rounds = contract.MIN_PAIRS if args.short else ROUNDS
     on_gpus = ("--max-model-len", "16384", "--kv-lanes", "8", "--kv-slots", "256")
     with two_workers(args, ("--kv-connector", args.kv_connector), on_gpus) as cluster:

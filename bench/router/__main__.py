@@ -37,8 +37,8 @@ from pathlib import Path
 import uvloop
 
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.contract import MIN_PAIRS, Report, Row
+from baton.bench.harness.cluster import LocalCluster
 from baton.bench.router.ends import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,

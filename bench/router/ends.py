@@ -32,7 +32,7 @@ import uvloop
 from baton.bench.router.stand_in import Lanes, StandIn
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 
 PROMPT_TOKENS = 200
 OUTPUT_TOKENS = 2  # the fewest with a handover

@@ -16,8 +16,8 @@ import grpc.aio
 
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import cluster_pems, create_server
+from baton.rpc.stubs import WORKER, add_service
 from baton.rpc.tls import TlsFiles, add_port
-from baton.rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
 Outputs = asyncio.Queue[pb.WorkerMessage]
 """To one router."""
@@ -45,7 +45,7 @@ class Lanes:
         return self.table.setdefault(prefill_id, KV())
 
 
-class StandIn(WorkerServicer):
+class StandIn:
     """One worker. Its pool is a label: it takes both kinds of attempts at any time.
 
     Attributes:
@@ -71,7 +71,7 @@ class StandIn(WorkerServicer):
 
     async def start(self, port: int = 0, tls: TlsFiles | None = None) -> Self:
         self._server = create_server(self.secret, tls)
-        add_WorkerServicer_to_server(self, self._server)
+        add_service(self._server, WORKER, self)
         port = add_port(self._server, "127.0.0.1", port, cluster_pems(self.secret, tls))
         self.address = f"127.0.0.1:{port}"
         await self._server.start()

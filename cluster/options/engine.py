@@ -85,9 +85,7 @@ class EngineOptions:
     engine: Literal["baton", "vllm"] = opt(
         "baton", "baton: Baton's own engine. vllm: vLLM, which must be installed beside Baton."
     )
-    vllm_args: str = opt(
-        "", "With --engine vllm: more options of `vllm serve`, as one text.", "ARGS", shown="none"
-    )
+    vllm_args: str = opt("", "With --engine vllm: more options of `vllm serve`, as one text.", "ARGS")
     vllm_untested: bool = opt(False, "Try a version of vLLM that Baton is not tested with.")
     device: str | None = opt(None, "cpu, cuda or cuda:N.", "DEVICE", shown="cuda if there is a GPU, else cpu")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt(

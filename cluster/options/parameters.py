@@ -92,7 +92,9 @@ def argument(
 
 def _declared(default: Any, info: ParameterInfo) -> Any:
     if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"typer": info})
+        default = default.copy
+    if callable(default):
+        return field(default_factory=default, metadata={"typer": info})
     return field(default=default, metadata={"typer": info})
 
 
@@ -178,12 +180,13 @@ def _build(group: type, values: Mapping[str, Any]) -> Any:
     )
 
 
-def _group_parameters(group: type) -> list[inspect.Parameter]:
+def group_parameters(group: type, *, variables: bool = True) -> list[inspect.Parameter]:
+    """The parameters of a group. `variables`: each option is a variable, too."""
     parameters: list[inspect.Parameter] = []
     for each in fields(group):
         if is_dataclass(inner := _hints(group)[each.name]):
             assert isinstance(inner, type)
-            parameters += _group_parameters(inner)
+            parameters += group_parameters(inner, variables=variables)
             continue
         type_, declared = option_of(group, each)
         info = copy.copy(declared)
@@ -194,15 +197,16 @@ def _group_parameters(group: type) -> list[inspect.Parameter]:
         # A flag that may be None needs an opposite: None means that the user gave neither.
         opposite = f"/{flag('no_' + each.name)}" if type_ == bool | None else ""
         info.default = flag(each.name) + opposite
-        info.envvar = env_name(each.name)
-        info.show_envvar = False  # `baton --help` states the naming rule once
+        if variables:
+            info.envvar = env_name(each.name)
+            info.show_envvar = False  # `baton --help` states the naming rule once
         info.rich_help_panel = info.rich_help_panel or getattr(group, "panel", None)
         parameters.append(_parameter(each.name, default_of(each), type_, info))
     return parameters
 
 
 def _parameter(name: str, default: Any, type_: Any, info: ParameterInfo) -> inspect.Parameter:
-    if info.show_default is True and default in (None, False, []):  # typer would show no default for these
+    if info.show_default is True and default in (None, "", False, []):  # typer would show no default
         info.show_default = "off" if default is False else "none"
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type_, info]
@@ -254,7 +258,7 @@ def takes_options(command: Callable[..., Any], refuse: bool) -> Callable[..., An
     """
     hints = get_type_hints(command)
     groups: dict[str, type] = {name: hints[name] for name in inspect.signature(command).parameters}
-    parameters = [p for group in groups.values() for p in _group_parameters(group)]
+    parameters = [p for group in groups.values() for p in group_parameters(group)]
     KNOWN.update(p.name for p in parameters)
     COMMANDS.add(command.__name__)
     parameters = [_config_parameter(), *parameters, *(_refused_parameters() if refuse else ())]

@@ -14,8 +14,8 @@ from grpc.aio import Channel
 from baton.cluster.supervision.plan import Pool
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import check_health, connect
+from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
-from baton.rpc.worker_pb2_grpc import WorkerStub
 
 HEALTH_INTERVAL = 2.0  # seconds between two health checks
 DEAD_AFTER = 10.0  # seconds without an answer after which a role counts as dead; as --engine-timeout

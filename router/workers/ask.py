@@ -14,7 +14,7 @@ from baton.router.config import RouterConfig
 from baton.router.workers.checks import explain
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 
 log = logging.getLogger(__name__)
 

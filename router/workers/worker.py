@@ -29,7 +29,7 @@ from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.breaker import CircuitBreaker
 from baton.router.workers.checks import clear_invalid_rates
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 
 log = logging.getLogger(__name__)
 

@@ -86,7 +86,7 @@ def _measure(tmp_path: Path) -> tuple[dict, list[list[float]]]:
         out = tmp_path / "report.json"
         subprocess.run(
             [
-                sys.executable, "-m", "baton.bench.load", "run", "--url", f"http://127.0.0.1:{PORT}",
+                sys.executable, "-m", "baton.cluster.cli", "bench", "run", "--url", f"http://127.0.0.1:{PORT}",
                 "--rate", str(STREAMS / LIFE_SECONDS), "--duration", str(SECONDS), "--warmup", "4",
                 "--input-len", "50", "--output-len", str(TOKENS), "--processes", str(max(1, half // 2)),
                 "--json", out, "--quiet", "--seed", "1",

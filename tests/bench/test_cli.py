@@ -37,9 +37,8 @@ def forked_processes() -> Iterator[None]:
 
 
 async def _start(*args: str | Path) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "baton.bench.load", *map(str, args), cwd=ROOT, stdout=PIPE, stderr=PIPE
-    )
+    command = [sys.executable, "-m", "baton.cluster.cli", "bench", *map(str, args)]
+    return await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=PIPE, stderr=PIPE)
 
 
 async def _bench(*args: str | Path) -> tuple[int, str, str]:

@@ -27,14 +27,15 @@ import uvloop
 from grpc.aio import Channel
 
 from baton.bench import contract, flip, split
-from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.disagg import __main__ as disagg
+from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.workers import Driver, Workers
 from baton.bench.kv import __main__ as kv
 from baton.bench.kv import exported
 from baton.bench.kv.pair import Pair
 from baton.bench.kv.raw_sockets import MIB
 from baton.bench.overlap.streams import Background
-from baton.bench.roles import Driver, Workers
+from baton.bench.reuse.__main__ import Turns
 from baton.bench.router import __main__ as router
 from baton.bench.router import ends
 from baton.bench.shapes import SHAPES, write_shape
@@ -48,7 +49,6 @@ TINY = "one-small-layer"
 ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse", "speculation", "split", "vllm")
 ON_CPU = ("chaos", "router", "routing_sim", "store")
 ELSEWHERE = {
-    "load": "tests/bench/test_cli.py",
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
     "store": "test_the_short_form_runs_with_real_processes",
@@ -83,12 +83,12 @@ def main_of(name: str) -> Callable[..., Any]:
 def test_every_bench_has_a_run() -> None:
     smoked = {name.removeprefix("test_runs_") for name in globals() if name.startswith("test_runs_")}
     assert smoked | ELSEWHERE.keys() == benches()
-    assert {*ON_GPU, *ON_CPU, "load"} == benches()
+    assert {*ON_GPU, *ON_CPU} == benches()
 
 
 def test_the_readme_names_every_bench() -> None:
     index = (ROOT / "bench" / "README.md").read_text()
-    assert not {name for name in benches() - {"load"} if f"`python -m baton.bench.{name}" not in index}
+    assert not {name for name in benches() if f"`python -m baton.bench.{name}" not in index}
 
 
 @pytest.mark.parametrize("name", [*ON_GPU, *ON_CPU])
@@ -315,7 +315,8 @@ def test_runs_overlap(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: p
 
 def test_runs_reuse(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "gpus", list)
-    rows = run("reuse", "--short", "--history", "150", "--answer", "20", "--model", str(checkpoint))
+    monkeypatch.setattr("baton.bench.reuse.__main__.SHORT_ON_CPU", Turns(150, 20))
+    rows = run("reuse", "--short", "--model", str(checkpoint))
     turns = {"second_turn", "from_decode", "on_decode", "computed"}
     assert {f"reuse.cpu.{name}" for name in turns} <= {*rows}
     assert rows["reuse.cpu.bytes_over_missing"] == 1
@@ -340,7 +341,7 @@ def test_overlap_gives_each_rank_a_gpu(
     overlap = import_module("baton.bench.overlap.__main__")
 
     def devices(prefill: int, decode: int, present: int) -> list[str]:
-        monkeypatch.setattr("baton.bench.roles.visible_gpus", lambda: range(present))
+        monkeypatch.setattr("baton.bench.contract.visible_gpus", lambda: range(present))
         args = SimpleNamespace(
             device="cuda", prefill_ranks=prefill, decode_ranks=decode, prefill_kv_cache_dtype="auto",
             decode_kv_cache_dtype="fp8",

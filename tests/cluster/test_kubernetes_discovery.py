@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 import trustme
 
-from baton.bench.roles import spawn
+from baton.bench.harness.processes import spawn
 from baton.cluster.discovery import kubernetes_discovery
 from baton.cluster.discovery.kubernetes_discovery import KubernetesDiscovery
 from baton.cluster.model import EMBEDDED_NAME

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from baton.bench.shapes import BAMBA, write_shape
 from baton.cluster.cli import app
 from baton.cluster.options.clients import SizingOptions
+from baton.cluster.tools.sizing import MODELS
 from baton.cluster.tools.sizing.answer import Answer, Targets, answer
-from baton.cluster.tools.sizing.models import MODELS
 from baton.cluster.tools.sizing.simulated import decode, prefill
 from baton.cluster.tools.sizing.speeds import GPUS, REFERENCE, Speeds, measured, shape
 

@@ -21,7 +21,7 @@ from baton.endpoint_picker.server import SERVICE, RunningPicker, running
 from baton.router.discovery import StaticDiscovery
 from baton.router.metrics import Metrics
 from baton.rpc import ext_proc_pb2 as pb
-from baton.rpc.ext_proc_pb2_grpc import ExternalProcessorStub
+from baton.rpc.stubs import ExternalProcessorStub
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
 KEY = "x-gateway-destination-endpoint"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.cluster.tools.sizing.models import MODELS
+from baton.cluster.tools.sizing import MODELS
 from baton.content.cache_kinds import FP8
 from baton.engine import EngineRequest, SamplingParams
 from baton.engine.core.offload_tier import OffloadTier

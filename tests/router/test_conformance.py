@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from baton.rpc import inference_pb2 as pb
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 
 from .conftest import Cluster
 

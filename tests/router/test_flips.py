@@ -10,7 +10,7 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import breaker
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 from tests.fake_worker import SECRET, FakeWorker
 
 from .conftest import Cluster, make_cluster

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from baton.router.api.anthropic.body import MessagesBody
 from baton.router.api.openai_responses.body import ResponsesBody
 from baton.rpc import inference_pb2 as pb
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 
 from .conftest import Cluster
 

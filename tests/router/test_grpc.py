@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.router.admission.keys import ApiKey
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 
 from .conftest import TEXT, Cluster, encode_chat, make_cluster
 

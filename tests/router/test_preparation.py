@@ -40,7 +40,7 @@ from baton.router.preparation.prepare import _BODIES, Kind, Prepared, Served, pr
 from baton.router.text.chat import ChatTemplate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import inference_pb2 as ipb
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 
 from .conftest import Cluster, make_cluster
 

@@ -21,14 +21,14 @@ import grpc.aio
 import psutil
 import pytest
 
-from baton.bench.roles import spawn
+from baton.bench.harness.processes import spawn
 from baton.router.config import RouterConfig
 from baton.router.processes import sockets, supervise
 from baton.router.processes.sockets import listen, reserve
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 from .conftest import TEXT

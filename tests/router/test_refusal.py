@@ -21,8 +21,8 @@ from baton.router.workers.ask import first_description
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect, create_public_server
 from baton.rpc.health import HealthServicer
+from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
-from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.conftest import Certificates
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 

@@ -18,7 +18,7 @@ from baton.router.errors import ApiError
 from baton.router.generation.output import MAX_TAKEN, Delta, Token, TokenQueue
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 
 from .conftest import TEXT, Cluster, make_cluster
 

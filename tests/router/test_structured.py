@@ -16,7 +16,7 @@ from baton.router.errors import InvalidRequest
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
 from baton.rpc import inference_pb2 as ipb
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 
 from .conftest import Cluster, accepts
 

@@ -11,7 +11,7 @@ import pytest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
 from tests.fake_worker import FakeWorker, Lanes

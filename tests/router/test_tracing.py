@@ -12,7 +12,7 @@ import pytest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
-from baton.rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc.stubs import InferenceStub
 from tests.otlp import Receiver, Span
 
 from .conftest import Cluster, make_cluster

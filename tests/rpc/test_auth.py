@@ -12,15 +12,15 @@ import pytest
 
 from baton.rpc.auth import certificate, load_secret
 from baton.rpc.channel import cluster_pems, connect, create_server
+from baton.rpc.stubs import WORKER, WorkerStub, add_service
 from baton.rpc.tls import Pems, TlsFiles, add_port
 from baton.rpc.worker_pb2 import DescribeRequest, RouterHello, RouterMessage, WorkerDescription, WorkerMessage
-from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 from tests.conftest import Certificates
 
 SECRET, ANOTHER = b"a secret of the cluster", b"another secret, as long"
 
 
-class Echo(WorkerServicer):
+class Echo:
     """Answers each message of a stream with an empty one, and counts what it was told."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ async def serving(
     pems: Pems | None, tls: TlsFiles | None = None, echo: Echo | None = None
 ) -> AsyncIterator[str]:
     server = create_server(SECRET, tls)
-    add_WorkerServicer_to_server(echo or Echo(), server)
+    add_service(server, WORKER, echo or Echo())
     port = add_port(server, "127.0.0.1", 0, pems)
     await server.start()
     try:

@@ -10,14 +10,14 @@ import pytest
 
 from baton.rpc import channel
 from baton.rpc.channel import MAX_MESSAGE_BYTES, cluster_pems, connect, create_server
+from baton.rpc.stubs import WORKER, WorkerStub, add_service
 from baton.rpc.tls import add_port
 from baton.rpc.worker_pb2 import DescribeRequest, WorkerDescription, WorkerMessage
-from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 
 SECRET = b"a secret of the cluster"
 
 
-class Silent(WorkerServicer):
+class Silent:
     """Sends one message on each stream and then nothing. Its description exceeds the message limit."""
 
     async def Attach(self, request_iterator, context):
@@ -31,7 +31,7 @@ class Silent(WorkerServicer):
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[int]:
     server = create_server(SECRET)
-    add_WorkerServicer_to_server(Silent(), server)
+    add_service(server, WORKER, Silent())
     port = add_port(server, "127.0.0.1", 0, cluster_pems(SECRET, None))
     await server.start()
     try:

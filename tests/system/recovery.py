@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.bench.chaos.cluster import LocalCluster, Worker, leaks_when_idle
-from baton.bench.chaos.streams import Case, Stream, cases, new_session, read
+from baton.bench.harness.cluster import LocalCluster, Worker, leaks_when_idle
+from baton.bench.harness.streams import Case, Stream, cases, new_session, read
 
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from baton.bench.chaos.cluster import free_port, leaks_when_idle
+from baton.bench.harness.cluster import free_port, leaks_when_idle
 from baton.cluster.supervision.processes import alive
 from tests.forked import FreshPopen
 

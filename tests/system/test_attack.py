@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from baton.bench.chaos.cluster import free_port, leaks_when_idle, status
-from baton.bench.chaos.streams import Case, Stream, cases, new_session, read
+from baton.bench.harness.cluster import free_port, leaks_when_idle, status
+from baton.bench.harness.streams import Case, Stream, cases, new_session, read
 from tests.shallow import LAYERS
 
 from .attack import BLOWS, Target

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from baton.bench.chaos.streams import Case, Stream, cases, new_session, read
+from baton.bench.harness.streams import Case, Stream, cases, new_session, read
 
 from .recovery import Broken
 

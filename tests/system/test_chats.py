@@ -10,8 +10,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from baton.bench.chaos.cluster import LocalCluster
-from baton.bench.chaos.streams import Case, Stream, new_session, read
+from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.streams import Case, Stream, new_session, read
 
 from .recovery import FLAGS, Broken
 

@@ -18,9 +18,18 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.chaos.cluster import free_port, leaks_when_idle, status
-from baton.bench.chaos.faults import Happened
-from baton.bench.chaos.streams import Case, Load, Stream, cases, expected, judge, new_session, read
+from baton.bench.harness.cluster import free_port, leaks_when_idle, status
+from baton.bench.harness.streams import (
+    Case,
+    Happened,
+    Load,
+    Stream,
+    cases,
+    expected,
+    judge,
+    new_session,
+    read,
+)
 from baton.kv_transfer import TransferDeadlines
 
 from .machine import Machine, until

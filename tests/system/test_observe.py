@@ -16,8 +16,8 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench.chaos.cluster import LocalCluster
-from baton.bench.chaos.streams import Case, Stream, read
+from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.streams import Case, Stream, read
 from tests.grafana import RULES, expressions, rules
 from tests.otlp import Receiver, Span
 from tests.prometheus import Prometheus

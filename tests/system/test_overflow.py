@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.chaos.cluster import LocalCluster
-from baton.bench.chaos.streams import Case, expected
+from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.streams import Case, expected
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.placement import SHORT_ANSWER
 

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from baton.bench.chaos.cluster import free_port, leaks_when_idle
-from baton.bench.chaos.streams import Case, Load, cases, expected, judge
+from baton.bench.harness.cluster import free_port, leaks_when_idle
+from baton.bench.harness.streams import Case, Load, cases, expected, judge
 from baton.cluster.supervision.processes import alive
 
 from .machine import Machine, command_lines, titled, tree, until

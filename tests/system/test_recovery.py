@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.bench.chaos.cluster import Worker
-from baton.bench.chaos.streams import Case, new_session, read
+from baton.bench.harness.cluster import Worker
+from baton.bench.harness.streams import Case, new_session, read
 
 from .recovery import LONGEST, MIXED, SHORT, Broken, each_has
 

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from baton.bench.chaos.streams import Load, cases, expected, judge
+from baton.bench.harness.streams import Load, cases, expected, judge
 
 from .machine import Machine
 from .serve import Serve

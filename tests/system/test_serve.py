@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.bench.chaos.streams import cases, expected
+from baton.bench.harness.streams import cases, expected
 from baton.cluster.supervision.processes import alive, descendants
 
 from .machine import Machine, command_lines, tree, until

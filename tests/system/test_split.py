@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from baton.bench.chaos.cluster import LocalCluster, Worker
-from baton.bench.chaos.streams import Case, cases, expected, new_session, read
+from baton.bench.harness.cluster import LocalCluster, Worker
+from baton.bench.harness.streams import Case, cases, expected, new_session, read
 
 from .recovery import Broken
 

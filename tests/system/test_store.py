@@ -11,7 +11,7 @@ import openai
 import psutil
 import pytest
 
-from baton.bench.roles import prompt_of
+from baton.bench.harness.workers import prompt_of
 from tests.kv_transfer.conftest import until
 from tests.mooncake import libraries
 

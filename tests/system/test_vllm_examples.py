@@ -17,7 +17,7 @@ from urllib.error import URLError
 
 import pytest
 
-from baton.bench.chaos.cluster import free_port
+from baton.bench.harness.cluster import free_port
 from baton.vllm_worker.transfers import Settings
 from tests.docs.test_commands import wrong
 from tests.pages import ROOT

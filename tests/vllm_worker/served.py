@@ -17,15 +17,15 @@ from typing import Any, cast
 import psutil
 import torch
 
-from baton.bench.chaos.cluster import free_port, leaks_when_idle
-from baton.bench.roles import spawn
+from baton.bench.harness.cluster import free_port, leaks_when_idle
+from baton.bench.harness.processes import spawn
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.processes import alive
 from baton.content import prompt_hints
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 from tests.system.machine import titled, tree, until
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.chaos.cluster import free_port
+from baton.bench.harness.cluster import free_port
 from tests.system.machine import until
 
 from .served import PYTHON, ROOT, START_S, STOP_S, Front, Reference, prompts_of, save_model

@@ -18,7 +18,7 @@ import pytest
 
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
+from baton.rpc.stubs import WorkerStub
 from tests.cluster_helpers import (
     SECRET,
     WorkerProcess,

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc.aio
 
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.worker_pb2_grpc import WorkerServicer
 from baton.worker import messages
 from baton.worker.messages import Code
 from baton.worker.service_process import streams, validation
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT = 5.0  # seconds
 
 
-class AttachService(WorkerServicer):
+class AttachService:
     """Serves routers. `routers` has their streams."""
 
     def __init__(
@@ -54,7 +53,7 @@ class AttachService(WorkerServicer):
     # ------------------------------------------------------------ the calls
 
     # It writes and does not yield, because a generator that waits for a slow router cannot be ended.
-    async def Attach(  # pyrefly: ignore[bad-override]
+    async def Attach(
         self, request_iterator: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext
     ) -> None:
         try:

@@ -15,8 +15,8 @@ from baton.machine.system import cannot_listen, try_port
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import cluster_pems, create_server
 from baton.rpc.health import HealthServicer
+from baton.rpc.stubs import WORKER, add_service
 from baton.rpc.tls import add_port
-from baton.rpc.worker_pb2_grpc import add_WorkerServicer_to_server
 from baton.worker.config import WorkerConfig
 from baton.worker.messages import Code, EngineReady
 from baton.worker.processes import EngineError, StartError, TreeError
@@ -129,7 +129,7 @@ class Service:
             Limits(engine.vocab_size, engine.max_model_len),
             self._description(engine, kv_address, metrics_address),
         )
-        add_WorkerServicer_to_server(service, self._server)
+        add_service(self._server, WORKER, service)
         self._tree.follow(self._backend.deliver)
         self._reporting = self._tree.watch(self._backend.report())
         await self._backend.status()

@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.traffic.client import ClientConfig
 from baton.bench.load.traffic.client_process import MAX_LINE, ClientUsage, Progress, line_of, messages
+from baton.cluster.supervision.processes import python_path
 
 _HEADSTART_SECONDS = 0.2  # so that all clients know the start before it
 _STOP_SECONDS = 10.0
@@ -75,6 +75,8 @@ class Fleet:
         try:
             for config in self._configs:
                 self._processes.append(await _spawn(config))
+            if self._stopping:
+                self.stop()  # also those that were started since
             ready = [await _out(p).readline() for p in self._processes]
             if not self._stopping:
                 assert all(ready), "a client process could not start; see its message above"
@@ -129,15 +131,12 @@ class Fleet:
 
 
 async def _spawn(config: ClientConfig) -> asyncio.subprocess.Process:
-    # The package is found in any working directory, installed or not.
-    root = str(Path(__file__).parents[4])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "baton.bench.load.traffic.client_process",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=MAX_LINE,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | python_path(),
         start_new_session=True,  # Ctrl-C at the terminal reaches only the parent
     )  # fmt: skip
     _in(process).write(line_of(config))

@@ -11,3 +11,12 @@ Life of an answer:
 The model leaves out prefix caches and overflow, which reduce the real need. It also leaves out the router's
 own millisecond and the cost of injected KV in decode steps, which increase the real need.
 """
+
+import json
+from pathlib import Path
+from typing import Any
+
+MODELS: dict[str, dict[str, Any]] = {
+    file.stem: json.loads(file.read_text()) for file in sorted(Path(__file__).with_name("models").iterdir())
+}
+"""The config.json of each model that is known by name."""

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from baton.cluster.model import reach_hub
-from baton.cluster.tools.sizing.models import MODELS
+from baton.cluster.tools.sizing import MODELS
 from baton.engine.loader.hf import read_config
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import ModelConfig

@@ -24,8 +24,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from baton.bench import roles
-from baton.bench.chaos import processes
+from baton.bench.contract import gpus_or_exit
+from baton.bench.harness import processes
+from baton.bench.harness.workers import Driver, metric
 from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.model import EMBEDDED_NAME
 from baton.cluster.supervision.calls import set_pool
@@ -122,7 +123,7 @@ class Worker:
 
     def metric(self, name: str) -> float:
         """The sum over all labels of a metric of the current process."""
-        return roles.metric(f"http://{self.lives[-1]['metrics_address']}", name)
+        return metric(f"http://{self.lives[-1]['metrics_address']}", name)
 
     def end(self) -> None:
         self._stopping = True
@@ -209,9 +210,9 @@ class LocalCluster:
         """What the first worker of a role, or the router, said when it was ready last: address, pid, …"""
         return self.of(role)[0].lives[-1]
 
-    def drivers(self) -> tuple[roles.Driver, roles.Driver]:
+    def drivers(self) -> tuple[Driver, Driver]:
         """Of the first prefill and the first decode worker."""
-        prefill, decode = (roles.Driver(self.report(role), self.secret) for role in ("prefill", "decode"))
+        prefill, decode = (Driver(self.report(role), self.secret) for role in ("prefill", "decode"))
         return prefill, decode
 
     def __enter__(self) -> LocalCluster:
@@ -285,13 +286,13 @@ class LocalCluster:
         self.wait_for(attached, START_S, f"{worker.name} at the router")
 
     def router_metric(self, name: str) -> float:
-        return roles.metric(self.url, name)
+        return metric(self.url, name)
 
     # ------------------------------------------------------------ for workers
 
     def spawn(self, role: str, *flags: str, log: Path) -> tuple[subprocess.Popen[bytes], TextIO]:
         with log.open("ab") as output:
-            return roles.spawn(role, *flags, environment=self._environment, output=output)
+            return processes.spawn(role, *flags, environment=self._environment, output=output)
 
     def listed(self, worker: Worker, *, ready: bool) -> None:
         """A worker became ready, or ended: tells the router and wakes waiting threads."""
@@ -325,7 +326,7 @@ def two_workers(
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         if args.device == "cuda":
-            roles.gpus_or_exit(2, "this bench")
+            gpus_or_exit(2, "this bench")
             devices = ["cuda:0", "cuda:1"]
             model = args.model or str(write_shape(DENSE, directory))
             flags = [*flags, "--model", model, "--load-format", "dummy", *on_gpus]

@@ -1,108 +1,22 @@
-"""What benches and tests need of real workers beside a cluster of them (`bench.chaos.cluster`).
+"""Requests to workers without a router.
 
-- `spawn` starts `baton ROLE` as a child process without Ray. A `Server` is any server, by its command.
-- `Driver` does the least of a router's work: one Attach stream to a worker. It notes when each message
-  arrived. `Workers` are a prefill and a decode worker.
+A `Driver` does the least of a router's work: one Attach stream to a worker. It notes when each message
+arrived. `Workers` are a prefill and a decode worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import shlex
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, Self, TextIO
+from typing import Any, Self
 
-import baton.bench.contract as contract
-from baton.cluster.gpus import visible_gpus
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.worker_pb2_grpc import WorkerStub
-
-POLL_S, STOP_S = 0.25, 60.0
-LOG_LINES = 25
-
-
-def spawn(
-    role: str, *flags: str, environment: Mapping[str, str], output: IO[bytes] | None = None
-) -> tuple[subprocess.Popen[bytes], TextIO]:
-    """Starts `baton ROLE FLAGS`. Returns the process and a pipe.
-
-    The role writes JSON objects to the pipe, one per line, while it starts. The last one is `{"ready": …}` or
-    `{"error": …}`. `output` gets what the role prints.
-    """
-    read_end, write_end = os.pipe()
-    try:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "baton.cluster.cli", role, "--ready-fd", str(write_end), *flags],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=(write_end,),
-        )
-    finally:
-        os.close(write_end)
-    return child, os.fdopen(read_end)
-
-
-class Server:
-    """A server of this machine, until `stop`. Without a `log` it prints on stderr.
-
-    The log begins with the variables and the command.
-    """
-
-    def __init__(
-        self, name: str, command: Sequence[str], log: Path | None, environment: Mapping[str, str]
-    ) -> None:
-        """`environment`: variables beside those of this process."""
-        self.name, self.log = name, log
-        with contextlib.ExitStack() as files:
-            output: TextIO = sys.stderr
-            if log is not None:
-                output = files.enter_context(log.open("w"))
-                variables = (f"{key}={value}" for key, value in environment.items())
-                print(*variables, shlex.join(command), file=output, flush=True)
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                env={**os.environ, **environment}, start_new_session=True,
-            )  # fmt: skip
-
-    def until_answers(self, url: str, deadline: float, body: bytes | None = None) -> None:
-        """Waits until a request succeeds. Raises RuntimeError if the process ends before, or at `deadline`
-        (time.monotonic())."""
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=POLL_S * 20) as answer:
-                answer.read()
-                return
-            if (code := self.process.poll()) is not None:
-                raise RuntimeError(f"{self.name} ended before it answered ({code}).{self._end_of_log()}")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{self.name} did not answer in time.{self._end_of_log()}")
-            time.sleep(POLL_S)
-
-    def _end_of_log(self) -> str:
-        if self.log is None:
-            return " Its output is above."
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n" + "\n".join(line[:300] for line in lines)
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        self.process.send_signal(number)
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+from baton.rpc.stubs import WorkerStub
 
 
 class Driver:
@@ -236,12 +150,3 @@ def metric(url: str, name: str, label: str = "") -> float:
         lines = page.read().decode().splitlines()
     found = [line for line in lines if line.startswith((name + "{", name + " ")) and label in line]
     return sum(float(line.rpartition(" ")[2]) for line in found)
-
-
-def gpus_or_exit(count: int, why: str) -> int:
-    """How many GPUs this process may use. Exits if the bench needs more."""
-    present = len(visible_gpus())
-    if present < count:
-        print(f"{why} needs {count} GPUs, and there are {present}", file=sys.stderr)
-        sys.exit(contract.EXIT_CANNOT_MEASURE)
-    return present

@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench.chaos.faults import Happened
 from baton.bench.contract import Report, Row
 
 _TEXTS = (
@@ -205,6 +204,16 @@ class Load:
                     self.streams.append(stream)
                 await asyncio.sleep(RECONNECT_S)
             self.streams.append(stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """A fault that happened. `back` is when the worker served again; equals `at` if it never stopped."""
+
+    role: str
+    fault: str
+    at: float  # time.monotonic()
+    back: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,92 @@
+"""Stubs of the services in proto/ for grpc.aio, and what adds a service to a server.
+
+The descriptors have names, kinds and types of the methods, so gRPC's plugin for protoc is not needed. Each
+stub says the types of its methods for readers and type checkers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from baton.rpc import ext_proc_pb2, inference_pb2, worker_pb2
+
+WORKER = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+EXTERNAL_PROCESSOR = ext_proc_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"]
+
+
+class _Method(NamedTuple):
+    name: str
+    kind: str
+    """As gRPC names it: `unary_stream` for one request and a stream of responses."""
+    request: type[Message]
+    response: type[Message]
+
+
+@cache  # each connection to a worker makes a stub
+def _methods(service: ServiceDescriptor) -> Sequence[_Method]:
+    return [
+        _Method(
+            each.name,
+            "_".join(
+                "stream" if side else "unary" for side in (each.client_streaming, each.server_streaming)
+            ),
+            GetMessageClass(each.input_type),
+            GetMessageClass(each.output_type),
+        )
+        for each in service.methods
+    ]
+
+
+class _Stub:
+    """Has an attribute for each method of its service, which calls the method over a channel."""
+
+    service: ClassVar[ServiceDescriptor]
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        for name, kind, request, response in _methods(self.service):
+            path = f"/{self.service.full_name}/{name}"
+            call = getattr(channel, kind)(path, request.SerializeToString, response.FromString)
+            setattr(self, name, call)
+
+
+class WorkerStub(_Stub):
+    service = WORKER
+    Attach: grpc.aio.StreamStreamMultiCallable[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]
+    Describe: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.DescribeRequest, worker_pb2.WorkerDescription]
+    GetStatus: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.StatusRequest, worker_pb2.WorkerStatus]
+    SetPool: grpc.aio.UnaryUnaryMultiCallable[worker_pb2.SetPoolRequest, worker_pb2.WorkerStatus]
+
+
+class InferenceStub(_Stub):
+    service = INFERENCE
+    Generate: grpc.aio.UnaryStreamMultiCallable[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+class ExternalProcessorStub(_Stub):
+    service = EXTERNAL_PROCESSOR
+    Process: grpc.aio.StreamStreamMultiCallable[
+        ext_proc_pb2.ProcessingRequest, ext_proc_pb2.ProcessingResponse
+    ]
+
+
+def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: Any) -> None:
+    """Lets the methods of `servicer` serve those of the same names. The server refuses those that it lacks.
+
+    A method gets the request, or the requests as an iterator, and the `ServicerContext`. It returns the
+    response, writes responses to the context, or yields them.
+    """
+    handlers = {}
+    for name, kind, request, response in _methods(service):
+        if (serve := getattr(servicer, name, None)) is not None:
+            make = getattr(grpc, f"{kind}_rpc_method_handler")
+            handlers[name] = make(serve, request.FromString, response.SerializeToString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
