@@ -71,6 +71,12 @@ def scale_of(largest):
 
 
 @triton.jit
+def power_of_two(x):
+    """The largest power of two up to x, positive float32."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def store_quantized(y, values, scales, row, first, size, GROUP: tl.constexpr):
     """Quantizes and stores y, float32: the columns of a row from `first` on, and zeros after its end."""
     groups = tl.reshape(y, (y.shape[0] // GROUP, GROUP))

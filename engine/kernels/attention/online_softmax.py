@@ -38,6 +38,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.engine.kernels.attention.paged import KV, parts
+from baton.engine.kernels.fp8 import power_of_two
 from baton.engine.kernels.launch import COMPILED
 from baton.engine.model_config import Span
 
@@ -168,12 +169,6 @@ def whole_tile(cache, table, start, stop, SHAPE: tl.constexpr, BLOCK_N: tl.const
     else:
         tile, _ = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
     return tile
-
-
-@triton.jit
-def power_of_two(x):
-    """The largest power of two up to x, positive float32."""
-    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

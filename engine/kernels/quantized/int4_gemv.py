@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels import FourBits
-from baton.engine.kernels.attention.online_softmax import power_of_two
+from baton.engine.kernels.fp8 import power_of_two
 from baton.engine.kernels.launch import COMPILED, inputs_ready, launch_options
 from baton.engine.kernels.silu import swiglu
 
