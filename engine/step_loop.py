@@ -118,6 +118,7 @@ class StepLoop:
             restores=memory.take_restores(),
             saves=memory.saves(plan.chunks),
             ahead=self._runner.ahead,
+            draft_head=self._runner.drafter is not None,
         )
         moved = {live.id: positions for live, positions in plan.prompts.items() if live.handover}
 
@@ -169,7 +170,7 @@ class StepLoop:
             adjustments = build_adjustments(plan.sampled, self._model_config.eos_ids, mask, drafts)
         self._landings.expect(self._runner.sample(launched, adjustments))
         for live, row, count in plan.requests():
-            live.promise(row, count)
+            live.promise(row, count, 0 if live.handover else plan.guesses)
 
     def _land(self, plan: Schedule, launched: Launched, result: StepResult) -> None:
         """Waits until the step is over, and takes each request on: to its next token, its handover, its
@@ -189,9 +190,10 @@ class StepLoop:
         logprobs = _of_outputs(plan.sampled, launched.logprobs)
         speculation = self._scheduler.speculation
         if speculation is not None and plan.decodes and not plan.prompts:
-            speculation.costs.record(launched.rows, landed_at - max(plan.began, self._landed_at))
+            speculation.learn_cost(plan, landed_at - max(plan.began, self._landed_at))
         self._landed_at = landed_at
         accepted = launched.accepted if plan.drafts else ()
+        guesses = launched.guesses
         for live, first, count in plan.requests():
             live.slack -= count
             if live.phase is Phase.GONE:
@@ -217,6 +219,8 @@ class StepLoop:
                         continue
                 count = right = row - first  # the request has ended, so later drafts are no tokens
                 break
+            if guesses and live.phase is Phase.RUNNING:
+                live.guesses, live.guessed_from = guesses[first], live.num_known
             if speculation is not None:
                 speculation.record(live, count, right)
 

@@ -89,6 +89,8 @@ class Widths(NamedTuple):
             "requests": requests,
             "width": self.table,
             "sampled": requests,
+            "followed": 0,  # what a draft head reads is no input of these graphs
+            "drafting": 0,
             "states": requests if self.scan else 0,
             "state rows": rows if self.scan else 0,
             "pieces": self.pieces(rows),

@@ -32,7 +32,8 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, state_caches
 from baton.engine.models.cache_spec import CacheSpec
-from baton.engine.step import Adjustments, ScoredLogprobs, Step, Variant
+from baton.engine.models.draft_heads import DraftHead, HeadConfig
+from baton.engine.step import GUESSED, Adjustments, ScoredLogprobs, Step, Variant
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +49,15 @@ class Launched:
     inputs: Mapping[str, Tensor] | None
     """The arrays of the step on the device. Like the logits, graphs keep their own."""
     began: Event
+    drafting: "_Drafting | None" = None
+    """What the draft head needs of the step, until it is sampled."""
     ended: Event | None = None
     """None: not sampled yet."""
     sampled: Tensor | None = None
     """As `ModelRunner.sampled`; this and the rest is on the host once the step is over."""
     logprobs: TopLogprobs | None = None
     scored: ScoredLogprobs | None = None
+    guessed: Tensor | None = None  # [rows, guesses]: what the draft head made for the first row of each request
 
     @property
     def over(self) -> bool:
@@ -81,6 +85,22 @@ class Launched:
         have drafts."""
         return [] if self.sampled is None else self.sampled[:, 1].tolist()
 
+    @property
+    def guesses(self) -> list[list[int]]:
+        """For the first row of each request, the guesses of what follows the tokens that the step gives.
+        Empty: no draft head made any."""
+        return [] if self.guessed is None else self.guessed.tolist()
+
+
+@dataclass(slots=True)
+class _Drafting:
+    step: Step
+    inputs: Mapping[str, Tensor]
+    """The arrays of the step on the device."""
+    hidden: Tensor
+    """Of all tokens, with the inputs of the taps beside them."""
+    layer_done: LayerDone
+
 
 class ModelRunner:
     """Owns the model, its KV cache and its graphs on one device.
@@ -101,9 +121,11 @@ class ModelRunner:
         device: torch.device,
         ranks: Ranks,
         ahead: int = 1,
+        drafter: tuple[DraftHead, HeadConfig] | None = None,
     ) -> None:
-        """`config`, `cache` and `device` are those of this rank. `ahead`: the size of this dimension of a
-        step; 1: the engine has no drafts."""
+        """`config`, `cache`, `device` and `drafter` are those of this rank. `ahead`: the size of this
+        dimension of a step; 1: the engine has no drafts. `drafter`: the last layer of the cache is its own.
+        None: the engine has no draft head."""
         self.model = model
         self.block_size = block_size
         self.device = device
@@ -137,6 +159,12 @@ class ModelRunner:
         self._given = torch.zeros((2, max_sampled_rows + 1), dtype=torch.int64, device=device)
         """The first tokens of the newest step, among them all that decode, if the engine has drafts; and for
         each of them, how many drafts of its request the step before accepted. The last column is 0."""
+        self.drafter = drafter
+        self._guessed = torch.zeros((max_sampled_rows, max(1, ahead - 1)), dtype=torch.int64, device=device)
+        """By the first sampled row of each request, what the draft head guesses in the newest step."""
+        if drafter is not None:
+            for layer in drafter[1].taps:
+                model.layers[layer].tapped = True
         self.table_width: int | None = None
         """Blocks in a row of the block tables; None: as many as a step needs."""
         if device.type == "cuda":
@@ -173,7 +201,7 @@ class ModelRunner:
         programs = self._kernels.tile_programs(config.num_kv_heads)
         widths = Widths(
             self.table_width,
-            config.hidden_size,
+            config.hidden_size * (1 + len(self.drafter[1].taps if self.drafter else ())),
             config.vocab_size,
             tile,
             programs,
@@ -213,20 +241,24 @@ class ModelRunner:
     def _launch(self, step: Step, layer_done: LayerDone, began: Event) -> Launched:
         rows, graphs = len(step.sampled_rows), self._graphs
         size = graphs.size(step) if graphs is not None else None
-        if graphs is not None and size is not None:
-            graphs.forward(size, step, layer_done)
-            return Launched(
-                rows, step.variant, size, None, None, began, scored=self._score(graphs.hidden, step)
-            )
-        arrays = read_by_device(step)
-        tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
+        replayed = graphs if size is not None else None
+        tensors: Mapping[str, Tensor] = {}
+        if replayed is None or self.drafter is not None:
+            arrays = read_by_device(step)
+            tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
+        if replayed is not None and size is not None:
+            replayed.forward(size, step, layer_done)
+            hidden, scored = replayed.hidden, self._score(replayed.hidden, step)
+            drafting = None if self.drafter is None else _Drafting(step, tensors, hidden, layer_done)
+            return Launched(rows, step.variant, size, None, None, began, drafting, scored=scored)
         attention = attention_metadata(
             tensors, block_size=self.block_size, num_decodes=step.decode_rows, prefills=step.prefills
         )
         hidden = self.forward(tensors, attention, layer_done)
         logits = self.logits(hidden[tensors["sampled_rows"]]).float() if rows else None
         scored = self._score(hidden, step)
-        return Launched(rows, step.variant, None, logits, tensors, began, scored=scored)
+        drafting = None if self.drafter is None else _Drafting(step, tensors, hidden, layer_done)
+        return Launched(rows, step.variant, None, logits, tensors, began, drafting, scored=scored)
 
     def _copy_states(self, slots: np.ndarray) -> None:
         """Enqueues copies of the states of all layers, each from a slot to another, in two launches."""
@@ -255,11 +287,15 @@ class ModelRunner:
             if self.ranks.rank == 0:
                 assert logits is not None
                 self._choose(launched, logits, adjustments, replayed)
-        launched.ended = self._record()
+        if self.drafter is None:
+            launched.ended = self._record()
         if rows and graphs is not None:
             graphs.share_sampled()
         elif rows:
             self.ranks.broadcast(self.sampled)
+        if self.drafter is not None:
+            self._draft(launched, *self.drafter)
+            launched.ended = self._record()
         return launched.ended
 
     def _choose(
@@ -284,9 +320,29 @@ class ModelRunner:
         """Writes the KV of all tokens of a step with these arrays. Returns the hidden state of each, [tokens,
         hidden_size]."""
         token_ids, positions, attention = self._after(inputs, attention)
+        attend = self._attends(attention, self._config, layer_done)
+        if (load := self.expert_load) is not None:
+            load.begin_step()
+        step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
+        if not self._state:
+            with computing(step):
+                hidden = self.model(token_ids, positions, attend)
+            return torch.cat((hidden, *step.taps), dim=1) if step.taps else hidden
         kernels = self._kernels
-        heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
-        latents = self._config.latent
+        states = kernels.plan_states(attention, self._dtype)
+
+        def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:
+            y = kernels.mix_states(projected, parameters, self.states[self._index[layer]], states)
+            layer_done(layer)
+            return y
+
+        with computing(step):
+            return self.model(token_ids, positions, attend, mix)
+
+    def _attends(self, attention: AttentionMetadata, config: ModelConfig, layer_done: LayerDone) -> Any:
+        """What the layers of a model of this shape call to attend, as `Attend` or as `AttendLatent`."""
+        kernels = self._kernels
+        heads, kv_heads, latents = config.num_heads, config.num_kv_heads, config.latent
         latent_plan: Any = None
         if latents is not None:
             latent_plan = kernels.plan_latent(attention, heads, latents, self._dtype)
@@ -324,21 +380,77 @@ class ModelRunner:
             layer_done(layer)
             return kernels.latent_attention(q, kv, latent_plan, heads)
 
-        if (load := self.expert_load) is not None:
-            load.begin_step()
-        step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
-        if not self._state:
-            with computing(step):
-                return self.model(token_ids, positions, attend_latent if latents else attend)
-        states = kernels.plan_states(attention, self._dtype)
+        return attend_latent if latents else attend
 
-        def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:
-            y = kernels.mix_states(projected, parameters, self.states[self._index[layer]], states)
-            layer_done(layer)
-            return y
+    def _draft(self, launched: Launched, head: DraftHead, config: HeadConfig) -> None:
+        """Enqueues what the draft head computes after the sampling of a step (`Drafting`)."""
+        drafting = launched.drafting
+        assert drafting is not None, "a step is sampled once"
+        launched.drafting = None
+        step, inputs, layer = drafting.step, drafting.inputs, len(self._cache) - 1
+        positions, slots, contexts = self._moved(inputs)
+        rows, count = inputs["sampled_rows"], step.drafting.count
+        token_ids = inputs["drafting.following"].index_copy(0, rows, self.sampled[: len(rows), 0].clamp_min(0))
+        attention = attention_metadata(
+            {**inputs, "slots": slots, "contexts": contexts},
+            block_size=self.block_size,
+            num_decodes=step.decode_rows,
+            prefills=step.prefills,
+        )
+        size = self._config.hidden_size
+        of_model = drafting.hidden[: len(token_ids), size if config.taps else 0 :]
 
-        with computing(step):
-            return self.model(token_ids, positions, attend, mix)
+        def computed(
+            token_ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionMetadata, done: LayerDone
+        ) -> Tensor:
+            experts, counts = config.model.experts, None
+            if experts is not None:
+                counts = torch.zeros((1, experts.num_experts), dtype=torch.int32, device=self.device)
+            attend = self._attends(attention, config.model, done)
+            with computing(CurrentStep(attention.num_decodes, attention.slots, counts)):
+                return head(layer, token_ids, hidden, positions, attend)
+
+        hidden = computed(token_ids, head.first(of_model), positions, attention, drafting.layer_done)
+        if not len(step.drafting.first_rows):
+            return
+        first, tables, room = (inputs[f"drafting.{name}"] for name in ("first_rows", "tables", "room"))
+        last = rows[first + self.sampled[first, 1]]  # of the tokens that are known to be right
+        hidden, positions, tables = hidden[last], positions[last], inputs["block_tables"][tables]
+        for number in range(count):
+            if number:
+                positions = positions + 1
+                token_ids = self._guessed[first, number - 1]
+                slot = tables.gather(1, (positions // self.block_size).clamp_max(tables.shape[1] - 1)[:, None])
+                attention = AttentionMetadata(
+                    block_size=self.block_size,
+                    slots=torch.where(
+                        positions < room, slot[:, 0] * self.block_size + positions % self.block_size, -1
+                    ),
+                    block_tables=tables,
+                    contexts=torch.minimum(positions + 1, room).int(),
+                    num_decodes=len(first),
+                    prefills=[],
+                )
+                inside = positions.clamp_max(self._config.max_model_len - 1)
+                hidden = computed(token_ids, hidden, inside, attention, lambda _: None)
+            logits = head.logits(hidden)
+            if self.ranks.rank == 0:
+                chosen = logits.float().argmax(dim=-1)
+                self._guessed[first, number] = chosen if head.token_ids is None else head.token_ids[chosen]
+            self.ranks.broadcast(self._guessed)
+        launched.guessed = to_host(self._guessed[: len(rows), :count])
+
+    def _moved(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions, slots and contexts of a step, where the step before left its requests."""
+        positions, slots, contexts = inputs["positions"], inputs["slots"], inputs["contexts"]
+        after = inputs["ahead.after"]
+        shift = self._given[1, : len(after)]
+        moved = inputs["ahead.slots"].gather(1, shift[:, None])[:, 0]
+        return (
+            torch.cat((positions[: len(after)] + shift, positions[len(after) :])),
+            torch.cat((torch.where(after < 0, slots[: len(after)], moved), slots[len(after) :])),
+            torch.cat((contexts[: len(after)] + shift[: len(contexts)].int(), contexts[len(after) :])),
+        )
 
     def _after(
         self, inputs: Mapping[str, Tensor], attention: AttentionMetadata
@@ -349,14 +461,22 @@ class ModelRunner:
             sampled = self.sampled[(-1 - token_ids).clamp_min(0), 0].clamp_min(0)
             return torch.where(token_ids < 0, sampled, token_ids), positions, attention
         after, ids, slots = (inputs[f"ahead.{name}"] for name in ("after", "token_ids", "slots"))
+        if self.drafter is not None:
+            token_ids, ids = self._with_guesses(token_ids), self._with_guesses(ids)
         known = DraftInputs(token_ids, positions, attention.slots, attention.contexts)
         found = self._kernels.follow(known, after, ids, slots, self.sampled, self._given)
         attention = replace(attention, slots=found.slots, contexts=found.contexts)
         return found.token_ids, found.positions, attention
 
+    def _with_guesses(self, token_ids: Tensor) -> Tensor:
+        """The token ids with those that the draft head guessed in the step before."""
+        index = (-GUESSED - token_ids).clamp_min(0)
+        return torch.where(token_ids <= -GUESSED, self._guessed.view(-1)[index], token_ids)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden_size] → [rows, vocabulary], in the model's dtype."""
-        return self.model.logits(hidden)
+        """[rows, hidden_size] → [rows, vocabulary], in the model's dtype. Columns behind are those of
+        taps."""
+        return self.model.logits(hidden[:, : self._config.hidden_size].contiguous())
 
     def choose(
         self,
