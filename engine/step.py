@@ -89,8 +89,8 @@ class Ahead(NamedTuple):
 
 
 class Drafting(NamedTuple):
-    """What a draft head computes after the sampling of a step: the KV of all tokens, and guesses of the tokens
-    that follow those sampled. All arrays are empty if there is no head."""
+    """What a draft head computes after the sampling of a step: the KV of all tokens, and guesses of the
+    tokens that follow those sampled. All arrays are empty if there is no head."""
 
     following: Annotated[np.ndarray, Layout(np.int64, ("followed",))]
     """The token after each token. 0 where the step samples it."""
@@ -104,10 +104,11 @@ class Drafting(NamedTuple):
     """Guesses of each of them."""
 
 
-NO_DRAFTING = Drafting(*[np.zeros(0, np.int64)] * 4, 0)
+NO_ROWS = np.zeros(0, dtype=np.int64)
+NO_DRAFTING = Drafting(NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, 0)
 GUESSED = 1 << 40
-"""−GUESSED − (most · i + j): guess j of the first sampled row i of the step before. `most`: the guesses that a
-row has room for."""
+"""−GUESSED − (most · i + j) stands for guess j of the first sampled row i of the step before. `most`: the
+drafts that a request may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class Step:
     The last tokens of a request that decodes may be *drafts*: guesses of its next tokens (`Ahead`)."""
 
     token_ids: Annotated[np.ndarray, Layout(np.int64, ("tokens",))]
-    """−1 − i: the token that the step before samples in its row i. From `GUESSED` down: one that it guesses."""
+    """−1 − i: the token that the step before samples in its row i. See also `GUESSED`."""
     positions: Annotated[np.ndarray, Layout(np.int64, ("tokens",))]
     slots: Annotated[np.ndarray, Layout(np.int64, ("tokens",), padding=-1)]
     """Where the KV of each token goes."""
@@ -295,12 +296,12 @@ def arrange(
         after = np.append(ids[1:], 0)
         after[ends - 1] = [following.get(i, 0) for i in range(len(ends))]
         after[sampled_rows] = 0
-        chosen = np.array(guessed, dtype=np.int64)
-        which = np.searchsorted(np.array(sampled, dtype=np.int64), chosen)
-        first_rows = (np.cumsum(counts + 1) - counts - 1)[which]
-        rows_of = np.where(chosen < num_decodes, (ends - lengths)[chosen], rows + chosen - num_decodes)
+        # On the device, each query that decodes has a row in the block tables.
+        first_rows = np.searchsorted(sampled_rows, (ends - lengths)[list(guessed)])
+        rows = int(ends[num_decodes - 1]) if num_decodes else 0
+        at = [ends[i] - lengths[i] if i < num_decodes else rows + i - num_decodes for i in guessed]
         room = np.array([len(tables[i]) for i in guessed], dtype=np.int64) * block_size
-        drafting = Drafting(after, first_rows, rows_of, room, guesses)
+        drafting = Drafting(after, first_rows, np.array(at, dtype=np.int64), room, guesses)
     return Step(
         token_ids=ids,
         positions=positions,
@@ -350,7 +351,6 @@ def _with_drafts(
     return ids
 
 
-NO_ROWS = np.zeros(0, dtype=np.int64)
 NO_PAIRS = np.zeros((0, 2), dtype=np.int64)
 
 

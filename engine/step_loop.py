@@ -219,10 +219,8 @@ class StepLoop:
                         continue
                 count = right = row - first  # the request has ended, so later drafts are no tokens
                 break
-            if guesses and live.phase is Phase.RUNNING:
-                live.guesses, live.guessed_from = guesses[first], live.num_known
             if speculation is not None:
-                speculation.record(live, count, right)
+                speculation.record(live, count, right, guesses[first] if guesses else ())
 
     def emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
         """Ends the request, or its prefill, if the token at this position says so."""

@@ -58,7 +58,9 @@ class Speculation:
         if self.drafter is None:
             plan.guesses = self._guesses = max(counts, default=0)
         for live, count in zip(requests, counts, strict=True):
-            if count and memory.has_room_for(live, live.slack + count):
+            # The guesses of a draft head have KV, too.
+            most = live.longest - len(live.token_ids)
+            if count and memory.has_room_for(live, min(live.slack + count + plan.guesses, most)):
                 self._propose(live, count, plan)
 
     def _limit(self, live: LiveRequest) -> int:
@@ -95,13 +97,16 @@ class Speculation:
         live.guesses, live.guessed_from = guesses, len(live.token_ids)
 
     def learn_cost(self, plan: Schedule, seconds: float) -> None:
-        """Learns how long a step took that only decodes. The time of a draft head counts as that of drafts."""
+        """Learns how long a step took that only decodes. The time of a draft head is that of drafts."""
         has_drafts = len(plan.sampled) > len(plan.chunks)
         if self.drafter is not None or has_drafts == (plan.guesses > 0):
             self.costs.record(len(plan.sampled), seconds)
 
-    def record(self, live: LiveRequest, count: int, accepted: int) -> None:
-        """Learns that the first `accepted` of `count` drafts were right."""
+    def record(self, live: LiveRequest, count: int, accepted: int, guesses: Sequence[int] = ()) -> None:
+        """Learns that the first `accepted` of `count` drafts were right. `guesses`: what a draft head says of
+        the tokens that come next."""
+        if guesses and not live.handover:
+            live.guesses, live.guessed_from = guesses, live.num_known
         if not count:
             return
         self._steps += 1

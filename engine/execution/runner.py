@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.execution.commands import Commands, Kind
+from baton.engine.execution.draft_runner import DraftRunner, SampledStep
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
@@ -33,7 +34,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, state_caches
 from baton.engine.models.cache_spec import CacheSpec
 from baton.engine.models.draft_heads import DraftHead, HeadConfig
-from baton.engine.step import GUESSED, Adjustments, ScoredLogprobs, Step, Variant
+from baton.engine.step import Adjustments, ScoredLogprobs, Step, Variant
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +50,7 @@ class Launched:
     inputs: Mapping[str, Tensor] | None
     """The arrays of the step on the device. Like the logits, graphs keep their own."""
     began: Event
-    drafting: "_Drafting | None" = None
+    drafting: SampledStep | None = None
     """What the draft head needs of the step, until it is sampled."""
     ended: Event | None = None
     """None: not sampled yet."""
@@ -57,7 +58,9 @@ class Launched:
     """As `ModelRunner.sampled`; this and the rest is on the host once the step is over."""
     logprobs: TopLogprobs | None = None
     scored: ScoredLogprobs | None = None
-    guessed: Tensor | None = None  # [rows, guesses]: what the draft head made for the first row of each request
+    guessed: Tensor | None = (
+        None  # [rows, guesses]: what the draft head made for the first row of each request
+    )
 
     @property
     def over(self) -> bool:
@@ -92,16 +95,6 @@ class Launched:
         return [] if self.guessed is None else self.guessed.tolist()
 
 
-@dataclass(slots=True)
-class _Drafting:
-    step: Step
-    inputs: Mapping[str, Tensor]
-    """The arrays of the step on the device."""
-    hidden: Tensor
-    """Of all tokens, with the inputs of the taps beside them."""
-    layer_done: LayerDone
-
-
 class ModelRunner:
     """Owns the model, its KV cache and its graphs on one device.
 
@@ -121,11 +114,11 @@ class ModelRunner:
         device: torch.device,
         ranks: Ranks,
         ahead: int = 1,
-        drafter: tuple[DraftHead, HeadConfig] | None = None,
+        head: tuple[DraftHead, HeadConfig] | None = None,
     ) -> None:
-        """`config`, `cache`, `device` and `drafter` are those of this rank. `ahead`: the size of this
-        dimension of a step; 1: the engine has no drafts. `drafter`: the last layer of the cache is its own.
-        None: the engine has no draft head."""
+        """`config`, `cache`, `device` and `head` are those of this rank. `ahead`: the size of this dimension
+        of a step; 1: the engine has no drafts. `head`: the last layer of the cache is its own. None: the
+        engine has no draft head."""
         self.model = model
         self.block_size = block_size
         self.device = device
@@ -159,12 +152,14 @@ class ModelRunner:
         self._given = torch.zeros((2, max_sampled_rows + 1), dtype=torch.int64, device=device)
         """The first tokens of the newest step, among them all that decode, if the engine has drafts; and for
         each of them, how many drafts of its request the step before accepted. The last column is 0."""
-        self.drafter = drafter
-        self._guessed = torch.zeros((max_sampled_rows, max(1, ahead - 1)), dtype=torch.int64, device=device)
-        """By the first sampled row of each request, what the draft head guesses in the newest step."""
-        if drafter is not None:
-            for layer in drafter[1].taps:
+        self.drafter: DraftRunner | None = None
+        """None: the engine has no draft head."""
+        if head is not None:
+            for layer in head[1].taps:
                 model.layers[layer].tapped = True
+            attends = partial(self._attends, config=head[1].model)
+            guesses = torch.zeros((max_sampled_rows, ahead - 1), dtype=torch.int64, device=device)
+            self.drafter = DraftRunner(*head, len(cache) - 1, guesses, attends, ranks, block_size)
         self.table_width: int | None = None
         """Blocks in a row of the block tables; None: as many as a step needs."""
         if device.type == "cuda":
@@ -201,7 +196,7 @@ class ModelRunner:
         programs = self._kernels.tile_programs(config.num_kv_heads)
         widths = Widths(
             self.table_width,
-            config.hidden_size * (1 + len(self.drafter[1].taps if self.drafter else ())),
+            config.hidden_size * (1 + (self.drafter.taps if self.drafter else 0)),
             config.vocab_size,
             tile,
             programs,
@@ -249,7 +244,7 @@ class ModelRunner:
         if replayed is not None and size is not None:
             replayed.forward(size, step, layer_done)
             hidden, scored = replayed.hidden, self._score(replayed.hidden, step)
-            drafting = None if self.drafter is None else _Drafting(step, tensors, hidden, layer_done)
+            drafting = None if self.drafter is None else SampledStep(step, tensors, hidden, layer_done)
             return Launched(rows, step.variant, size, None, None, began, drafting, scored=scored)
         attention = attention_metadata(
             tensors, block_size=self.block_size, num_decodes=step.decode_rows, prefills=step.prefills
@@ -257,7 +252,7 @@ class ModelRunner:
         hidden = self.forward(tensors, attention, layer_done)
         logits = self.logits(hidden[tensors["sampled_rows"]]).float() if rows else None
         scored = self._score(hidden, step)
-        drafting = None if self.drafter is None else _Drafting(step, tensors, hidden, layer_done)
+        drafting = None if self.drafter is None else SampledStep(step, tensors, hidden, layer_done)
         return Launched(rows, step.variant, None, logits, tensors, began, drafting, scored=scored)
 
     def _copy_states(self, slots: np.ndarray) -> None:
@@ -287,16 +282,16 @@ class ModelRunner:
             if self.ranks.rank == 0:
                 assert logits is not None
                 self._choose(launched, logits, adjustments, replayed)
-        if self.drafter is None:
-            launched.ended = self._record()
+        ended = self._record()
         if rows and graphs is not None:
             graphs.share_sampled()
         elif rows:
             self.ranks.broadcast(self.sampled)
-        if self.drafter is not None:
-            self._draft(launched, *self.drafter)
-            launched.ended = self._record()
-        return launched.ended
+        if self.drafter is not None and launched.drafting is not None:
+            launched.guessed = self.drafter.draft(launched.drafting, self.sampled, self._given)
+            launched.drafting, ended = None, self._record()
+        launched.ended = ended
+        return ended
 
     def _choose(
         self, launched: Launched, logits: Tensor, adjustments: Adjustments | None, graphs: StepGraphs | None
@@ -320,7 +315,7 @@ class ModelRunner:
         """Writes the KV of all tokens of a step with these arrays. Returns the hidden state of each, [tokens,
         hidden_size]."""
         token_ids, positions, attention = self._after(inputs, attention)
-        attend = self._attends(attention, self._config, layer_done)
+        attend = self._attends(attention, layer_done, self._config)
         if (load := self.expert_load) is not None:
             load.begin_step()
         step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
@@ -339,7 +334,7 @@ class ModelRunner:
         with computing(step):
             return self.model(token_ids, positions, attend, mix)
 
-    def _attends(self, attention: AttentionMetadata, config: ModelConfig, layer_done: LayerDone) -> Any:
+    def _attends(self, attention: AttentionMetadata, layer_done: LayerDone, config: ModelConfig) -> Any:
         """What the layers of a model of this shape call to attend, as `Attend` or as `AttendLatent`."""
         kernels = self._kernels
         heads, kv_heads, latents = config.num_heads, config.num_kv_heads, config.latent
@@ -382,76 +377,6 @@ class ModelRunner:
 
         return attend_latent if latents else attend
 
-    def _draft(self, launched: Launched, head: DraftHead, config: HeadConfig) -> None:
-        """Enqueues what the draft head computes after the sampling of a step (`Drafting`)."""
-        drafting = launched.drafting
-        assert drafting is not None, "a step is sampled once"
-        launched.drafting = None
-        step, inputs, layer = drafting.step, drafting.inputs, len(self._cache) - 1
-        positions, slots, contexts = self._moved(inputs)
-        rows, count = inputs["sampled_rows"], step.drafting.count
-        token_ids = inputs["drafting.following"].index_copy(0, rows, self.sampled[: len(rows), 0].clamp_min(0))
-        attention = attention_metadata(
-            {**inputs, "slots": slots, "contexts": contexts},
-            block_size=self.block_size,
-            num_decodes=step.decode_rows,
-            prefills=step.prefills,
-        )
-        size = self._config.hidden_size
-        of_model = drafting.hidden[: len(token_ids), size if config.taps else 0 :]
-
-        def computed(
-            token_ids: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionMetadata, done: LayerDone
-        ) -> Tensor:
-            experts, counts = config.model.experts, None
-            if experts is not None:
-                counts = torch.zeros((1, experts.num_experts), dtype=torch.int32, device=self.device)
-            attend = self._attends(attention, config.model, done)
-            with computing(CurrentStep(attention.num_decodes, attention.slots, counts)):
-                return head(layer, token_ids, hidden, positions, attend)
-
-        hidden = computed(token_ids, head.first(of_model), positions, attention, drafting.layer_done)
-        if not len(step.drafting.first_rows):
-            return
-        first, tables, room = (inputs[f"drafting.{name}"] for name in ("first_rows", "tables", "room"))
-        last = rows[first + self.sampled[first, 1]]  # of the tokens that are known to be right
-        hidden, positions, tables = hidden[last], positions[last], inputs["block_tables"][tables]
-        for number in range(count):
-            if number:
-                positions = positions + 1
-                token_ids = self._guessed[first, number - 1]
-                slot = tables.gather(1, (positions // self.block_size).clamp_max(tables.shape[1] - 1)[:, None])
-                attention = AttentionMetadata(
-                    block_size=self.block_size,
-                    slots=torch.where(
-                        positions < room, slot[:, 0] * self.block_size + positions % self.block_size, -1
-                    ),
-                    block_tables=tables,
-                    contexts=torch.minimum(positions + 1, room).int(),
-                    num_decodes=len(first),
-                    prefills=[],
-                )
-                inside = positions.clamp_max(self._config.max_model_len - 1)
-                hidden = computed(token_ids, hidden, inside, attention, lambda _: None)
-            logits = head.logits(hidden)
-            if self.ranks.rank == 0:
-                chosen = logits.float().argmax(dim=-1)
-                self._guessed[first, number] = chosen if head.token_ids is None else head.token_ids[chosen]
-            self.ranks.broadcast(self._guessed)
-        launched.guessed = to_host(self._guessed[: len(rows), :count])
-
-    def _moved(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, slots and contexts of a step, where the step before left its requests."""
-        positions, slots, contexts = inputs["positions"], inputs["slots"], inputs["contexts"]
-        after = inputs["ahead.after"]
-        shift = self._given[1, : len(after)]
-        moved = inputs["ahead.slots"].gather(1, shift[:, None])[:, 0]
-        return (
-            torch.cat((positions[: len(after)] + shift, positions[len(after) :])),
-            torch.cat((torch.where(after < 0, slots[: len(after)], moved), slots[len(after) :])),
-            torch.cat((contexts[: len(after)] + shift[: len(contexts)].int(), contexts[len(after) :])),
-        )
-
     def _after(
         self, inputs: Mapping[str, Tensor], attention: AttentionMetadata
     ) -> tuple[Tensor, Tensor, AttentionMetadata]:
@@ -462,16 +387,11 @@ class ModelRunner:
             return torch.where(token_ids < 0, sampled, token_ids), positions, attention
         after, ids, slots = (inputs[f"ahead.{name}"] for name in ("after", "token_ids", "slots"))
         if self.drafter is not None:
-            token_ids, ids = self._with_guesses(token_ids), self._with_guesses(ids)
+            token_ids, ids = self.drafter.known(token_ids), self.drafter.known(ids)
         known = DraftInputs(token_ids, positions, attention.slots, attention.contexts)
         found = self._kernels.follow(known, after, ids, slots, self.sampled, self._given)
         attention = replace(attention, slots=found.slots, contexts=found.contexts)
         return found.token_ids, found.positions, attention
-
-    def _with_guesses(self, token_ids: Tensor) -> Tensor:
-        """The token ids with those that the draft head guessed in the step before."""
-        index = (-GUESSED - token_ids).clamp_min(0)
-        return torch.where(token_ids <= -GUESSED, self._guessed.view(-1)[index], token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocabulary], in the model's dtype. Columns behind are those of

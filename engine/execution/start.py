@@ -67,9 +67,7 @@ def start_rank(
     checkpoint = open_checkpoint(config, device)
     weight_format = choose_format(config, checkpoint.config, device)
     head = draft_head(config, checkpoint, weight_format)
-    limits = choose_limits(
-        config, checkpoint.config, weight_format, device, ranks, drafts=head is not None
-    )
+    limits = choose_limits(config, checkpoint.config, weight_format, device, ranks, drafts=head is not None)
     with memory_for("the weights", "choose a smaller --model"):
         model, drafter, fingerprint = load_model(
             checkpoint,
@@ -94,7 +92,7 @@ def start_rank(
         device=device,
         ranks=ranks,
         ahead=config.ahead,
-        drafter=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
+        head=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
     )
     use = _measure(config, runner, limits, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)

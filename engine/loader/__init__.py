@@ -92,7 +92,9 @@ def check_model(engine: EngineConfig) -> None:
         checkpoint.config.check_expert_parallel(engine.tensor_parallel_size)
     model, _, weight_format = _declared(engine, checkpoint, sampled=False)
     if (head := draft_head(engine, checkpoint, weight_format)) is not None:
-        head.build(model, 1, DeclaredWeights(head.checkpoint, head.weight_format)).check_all_taken()
+        own = DeclaredWeights(head.checkpoint, head.weight_format)
+        head.build(model, 1, own)
+        own.check_all_taken()
 
 
 def model_fingerprint(engine: EngineConfig, max_model_len: int) -> str:
@@ -103,15 +105,13 @@ def model_fingerprint(engine: EngineConfig, max_model_len: int) -> str:
     return _fingerprint(checkpoint.config, max_model_len, weights, weight_format)
 
 
-def draft_head(
-    engine: EngineConfig, checkpoint: Checkpoint, weight_format: PlainFormat
-) -> FoundHead | None:
+def draft_head(engine: EngineConfig, checkpoint: Checkpoint, weight_format: PlainFormat) -> FoundHead | None:
     """What drafts on the device. None: nothing does. Raises `ValueError` if drafts do not fit the model."""
     wanted, model = engine.speculative_config, checkpoint.config
     if wanted is not None and model.state is not None:
         raise ValueError(
-            f"--speculative-config: {model.architecture} has layers with states, which keep no state for each "
-            "draft; leave the flag out"
+            f"--speculative-config: {model.architecture} has layers with states, which keep no state for "
+            "each draft; leave the flag out"
         )
     if wanted is None or not wanted.by_device:
         return None
@@ -146,9 +146,10 @@ def load_model(
     exact: bool = False,
 ) -> tuple[Llama, DraftHead | None, str]:
     """`exact`: as in `Kernels`. Returns this rank's part of the model and of its draft head, and the model's
-    fingerprint: `model=…; weights=…; format=…`, and `drafts=…` with a head, whose KV goes along. Fingerprints are equal if configuration, weights and their format in
-    memory are equal, in any format of files and with any number of ranks. They do not cover dtype and limits:
-    these may differ between the two ends of a transfer, or are checked elsewhere."""
+    fingerprint: `model=…; weights=…; format=…`, and `drafts=…` with a head, whose KV goes along.
+    Fingerprints are equal if configuration, weights and their format in memory are equal, in any format of
+    files and with any number of ranks. They do not cover dtype and limits: these may differ between the two
+    ends of a transfer, or are checked elsewhere."""
     weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks, exact=exact)
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)

@@ -27,7 +27,12 @@ class NextTokenCheckpoint(Checkpoint):
 
     def __init__(self, files: HFCheckpoint) -> None:
         self.config, self.source = files.config, files.source
-        self.file_of, self.shape, self.read, self.groups = files.file_of, files.shape, files.read, files.groups
+        self.file_of, self.shape, self.read, self.groups = (
+            files.file_of,
+            files.shape,
+            files.read,
+            files.groups,
+        )
         self._names = files.next_token_layer()
 
     def names(self) -> Collection[str]:
@@ -90,8 +95,8 @@ def find_head(
     if directory is None:
         if not model.further_layers:
             raise ValueError(
-                f"--speculative-config: {checkpoint.source} has no layer that predicts further tokens; choose "
-                "another method than mtp"
+                f"--speculative-config: {checkpoint.source} has no layer that predicts further tokens; "
+                "choose another method than mtp"
             )
         files = NextTokenCheckpoint(checkpoint) if isinstance(checkpoint, HFCheckpoint) else checkpoint
         return FoundHead(HeadConfig(wanted.method, model), files, weight_format)
@@ -110,14 +115,16 @@ def _eagle_config(path: Path, target: ModelConfig) -> HeadConfig:
         raise ValueError(f"{path}: {architecture} is no EAGLE-3 head ({', '.join(EAGLE3)} are)")
     settings = Settings({"target_hidden_size": target.hidden_size, **given}, str(path))
     model = model_config_from_hf(
-        {**given, "architectures": EAGLE3[:1], "tie_word_embeddings": False}, {}, str(path)
+        {**given, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}, {}, str(path)
     )
     own = (model.num_kv_heads, model.head_dim), settings.integer("target_hidden_size"), model.vocab_size
     needed = (target.num_kv_heads, target.head_dim), target.hidden_size, target.vocab_size
     names = "KV heads and their size", "target_hidden_size", "vocab_size"
     for name, value, other in zip(names, own, needed, strict=True):
         if value != other:
-            raise ValueError(f"{path}: {name} is {value}, and {other} in the model; choose a head made for it")
+            raise ValueError(
+                f"{path}: {name} is {value}, and {other} in the model; choose a head made for it"
+            )
     if model.num_layers != 1 or model.quantization is not None:
         raise ValueError(f"{path}: only heads with one layer and plain weights are supported")
     found = {**given, **(given.get("eagle_config") or {})}

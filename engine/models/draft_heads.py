@@ -1,7 +1,7 @@
 """Layers behind a model that guess its next tokens.
 
     hidden state of position i, token i + 1 ─▶ layer (KV of position i) ─▶ hidden state ─▶ token i + 2
-                                                                           └─ with token i + 2: position i + 1 …
+    that hidden state, token i + 2          ─▶ layer (KV of position i + 1) …
 
 The KV of a position depends on the token after it, which the name of its block does not cover. So where two
 requests part at the end of a shared block, one of them finds an entry with the other's token. This may cost

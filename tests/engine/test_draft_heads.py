@@ -1,0 +1,99 @@
+"""Draft heads: MTP layers and EAGLE-3 change no stream, and their guesses are those of the reference."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine import SpeculativeConfig
+from tests.engine.conftest import MakeEngine, Result, request_of, run, save_spelled_tokenizer, save_tiny
+from tests.engine.draft_checkpoints import random_eagle, save_mtp, sure_eagle, sure_mtp
+from tests.engine.drafting import draft_always
+from tests.engine.test_engine import PREEMPTING
+from tests.engine.test_speculation import assert_same, requests_of
+
+Checkpoint = tuple[Path, dict[str, Any]]
+"""The model, and the settings of its speculation."""
+
+
+@pytest.fixture(scope="module", params=["Llama", "Qwen3", "DeepseekV3", "Glm4MoeLite"])
+def random_head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    directory, kind = tmp_path_factory.mktemp(request.param), request.param
+    if kind in ("DeepseekV3", "Glm4MoeLite"):
+        save_mtp(directory, kind)
+        save_spelled_tokenizer(directory)
+        return directory, {"method": "mtp"}
+    save_tiny(directory, kind)
+    save_spelled_tokenizer(directory)
+    head = tmp_path_factory.mktemp(f"{kind}-eagle")
+    taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    random_eagle(head, directory, norm_before_residual=kind == "Qwen3", **taps)
+    return directory, {"method": "eagle3", "model": str(head)}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_engine: MakeEngine, random_head: Checkpoint) -> dict[bytes, Result]:
+    return run(tiny_engine(model=str(random_head[0]), num_blocks=512), requests_of())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"num_blocks": 512}, id="roomy"),
+        pytest.param({**PREEMPTING, "num_blocks": 24}, id="preemption"),
+        pytest.param({"block_size": 2, "enable_prefix_caching": True, "num_blocks": 512}, id="prefix cache"),
+    ],
+)
+def test_drafts_change_no_stream(
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
+    random_head: Checkpoint,
+    expected: dict[bytes, Result],
+    config: dict[str, Any],
+    overlap: bool,
+) -> None:
+    path, settings = random_head
+    engine = (late_engine if overlap else tiny_engine)(
+        model=str(path), speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings), **config
+    )
+    draft_always(engine)
+    for _ in range(2):
+        assert_same(run(engine, requests_of()), expected)
+        engine.assert_whole()
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.drafts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_head_that_knows_the_model_is_always_right(
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
+    tmp_path: Path,
+    method: str,
+    wrong: bool,
+    overlap: bool,
+    count: int,
+) -> None:
+    path, settings = tmp_path / "model", {"method": method}
+    path.mkdir()
+    if method == "mtp":
+        sure_mtp(path, wrong=wrong)
+    else:
+        settings["model"] = str(tmp_path / "head")
+        sure_eagle(path, tmp_path / "head", wrong=wrong)
+    requests = [request_of(n, [3 + n, 9, 4], max_tokens=30, ignore_eos=True) for n in range(3)]
+    expected = run(tiny_engine(model=str(path)), requests)
+    engine = (late_engine if overlap else tiny_engine)(
+        model=str(path), speculative_config=SpeculativeConfig(num_speculative_tokens=count, **settings)
+    )
+    draft_always(engine)
+    assert_same(run(engine, requests), expected)
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.drafts > (10 if wrong else 30)
+    assert stats.accepted == (0 if wrong else stats.drafts)
