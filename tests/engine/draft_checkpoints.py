@@ -136,4 +136,5 @@ def sure_mtp(directory: Path, *, wrong: bool = False) -> None:
         if wrong:  # then the head sees the token that follows the right one
             token = torch.zeros(size, size)
             token[follows, torch.arange(SMALL_VOCABULARY)] = 1.0
-        tensors[f"{LAYER}eh_proj.weight"] = torch.cat((token, torch.zeros(size, size)), dim=1)
+        little = torch.full((size, size), 1e-3)  # position 0 sees no token, and its latent should not be 0
+        tensors[f"{LAYER}eh_proj.weight"] = torch.cat((token, little), dim=1)

@@ -1,16 +1,31 @@
 """Draft heads: MTP layers and EAGLE-3 change no stream, and their guesses are those of the reference."""
 
+import os
+import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.engine import SpeculativeConfig
-from tests.engine.conftest import MakeEngine, Result, request_of, run, save_spelled_tokenizer, save_tiny
+import baton.kv_transfer as kv
+from baton.engine import EngineRequest, SamplingParams, SpeculativeConfig
+from tests.device import DEVICE
+from tests.engine.checkpoints import load
+from tests.engine.conftest import (
+    MakeEngine,
+    Result,
+    request_of,
+    run,
+    save_spelled_tokenizer,
+    save_tiny,
+    tokens_of,
+)
 from tests.engine.draft_checkpoints import random_eagle, save_mtp, sure_eagle, sure_mtp
 from tests.engine.drafting import draft_always
 from tests.engine.test_engine import PREEMPTING
 from tests.engine.test_speculation import assert_same, requests_of
+from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
 
 Checkpoint = tuple[Path, dict[str, Any]]
 """The model, and the settings of its speculation."""
@@ -97,3 +112,42 @@ def test_a_head_that_knows_the_model_is_always_right(
     assert stats is not None
     assert stats.drafts > (10 if wrong else 30)
     assert stats.accepted == (0 if wrong else stats.drafts)
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.parametrize(
+    "ranks", [(1, 1), pytest.param((2, 1), marks=ON_CPU), pytest.param((1, 2), marks=ON_CPU)]
+)
+def test_the_cache_of_a_head_is_handed_over(tmp_path: Path, method: str, ranks: tuple[int, int]) -> None:
+    """Bit for bit (`Pair`). The decode engine goes on with drafts, which are right."""
+    path, settings, layout = (
+        tmp_path / "model",
+        {"method": method},
+        kv.KVLayout(4, 1, 48, "float32", kind="latent"),
+    )
+    path.mkdir()
+    if method == "mtp":
+        sure_mtp(path)
+    else:
+        settings["model"] = str(tmp_path / "head")
+        sure_eagle(path, tmp_path / "head")
+        layout = kv.KVLayout(4, 2, 16, "float32")
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 60) for _ in range(n)] for n in (1, 17, 64, 150)]
+    prompts += [[*prompts[-1][:130], *prompts[1]]]
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
+    expected = tokens_of(load(path, device=DEVICE, num_blocks=60), requests)
+    common: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        "speculative_config": SpeculativeConfig(num_speculative_tokens=3, **settings),
+    }
+    prefill = Side(path, layout, ranks[0], block_size=16, num_blocks=60, max_num_batched_tokens=50, **common)
+    decode = Side(path, layout, ranks[1], block_size=64, num_blocks=30, **common)
+    draft_always(decode.engine)
+    with closing(prefill), closing(decode):
+        pair = Pair(prefill, decode)
+        assert pair.run(requests[:-1]) + pair.run(requests[-1:]) == expected
+        stats = decode.engine.stats().speculation
+        assert stats is not None
+        assert stats.accepted == stats.drafts > 40
