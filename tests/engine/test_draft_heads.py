@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import baton.kv_transfer as kv
-from baton.engine import EngineRequest, SamplingParams, SpeculativeConfig
+from baton.engine import EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig
+from baton.engine.core.live_request import Phase
+from baton.engine.loader import check_model
 from tests.device import DEVICE
-from tests.engine.checkpoints import load
+from tests.engine.checkpoints import assert_refused, edited_tensors, load
 from tests.engine.conftest import (
     MakeEngine,
     Result,
+    TinyOf,
     request_of,
     run,
     save_spelled_tokenizer,
@@ -22,6 +26,7 @@ from tests.engine.conftest import (
     tokens_of,
 )
 from tests.engine.draft_checkpoints import random_eagle, save_mtp, sure_eagle, sure_mtp
+from tests.engine.draft_reference import EagleReference, NextTokenReference
 from tests.engine.drafting import draft_always
 from tests.engine.test_engine import PREEMPTING
 from tests.engine.test_speculation import assert_same, requests_of
@@ -79,6 +84,34 @@ def test_drafts_change_no_stream(
     stats = engine.stats().speculation
     assert stats is not None
     assert stats.drafts
+
+
+def test_guesses_are_those_of_the_reference(tiny_engine: MakeEngine, random_head: Checkpoint) -> None:
+    """After a prompt in chunks, and after each step with drafts that are rarely right."""
+    import transformers
+
+    path, settings = random_head
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    is_eagle = "model" in settings
+    reference = (
+        EagleReference(model, Path(settings["model"])) if is_eagle else NextTokenReference(model, path)
+    )
+    engine = tiny_engine(
+        model=str(path),
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings),
+    )
+    draft_always(engine)
+    request = request_of(1, [(7 * i) % 190 + 3 for i in range(40)], max_tokens=24, ignore_eos=True)
+    engine.add(request)
+    live, compared = engine._scheduler.requests[request.id], 0
+    while engine.has_work:
+        engine.step()
+        if live.guessed_from == live.num_known and live.phase is Phase.RUNNING:
+            assert list(live.guesses) == reference.guesses(list(live.token_ids), len(live.guesses))
+            compared += 1
+    assert compared > 5
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -151,3 +184,44 @@ def test_the_cache_of_a_head_is_handed_over(tmp_path: Path, method: str, ranks: 
         stats = decode.engine.stats().speculation
         assert stats is not None
         assert stats.accepted == stats.drafts > 40
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path, tiny_of: TinyOf) -> None:
+    target, head = tiny_of("Llama"), tmp_path / "head"
+    settings = {"speculative_config": SpeculativeConfig("eagle3", model=str(head))}
+    taps: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    random_eagle(head, target, **taps)
+    check_model(EngineConfig(str(target), **settings))
+    with edited_tensors(head) as tensors:
+        tensors["more"] = torch.zeros(2)
+    assert_refused(target, "1 tensors are unknown to LlamaForCausalLM, such as model.more", **settings)
+    for changes, message in (
+        (
+            {**taps, "num_key_value_heads": 4},
+            r"KV heads and their size is \(4, 16\), but \(2, 16\) in the model",
+        ),
+        ({**taps, "vocab_size": 200}, "vocab_size is 200, but 199 in the model; choose a head for it"),
+        ({**taps, "target_hidden_size": 32}, "target_hidden_size is 32, but 64 in the model"),
+        ({**taps, "num_hidden_layers": 2}, "only heads with one layer"),
+        ({**taps, "architectures": ["Eagle3Speculator"]}, "Eagle3Speculator is no EAGLE-3 head"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "must be layers of the model, 0 to 2"),
+    ):
+        random_eagle(head, target, **changes)
+        assert_refused(target, message, **settings)
+    mtp = SpeculativeConfig("mtp")
+    assert_refused(target, "has no layer that predicts further tokens", speculative_config=mtp)
+    message = "BambaForCausalLM has layers with states"
+    assert_refused(tiny_of("Bamba"), message, **settings)
+
+
+def test_a_worker_with_another_head_is_refused_by_its_fingerprint(
+    tmp_path: Path, tiny_of: TinyOf, tiny_engine: MakeEngine
+) -> None:
+    target, fingerprints = tiny_of("Llama"), []
+    for name, changes in (("a", {}), ("b", {}), ("c", {"norm_before_residual": True})):
+        random_eagle(tmp_path / name, target, eagle_aux_hidden_state_layer_ids=[0, 1, 2], **changes)
+        wanted = SpeculativeConfig("eagle3", model=str(tmp_path / name))
+        fingerprints.append(tiny_engine(model=str(target), speculative_config=wanted).model_fingerprint)
+    plain = tiny_engine(model=str(target)).model_fingerprint
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    assert [each.rpartition("; drafts=eagle3 ")[0] for each in fingerprints] == [plain] * 3
