@@ -214,7 +214,10 @@ class StepLoop:
                     position = learn(tokens[row])
                     if not live.unverified:
                         self._scheduler.memory.publish(live, position)
-                    result.outputs.append(self.emit(live, position, logprobs.get(row)))
+                    output = self.emit(live, position, logprobs.get(row))
+                    wrong = (count - right) * (row == first + right)
+                    drafted = {"accepted_draft": row > first, "rejected_drafts": wrong} if count else {}
+                    result.outputs.append(output._replace(**drafted) if drafted else output)
                     if live.phase is Phase.RUNNING:
                         continue
                 count = right = row - first  # the request has ended, so later drafts are no tokens

@@ -122,9 +122,7 @@ def _eagle_config(path: Path, target: ModelConfig) -> HeadConfig:
     names = "KV heads and their size", "target_hidden_size", "vocab_size"
     for name, value, other in zip(names, own, needed, strict=True):
         if value != other:
-            raise ValueError(
-                f"{path}: {name} is {value}, and {other} in the model; choose a head made for it"
-            )
+            raise ValueError(f"{path}: {name} is {value}, but {other} in the model; choose a head for it")
     if model.num_layers != 1 or model.quantization is not None:
         raise ValueError(f"{path}: only heads with one layer and plain weights are supported")
     found = {**given, **(given.get("eagle_config") or {})}

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.engine import EngineConfig
+from baton.engine.loader import open_checkpoint
 from tests.engine.checkpoints import config_of, edit_json, edited_tensors
 from tests.engine.conftest import save_tiny
 
@@ -18,8 +20,10 @@ def save_eagle(directory: Path, target: Path, tensors: dict[str, Tensor], **chan
     from safetensors.torch import save_file
 
     directory.mkdir(exist_ok=True)
-    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-    config = {name: config_of(target).get(name) for name in (*names, "vocab_size", "rms_norm_eps")}
+    model = open_checkpoint(EngineConfig(str(target)), torch.device("cpu")).config
+    names = ("hidden_size", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps")
+    config = {name: getattr(model, name) for name in names}
+    config |= {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads}
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "hidden_act": "silu"}
     config |= {"draft_vocab_size": len(tensors["lm_head.weight"]), "torch_dtype": "float32", **changes}
     (directory / "config.json").write_text(json.dumps(config))
@@ -30,10 +34,10 @@ def save_eagle(directory: Path, target: Path, tensors: dict[str, Tensor], **chan
 
 def random_eagle(directory: Path, target: Path, **changes: Any) -> None:
     """With a vocabulary of its own, random weights, and no embedding."""
-    settings, generator = config_of(target), torch.Generator().manual_seed(5)
-    size, inner, vocabulary = settings["hidden_size"], settings["intermediate_size"], settings["vocab_size"]
-    head_dim = settings.get("head_dim") or size // settings["num_attention_heads"]
-    heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
+    model = open_checkpoint(EngineConfig(str(target)), torch.device("cpu")).config
+    size, inner, vocabulary = model.hidden_size, model.intermediate_size, model.vocab_size
+    heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+    generator = torch.Generator().manual_seed(5)
     shapes = {
         "midlayer.self_attn.q_proj": (heads * head_dim, 2 * size),
         "midlayer.self_attn.k_proj": (kv_heads * head_dim, 2 * size),
