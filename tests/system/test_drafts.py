@@ -10,12 +10,12 @@ import openai
 import pytest
 
 from baton.bench.chaos.cluster import LocalCluster
-from baton.bench.chaos.streams import expected
+from baton.bench.chaos.streams import cases, expected
 from baton.engine import Engine
 from tests.engine.conftest import request_of, tokens_of
 from tests.engine.draft_checkpoints import random_eagle
 
-from .recovery import FLAGS, SHORT, Broken, each_has
+from .recovery import FLAGS, Broken, each_has
 
 
 async def test_answers_to_one_prompt_are_those_without_drafts(
@@ -48,14 +48,16 @@ async def test_kills_while_a_head_drafts(
     tmp_path: Path, shallow_model: list[str], shallow_model_path: Path
 ) -> None:
     """The KV of the head is handed over, and computed again after a kill. No client reads another token."""
+    for name in ("plain", "drafting"):
+        (tmp_path / name).mkdir()
     random_eagle(tmp_path / "head", shallow_model_path)
     wanted = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
-    flags = list(FLAGS)
+    flags, asked = list(FLAGS), cases(8, 150, repeat=4)
     at = flags.index("--speculative-config")
     with LocalCluster(
         tmp_path / "plain", worker_flags=[*flags[:at], *flags[at + 2 :], *shallow_model]
     ) as plain:
-        right = await expected(plain.url, SHORT, at_once=8)
+        right = await expected(plain.url, asked, at_once=8)
     flags[at + 1] = json.dumps(wanted)
     with LocalCluster(
         tmp_path / "drafting",
@@ -67,9 +69,9 @@ async def test_kills_while_a_head_drafts(
         def strike(role: str) -> None:
             broken.busiest(role).kill("engine")
 
-        await broken.ride(SHORT, (each_has(2), lambda: strike("decode")))
+        await broken.ride(asked, (each_has(2), lambda: strike("decode")))
         await broken.settled()
-        await broken.ride(SHORT, (broken.transferring, lambda: strike("prefill")))
+        await broken.ride(asked, (broken.transferring, lambda: strike("prefill")))
         await broken.settled()
         drafts = "vllm:spec_decode_num_draft_tokens_total"
         assert sum(worker.metric(drafts) for worker in cluster.of("decode"))
