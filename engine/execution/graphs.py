@@ -249,6 +249,7 @@ class StepGraphs:
         inputs = self._staging[0]
         self._staging.reverse()
         arrays, widths = read_by_device(step), self._widths
+        arrays = {name: values for name, values in arrays.items() if not name.startswith("drafting.")}
         if step.variant is Variant.GREEDY:
             for name in Draws._fields:
                 del arrays[f"draws.{name}"]

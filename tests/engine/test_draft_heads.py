@@ -12,6 +12,7 @@ import torch
 import baton.kv_transfer as kv
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig
 from baton.engine.core.live_request import Phase
+from baton.engine.execution.warmup import Rehearsal, rehearse
 from baton.engine.loader import check_model
 from tests.device import DEVICE
 from tests.engine.checkpoints import assert_refused, edited_tensors, load
@@ -225,3 +226,26 @@ def test_a_worker_with_another_head_is_refused_by_its_fingerprint(
     plain = tiny_engine(model=str(target)).model_fingerprint
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     assert [each.rpartition("; drafts=eagle3 ")[0] for each in fingerprints] == [plain] * 3
+
+
+def test_the_steps_before_the_first_request_have_guesses(
+    tiny_engine: MakeEngine, random_head: Checkpoint
+) -> None:
+    """A GPU measures and compiles with these."""
+    path, settings = random_head
+    engine = tiny_engine(
+        model=str(path),
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings),
+    )
+    config = EngineConfig(
+        str(path),
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings),
+    )
+    rehearsal = Rehearsal(config, 64, 4, pool=engine.num_blocks)
+    guessed = [step.drafting.count * len(step.drafting.first_rows) for step in rehearsal.steps(None)]
+    assert max(guessed) == 4 * 3
+    assert any(rehearse(engine._runner, rehearsal, lambda done: None))
