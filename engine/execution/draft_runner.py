@@ -79,7 +79,7 @@ class DraftRunner:
         newest = sampled[: len(rows), 0].clamp_min(0)  # a request whose token is negative fails
         token_ids = inputs["drafting.following"].index_copy(0, rows, newest)
         size = self._config.hidden_size if self.taps else 0
-        of_model = self._head.first(sampled_step.hidden[: len(token_ids), size:])
+        of_model = self._head.first(sampled_step.hidden[: len(token_ids), size:].contiguous())
         hidden = self._compute(token_ids, of_model, positions, attention, sampled_step.layer_done)
         if not step.drafting.count or not len(step.drafting.first_rows):
             return None

@@ -130,7 +130,10 @@ def _eagle_config(path: Path, target: ModelConfig) -> HeadConfig:
     layers = target.num_layers
     if taps is None:
         taps = [2, layers // 2, layers - 3]
-    if not isinstance(taps, list) or any(type(i) is not int or not 0 <= i < layers for i in taps):
+    # The inputs of the layers come in the order of the layers, each once.
+    if not isinstance(taps, list) or any(type(i) is not int for i in taps) or taps != sorted({*taps}):
+        raise ValueError(f"{path}: eagle_aux_hidden_state_layer_ids {taps} must be layers in ascending order")
+    if not taps or taps[0] < 0 or taps[-1] >= layers:
         raise ValueError(
             f"{path}: eagle_aux_hidden_state_layer_ids {taps} must be layers of the model, 0 to {layers - 1}"
         )

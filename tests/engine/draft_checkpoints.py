@@ -107,7 +107,7 @@ def sure_eagle(target: Path, directory: Path, *, wrong: bool = False) -> None:
     always wrong."""
     save_tiny(target, "Llama", vocab_size=SMALL_VOCABULARY, tie_word_embeddings=False)
     follows = _follows(target)
-    random_eagle(directory, target)
+    random_eagle(directory, target, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     size, inner = config_of(target)["hidden_size"], config_of(target)["intermediate_size"]
     order = torch.randperm(SMALL_VOCABULARY, generator=torch.Generator().manual_seed(4))
     with edited_tensors(directory) as tensors:

@@ -197,6 +197,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, tiny_of: TinyOf) -> N
         tensors["more"] = torch.zeros(2)
     assert_refused(target, "1 tensors are unknown to LlamaForCausalLM, such as model.more", **settings)
     for changes, message in (
+        ({}, r"eagle_aux_hidden_state_layer_ids \[2, 1, 0\] must be layers in ascending order"),
         (
             {**taps, "num_key_value_heads": 4},
             r"KV heads and their size is \(4, 16\), but \(2, 16\) in the model",
