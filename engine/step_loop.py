@@ -214,10 +214,8 @@ class StepLoop:
                     position = learn(tokens[row])
                     if not live.unverified:
                         self._scheduler.memory.publish(live, position)
-                    output = self.emit(live, position, logprobs.get(row))
                     wrong = (count - right) * (row == first + right)
-                    drafted = {"accepted_draft": row > first, "rejected_drafts": wrong} if count else {}
-                    result.outputs.append(output._replace(**drafted) if drafted else output)
+                    result.outputs.append(self.emit(live, position, logprobs.get(row), row > first, wrong))
                     if live.phase is Phase.RUNNING:
                         continue
                 count = right = row - first  # the request has ended, so later drafts are no tokens
@@ -225,8 +223,16 @@ class StepLoop:
             if speculation is not None:
                 speculation.record(live, count, right, guesses[first] if guesses else ())
 
-    def emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
-        """Ends the request, or its prefill, if the token at this position says so."""
+    def emit(
+        self,
+        live: LiveRequest,
+        position: int,
+        logprobs: Logprobs | None,
+        accepted_draft: bool = False,
+        rejected_drafts: int = 0,
+    ) -> Output:
+        """Ends the request, or its prefill, if the token at this position says so. The last two as in
+        `Output`."""
         finish_reason = live.finish_reason(position, self._model_config.eos_ids)
         if live.handover:
             live.first_logprobs = logprobs
@@ -237,7 +243,10 @@ class StepLoop:
         queued = prefilled = 0.0
         if live.started is not None and index == len(request.output_ids):
             queued, prefilled = live.started - request.arrived, time.monotonic() - live.started
-        return Output(live.id, index, token, logprobs, finish_reason, live.num_cached, queued, prefilled)
+        return Output(
+            live.id, index, token, logprobs, finish_reason, live.num_cached, queued, prefilled,
+            accepted_draft, rejected_drafts,
+        )  # fmt: skip
 
     def _leave_batch(self, live: LiveRequest) -> None:
         """Nothing more is computed for this request. With handover, KV transfer may still read its blocks,

@@ -141,11 +141,15 @@ def test_a_head_that_knows_the_model_is_always_right(
         model=str(path), speculative_config=SpeculativeConfig(num_speculative_tokens=count, **settings)
     )
     draft_always(engine)
-    assert_same(run(engine, requests), expected)
+    results = run(engine, requests)
+    assert_same(results, expected)
     stats = engine.stats().speculation
     assert stats is not None
     assert stats.drafts > (10 if wrong else 30)
     assert stats.accepted == (0 if wrong else stats.drafts)
+    outputs = [output for result in results.values() for output in result.outputs]
+    assert sum(output.accepted_draft for output in outputs) == stats.accepted
+    assert sum(output.rejected_drafts for output in outputs) == stats.drafts - stats.accepted
 
 
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])
