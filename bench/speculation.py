@@ -1,6 +1,6 @@
 """Drafts of tokens: what they gain, what they cost, and that they change no stream.
 
-    python -m baton.bench.speculation [--json PATH] [--device cpu|cuda] [--short]
+    python -m baton.bench.speculation [--json PATH] [--device cpu|cuda] [--short] [--method ngram|eagle3]
 
 On CPUs the embedded model with prompt lookup, in turns with the same engine without drafts. `copying` repeats
 a text of its prompt, `free` writes text of its own. `different` counts tokens that differ, in float32.
@@ -12,6 +12,7 @@ four tokens of each request, over one with one.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
@@ -146,7 +147,7 @@ def _set_acceptance(device: torch.device, kernels: type[Kernels]) -> Tensor:
     return share
 
 
-def on_cuda(report: Report, *, short: bool) -> None:
+def on_cuda(report: Report, *, short: bool, method: str = "ngram") -> None:
     from baton.engine.kernels.triton_kernels import TritonKernels
 
     share = _set_acceptance(torch.device("cuda"), TritonKernels)
@@ -159,10 +160,13 @@ def on_cuda(report: Report, *, short: bool) -> None:
             "enable_prefix_caching": True,  # so that only the first run of a batch computes its prompts
         }  # fmt: skip
         without = build_engine(EngineConfig(str(path), **config))
-        drafting = build_engine(EngineConfig(str(path), **config, speculative_config=SpeculativeConfig()))
+        wanted = SpeculativeConfig(method, model=str(_eagle(path)) if method == "eagle3" else "")
+        config["gpu_memory_utilization"] *= 2  # what this process has already counts for the second engine
+        drafting = build_engine(EngineConfig(str(path), **config, speculative_config=wanted))
     speculation = drafting._scheduler.speculation
     assert speculation is not None
-    speculation.drafter = _Set(SpeculativeConfig())
+    if method == "ngram":
+        speculation.drafter = _Set(wanted)
     costs, acceptance = speculation.costs, speculation._acceptance
     for batch in BATCHES:
         step, gain = GOALS.get(batch, (None, None))
@@ -188,6 +192,15 @@ def on_cuda(report: Report, *, short: bool) -> None:
             )  # fmt: skip
     for engine in (drafting, without):
         engine.close()
+
+
+def _eagle(model: Path) -> Path:
+    """The shape of an EAGLE-3 head for this model. Its weights are random."""
+    head = model / "head"
+    head.mkdir()
+    settings = json.loads((model / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 1}))
+    return head
 
 
 class _Free(StepCosts):
@@ -221,9 +234,16 @@ def _steady(engine: Engine, *, batch: int, steps: int) -> tuple[float, float]:
 
 
 def main() -> int:
-    args = contract.parser("Drafts of tokens: their gain and their cost.").parse_args()
+    parser = contract.parser("Drafts of tokens: their gain and their cost.")
+    parser.add_argument(
+        "--method", choices=("ngram", "eagle3"), default="ngram", help="on a GPU, what drafts"
+    )
+    args = parser.parse_args()
     report = Report.of("speculation", args)
-    (on_cuda if args.device == "cuda" else on_cpu)(report, short=args.short)
+    if args.device == "cuda":
+        on_cuda(report, short=args.short, method=args.method)
+    else:
+        on_cpu(report, short=args.short)
     return report.finish()
 
 

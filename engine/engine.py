@@ -56,7 +56,7 @@ def _speculation(config: EngineConfig) -> Speculation | None:
     """None: no token is drafted."""
     if (wanted := config.speculative_config) is None:
         return None
-    drafter = DRAFTERS[wanted.method](wanted)
+    drafter = None if wanted.by_device else DRAFTERS[wanted.method](wanted)
     return Speculation(drafter, wanted.num_speculative_tokens, batch_sizes(config.max_decode_rows))
 
 

@@ -88,6 +88,29 @@ class Ahead(NamedTuple):
     """For each sampled row, the number of drafts that follow it in its request."""
 
 
+class Drafting(NamedTuple):
+    """What a draft head computes after the sampling of a step: the KV of all tokens, and guesses of the
+    tokens that follow those sampled. All arrays are empty if there is no head."""
+
+    following: Annotated[np.ndarray, Layout(np.int64, ("followed",))]
+    """The token after each token. 0 where the step samples it."""
+    first_rows: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
+    """Of each request that gets guesses, the first sampled row."""
+    tables: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
+    """Its row in the block tables on the device."""
+    room: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
+    """Positions in its blocks."""
+    count: int
+    """Guesses of each of them."""
+
+
+NO_ROWS = np.zeros(0, dtype=np.int64)
+NO_DRAFTING = Drafting(NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, 0)
+GUESSED = 1 << 40
+"""−GUESSED − (most · i + j) stands for guess j of the first sampled row i of the step before. `most`: the
+drafts that a request may have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Queries of requests, one request after the other; requests that decode come first.
@@ -99,7 +122,7 @@ class Step:
     The last tokens of a request that decodes may be *drafts*: guesses of its next tokens (`Ahead`)."""
 
     token_ids: Annotated[np.ndarray, Layout(np.int64, ("tokens",))]
-    """−1 − i: the token that the step before samples in its row i."""
+    """−1 − i: the token that the step before samples in its row i. See also `GUESSED`."""
     positions: Annotated[np.ndarray, Layout(np.int64, ("tokens",))]
     slots: Annotated[np.ndarray, Layout(np.int64, ("tokens",), padding=-1)]
     """Where the KV of each token goes."""
@@ -122,6 +145,7 @@ class Step:
     """The same, after the step."""
     scored: Scored
     ahead: Ahead
+    drafting: Drafting
     num_decodes: int
     """Requests whose queries attend one by one, each with a context of its own. The queries of a later
     request attend together."""
@@ -150,7 +174,7 @@ class Step:
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-RECORDS: Mapping[str, Any] = {"draws": Draws, "scored": Scored, "ahead": Ahead}
+RECORDS: Mapping[str, Any] = {"draws": Draws, "scored": Scored, "ahead": Ahead, "drafting": Drafting}
 """The fields of a step that are records."""
 
 
@@ -194,7 +218,8 @@ class Draft(NamedTuple):
 
     guesses: Sequence[int]
     """Of the tokens at successive positions, from the first one that the step may sample. The drafts are
-    guesses[a : a + count], if the step before accepts a drafts."""
+    guesses[a : a + count], if the step before accepts a drafts. Those of a draft head (`GUESSED`) are `count`
+    guesses, which come after what the step before accepts."""
     count: int
     slack: int = 0
     """Drafts of the step before, if its tokens are not known. There are slack + count guesses."""
@@ -222,6 +247,9 @@ def arrange(
     copies: Sequence[tuple[int, int]] = (),
     drafts: Mapping[int, Draft] | None = None,
     keys: np.ndarray | None = None,
+    following: Mapping[int, int] | None = None,
+    guessed: Sequence[int] = (),
+    guesses: int = 0,
 ) -> Step:
     """Lays out a step.
 
@@ -230,7 +258,9 @@ def arrange(
     `table_width`: blocks in a row of the block tables; None: as many as the longest table has. `state_slots`
     None: no layer has states. `copies` (row, slot): the states after this row of a prompt are copied to the
     slot, before the step computes later rows. `drafts`: by number of the request, behind its tokens. `keys`
-    as in `Ahead`; None: the engine has no drafts. The other arguments are as in `Step`."""
+    as in `Ahead`; None: the engine has no drafts. `following`: the token after the last one of each request
+    that gets none; None: there is no draft head. It makes `guesses` for each of the requests `guessed`, which
+    are among `sampled`. The other arguments are as in `Step`."""
     drafts = drafts or {}
     ends_at = np.array(stops)
     for i, draft in drafts.items():
@@ -261,6 +291,17 @@ def arrange(
         )
         ids = _with_drafts(token_ids, drafts, ends - lengths, ends, ahead)
         sampled_rows = np.repeat(ends[list(sampled)] - 1, counts + 1) - ahead.drafts
+    drafting = NO_DRAFTING
+    if following is not None:
+        after = np.append(ids[1:], 0)
+        after[ends - 1] = [following.get(i, 0) for i in range(len(ends))]
+        after[sampled_rows] = 0
+        # On the device, each query that decodes has a row in the block tables.
+        first_rows = np.searchsorted(sampled_rows, (ends - lengths)[list(guessed)])
+        rows = int(ends[num_decodes - 1]) if num_decodes else 0
+        at = [ends[i] - lengths[i] if i < num_decodes else rows + i - num_decodes for i in guessed]
+        room = np.array([len(tables[i]) for i in guessed], dtype=np.int64) * block_size
+        drafting = Drafting(after, first_rows, np.array(at, dtype=np.int64), room, guesses)
     return Step(
         token_ids=ids,
         positions=positions,
@@ -276,6 +317,7 @@ def arrange(
         saves=_pairs(saves),
         scored=scored,
         ahead=ahead,
+        drafting=drafting,
         num_decodes=num_decodes,
         hands_over=hands_over,
         variant=variant,
@@ -300,7 +342,8 @@ def _with_drafts(
     for i, (guesses, count, slack, row) in drafts.items():
         begin, first, columns = begins[i], ends[i] - count, slack + 1
         for j in range(count):
-            ahead.token_ids[first + j, :columns] = guesses[j : j + columns]
+            by_head = guesses[j] <= -GUESSED
+            ahead.token_ids[first + j, :columns] = guesses[j] if by_head else guesses[j : j + columns]
         if slack:
             ahead.token_ids[begin, :columns] -= np.arange(columns)
             ahead.after[begin : ends[i]] = row
@@ -308,7 +351,6 @@ def _with_drafts(
     return ids
 
 
-NO_ROWS = np.zeros(0, dtype=np.int64)
 NO_PAIRS = np.zeros((0, 2), dtype=np.int64)
 
 

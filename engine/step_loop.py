@@ -118,6 +118,7 @@ class StepLoop:
             restores=memory.take_restores(),
             saves=memory.saves(plan.chunks),
             ahead=self._runner.ahead,
+            draft_head=self._runner.drafter is not None,
         )
         moved = {live.id: positions for live, positions in plan.prompts.items() if live.handover}
 
@@ -169,7 +170,7 @@ class StepLoop:
             adjustments = build_adjustments(plan.sampled, self._model_config.eos_ids, mask, drafts)
         self._landings.expect(self._runner.sample(launched, adjustments))
         for live, row, count in plan.requests():
-            live.promise(row, count)
+            live.promise(row, count, 0 if live.handover else plan.guesses)
 
     def _land(self, plan: Schedule, launched: Launched, result: StepResult) -> None:
         """Waits until the step is over, and takes each request on: to its next token, its handover, its
@@ -189,9 +190,10 @@ class StepLoop:
         logprobs = _of_outputs(plan.sampled, launched.logprobs)
         speculation = self._scheduler.speculation
         if speculation is not None and plan.decodes and not plan.prompts:
-            speculation.costs.record(launched.rows, landed_at - max(plan.began, self._landed_at))
+            speculation.learn_cost(plan, landed_at - max(plan.began, self._landed_at))
         self._landed_at = landed_at
         accepted = launched.accepted if plan.drafts else ()
+        guesses = launched.guesses
         for live, first, count in plan.requests():
             live.slack -= count
             if live.phase is Phase.GONE:
@@ -212,16 +214,25 @@ class StepLoop:
                     position = learn(tokens[row])
                     if not live.unverified:
                         self._scheduler.memory.publish(live, position)
-                    result.outputs.append(self.emit(live, position, logprobs.get(row)))
+                    wrong = (count - right) * (row == first + right)
+                    result.outputs.append(self.emit(live, position, logprobs.get(row), row > first, wrong))
                     if live.phase is Phase.RUNNING:
                         continue
                 count = right = row - first  # the request has ended, so later drafts are no tokens
                 break
             if speculation is not None:
-                speculation.record(live, count, right)
+                speculation.record(live, count, right, guesses[first] if guesses else ())
 
-    def emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
-        """Ends the request, or its prefill, if the token at this position says so."""
+    def emit(
+        self,
+        live: LiveRequest,
+        position: int,
+        logprobs: Logprobs | None,
+        accepted_draft: bool = False,
+        rejected_drafts: int = 0,
+    ) -> Output:
+        """Ends the request, or its prefill, if the token at this position says so. The last two as in
+        `Output`."""
         finish_reason = live.finish_reason(position, self._model_config.eos_ids)
         if live.handover:
             live.first_logprobs = logprobs
@@ -232,7 +243,10 @@ class StepLoop:
         queued = prefilled = 0.0
         if live.started is not None and index == len(request.output_ids):
             queued, prefilled = live.started - request.arrived, time.monotonic() - live.started
-        return Output(live.id, index, token, logprobs, finish_reason, live.num_cached, queued, prefilled)
+        return Output(
+            live.id, index, token, logprobs, finish_reason, live.num_cached, queued, prefilled,
+            accepted_draft, rejected_drafts,
+        )  # fmt: skip
 
     def _leave_batch(self, live: LiveRequest) -> None:
         """Nothing more is computed for this request. With handover, KV transfer may still read its blocks,

@@ -56,6 +56,9 @@ class TokenCounts:
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that were found in a prefix cache."""
+    accepted_drafts: int = 0
+    """As in `Generation`."""
+    rejected_drafts: int = 0
     numerics_changed: bool = False
     """As in `AttemptPair`."""
 
@@ -261,6 +264,8 @@ class ActiveRequest:
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=sum(generation.cached_tokens for generation in self._generations[:: self.body.n]),
+            accepted_drafts=sum(generation.accepted_drafts for generation in self._generations),
+            rejected_drafts=sum(generation.rejected_drafts for generation in self._generations),
             numerics_changed=any(generation.numerics_changed for generation in self._generations),
         )
 

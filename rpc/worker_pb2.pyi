@@ -329,20 +329,24 @@ class StepOutput(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
-    __slots__ = ("attempt_id", "output_index", "token_id", "finish_reason", "logprobs", "cached_tokens")
+    __slots__ = ("attempt_id", "output_index", "token_id", "finish_reason", "logprobs", "cached_tokens", "accepted_draft", "rejected_drafts")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: bytes
     output_index: int
     token_id: int
     finish_reason: FinishReason
     logprobs: TokenLogprobs
     cached_tokens: int
-    def __init__(self, attempt_id: _Optional[bytes] = ..., output_index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    accepted_draft: bool
+    rejected_drafts: int
+    def __init__(self, attempt_id: _Optional[bytes] = ..., output_index: _Optional[int] = ..., token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., accepted_draft: _Optional[bool] = ..., rejected_drafts: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")

@@ -34,7 +34,7 @@ SMALL_PAIR_SECONDS = 1.2e-9
 SMALL = 1_024
 
 
-def step_seconds(decodes: int, context: int, chunks: Iterable[tuple[int, int]]) -> float:
+def step_seconds(decodes: int, context: float, chunks: Iterable[tuple[int, int]]) -> float:
     """Seconds of a step on the device.
 
     `context`: positions of all decodes. `chunks`: (tokens, position of the first token) of each chunk."""

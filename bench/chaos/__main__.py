@@ -46,6 +46,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of cases, moments and victims")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the workers (default: float32)")
     p.add_argument("--batch-invariant", action="store_true", help="give the workers this flag, in bfloat16")
+    p.add_argument("--speculative-config", metavar="JSON", help="give the workers this flag")
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     args = p.parse_args(argv)
     for name, (usual, short, _) in COUNTS.items():
@@ -107,7 +108,8 @@ def _add_seconds(report: Report, name: str, seconds: list[float]) -> None:
 def _worker_flags(args: argparse.Namespace) -> tuple[str, ...]:
     exact = ("--batch-invariant",) if args.batch_invariant else ()
     dtype = args.dtype or ("bfloat16" if exact else "float32")
-    return (*WORKER_FLAGS, "--dtype", dtype, "--quantization", "none", *exact)
+    drafts = ("--speculative-config", args.speculative_config) if args.speculative_config else ()
+    return (*WORKER_FLAGS, "--dtype", dtype, "--quantization", "none", *exact, *drafts)
 
 
 def main(argv: list[str] | None = None) -> Report:

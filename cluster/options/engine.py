@@ -124,7 +124,8 @@ class EngineOptions:
     speculative_config: str | None = opt(
         None,
         'Draft tokens, as a JSON object: {"method": "ngram", "num_speculative_tokens": 3, '
-        '"prompt_lookup_max": 4, "prompt_lookup_min": 2}.',
+        '"prompt_lookup_max": 4, "prompt_lookup_min": 2}, {"method": "mtp"}, or {"method": "eagle3", '
+        '"model": "HEAD"}.',
         "JSON",
         check=_check_speculative,
     )

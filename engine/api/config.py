@@ -18,8 +18,8 @@ AT_LEAST_ONE = (
 )  # fmt: skip
 
 
-METHODS = ("ngram",)
-"""The keys of `engine.core.drafters.DRAFTERS`."""
+METHODS = ("ngram", "mtp", "eagle3")
+"""Prompt lookup (`engine.core.drafters`), and the keys of `engine.models.draft_heads.DRAFT_HEADS`."""
 MOST_DRAFTS = 7
 """More queries of a request would read their KV in another way."""
 MOST_LOOKUP = 32
@@ -36,6 +36,8 @@ class SpeculativeConfig:
     """One of `METHODS`."""
     num_speculative_tokens: int = 3
     """Most drafts of a request in a step."""
+    model: str = ""
+    """Where the draft head of `eagle3` is, in the forms of `EngineConfig.model`."""
     prompt_lookup_max: int = 4
     """Most tokens before a draft that must have come before, in the prompt or in the output."""
     prompt_lookup_min: int = 2
@@ -58,11 +60,18 @@ class SpeculativeConfig:
                 raise ValueError(f"--speculative-config: {name} must be of type {known[name].__name__}")
         return cls(**given)
 
+    @property
+    def by_device(self) -> bool:
+        """Whether a draft head makes the drafts, on the device."""
+        return self.method != "ngram"
+
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(
                 f"--speculative-config: method {self.method!r} is not one of {', '.join(METHODS)}"
             )
+        if bool(self.model) != (self.method == "eagle3"):
+            raise ValueError("--speculative-config: the method eagle3, and no other one, needs a model")
         for name, least, most in (
             ("num_speculative_tokens", 1, MOST_DRAFTS),
             ("prompt_lookup_min", 1, self.prompt_lookup_max),

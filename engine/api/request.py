@@ -99,6 +99,10 @@ class Output(NamedTuple):
     the first token after a prefill here."""
     prefill_seconds: float = 0.0
     """Time from that step to this token."""
+    accepted_draft: bool = False
+    """The token was a draft."""
+    rejected_drafts: int = 0
+    """Drafts behind this token that were wrong."""
 
 
 class PromptLogprobs(NamedTuple):

@@ -66,6 +66,8 @@ class LiveRequest:
     guesses: Sequence[int] = ()
     """Those of the newest launched step, of the tokens from the position `guessed_from` on."""
     guessed_from: int = 0
+    making: int = 0
+    """Guesses that a draft head makes in the newest launched step, which come after its token."""
     tested: float = 0.0
     """Drafts that were compared with their tokens, recent ones. Kept by the `Speculation`."""
     accepted: float = 0.0
@@ -155,12 +157,14 @@ class LiveRequest:
         """Whether the pending token is surely the last one computed here. It may be any token."""
         return self.pending > 0 and (self.handover or len(self.token_ids) >= self.longest)
 
-    def promise(self, row: int, drafts: int = 0) -> None:
-        """Notes that a launched step samples the next token, in this row, and those after so many drafts."""
+    def promise(self, row: int, drafts: int = 0, making: int = 0) -> None:
+        """Notes that a launched step samples the next token, in this row, and those after so many drafts.
+        `making`: as in the attribute."""
         self.token_ids.append(PENDING)
         self.pending += 1
         self.slack += drafts
         self.row = row
+        self.making = making
 
     def learn(self, token: int) -> int:
         """Sets the oldest pending token. Returns its position."""

@@ -14,7 +14,7 @@ from baton.engine.core.drafters import Drafter
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.request_memory import RequestMemory
 from baton.engine.core.step_builder import Schedule
-from baton.engine.step import Draft
+from baton.engine.step import GUESSED, Draft
 
 FORGET = 0.98
 """Factor on the weight of what became of drafts, with each later step. So a request without drafts gets some
@@ -26,13 +26,14 @@ PRIOR = 0.5
 class Speculation:
     """Chooses the drafts of each step, and learns from what became of them."""
 
-    def __init__(self, drafter: Drafter, most: int, sizes: Sequence[int]) -> None:
-        """`most`: drafts of a request in a step. `sizes`: as in `StepCosts`; the last one is the most tokens
-        of a step with drafts."""
+    def __init__(self, drafter: Drafter | None, most: int, sizes: Sequence[int]) -> None:
+        """`drafter` None: a draft head on the device. `most`: drafts of a request in a step. `sizes`: as in
+        `StepCosts`; the last one is the most tokens of a step with drafts."""
         self.drafter = drafter
         self.costs = StepCosts(sizes)
         self._steps = self._drafts = self._accepted = 0
         self._most = most
+        self._guesses = 0  # of a draft head in the newest step
         self._tested = self._right = 0.0  # of all requests, recent ones
 
     @property
@@ -44,6 +45,7 @@ class Speculation:
         for live in plan.chunks:
             if live.slack:
                 plan.drafts[live] = Draft((), 0, live.slack, live.row)
+        plan.guesses = self._guesses
         if plan.prompts or plan.preempted:
             return  # prompts fill the step
         self._tested *= FORGET
@@ -53,8 +55,12 @@ class Speculation:
         counts = draft_counts(
             [self._acceptance(live) for live in requests], limits, len(plan.chunks), self.costs
         )
+        if self.drafter is None:
+            plan.guesses = self._guesses = max(counts, default=0)
         for live, count in zip(requests, counts, strict=True):
-            if count and memory.has_room_for(live, live.slack + count):
+            # The guesses of a draft head have KV, too.
+            most = live.longest - len(live.token_ids)
+            if count and memory.has_room_for(live, min(live.slack + count + plan.guesses, most)):
                 self._propose(live, count, plan)
 
     def _limit(self, live: LiveRequest) -> int:
@@ -71,7 +77,16 @@ class Speculation:
 
     def _propose(self, live: LiveRequest, count: int, plan: Schedule) -> None:
         """Guesses the tokens that the step may sample. If a step is under way, also those that this one may
-        give."""
+        give. A draft head has made the guesses in the step before, or makes them in the one under way."""
+        if self.drafter is None:
+            if live.pending:
+                first, count = GUESSED + self._most * live.row, min(count, live.making)
+                guesses: Sequence[int] = range(-first, -first - count, -1)
+            else:
+                guesses = live.guessed(live.num_known, count)
+            if guesses:
+                plan.drafts[live] = Draft(guesses, len(guesses), live.slack, live.row)
+            return
         under_way = live.guessed(live.num_known, live.slack)
         wanted = count + live.pending
         proposed = self.drafter.propose(live, under_way, wanted)
@@ -81,8 +96,17 @@ class Speculation:
         plan.drafts[live] = Draft(guesses, count, live.slack, live.row)
         live.guesses, live.guessed_from = guesses, len(live.token_ids)
 
-    def record(self, live: LiveRequest, count: int, accepted: int) -> None:
-        """Learns that the first `accepted` of `count` drafts were right."""
+    def learn_cost(self, plan: Schedule, seconds: float) -> None:
+        """Learns how long a step took that only decodes. The time of a draft head is that of drafts."""
+        has_drafts = len(plan.sampled) > len(plan.chunks)
+        if self.drafter is not None or has_drafts == (plan.guesses > 0):
+            self.costs.record(len(plan.sampled), seconds)
+
+    def record(self, live: LiveRequest, count: int, accepted: int, guesses: Sequence[int] = ()) -> None:
+        """Learns that the first `accepted` of `count` drafts were right. `guesses`: what a draft head says of
+        the tokens that come next."""
+        if guesses and not live.handover:
+            live.guesses, live.guessed_from = guesses, live.num_known
         if not count:
             return
         self._steps += 1

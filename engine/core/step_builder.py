@@ -62,6 +62,8 @@ class Schedule:
     """The requests that it computes. This and the rest is known from the launch on."""
     drafts: dict[LiveRequest, Draft] = field(default_factory=dict)
     """Of the requests that have some, or come after some."""
+    guesses: int = 0
+    """What a draft head makes for each request that gets a token and decodes on here."""
     sampled: list[LiveRequest] = field(default_factory=list)
     """The requests that get a token, by row. One with drafts has a row more for each of them."""
     scored: list[tuple[LiveRequest, range]] = field(default_factory=list)
@@ -80,10 +82,11 @@ class Schedule:
 
     @property
     def waits(self) -> bool:
-        """A grammar must know a token of the step before, or adjustments must know how many there are."""
+        """A grammar must know a token of the step before, or adjustments must know how many there are, or
+        which drafts come after them."""
         return any(
             (live.grammar is not None and live.grammar.needs_tokens and live.pending)
-            or (live.slack and not is_plain(live))
+            or (live.pending and live in self.drafts and not is_plain(live))
             for live in self.sampled
         )
 
@@ -117,10 +120,11 @@ def build_step(
     restores: Sequence[tuple[int, int]] = (),
     saves: Sequence[Save] = (),
     ahead: int = 1,
+    draft_head: bool = False,
 ) -> Step:
     """The step. Also sets `plan.sampled`, in the order of the step's sampled rows, and `plan.scored`, in
     that of `Step.scored`. `has_states`: the model has state layers. `restores` is as in `Step`. `ahead`: the
-    size of this dimension, 1 if the engine has no drafts."""
+    size of this dimension, 1 if the engine has no drafts. `draft_head`: whether there is one."""
     # The state of a request takes one token, or several in the way of a prompt.
     most = 1 if has_states else MOST_ROWS
     one_by_one: list[_Chunk] = []
@@ -167,7 +171,19 @@ def build_step(
         copies=within,
         drafts=drafts,
         keys=_keys_ahead(plan.sampled, behind, ahead, variant) if ahead > 1 else None,
+        following=_following(chunks) if draft_head else None,
+        guessed=[i for i in sampled if not chunks[i][0].handover] if plan.guesses else (),
+        guesses=plan.guesses,
     )
+
+
+def _following(chunks: Sequence[_Chunk]) -> dict[int, int]:
+    """As in `arrange`."""
+    return {
+        i: live.token_ids[positions.stop]
+        for i, (live, positions) in enumerate(chunks)
+        if positions.stop < len(live.token_ids)
+    }
 
 
 def _saves(

@@ -89,6 +89,8 @@ class Widths(NamedTuple):
             "requests": requests,
             "width": self.table,
             "sampled": requests,
+            "followed": 0,  # what a draft head reads is no input of these graphs
+            "drafting": 0,
             "states": requests if self.scan else 0,
             "state rows": rows if self.scan else 0,
             "pieces": self.pieces(rows),
@@ -247,6 +249,7 @@ class StepGraphs:
         inputs = self._staging[0]
         self._staging.reverse()
         arrays, widths = read_by_device(step), self._widths
+        arrays = {name: values for name, values in arrays.items() if not name.startswith("drafting.")}
         if step.variant is Variant.GREEDY:
             for name in Draws._fields:
                 del arrays[f"draws.{name}"]

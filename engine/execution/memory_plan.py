@@ -16,7 +16,7 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_bytes_per_token, cache_spec, state_bytes_per_request
-from baton.engine.models.cache_spec import CacheSpec
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec
 from baton.machine import available_memory
 
 log = logging.getLogger(__name__)
@@ -116,10 +116,12 @@ def choose_limits(
     weight_format: PlainFormat,
     device: torch.device,
     ranks: Ranks,
+    *,
+    drafts: bool = False,
 ) -> CacheLimits:
     """The limits for this model, equal on all ranks. Raises `ValueError` naming the flag that does not fit.
 
-    `device` is that of this rank."""
+    `device` is that of this rank. `drafts`: the model has a draft head, which caches what a layer caches."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {config.device}: no CUDA device here; use --device cpu")
     dtype = choose_dtype(config, model, weight_format, device)
@@ -129,6 +131,10 @@ def choose_limits(
     if config.enable_expert_parallel:
         model.check_expert_parallel(ranks.size)
     cache = cache_spec(model.of_rank(ranks.size), dtype, choose_kv_dtype(config, dtype, device))
+    if drafts:
+        last = cache[-1]
+        assert isinstance(last, AttentionCache), "a model with states has no draft head"
+        cache = (*cache, replace(last, span=None))
     most = CPU_POOL_BYTES // ranks.size
     output = weight_format.bytes_per_parameter(dtype, output=True)
     weights = model.weight_bytes(dtype.itemsize, output, weight_format.bytes_per_parameter(dtype))

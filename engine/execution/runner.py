@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.execution.commands import Commands, Kind
+from baton.engine.execution.draft_runner import DraftRunner, SampledStep
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
@@ -32,6 +33,7 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, state_caches
 from baton.engine.models.cache_spec import CacheSpec
+from baton.engine.models.draft_heads import DraftHead, HeadConfig
 from baton.engine.step import Adjustments, ScoredLogprobs, Step, Variant
 
 
@@ -48,12 +50,17 @@ class Launched:
     inputs: Mapping[str, Tensor] | None
     """The arrays of the step on the device. Like the logits, graphs keep their own."""
     began: Event
+    drafting: SampledStep | None = None
+    """What the draft head needs of the step, until it is sampled."""
     ended: Event | None = None
     """None: not sampled yet."""
     sampled: Tensor | None = None
     """As `ModelRunner.sampled`; this and the rest is on the host once the step is over."""
     logprobs: TopLogprobs | None = None
     scored: ScoredLogprobs | None = None
+    guessed: Tensor | None = (
+        None  # [rows, guesses]: what the draft head made for the first row of each request
+    )
 
     @property
     def over(self) -> bool:
@@ -81,6 +88,12 @@ class Launched:
         have drafts."""
         return [] if self.sampled is None else self.sampled[:, 1].tolist()
 
+    @property
+    def guesses(self) -> list[list[int]]:
+        """For the first row of each request, the guesses of what follows the tokens that the step gives.
+        Empty: no draft head made any."""
+        return [] if self.guessed is None else self.guessed.tolist()
+
 
 class ModelRunner:
     """Owns the model, its KV cache and its graphs on one device.
@@ -101,9 +114,11 @@ class ModelRunner:
         device: torch.device,
         ranks: Ranks,
         ahead: int = 1,
+        head: tuple[DraftHead, HeadConfig] | None = None,
     ) -> None:
-        """`config`, `cache` and `device` are those of this rank. `ahead`: the size of this dimension of a
-        step; 1: the engine has no drafts."""
+        """`config`, `cache`, `device` and `head` are those of this rank. `ahead`: the size of this dimension
+        of a step; 1: the engine has no drafts. `head`: the last layer of the cache is its own. None: the
+        engine has no draft head."""
         self.model = model
         self.block_size = block_size
         self.device = device
@@ -137,6 +152,14 @@ class ModelRunner:
         self._given = torch.zeros((2, max_sampled_rows + 1), dtype=torch.int64, device=device)
         """The first tokens of the newest step, among them all that decode, if the engine has drafts; and for
         each of them, how many drafts of its request the step before accepted. The last column is 0."""
+        self.drafter: DraftRunner | None = None
+        """None: the engine has no draft head."""
+        if head is not None:
+            for layer in head[1].taps:
+                model.layers[layer].tapped = True
+            attends = partial(self._attends, config=head[1].model)
+            guesses = torch.zeros((max_sampled_rows, ahead - 1), dtype=torch.int64, device=device)
+            self.drafter = DraftRunner(*head, len(cache) - 1, guesses, attends, ranks, block_size)
         self.table_width: int | None = None
         """Blocks in a row of the block tables; None: as many as a step needs."""
         if device.type == "cuda":
@@ -173,7 +196,7 @@ class ModelRunner:
         programs = self._kernels.tile_programs(config.num_kv_heads)
         widths = Widths(
             self.table_width,
-            config.hidden_size,
+            config.hidden_size * (1 + (self.drafter.taps if self.drafter else 0)),
             config.vocab_size,
             tile,
             programs,
@@ -213,20 +236,24 @@ class ModelRunner:
     def _launch(self, step: Step, layer_done: LayerDone, began: Event) -> Launched:
         rows, graphs = len(step.sampled_rows), self._graphs
         size = graphs.size(step) if graphs is not None else None
-        if graphs is not None and size is not None:
-            graphs.forward(size, step, layer_done)
-            return Launched(
-                rows, step.variant, size, None, None, began, scored=self._score(graphs.hidden, step)
-            )
-        arrays = read_by_device(step)
-        tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
+        replayed = graphs if size is not None else None
+        tensors: Mapping[str, Tensor] = {}
+        if replayed is None or self.drafter is not None:
+            arrays = read_by_device(step)
+            tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
+        if replayed is not None and size is not None:
+            replayed.forward(size, step, layer_done)
+            hidden, scored = replayed.hidden, self._score(replayed.hidden, step)
+            drafting = None if self.drafter is None else SampledStep(step, tensors, hidden, layer_done)
+            return Launched(rows, step.variant, size, None, None, began, drafting, scored=scored)
         attention = attention_metadata(
             tensors, block_size=self.block_size, num_decodes=step.decode_rows, prefills=step.prefills
         )
         hidden = self.forward(tensors, attention, layer_done)
         logits = self.logits(hidden[tensors["sampled_rows"]]).float() if rows else None
         scored = self._score(hidden, step)
-        return Launched(rows, step.variant, None, logits, tensors, began, scored=scored)
+        drafting = None if self.drafter is None else SampledStep(step, tensors, hidden, layer_done)
+        return Launched(rows, step.variant, None, logits, tensors, began, drafting, scored=scored)
 
     def _copy_states(self, slots: np.ndarray) -> None:
         """Enqueues copies of the states of all layers, each from a slot to another, in two launches."""
@@ -255,12 +282,16 @@ class ModelRunner:
             if self.ranks.rank == 0:
                 assert logits is not None
                 self._choose(launched, logits, adjustments, replayed)
-        launched.ended = self._record()
+        ended = self._record()
         if rows and graphs is not None:
             graphs.share_sampled()
         elif rows:
             self.ranks.broadcast(self.sampled)
-        return launched.ended
+        if self.drafter is not None and launched.drafting is not None:
+            launched.guessed = self.drafter.draft(launched.drafting, self.sampled, self._given)
+            launched.drafting, ended = None, self._record()
+        launched.ended = ended
+        return ended
 
     def _choose(
         self, launched: Launched, logits: Tensor, adjustments: Adjustments | None, graphs: StepGraphs | None
@@ -284,9 +315,29 @@ class ModelRunner:
         """Writes the KV of all tokens of a step with these arrays. Returns the hidden state of each, [tokens,
         hidden_size]."""
         token_ids, positions, attention = self._after(inputs, attention)
+        attend = self._attends(attention, layer_done, self._config)
+        if (load := self.expert_load) is not None:
+            load.begin_step()
+        step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
+        if not self._state:
+            with computing(step):
+                hidden = self.model(token_ids, positions, attend)
+            return torch.cat((hidden, *step.taps), dim=1) if step.taps else hidden
         kernels = self._kernels
-        heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
-        latents = self._config.latent
+        states = kernels.plan_states(attention, self._dtype)
+
+        def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:
+            y = kernels.mix_states(projected, parameters, self.states[self._index[layer]], states)
+            layer_done(layer)
+            return y
+
+        with computing(step):
+            return self.model(token_ids, positions, attend, mix)
+
+    def _attends(self, attention: AttentionMetadata, layer_done: LayerDone, config: ModelConfig) -> Any:
+        """What the layers of a model of this shape call to attend, as `Attend` or as `AttendLatent`."""
+        kernels = self._kernels
+        heads, kv_heads, latents = config.num_heads, config.num_kv_heads, config.latent
         latent_plan: Any = None
         if latents is not None:
             latent_plan = kernels.plan_latent(attention, heads, latents, self._dtype)
@@ -323,21 +374,7 @@ class ModelRunner:
             layer_done(layer)
             return kernels.latent_attention(q, kv, latent_plan, heads)
 
-        if (load := self.expert_load) is not None:
-            load.begin_step()
-        step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
-        if not self._state:
-            with computing(step):
-                return self.model(token_ids, positions, attend_latent if latents else attend)
-        states = kernels.plan_states(attention, self._dtype)
-
-        def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:
-            y = kernels.mix_states(projected, parameters, self.states[self._index[layer]], states)
-            layer_done(layer)
-            return y
-
-        with computing(step):
-            return self.model(token_ids, positions, attend, mix)
+        return attend_latent if latents else attend
 
     def _after(
         self, inputs: Mapping[str, Tensor], attention: AttentionMetadata
@@ -348,14 +385,17 @@ class ModelRunner:
             sampled = self.sampled[(-1 - token_ids).clamp_min(0), 0].clamp_min(0)
             return torch.where(token_ids < 0, sampled, token_ids), positions, attention
         after, ids, slots = (inputs[f"ahead.{name}"] for name in ("after", "token_ids", "slots"))
+        if self.drafter is not None:
+            token_ids, ids = self.drafter.known(token_ids), self.drafter.known(ids)
         known = DraftInputs(token_ids, positions, attention.slots, attention.contexts)
         found = self._kernels.follow(known, after, ids, slots, self.sampled, self._given)
         attention = replace(attention, slots=found.slots, contexts=found.contexts)
         return found.token_ids, found.positions, attention
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden_size] → [rows, vocabulary], in the model's dtype."""
-        return self.model.logits(hidden)
+        """[rows, hidden_size] → [rows, vocabulary], in the model's dtype. Columns behind are those of
+        taps."""
+        return self.model.logits(hidden[:, : self._config.hidden_size].contiguous())
 
     def choose(
         self,

@@ -28,7 +28,7 @@ from baton.engine.execution.warmup import Rehearsal, measure_steps, warm_up
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import PlainFormat
-from baton.engine.loader import choose_format, load_model, open_checkpoint
+from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
 from baton.machine import usable_cpus
@@ -66,14 +66,10 @@ def start_rank(
     on_gpu = device.type == "cuda"
     checkpoint = open_checkpoint(config, device)
     weight_format = choose_format(config, checkpoint.config, device)
-    limits = choose_limits(config, checkpoint.config, weight_format, device, ranks)
-    if config.speculative_config is not None and limits.state_bytes:
-        raise ValueError(
-            f"--speculative-config: {checkpoint.config.architecture} has layers with states, which keep no "
-            "state for each draft; leave the flag out"
-        )
+    head = draft_head(config, checkpoint, weight_format)
+    limits = choose_limits(config, checkpoint.config, weight_format, device, ranks, drafts=head is not None)
     with memory_for("the weights", "choose a smaller --model"):
-        model, fingerprint = load_model(
+        model, drafter, fingerprint = load_model(
             checkpoint,
             limits.max_model_len,
             limits.dtype,
@@ -81,6 +77,7 @@ def start_rank(
             progress,
             weight_format,
             ranks,
+            head=head,
             exact=config.batch_invariant,
         )
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
@@ -95,6 +92,7 @@ def start_rank(
         device=device,
         ranks=ranks,
         ahead=config.ahead,
+        head=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
     )
     use = _measure(config, runner, limits, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)

@@ -83,6 +83,8 @@ class Rehearsal:
         self._ahead = config.ahead
         self._drafting = config.max_decode_rows // config.ahead if config.ahead > 1 else 0
         """Requests of a step in which each has all drafts."""
+        wanted = config.speculative_config
+        self._guesses = config.ahead - 1 if wanted is not None and wanted.by_device else 0
         self._sequences = 0
         self.num_blocks = 0
         decodes = seats.bit_length() + 2 + 2 * self._ahead  # tokens that the first request decodes
@@ -171,6 +173,8 @@ class Rehearsal:
             scored=all_rows if scored else NOT_SCORED,
             state_slots=[sequence.state_slot for sequence, *_ in chunks] if self._num_slots else None,
             drafts=drafts, keys=np.zeros((rows, self._ahead), np.int32) if self._drafting else None,
+            following={} if self._guesses else None,
+            guessed=sampled if self._guesses else (), guesses=self._guesses,
         )  # fmt: skip
 
 

@@ -7,12 +7,13 @@ with computing(step):       the runner, around a pass of the model
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 
-class CurrentStep(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CurrentStep:
     decodes: int
     """The rows [0, decodes) of the tensors belong to requests that decode, the others to prompts. Some
     products compute few rows and many rows in different ways. They choose the way by it, so that the result
@@ -22,6 +23,8 @@ class CurrentStep(NamedTuple):
     expert_counts: Tensor | None = None
     """[layers with experts, experts] int32, zeros: each layer counts the rows of its experts. None: a dense
     model."""
+    taps: list[Tensor] = field(default_factory=list)
+    """Each tapped layer adds its input [rows, hidden_size]."""
 
 
 _STEP: ContextVar[CurrentStep] = ContextVar("step")  # engines may run in several threads

@@ -13,6 +13,7 @@ import torch
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights
+from baton.engine.loader.draft_heads import FoundHead, find_head
 from baton.engine.loader.families import (
     Gemma3Checkpoint,
     Glm4Checkpoint,
@@ -29,6 +30,7 @@ from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
 from baton.engine.loader.rearranged import Rearranged
 from baton.engine.model_config import LongRopeScaling, ModelConfig
 from baton.engine.models import model_class
+from baton.engine.models.draft_heads import DraftHead
 from baton.engine.models.llama import Llama
 
 REARRANGED: dict[str, type[Rearranged]] = {
@@ -50,6 +52,7 @@ __all__ = [
     "check_model",
     "checkpoint_path",
     "choose_format",
+    "draft_head",
     "load_model",
     "model_fingerprint",
     "open_checkpoint",
@@ -87,26 +90,47 @@ def check_model(engine: EngineConfig) -> None:
     checkpoint.config.of_rank(engine.tensor_parallel_size)
     if engine.enable_expert_parallel:
         checkpoint.config.check_expert_parallel(engine.tensor_parallel_size)
-    _declared(engine, checkpoint, sampled=False)
+    model, _, weight_format = _declared(engine, checkpoint, sampled=False)
+    if (head := draft_head(engine, checkpoint, weight_format)) is not None:
+        own = DeclaredWeights(head.checkpoint, head.weight_format)
+        head.build(model, 1, own)
+        own.check_all_taken()
 
 
 def model_fingerprint(engine: EngineConfig, max_model_len: int) -> str:
     """Returns the fingerprint of `load_model` without loading the model. Raises `ValueError` as `check_model`
     does."""
     checkpoint = open_checkpoint(engine, torch.device("cpu"))
-    weights, weight_format = _declared(engine, checkpoint, sampled=True)
+    _, weights, weight_format = _declared(engine, checkpoint, sampled=True)
     return _fingerprint(checkpoint.config, max_model_len, weights, weight_format)
+
+
+def draft_head(engine: EngineConfig, checkpoint: Checkpoint, weight_format: PlainFormat) -> FoundHead | None:
+    """What drafts on the device. None: nothing does. Raises `ValueError` if drafts do not fit the model."""
+    wanted, model = engine.speculative_config, checkpoint.config
+    if wanted is not None and model.state is not None:
+        raise ValueError(
+            f"--speculative-config: {model.architecture} has layers with states, which keep no state for "
+            "each draft; leave the flag out"
+        )
+    if wanted is None or not wanted.by_device:
+        return None
+    directory = None
+    if wanted.model:
+        flag = "--speculative-config: model"
+        directory = _located(flag, wanted.model, None, ["*.json", "*.safetensors"])
+    return find_head(wanted, checkpoint, weight_format, directory)
 
 
 def _declared(
     engine: EngineConfig, checkpoint: Checkpoint, *, sampled: bool
-) -> tuple[DeclaredWeights, PlainFormat]:
+) -> tuple[Llama, DeclaredWeights, PlainFormat]:
     weight_format = choose_format(engine, checkpoint.config, torch.device(engine.device))
     weights = DeclaredWeights(checkpoint, weight_format, sampled=sampled)
     config = replace(checkpoint.config, max_model_len=1)  # tables grow with the context
-    model_class(config.architecture, checkpoint.source)(config, weights)
+    model = model_class(config.architecture, checkpoint.source)(config, weights)
     weights.check_all_taken()
-    return weights, weight_format
+    return model, weights, weight_format
 
 
 def load_model(
@@ -118,17 +142,25 @@ def load_model(
     weight_format: PlainFormat,
     ranks: Ranks,
     *,
+    head: FoundHead | None = None,
     exact: bool = False,
-) -> tuple[Llama, str]:
-    """`exact`: as in `Kernels`. Returns this rank's part of the model, and the model's fingerprint:
-    `model=…; weights=…; format=…`. Fingerprints are equal if configuration, weights and their format in
-    memory are equal, in any format of files and with any number of ranks. They do not cover dtype and limits:
-    these may differ between the two ends of a transfer, or are checked elsewhere."""
+) -> tuple[Llama, DraftHead | None, str]:
+    """`exact`: as in `Kernels`. Returns this rank's part of the model and of its draft head, and the model's
+    fingerprint: `model=…; weights=…; format=…`, and `drafts=…` with a head, whose KV goes along.
+    Fingerprints are equal if configuration, weights and their format in memory are equal, in any format of
+    files and with any number of ranks. They do not cover dtype and limits: these may differ between the two
+    ends of a transfer, or are checked elsewhere."""
     weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks, exact=exact)
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     weights.finish()
-    return model, _fingerprint(checkpoint.config, max_model_len, weights, weight_format)
+    fingerprint = _fingerprint(checkpoint.config, max_model_len, weights, weight_format)
+    if head is None:
+        return model, None, fingerprint
+    own = Weights(head.checkpoint, dtype, device, progress, head.weight_format, ranks, exact=exact)
+    drafter = head.build(model, max_model_len, own)
+    own.finish()
+    return model, drafter, f"{fingerprint}; drafts={head.identity(own)}"
 
 
 def _fingerprint(

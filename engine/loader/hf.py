@@ -35,8 +35,9 @@ def read_config(directory: Path) -> ModelConfig:
 class HFCheckpoint(Checkpoint):
     """A checkpoint in a directory. Its files are mapped, so `read` returns tensors in the page cache."""
 
-    def __init__(self, directory: Path) -> None:
-        self.config = read_config(directory)
+    def __init__(self, directory: Path, config: ModelConfig | None = None) -> None:
+        """`config` None: that of the directory."""
+        self.config = config or read_config(directory)
         self.source = str(directory)
         index = directory / INDEX
         shard_of = _read_index(index) if index.is_file() else {}
@@ -62,9 +63,16 @@ class HFCheckpoint(Checkpoint):
                 )
 
     def names(self) -> Collection[str]:
+        return [name for name in self._file_of if not name.startswith(self._further())]
+
+    def next_token_layer(self) -> Collection[str]:
+        """The tensors of the first layer that predicts further tokens."""
+        return [name for name in self._file_of if name.startswith(self._further()[:1])]
+
+    def _further(self) -> tuple[str, ...]:
+        """Prefixes of the layers that predict further tokens."""
         layers = self.config.num_layers
-        further = tuple(f"model.layers.{layers + i}." for i in range(self.config.further_layers))
-        return [name for name in self._file_of if not name.startswith(further)]
+        return tuple(f"model.layers.{layers + i}." for i in range(self.config.further_layers))
 
     def file_of(self, name: str) -> str:
         return str(self._file_of.get(name, self.source))
@@ -89,6 +97,10 @@ class DummyCheckpoint(Checkpoint):
         self.source = source
         self._seed = seed
         self._device = device
+
+    def of(self, config: ModelConfig) -> "DummyCheckpoint":
+        """Weights of another shape."""
+        return DummyCheckpoint(config, self.source, self._seed, self._device)
 
     def names(self) -> Collection[str]:
         return ()

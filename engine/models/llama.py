@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import HeadNorm, LatentHeads, LatentNorm, LinearMethod
+from baton.engine.layers.current_step import current_step
 from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, RMSNorm
 from baton.engine.layers.ranks import whole
@@ -46,6 +47,8 @@ class LlamaAttention:
     """Whether these three projections have biases even without `attention_bias`."""
     out_bias: ClassVar[bool] = True
     """Whether the output has a bias with `attention_bias`."""
+    inputs: ClassVar[int] = 1
+    """Vectors of the hidden size that the projections take side by side."""
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
         self.head_dim = config.head_dim
@@ -56,7 +59,7 @@ class LlamaAttention:
         self.input = weights.linear(
             [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"],
             [q_rows, kv_rows, kv_rows],
-            hidden,
+            whole(self.inputs * config.hidden_size),
             bias=self.qkv_bias or config.attention_bias,
         )
         self.out = weights.linear(
@@ -92,6 +95,8 @@ class LlamaLayer:
         def before(of: str | None, product: LinearMethod | None) -> InputNorm:
             return InputNorm(weights, norm(of, summed=norms.summed), product)
 
+        self.tapped = False
+        """Whether a draft head takes the layer's input, in `CurrentStep.taps`."""
         self.mixer_norm = before(norms.before_mixer, mixer.input)
         self.mixer = mixer
         self.after_mixer = norm(norms.after_mixer, summed=False)
@@ -105,7 +110,10 @@ class LlamaLayer:
         """`attend`: what the mixer calls. `delta` [tokens, hidden_size] is the output of the layer before.
         The first norm adds it to `residual`, in place. Returns this layer's output, which is not added yet.
         With several ranks both are terms of sums over ranks, unless the layer normalizes what it adds."""
-        mixed = self.mixer(layer, self.mixer_norm(residual, delta), rotary, attend)
+        x = self.mixer_norm(residual, delta)
+        if self.tapped:
+            current_step().taps.append(residual.clone())
+        mixed = self.mixer(layer, x, rotary, attend)
         if self.after_mixer is not None:
             mixed = self.after_mixer.of_sum(mixed)
         out = self.mlp(self.mlp_norm(residual, mixed))

@@ -39,7 +39,12 @@ class PromptTokensDetails(ResponseModel):
 
 
 class CompletionTokensDetails(ResponseModel):
-    reasoning_tokens: int
+    reasoning_tokens: int | None = None
+    """Only of chats with a model that reasons."""
+    accepted_prediction_tokens: int | None = None
+    """Drafts of workers that became tokens. This and the next one are only there if there were drafts."""
+    rejected_prediction_tokens: int | None = None
+    """Drafts that became none."""
 
 
 class Usage(ResponseModel):
@@ -48,7 +53,6 @@ class Usage(ResponseModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
-    """Only of chats with a model that reasons."""
     numerics_changed: Literal[True] | None = None
     """Only with workers of `--batch-invariant`: the request went on without a worker that computes the same
     bits as its first one."""

@@ -174,6 +174,8 @@ async def _write(active: ActiveRequest, context: grpc.aio.ServicerContext, clien
         completion_tokens=used.completion_tokens,
         cached_tokens=used.cached_tokens,
         numerics_changed=used.numerics_changed,
+        accepted_prediction_tokens=used.accepted_drafts,
+        rejected_prediction_tokens=used.rejected_drafts,
     )
     await context.write(pb.GenerateResponse(usage=usage))
 

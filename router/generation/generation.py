@@ -46,6 +46,8 @@ class Generation:
     Attributes:
         name: the request id that the client knows.
         cached_tokens: prompt tokens that the first prefill found in its prefix cache.
+        accepted_drafts: tokens that workers had drafted.
+        rejected_drafts: drafts that became no tokens.
         done: the generation has ended.
     """
 
@@ -66,6 +68,7 @@ class Generation:
     ) -> None:
         self.name = name
         self.cached_tokens = 0
+        self.accepted_drafts = self.rejected_drafts = 0
         self.done = False
         self._job = job
         self._turn = turn
@@ -292,6 +295,8 @@ class Generation:
         pair.failures.token()
         self._turn.generated()
         self._measure()
+        self.accepted_drafts += event.accepted_draft
+        self.rejected_drafts += event.rejected_drafts
         scores: Sequence[pb.PromptLogprobs] = ()
         if len(pair.output_ids) == 1 and self._job.scores_prompt:
             scores, attempt.scores = attempt.scores, []

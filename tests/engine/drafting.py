@@ -24,11 +24,14 @@ class Known:
         return [(token + (self._rng.random() < self._wrong)) % self._vocabulary for token in right]
 
 
-def draft_always(engine: Engine, answers: Mapping[bytes, Sequence[int]], wrong: float) -> None:
-    """All requests get all drafts that they may have, from a `Known`."""
+def draft_always(
+    engine: Engine, answers: Mapping[bytes, Sequence[int]] | None = None, wrong: float = 0.0
+) -> None:
+    """All requests get all drafts that they may have, from a `Known`. `answers` None: from the draft head."""
     speculation = engine._scheduler.speculation
     assert speculation is not None
-    speculation.drafter = Known(answers, wrong)
+    if answers is not None:
+        speculation.drafter = Known(answers, wrong)
     costs = speculation.costs
     costs.is_known = lambda rows: True
     costs.seconds = lambda rows: np.ones(len(costs.sizes) - costs.index(rows))

@@ -4,14 +4,16 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from baton.engine import Engine, EngineRequest
+from baton.engine import Engine, EngineRequest, SpeculativeConfig
 from baton.engine.core.live_request import Phase
 from baton.engine.kernels import parts
 from tests.engine.conftest import MakeEngine, request_of, tokens_of
+from tests.engine.draft_checkpoints import random_eagle
 from tests.engine.scheduling import add, hooks_to, make, step, tokens
 
 CACHING = {"block_size": 8, "num_blocks": 80, "max_num_batched_tokens": 64, "enable_prefix_caching": True}
@@ -62,12 +64,18 @@ def computed(request: EngineRequest, engine: Engine) -> list[int]:
     return list(engine._scheduler.requests[request.id].blocks)
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("own", [[(64, 120)], [(0, 40), (80, 120)], [(32, 64), (96, 120)]])
 def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
-    tiny_engine: MakeEngine, own: list[tuple[int, int]]
+    tiny_engine: MakeEngine, tiny_path: Path, tmp_path: Path, own: list[tuple[int, int]], drafts: bool
 ) -> None:
-    request = shared_prompt(120)
-    source, target = tiny_engine(**CACHING), tiny_engine(**CACHING | {"block_size": 4, "num_blocks": 160})
+    """With `drafts` there is a draft head, which has a cache of its own."""
+    request, more = shared_prompt(120), {}
+    if drafts:
+        random_eagle(tmp_path / "head", tiny_path, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+        more["speculative_config"] = SpeculativeConfig("eagle3", model=str(tmp_path / "head"))
+    source = tiny_engine(**CACHING, **more)
+    target = tiny_engine(**CACHING | {"block_size": 4, "num_blocks": 160}, **more)
     [expected] = tokens_of(tiny_engine(**CACHING), [request])
     shared = Shared(target, source)
     shared.table = computed(request, source)
@@ -87,6 +95,11 @@ def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
     assert target.stats().blocks_cached == 0, "no other request may use KV that is not verified"
     target.verified(request.id)
     assert target.stats().blocks_cached == 120 // 4
+    for here, there in zip(target.kv_cache, source.kv_cache, strict=True):
+        positions = torch.arange(120)
+        mine = parts(here)[0].flatten(1, 2)[:, shared._slots(target, shared.blocks, positions)]
+        other = parts(there)[0].flatten(1, 2)[:, shared._slots(source, shared.table, positions)]
+        assert torch.allclose(mine, other, atol=1e-3)
     resumed = target.resume(request.id, b"goes on")
     assert resumed is not None
     found = [resumed.token]

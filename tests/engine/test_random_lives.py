@@ -17,6 +17,7 @@ from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.kernels import parts
 from baton.engine.step import Step
 from tests.engine.conftest import LateEvent, MakeEngine, request_of, run
+from tests.engine.draft_checkpoints import random_eagle
 from tests.engine.drafting import draft_always
 from tests.engine.scheduling import hooks_to
 from tests.engine.test_disaggregation import copy_kv
@@ -80,7 +81,7 @@ class Lives:
         self, request_id: bytes, block_ids: Any, num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.tables[request_id] = list(block_ids)
-        self.moved[request_id] = Counter(dict.fromkeys(range(3), num_cached))
+        self.moved[request_id] = Counter(dict.fromkeys(range(len(self.prefill.kv_cache)), num_cached))
 
     def layer_done(self, layer: int, chunks: Any) -> None:
         for request_id, chunk in chunks.items():
@@ -128,7 +129,7 @@ class Lives:
     def hand_over(self, request_id: bytes) -> None:
         request, target = self.reserved.pop(request_id)
         first, count = self.first.pop(request_id), len(request.prompt_ids)
-        assert self.moved[request_id] == Counter(dict.fromkeys(range(3), count))
+        assert self.moved[request_id] == Counter(dict.fromkeys(range(len(self.prefill.kv_cache)), count))
         assert self.under_way(self.decode).isdisjoint(target.block_ids)
         copy_kv(self.prefill, self.tables[request_id], self.decode, target, count)
         self.cached += target.num_cached
@@ -227,12 +228,30 @@ class Lives:
             },
             id="drafts",
         ),
+        pytest.param(
+            {
+                "num_blocks": 20,
+                "max_num_seqs": 5,
+                "max_num_batched_tokens": 24,
+                "enable_prefix_caching": True,
+                "speculative_config": None,
+            },
+            id="draft head",
+        ),
     ],
 )
 def test_random_lives(
-    tiny_engine: MakeEngine, late_engine: MakeEngine, spelled_path: Path, config: dict[str, Any]
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
+    spelled_path: Path,
+    tmp_path: Path,
+    config: dict[str, Any],
 ) -> None:
     rng = random.Random(1)
+    by_head = "speculative_config" in config and config["speculative_config"] is None
+    if by_head:
+        random_eagle(tmp_path, spelled_path, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+        config = {**config, "speculative_config": SpeculativeConfig("eagle3", model=str(tmp_path))}
 
     class SometimesLate(LateEvent):
         def query(self) -> bool:
@@ -250,7 +269,8 @@ def test_random_lives(
     expected = run(waits, requests)
     if "speculative_config" in config:
         for each in (prefill, decode):
-            draft_always(each, {key: result.tokens for key, result in expected.items()}, wrong=0.3)
+            known = {key: result.tokens for key, result in expected.items()}
+            draft_always(each, None if by_head else known, wrong=0.3)
     for _ in range(2):
         lives = Lives(prefill, decode, expected)
         lives.live(requests, rng)

@@ -169,7 +169,9 @@ def test_prompt_lookup() -> None:
         ('{"num_speculative_tokens": "3"}', "num_speculative_tokens must be of type int"),
         ('{"num_speculative_tokens": 8}', "num_speculative_tokens is 8; choose 1 to 7"),
         ('{"prompt_lookup_max": 2, "prompt_lookup_min": 3}', "prompt_lookup_min is 3; choose 1 to 2"),
-        ('{"method": "medusa"}', "method 'medusa' is not one of ngram"),
+        ('{"method": "medusa"}', "method 'medusa' is not one of ngram, mtp, eagle3"),
+        ('{"method": "eagle3"}', "the method eagle3, and no other one, needs a model"),
+        ('{"method": "mtp", "model": "m"}', "the method eagle3, and no other one, needs a model"),
     ],
 )
 def test_wrong_configurations(text: str, message: str) -> None:

@@ -43,7 +43,7 @@ def kv_layout(engine: Engine | Follower) -> KVLayout:
     [[kv], *states] = sorted({cache.parts for cache in caches}, key=lambda parts: not parts[0].per_token)
     assert len(states) <= 1, "the wire has one layout for all layers"
     return KVLayout(
-        len(caches),
+        len(own),
         kv.heads,
         kv.head_dim,
         kv.dtype,

@@ -201,6 +201,8 @@ def _token(token: Output) -> pb.TokenEvent:
         token_id=token.token,
         finish_reason=_FINISH[token.finish_reason],
         cached_tokens=token.cached_tokens,
+        accepted_draft=token.accepted_draft,
+        rejected_drafts=token.rejected_drafts,
     )
     if token.logprobs is not None:
         event.logprobs.logprob = token.logprobs.logprob

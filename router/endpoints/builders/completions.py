@@ -150,13 +150,18 @@ class ChoicesBuilder:
 
     def _usage(self) -> dict[str, Any]:
         used = self._request.usage()
-        changed = {"numerics_changed": True} if used.numerics_changed else {}
+        more: dict[str, Any] = {"numerics_changed": True} if used.numerics_changed else {}
+        if used.accepted_drafts or used.rejected_drafts:
+            more["completion_tokens_details"] = {
+                "accepted_prediction_tokens": used.accepted_drafts,
+                "rejected_prediction_tokens": used.rejected_drafts,
+            }
         return {
             "prompt_tokens": used.prompt_tokens,
             "completion_tokens": used.completion_tokens,
             "total_tokens": used.prompt_tokens + used.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
-            **changed,
+            **more,
         }
 
     def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:
@@ -281,7 +286,8 @@ class ChatBuilder(ChoicesBuilder):
         usage = super()._usage()
         if self._parsers[0].reasons:
             counted = sum(parser.reasoning_tokens for parser in self._parsers)
-            usage["completion_tokens_details"] = {"reasoning_tokens": counted}
+            details = usage.setdefault("completion_tokens_details", {})
+            details["reasoning_tokens"] = counted
         return usage
 
     def _said(self, index: int, delta: Delta) -> list[Part]:

@@ -1,0 +1,121 @@
+"""Draft heads in plain torch and transformers, over whole sequences: they define what the engine guesses."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.engine.checkpoints import config_of, edited_tensors
+from tests.engine.draft_checkpoints import LAYER
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+class _Reference:
+    def __init__(self, model: Any, directory: Path) -> None:
+        self.model = model
+        with edited_tensors(directory) as tensors:
+            self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.config = config_of(directory)
+        self.eps = self.config["rms_norm_eps"]
+
+    def taken(self, hidden_states: tuple[Tensor, ...]) -> Tensor:
+        raise NotImplementedError
+
+    def layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def token(self, hidden: Tensor) -> int:
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def guesses(self, ids: list[int], count: int) -> list[int]:
+        """What follows these tokens. All but the newest one have hidden states of the model."""
+        states = self.model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+        hidden, tokens = self.taken(tuple(state[0] for state in states)), ids[1:]
+        for _ in range(count):
+            last = self.layer(self.model.model.embed_tokens(torch.tensor(tokens)), hidden)[-1:]
+            tokens, hidden = [*tokens, self.token(last[0])], torch.cat((hidden, last))
+        return tokens[len(ids) - 1 :]
+
+    def rotary(self, count: int) -> tuple[Tensor, Tensor]:
+        return self.model.model.rotary_emb(torch.zeros(1, 1, 1), torch.arange(count)[None])
+
+
+class EagleReference(_Reference):
+    def taken(self, hidden_states: tuple[Tensor, ...]) -> Tensor:
+        taps = self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        return torch.cat([hidden_states[i] for i in taps], dim=-1) @ self.tensors["fc.weight"].T
+
+    def layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        def weight(name: str) -> Tensor:
+            return self.tensors[f"midlayer.{name}.weight"]
+
+        normed = _norm(hidden, weight("hidden_norm"), self.eps)
+        residual = normed if self.config["norm_before_residual"] else hidden
+        x = torch.cat((_norm(embedded, weight("input_layernorm"), self.eps), normed), dim=-1)
+        head_dim = self.model.model.layers[0].self_attn.head_dim
+        q, k, v = (
+            (x @ weight(f"self_attn.{kind}_proj").T).unflatten(-1, (-1, head_dim)).transpose(0, 1)[None]
+            for kind in "qkv"
+        )
+        q, k = apply_rotary_pos_emb(q, k, *self.rotary(len(x)))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
+        residual = residual + mixed.transpose(0, 1).flatten(1) @ weight("self_attn.o_proj").T
+        x = _norm(residual, weight("post_attention_layernorm"), self.eps)
+        inner = F.silu(x @ weight("mlp.gate_proj").T) * (x @ weight("mlp.up_proj").T)
+        return residual + inner @ weight("mlp.down_proj").T
+
+    def token(self, hidden: Tensor) -> int:
+        logits = self.tensors["lm_head.weight"] @ _norm(hidden, self.tensors["norm.weight"], self.eps)
+        best = int(logits.argmax())
+        return best + int(self.tensors["d2t"][best])
+
+
+class NextTokenReference(_Reference):
+    def __init__(self, model: Any, directory: Path) -> None:
+        super().__init__(model, directory)
+        self.tensors = {
+            name.removeprefix(LAYER): x for name, x in self.tensors.items() if name.startswith(LAYER)
+        }
+        last = model.model.layers[-1]
+        self.block = type(last)(model.config, 2).eval()
+        self.block.load_state_dict(self._as_transformers(last.state_dict()))
+
+    def _as_transformers(self, names: dict[str, Tensor]) -> dict[str, Tensor]:
+        """transformers has the experts of a layer in one tensor each."""
+        found = {name: x for name, x in self.tensors.items() if name in names}
+        experts = self.config["n_routed_experts"]
+
+        def of(expert: int, kind: str) -> Tensor:
+            return self.tensors[f"mlp.experts.{expert}.{kind}_proj.weight"]
+
+        gate_up = [torch.cat((of(i, "gate"), of(i, "up"))) for i in range(experts)]
+        found["mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        found["mlp.experts.down_proj"] = torch.stack([of(i, "down") for i in range(experts)])
+        return found
+
+    def taken(self, hidden_states: tuple[Tensor, ...]) -> Tensor:
+        return hidden_states[-1]
+
+    def layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        embedded = torch.cat((torch.zeros_like(embedded[:1]), embedded[1:]))
+        parts = (embedded, self.tensors["enorm.weight"]), (hidden, self.tensors["hnorm.weight"])
+        x = torch.cat([_norm(*part, self.eps) for part in parts], dim=-1) @ self.tensors["eh_proj.weight"].T
+        count = len(x)
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        out = self.block(
+            x[None], attention_mask=mask, position_ids=torch.arange(count)[None],
+            position_embeddings=self.rotary(count),
+        )  # fmt: skip
+        return (out if isinstance(out, Tensor) else out[0])[0]
+
+    def token(self, hidden: Tensor) -> int:
+        normed = _norm(hidden, self.tensors["shared_head.norm.weight"], self.eps)
+        return int((self.model.lm_head.weight @ normed).argmax())

@@ -1,0 +1,256 @@
+"""Draft heads: MTP layers and EAGLE-3 change no stream, and their guesses are those of the reference."""
+
+import os
+import random
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import baton.kv_transfer as kv
+from baton.engine import EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig
+from baton.engine.core.live_request import Phase
+from baton.engine.execution.warmup import Rehearsal, rehearse
+from baton.engine.loader import check_model
+from tests.device import DEVICE
+from tests.engine.checkpoints import assert_refused, edited_tensors, load
+from tests.engine.conftest import (
+    MakeEngine,
+    Result,
+    TinyOf,
+    request_of,
+    run,
+    save_spelled_tokenizer,
+    save_tiny,
+    tokens_of,
+)
+from tests.engine.draft_checkpoints import random_eagle, save_mtp, sure_eagle, sure_mtp
+from tests.engine.draft_reference import EagleReference, NextTokenReference
+from tests.engine.drafting import draft_always
+from tests.engine.test_engine import PREEMPTING
+from tests.engine.test_speculation import assert_same, requests_of
+from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
+
+Checkpoint = tuple[Path, dict[str, Any]]
+"""The model, and the settings of its speculation."""
+
+
+@pytest.fixture(scope="module", params=["Llama", "Qwen3", "DeepseekV3", "Glm4MoeLite"])
+def random_head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    directory, kind = tmp_path_factory.mktemp(request.param), request.param
+    if kind in ("DeepseekV3", "Glm4MoeLite"):
+        save_mtp(directory, kind)
+        save_spelled_tokenizer(directory)
+        return directory, {"method": "mtp"}
+    save_tiny(directory, kind)
+    save_spelled_tokenizer(directory)
+    head = tmp_path_factory.mktemp(f"{kind}-eagle")
+    taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    random_eagle(head, directory, norm_before_residual=kind == "Qwen3", **taps)
+    return directory, {"method": "eagle3", "model": str(head)}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_engine: MakeEngine, random_head: Checkpoint) -> dict[bytes, Result]:
+    return run(tiny_engine(model=str(random_head[0]), num_blocks=512), requests_of())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"num_blocks": 512}, id="roomy"),
+        pytest.param({**PREEMPTING, "num_blocks": 24}, id="preemption"),
+        pytest.param({"block_size": 2, "enable_prefix_caching": True, "num_blocks": 512}, id="prefix cache"),
+    ],
+)
+def test_drafts_change_no_stream(
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
+    random_head: Checkpoint,
+    expected: dict[bytes, Result],
+    config: dict[str, Any],
+    overlap: bool,
+) -> None:
+    path, settings = random_head
+    engine = (late_engine if overlap else tiny_engine)(
+        model=str(path), speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings), **config
+    )
+    draft_always(engine)
+    for _ in range(2):
+        assert_same(run(engine, requests_of()), expected)
+        engine.assert_whole()
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.drafts
+
+
+def test_guesses_are_those_of_the_reference(tiny_engine: MakeEngine, random_head: Checkpoint) -> None:
+    """After a prompt in chunks, and after each step with drafts that are rarely right."""
+    import transformers
+
+    path, settings = random_head
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    is_eagle = "model" in settings
+    reference = (
+        EagleReference(model, Path(settings["model"])) if is_eagle else NextTokenReference(model, path)
+    )
+    engine = tiny_engine(
+        model=str(path),
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings),
+    )
+    draft_always(engine)
+    request = request_of(1, [(7 * i) % 190 + 3 for i in range(40)], max_tokens=24, ignore_eos=True)
+    engine.add(request)
+    live, compared = engine._scheduler.requests[request.id], 0
+    while engine.has_work:
+        engine.step()
+        if live.guessed_from == live.num_known and live.phase is Phase.RUNNING:
+            assert list(live.guesses) == reference.guesses(list(live.token_ids), len(live.guesses))
+            compared += 1
+    assert compared > 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_head_that_knows_the_model_is_always_right(
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
+    tmp_path: Path,
+    method: str,
+    wrong: bool,
+    overlap: bool,
+    count: int,
+) -> None:
+    path, settings = tmp_path / "model", {"method": method}
+    path.mkdir()
+    if method == "mtp":
+        sure_mtp(path, wrong=wrong)
+    else:
+        settings["model"] = str(tmp_path / "head")
+        sure_eagle(path, tmp_path / "head", wrong=wrong)
+    requests = [request_of(n, [3 + n, 9, 4], max_tokens=30, ignore_eos=True) for n in range(3)]
+    expected = run(tiny_engine(model=str(path)), requests)
+    engine = (late_engine if overlap else tiny_engine)(
+        model=str(path), speculative_config=SpeculativeConfig(num_speculative_tokens=count, **settings)
+    )
+    draft_always(engine)
+    results = run(engine, requests)
+    assert_same(results, expected)
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.drafts > (10 if wrong else 30)
+    assert stats.accepted == (0 if wrong else stats.drafts)
+    outputs = [output for result in results.values() for output in result.outputs]
+    assert sum(output.accepted_draft for output in outputs) == stats.accepted
+    assert sum(output.rejected_drafts for output in outputs) == stats.drafts - stats.accepted
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.parametrize(
+    "ranks", [(1, 1), pytest.param((2, 1), marks=ON_CPU), pytest.param((1, 2), marks=ON_CPU)]
+)
+def test_the_cache_of_a_head_is_handed_over(tmp_path: Path, method: str, ranks: tuple[int, int]) -> None:
+    """Bit for bit (`Pair`). The decode engine goes on with drafts, which are right."""
+    path, settings, layout = (
+        tmp_path / "model",
+        {"method": method},
+        kv.KVLayout(4, 1, 48, "float32", kind="latent"),
+    )
+    path.mkdir()
+    if method == "mtp":
+        sure_mtp(path)
+    else:
+        settings["model"] = str(tmp_path / "head")
+        sure_eagle(path, tmp_path / "head")
+        layout = kv.KVLayout(4, 2, 16, "float32")
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 60) for _ in range(n)] for n in (1, 17, 64, 150)]
+    prompts += [[*prompts[-1][:130], *prompts[1]]]
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
+    expected = tokens_of(load(path, device=DEVICE, num_blocks=60), requests)
+    common: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        "speculative_config": SpeculativeConfig(num_speculative_tokens=3, **settings),
+    }
+    prefill = Side(path, layout, ranks[0], block_size=16, num_blocks=60, max_num_batched_tokens=50, **common)
+    decode = Side(path, layout, ranks[1], block_size=64, num_blocks=30, **common)
+    draft_always(decode.engine)
+    with closing(prefill), closing(decode):
+        pair = Pair(prefill, decode)
+        assert pair.run(requests[:-1]) + pair.run(requests[-1:]) == expected
+        stats = decode.engine.stats().speculation
+        assert stats is not None
+        assert stats.accepted == stats.drafts > 40
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path, tiny_of: TinyOf) -> None:
+    target, head = tiny_of("Llama"), tmp_path / "head"
+    settings = {"speculative_config": SpeculativeConfig("eagle3", model=str(head))}
+    taps: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    random_eagle(head, target, **taps)
+    check_model(EngineConfig(str(target), **settings))
+    with edited_tensors(head) as tensors:
+        tensors["more"] = torch.zeros(2)
+    assert_refused(target, "1 tensors are unknown to LlamaForCausalLM, such as model.more", **settings)
+    for changes, message in (
+        ({}, r"eagle_aux_hidden_state_layer_ids \[2, 1, 0\] must be layers in ascending order"),
+        (
+            {**taps, "num_key_value_heads": 4},
+            r"KV heads and their size is \(4, 16\), but \(2, 16\) in the model",
+        ),
+        ({**taps, "vocab_size": 200}, "vocab_size is 200, but 199 in the model; choose a head for it"),
+        ({**taps, "target_hidden_size": 32}, "target_hidden_size is 32, but 64 in the model"),
+        ({**taps, "num_hidden_layers": 2}, "only heads with one layer"),
+        ({**taps, "architectures": ["Eagle3Speculator"]}, "Eagle3Speculator is no EAGLE-3 head"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "must be layers of the model, 0 to 2"),
+    ):
+        random_eagle(head, target, **changes)
+        assert_refused(target, message, **settings)
+    mtp = SpeculativeConfig("mtp")
+    assert_refused(target, "has no layer that predicts further tokens", speculative_config=mtp)
+    message = "BambaForCausalLM has layers with states"
+    assert_refused(tiny_of("Bamba"), message, **settings)
+
+
+def test_a_worker_with_another_head_is_refused_by_its_fingerprint(
+    tmp_path: Path, tiny_of: TinyOf, tiny_engine: MakeEngine
+) -> None:
+    target, fingerprints = tiny_of("Llama"), []
+    for name, changes in (("a", {}), ("b", {}), ("c", {"norm_before_residual": True})):
+        random_eagle(tmp_path / name, target, eagle_aux_hidden_state_layer_ids=[0, 1, 2], **changes)
+        wanted = SpeculativeConfig("eagle3", model=str(tmp_path / name))
+        fingerprints.append(tiny_engine(model=str(target), speculative_config=wanted).model_fingerprint)
+    plain = tiny_engine(model=str(target)).model_fingerprint
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    assert [each.rpartition("; drafts=eagle3 ")[0] for each in fingerprints] == [plain] * 3
+
+
+def test_the_steps_before_the_first_request_have_guesses(
+    tiny_engine: MakeEngine, random_head: Checkpoint
+) -> None:
+    """A GPU measures and compiles with these."""
+    path, settings = random_head
+    engine = tiny_engine(
+        model=str(path),
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings),
+    )
+    config = EngineConfig(
+        str(path),
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings),
+    )
+    rehearsal = Rehearsal(config, 64, 4, pool=engine.num_blocks)
+    guessed = [step.drafting.count * len(step.drafting.first_rows) for step in rehearsal.steps(None)]
+    assert max(guessed) == 4 * 3
+    assert any(rehearse(engine._runner, rehearsal, lambda done: None))
