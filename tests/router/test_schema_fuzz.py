@@ -24,8 +24,6 @@ NAMED = {"there is no model": "model", "Response with id": "previous_response_id
 """Errors of values that depend on the router or on time, and the fields with such values."""
 DOCUMENTED = "|".join([
     r"must be at most max_tokens|context length is|not below the vocabulary's|not a token id below",
-    # Types are strict: 5.0 is no integer.
-    r"valid integer, not -?[\d.e+]+$|prompt: must be a string, a list of token ids",
     # What several fields may be together.
     r"needs|excludes|has a name$|has a schema$|can only be used when|unless echo or prompt_logprobs is set",
     r"structured_outputs: must have one",

@@ -1,7 +1,6 @@
 """A plugin of pytest: tests of vLLM and SGLang find the cluster at BATON_URL where they would start a server.
 
-Modules of the other project that are not installed are replaced by mocks. A test that needs their values
-fails.
+Modules of the other project are replaced by mocks. A test that needs their values fails.
 """
 
 import base64
@@ -11,9 +10,11 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import sys
 import types
 import unittest
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ ALIKE = {"regex": re, "pybase64": base64}
 
 
 class _Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds each module below `MOCKED` that is not installed."""
+    """Finds each module below `MOCKED`, also where it is installed: the cluster is what the tests are for."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] in MOCKED:
@@ -138,8 +139,27 @@ KNOWN: dict[str, Any] = {
 }
 
 
+sent = 0
+"""Calls that sent bytes to the cluster since the test began."""
+
+
+def _counted(name: str) -> None:
+    """Counts the calls of this method of sockets."""
+    send = getattr(socket.socket, name)
+
+    def counting(self: socket.socket, *arguments: Any) -> Any:
+        global sent
+        if self.family != socket.AF_UNIX and self.getpeername()[1] == urllib.parse.urlsplit(URL).port:
+            sent += 1
+        return send(self, *arguments)
+
+    setattr(socket.socket, name, counting)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    sys.meta_path.append(_Mocks())
+    for name in ("send", "sendall", "sendmsg"):
+        _counted(name)
+    sys.meta_path.insert(0, _Mocks())
     for name, module in ALIKE.items():
         sys.modules.setdefault(name, module)
     utils = types.ModuleType("tests.utils")
@@ -156,10 +176,16 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(module)
 
 
+def pytest_runtest_logstart() -> None:
+    global sent
+    sent = 0
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Writes one line of JSON for each test: its name, its outcome and, if it failed, why."""
+    """Writes one line of JSON for each test: its name, its outcome, whether it sent something to the cluster,
+    and why it failed."""
     if report.when == "call" or report.outcome != "passed":
         reason = "" if report.passed else str(report.longrepr).strip().rpartition("\n")[2]
-        line = json.dumps([report.nodeid, report.outcome, reason[:300]])
+        line = json.dumps([report.nodeid, report.outcome, sent > 0, reason[:300]])
         with Path(os.environ["BATON_OUTCOMES"]).open("a") as file:
             file.write(line + "\n")
