@@ -176,16 +176,24 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(module)
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A file that cannot be imported counts as one test."""
+    if report.failed:
+        _write(report, asked=False)
+
+
 def pytest_runtest_logstart() -> None:
     global sent
     sent = 0
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Writes one line of JSON for each test: its name, its outcome, whether it sent something to the cluster,
-    and why it failed."""
     if report.when == "call" or report.outcome != "passed":
-        reason = "" if report.passed else str(report.longrepr).strip().rpartition("\n")[2]
-        line = json.dumps([report.nodeid, report.outcome, sent > 0, reason[:300]])
-        with Path(os.environ["BATON_OUTCOMES"]).open("a") as file:
-            file.write(line + "\n")
+        _write(report, asked=sent > 0)
+
+
+def _write(report: pytest.TestReport | pytest.CollectReport, *, asked: bool) -> None:
+    """Writes one line of JSON: the test, its outcome, whether it asked the cluster, and why it failed."""
+    reason = "" if report.passed else str(report.longrepr).strip().rpartition("\n")[2]
+    with Path(os.environ["BATON_OUTCOMES"]).open("a") as file:
+        file.write(json.dumps([report.nodeid, report.outcome, asked, reason[:300]]) + "\n")

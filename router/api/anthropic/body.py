@@ -94,11 +94,25 @@ def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+_CALLS_BY_ROLE: list[Any] = [
+    {"properties": {"role": {"const": "assistant"}}},
+    {"properties": {"content": {"items": {"properties": {"type": {"not": {"const": "tool_use"}}}}}}},
+]
+
+
 class InputMessage(Part):
+    model_config = ConfigDict(json_schema_extra={"anyOf": _CALLS_BY_ROLE})
+
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Items[AnyBlock], BeforeValidator(_blocks, json_schema_input_type=str | Items[AnyBlock])
     ]
+
+    @model_validator(mode="after")
+    def _check_calls(self) -> Self:
+        if self.role != "assistant" and any(isinstance(block, ToolUseBlock) for block in self.content):
+            raise invalid("only messages of role assistant have tool_use blocks")
+        return self
 
 
 def chat_messages(system: str, messages: Iterable[InputMessage]) -> list[dict[str, Any]]:
