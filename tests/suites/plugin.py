@@ -124,11 +124,7 @@ class CustomTestCase(unittest.TestCase):
     """Takes the place of SGLang's class of this name, which tries a failed test again."""
 
 
-LOADED = {
-    "suite_fixtures": Path("tests/entrypoints/conftest.py"),
-    "sglang.test.kits.matched_stop_kit": Path("python/sglang/test/kits/matched_stop_kit.py"),
-}
-"""Files of the other projects that import nothing of them: fixtures, and a base class of tests."""
+KIT = Path("python/sglang/test/kits/matched_stop_kit.py")
 KNOWN: dict[str, Any] = {
     "RemoteOpenAIServer": RemoteOpenAIServer,
     "CustomTestCase": CustomTestCase,
@@ -156,7 +152,8 @@ def _counted(name: str) -> None:
     setattr(socket.socket, name, counting)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def _install() -> None:
+    """Runs before any conftest of the other project is imported."""
     for name in ("send", "sendall", "sendmsg"):
         _counted(name)
     sys.meta_path.insert(0, _Mocks())
@@ -165,15 +162,16 @@ def pytest_configure(config: pytest.Config) -> None:
     utils = types.ModuleType("tests.utils")
     utils.__getattr__ = lambda name: _mock("tests.utils", name)  # pyrefly: ignore[bad-assignment]
     sys.modules["tests.utils"] = utils
-    for name, path in LOADED.items():
-        if path.exists():
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            spec.loader.exec_module(module)
-            config.pluginmanager.register(module)
+    if KIT.exists():  # of SGLang; a base class of tests, which imports nothing of it
+        spec = importlib.util.spec_from_file_location("sglang.test.kits.matched_stop_kit", KIT)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+
+
+_install()
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
