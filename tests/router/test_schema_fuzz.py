@@ -29,7 +29,7 @@ GENERATED = {"chat": ChatBody, "completion": CompletionBody}
 NAMED = {"there is no model": "model", "Response with id": "previous_response_id", "within": "timeout"}
 """Errors of values that depend on the router or on time, and the fields with such values."""
 DOCUMENTED = "|".join([
-    r"must be at most max_tokens|context length is|not below the vocabulary's|not a token id below",
+    r"must be at most max_tokens|context length is|out of vocabulary|a token id below",
     # What several fields may be together.
     r"needs|excludes|has a name$|has a schema$|can only be used when|unless echo or prompt_logprobs is set",
     r"structured_outputs: must have one",
