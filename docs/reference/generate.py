@@ -215,10 +215,8 @@ def suites() -> Iterator[str]:
     for name, suite in tomllib.loads((HERE.parent / "suites.toml").read_text()).items():
         missed = sum(len(group["tests"]) for group in suite["not_passed"])
         passed, silent = len(suite["passed"]), sum(suite["silent"].values())
-        yield (
-            f"**{name} {suite['version']}**: {passed + missed} tests asked the cluster, and {passed} of them passed. "
-            f"{silent} more tests of the same files ask no server."
-        )
+        asked = f"{passed + missed} tests asked the cluster, and {passed} of them passed"
+        yield f"**{name} {suite['version']}**: {asked}. {silent} more tests of the same files ask no server."
         rows = [(str(len(group["tests"])), prose(group["reason"])) for group in suite["not_passed"]]
         yield table(("tests", "why they did not pass"), sorted(rows, key=lambda row: -int(row[0])))
 
