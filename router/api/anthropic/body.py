@@ -152,17 +152,23 @@ def _message(role: str, block: Block) -> dict[str, Any]:
 
 
 class AnthropicTool(Part):
-    """`strict`, `cache_control` and `eager_input_streaming` have no effect."""
+    """`cache_control` and `eager_input_streaming` have no effect."""
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     input_schema: dict[str, Any]
     description: str | None = None
+    strict: bool | None = None
 
     _refuse_unsupported = refusing(_TOOL_FIELDS, nested=True, tools=(None, "custom"))
 
     @property
     def for_chat(self) -> dict[str, Any]:
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
         return {"type": "function", "function": function}
 
 
