@@ -11,7 +11,7 @@ do not change the result are not listed, and are ignored:
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -153,12 +153,20 @@ def parse(kind: type[B], raw: bytes | bytearray) -> B:
 
     Raises InvalidRequest with the field, the reason and the value that was sent.
     """
-    with suppress(ValidationError):
+    try:
         return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error
     try:
         return kind.model_validate_json(_with_integers(raw))
     except ValidationError as error:
-        raise _explained(error) from None
+        raise _explained(first if _place(first) == _place(error) else error) from None
+
+
+def _place(error: ValidationError) -> Any:
+    """Returns where a body is wrong, and how."""
+    found = error.errors(include_url=False)[0]
+    return found["loc"], found["type"]
 
 
 def _integer(number: str) -> int | float:

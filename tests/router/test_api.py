@@ -83,7 +83,7 @@ def test_an_integer_may_have_a_point():
         ("n", "2", "integer"),
         ("max_tokens", 0, "at least 1"),
         ("max_tokens", -1, "-1"),
-        ("max_tokens", 10.0, "integer"),
+        ("max_tokens", 10.5, "integer"),
         ("max_tokens", True, "integer"),
         ("seed", 2**65, "36893488147419103232"),
         ("stop", 5, "string"),
