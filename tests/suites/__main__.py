@@ -24,7 +24,7 @@ OPTIONS = [
 def main(name: str, directory: str, url: str, *files: str) -> int:
     suite = tomllib.loads(LIST.read_text())[name]
     with tempfile.NamedTemporaryFile() as outcomes:
-        path = os.pathsep.join([directory, str(Path(__file__).parent)])
+        path = os.pathsep.join([directory, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {"BATON_URL": url, "BATON_OUTCOMES": outcomes.name, "PYTHONPATH": path}
         command = [
             sys.executable,
