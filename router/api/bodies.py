@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    RootModel,
     model_validator,
 )
 
@@ -333,6 +334,18 @@ class TokenizeBody(RenderedBody):
         if (self.prompt is None) == (self.messages is None):
             raise invalid("needs either prompt or messages", "prompt")
         return self
+
+
+_CHAT_OR_COMPLETION: list[Any] = [
+    {"$ref": "#/components/schemas/ChatBody"},
+    {"allOf": [{"$ref": "#/components/schemas/CompletionBody"}, {"not": {"required": ["messages"]}}]},
+]
+
+
+class InvocationBody(RootModel[ChatBody | CompletionBody]):
+    """POST /invocations: a chat if it has messages."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": _CHAT_OR_COMPLETION})
 
 
 class DetokenizeBody(Body):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import xxhash
 
 from baton.content import prompt_hints
 from baton.router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions, GenerationBody
+from baton.router.api.sampling import TOKEN_ID
 from baton.router.api.structured import Structure
 from baton.router.api.validation import validate
 from baton.router.errors import ContextLengthExceeded, InvalidRequest
@@ -169,23 +171,22 @@ def _max_tokens(
 def _sampling(
     body: ChatOptions | CompletionOptions, vocab_size: int, defaults: SamplingDefaults
 ) -> dict[str, Any]:
-    bias: dict[int, float] = {}
-    for key, value in (body.logit_bias or {}).items():
-        if not key.isdecimal() or int(key) >= vocab_size:
-            text = f"logit_bias: {key[:20]!r} is not a token id below {vocab_size}"
-            raise InvalidRequest(text, param="logit_bias")
-        bias[int(key)] = value
+    bias = body.logit_bias or {}
+    wrong = [key[:20] for key in bias if not re.fullmatch(TOKEN_ID, key) or int(key) >= vocab_size]
+    if wrong:
+        text = f"logit_bias: {', '.join(wrong[:10])}: a key must be a token id below {vocab_size}"
+        raise InvalidRequest(text, param="logit_bias")
     for field in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         for token_id in getattr(body, field) or ():
             if token_id >= vocab_size:
-                text = f"{field}: {token_id} is not below the vocabulary's {vocab_size}"
+                text = f"{field}: {token_id} is out of vocabulary, which has {vocab_size} tokens"
                 raise InvalidRequest(text, param=field)
     chosen: dict[str, Any] = dict(_NO_LIMITS)
     for source in (defaults, body):
         chosen |= {name: value for name in _AS_SENT if (value := getattr(source, name)) is not None}
     return chosen | {
         "top_k": max(0, chosen["top_k"]),
-        "logit_bias": bias,
+        "logit_bias": {int(key): value for key, value in bias.items()},
         "logprobs": body.logprobs_wanted,
         "prompt_logprobs": body.prompt_logprobs_wanted,
     }

@@ -124,7 +124,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"defer_loading": (False,)}
 class Function(Part):
     """A function that the model may call.
 
-    `strict` has no effect: workers enforce `parameters` when `tool_choice` demands a call.
+    Workers enforce `parameters` if the tool is `strict`, or if `tool_choice` demands a call. Some formats of
+    calls cannot be held to every schema: `strict` has no effect then, and such a `tool_choice` is refused.
     """
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
@@ -150,6 +151,12 @@ class Tool(Part):
 
     def for_template(self) -> dict[str, Any]:
         return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+
+    @property
+    def lax(self) -> "Tool":
+        """The same tool with any arguments."""
+        function = self.function.model_copy(update={"parameters": {"type": "object"}})
+        return self.model_copy(update={"function": function})
 
     @property
     def schema_text(self) -> str:

@@ -17,7 +17,7 @@ from baton.router.api.anthropic.reply import (
     MessageEvent,
     TokenCount,
 )
-from baton.router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from baton.router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, InvocationBody, TokenizeBody
 from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.openai_responses.reply import (
     DeletedResponse,
@@ -106,7 +106,7 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/invocations", "As /v1/chat/completions if the body has messages, else as /v1/completions.",
-        "application/json", also=REQUEST_ERRORS,
+        "application/json", body=InvocationBody,
     ),
     Operation("get", "/v1/models", "The model that is served.", responses.ModelList),
     Operation("get", "/v1/models/{id}", "The model with this id.", responses.ModelCard, also=(404,)),

@@ -16,6 +16,8 @@ from baton.router.api.fields import (
 )
 from baton.router.api.structured import StructuredOutputs
 
+TOKEN_ID = "[0-9]{1,10}"
+"""A key of `logit_bias`."""
 MAX_TIMEOUT = 86_400.0  # seconds
 
 
@@ -44,7 +46,12 @@ class SamplingBody(Body):
     bad_words: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: (
         Annotated[
-            dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LISTED, fail_fast=True)
+            dict[str, Annotated[float, Field(ge=-100, le=100)]],
+            Field(
+                max_length=MAX_LISTED,
+                fail_fast=True,
+                json_schema_extra={"propertyNames": {"pattern": f"^{TOKEN_ID}$"}},
+            ),
         ]
         | None
     ) = None

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError, model_validator
 
 from baton.router.api.fields import unsupported
@@ -148,14 +149,40 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def parse(kind: type[B], raw: bytes | bytearray) -> B:
-    """Parses and validates JSON.
+    """Parses and validates JSON. 5.0 is an integer, as in a JSON schema.
 
     Raises InvalidRequest with the field, the reason and the value that was sent.
     """
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        raise _explained(error) from None
+        first = error
+    try:
+        return kind.model_validate_json(_with_integers(raw))
+    except ValidationError as error:
+        raise _explained(first if _place(first) == _place(error) else error) from None
+
+
+def _place(error: ValidationError) -> Any:
+    """Returns where a body is wrong, and how."""
+    found = error.errors(include_url=False)[0]
+    return found["loc"], found["type"]
+
+
+def _integer(number: str) -> int | float:
+    value = float(number)
+    return int(value) if value.is_integer() and abs(value) < 2**63 else value
+
+
+_numbers = msgspec.json.Decoder(float_hook=_integer)
+
+
+def _with_integers(raw: bytes | bytearray) -> bytes | bytearray:
+    """Returns the same JSON, but with numbers such as 5.0 as integers. What is no JSON stays as it is."""
+    try:
+        return msgspec.json.encode(_numbers.decode(raw))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return raw
 
 
 def validate(kind: type[B], fields: dict[str, Any]) -> B:

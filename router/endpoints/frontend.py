@@ -214,14 +214,22 @@ class Frontend:
             text = "tools is not supported: this model's tool call format is unknown, see --tool-call-parser"
             raise Unsupported(text, param="tools")
         answer = None
-        if not body.must_call:
-            if body.structure is None:
-                return None
+        free = not body.must_call and body.structure is None
+        if free and (body.ignore_eos or not any(tool.function.strict for tool in body.offered_tools)):
+            return None
+        if not body.must_call and body.structure is not None:
             answer = await self._checker.check(body.structure, key)
         for i, tool in enumerate(body.tools or ()):
-            field = f"tools[{i}].function.parameters"
-            await self._checker.check(Structure("json_schema", tool.schema_text, field), key)
-        grammar = tool_format.grammar(body.callable_tools, many=body.many_calls, spell=tokenizer.lark)
+            if not free or tool.function.strict:
+                field = f"tools[{i}].function.parameters"
+                await self._checker.check(Structure("json_schema", tool.schema_text, field), key)
+        tools = [tool if not free or tool.function.strict else tool.lax for tool in body.callable_tools]
+        try:
+            grammar = tool_format.grammar(tools, many=body.many_calls, spell=tokenizer.lark, text=free)
+        except Unsupported:
+            if free:
+                return None  # the model still calls its tools, as those that are not strict
+            raise
         if answer is not None:
             grammar = calls_or_answer(grammar, answer, harmony.final(tokenizer.lark) if in_messages else "")
         if in_messages:

@@ -245,7 +245,7 @@ def _count_tokens(body: ChatBody, tokenizer: ModelTokenizer, more: dict[str, str
 
 def _check_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> None:
     if (largest := max(token_ids, default=0)) >= tokenizer.vocab_size:
-        text = f"{field}: token id {largest} is not below the vocabulary's {tokenizer.vocab_size}"
+        text = f"{field}: token id {largest} is out of vocabulary, which has {tokenizer.vocab_size} tokens"
         raise InvalidRequest(text, param=field)
 
 

@@ -5,7 +5,7 @@ A format is a `ToolParser` with data: its marks, the reader of one call, and how
 
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from baton.router.api.messages import FUNCTION_NAME, Tool
@@ -91,7 +91,8 @@ class HermesParser(MarkedParser):
     """Hermes, Qwen 2.5 and Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
 
     name = "hermes"
-    opening, closing = "<tool_call>", "</tool_call>"
+    mark = opening = "<tool_call>"
+    closing = "</tool_call>"
     written = Written(f'{opening}\n{{"name": "{{name}}", "arguments": {{arguments}}}}\n{closing}', "\n")
 
     def _reader(self) -> Reader:
@@ -102,7 +103,8 @@ class QwenCoderParser(MarkedParser):
     """Qwen3-Coder and Qwen 3.5: <function=NAME><parameter=KEY>VALUE</parameter>…</function>."""
 
     name = "qwen3_coder"
-    opening, closing = "<tool_call>", "</tool_call>"
+    mark = opening = "<tool_call>"
+    closing = "</tool_call>"
     pairs = Pairs(
         head=re.compile(rf"\s*<function={NAME}>\s*"),
         before_key="<parameter=",
@@ -121,7 +123,7 @@ class Glm45Parser(MarkedParser):
     """GLM 4.5: <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>."""
 
     name = "glm45"
-    opening = "<tool_call>"
+    mark = opening = "<tool_call>"
     pairs = Pairs(
         head=re.compile(rf"\s*{NAME}\s*"),
         before_key="<arg_key>",
@@ -150,7 +152,8 @@ class DeepSeekV31Parser(MarkedParser):
 
     name = "deepseek_v31"
     opening, closing = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-    around = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    mark = "<｜tool▁calls▁begin｜>"
+    around = mark, "<｜tool▁calls▁end｜>"
     specials = (opening, closing, *around, "<｜tool▁sep｜>")
     head = re.compile(rf"\s*{NAME}\s*<｜tool▁sep｜>\s*")
     written = Written(
@@ -180,7 +183,8 @@ class KimiParser(MarkedParser):
 
     name = "kimi_k2"
     opening, closing = "<|tool_call_begin|>", "<|tool_call_end|>"
-    around = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    mark = "<|tool_calls_section_begin|>"
+    around = mark, "<|tool_calls_section_end|>"
     specials = (opening, closing, *around, "<|tool_call_argument_begin|>")
     head = re.compile(rf"\s*(?P<id>(functions\.)?{NAME}:\d+)\s*<\|tool_call_argument_begin\|>\s*")
     written = Written(
@@ -198,6 +202,16 @@ class HarmonyParser(MarkedParser):
     head = re.compile(rf"{NAME}\s*((<\|constrain\|>)?json)?\s*<\|message\|>\s*")
     # The end of a call ends the output, so there is one.
     written = Written(f"{opening}{{name}} <|constrain|>json<|message|>{{arguments}}", None)
+
+    @classmethod
+    def grammar(
+        cls, tools: Sequence[Tool], *, many: bool, spell: Callable[[str], str], text: bool = False
+    ) -> str:
+        calls = super().grammar(tools, many=many, spell=spell)
+        if not text:
+            return calls
+        rest = calls.replace("start:", "calls:", 1)
+        return f"start: calls | answer\n{rest}\nanswer: {harmony.final(spell)} /(?s:.*)/"
 
 
 class BareParser(ToolParser):
@@ -252,7 +266,7 @@ class LlamaParser(BareParser):
     """
 
     name = "llama3_json"
-    between, starts = ";,", "{"
+    between, starts, mark = ";,", "{", "{"
     reader = CallReader
     written = Written('{"name": "{name}", "parameters": {arguments}}', "; ")
 
@@ -261,7 +275,8 @@ class PythonicParser(BareParser):
     """Llama 3.2 and 4, ToolACE: the whole output is a list of calls in Python, [NAME(KEY=VALUE, …), …]."""
 
     name = "pythonic"
-    before, between, end, starts = "[", ",", "]", string.ascii_letters + "_"
+    mark = before = "["
+    between, end, starts = ",", "]", string.ascii_letters + "_"
     reader = PythonReader
     written = Written(
         "{name}({arguments})", ", ", begin="[", end="]",
@@ -282,6 +297,7 @@ class MistralParser(ToolParser):
     """
 
     name = "mistral"
+    mark = CALLS
     specials = (CALLS, ARGS)
     written = Written('{"name": "{name}", "arguments": {arguments}}', ", ", begin=CALLS + "[", end="]")
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.router.api.messages import WHITESPACE, Tool
@@ -72,6 +72,40 @@ def grammar_of(
         else:
             rules += _pairs(written, tool, f"args{i}", lark)
     return "\n".join(rules)
+
+
+def or_text(
+    written: Written,
+    tools: Sequence[Tool],
+    *,
+    many: bool,
+    spell: Callable[[str], str],
+    specials: Sequence[str],
+    mark: str,
+) -> str:
+    """As `grammar_of`, but a text may precede the calls, or stand for them.
+
+    `mark`: what the calls begin with, which no text has inside. One character: no text begins with it.
+    """
+    if len(mark) == 1:
+        calls = grammar_of(written, tools, many=many, spell=spell, specials=specials)
+        rules = ["start: calls | TEXT", f"TEXT: /(\\s*[^\\s{re.escape(mark)}](?s:.*))?/"]
+    else:
+        follows = None if written.separator is None else written.separator + mark
+        begin, call = written.begin, written.call
+        rest = (
+            replace(written, begin=begin.removeprefix(mark))
+            if begin
+            else replace(written, call=call.removeprefix(mark), separator=follows)
+        )
+        calls = grammar_of(rest, tools, many=many, spell=spell, specials=specials)
+        if mark in specials and spell(mark).startswith("<"):  # a token, which is no part of a text
+            rules = [f"start: TEXT? ({spell(mark)} calls)?", "TEXT: /(?s:.+)/"]
+        else:
+            quoted = re.escape(mark).replace("/", "\\/")
+            rules = ["start: text calls | TEXT", f"text[suffix={json.dumps(mark)}]: /(?s:.*)/"]
+            rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){quoted}(?s:.*)/")
+    return "\n".join([*rules, calls.replace("start:", "calls:", 1)])
 
 
 def _pairs(

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import ClassVar, Literal, NamedTuple
 
 from baton.router.api.messages import Tool
-from baton.router.tools.grammar import Written, grammar_of
+from baton.router.tools.grammar import Written, grammar_of, or_text
 from baton.router.tools.readers import Reader
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -43,6 +43,8 @@ class ToolParser:
 
     written: ClassVar[Written]
     """How calls are written, for the grammar."""
+    mark: ClassVar[str]
+    """What the calls begin with, as in `or_text`."""
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         """`tools`: those that the model may call. Some formats leave out the types of arguments."""
@@ -51,11 +53,16 @@ class ToolParser:
         self._call: Reader | None = None  # that is read
 
     @classmethod
-    def grammar(cls, tools: Sequence[Tool], *, many: bool, spell: Callable[[str], str]) -> str:
+    def grammar(
+        cls, tools: Sequence[Tool], *, many: bool, spell: Callable[[str], str], text: bool = False
+    ) -> str:
         """Returns a Lark grammar (llguidance's dialect) for one call, or for several if `many`.
 
-        `spell` turns a special token into its form in a grammar. Raises Unsupported.
+        `spell` turns a special token into its form in a grammar. `text`: the output may be text, too.
+        Raises Unsupported.
         """
+        if text:
+            return or_text(cls.written, tools, many=many, spell=spell, specials=cls.specials, mark=cls.mark)
         return grammar_of(cls.written, tools, many=many, spell=spell, specials=cls.specials)
 
     def push(self, text: str) -> list[Part]:

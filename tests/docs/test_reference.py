@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 import typer
 from typer.core import TyperGroup
@@ -16,6 +18,17 @@ def test_reference_pages_are_current() -> None:
     for name, text in pages().items():
         assert (HERE / name).read_text() == text, f"docs/reference/{name} is old: run `make reference`"
     assert sorted(found[1] for text in pages().values() for found in BLOCK.findall(text)) == sorted(BLOCKS)
+
+
+def test_the_list_of_suites_has_each_test_once_with_its_outcome() -> None:
+    for name, suite in tomllib.loads((HERE.parent / "suites.toml").read_text()).items():
+        listed = suite["passed"] + [test for group in suite["not_passed"] for test in group["tests"]]
+        assert len(listed) == len(set(listed))
+        assert all(group["reason"] and group["tests"] for group in suite["not_passed"])
+        assert len({group["reason"] for group in suite["not_passed"]}) == len(suite["not_passed"])
+        files = {test.partition("::")[0] for test in [*listed, *suite["silent"]]}
+        assert all(file.startswith(tuple(suite["files"])) for file in files)
+        assert f"**{name} {suite['version']}**: {len(listed)} tests" in pages()["../compatibility.md"]
 
 
 @pytest.mark.parametrize(("app", "prefix"), [(baton_app, "baton"), (bench_app, "baton bench")])

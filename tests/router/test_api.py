@@ -42,6 +42,18 @@ def refused(kind, body: dict[str, Any]) -> InvalidRequest:
     return refusal.value
 
 
+def test_an_integer_may_have_a_point():
+    """As in JSON schemas. Other numbers, and texts, stay what they are."""
+    sent = {"prompt": [5.0, 6], "max_tokens": 7.0, "n": 1.0, "temperature": 2.0, "user": "8.0", "model": "é"}
+    body = parse(CompletionBody, json.dumps(sent).encode())
+    assert (body.prompt, body.max_tokens, body.n, body.temperature) == ([[5, 6]], 7, 1, 2.0)
+    assert (body.user, body.model) == ("8.0", "é")
+    with pytest.raises(InvalidRequest, match=r"max_tokens: input should be a valid integer, not 7\.5"):
+        parse(CompletionBody, b'{"prompt": [5.0], "max_tokens": 7.5}')
+    with pytest.raises(InvalidRequest, match="less than"):
+        parse(CompletionBody, b'{"prompt": "x", "max_tokens": 1e15}')
+
+
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
@@ -71,7 +83,7 @@ def refused(kind, body: dict[str, Any]) -> InvalidRequest:
         ("n", "2", "integer"),
         ("max_tokens", 0, "at least 1"),
         ("max_tokens", -1, "-1"),
-        ("max_tokens", 10.0, "integer"),
+        ("max_tokens", 10.5, "integer"),
         ("max_tokens", True, "integer"),
         ("seed", 2**65, "36893488147419103232"),
         ("stop", 5, "string"),

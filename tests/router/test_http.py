@@ -118,6 +118,15 @@ async def test_a_request_without_a_seed_gets_a_random_one(cluster: Cluster):
     assert len(seeds) == 2
 
 
+async def test_the_error_about_logit_bias_names_all_wrong_keys(cluster: Cluster):
+    keys = ["x", "9" * 5000, "\u00b2", "-1"]  # Python makes no integer of 5000 digits
+    status, result = await cluster.post(
+        "/v1/completions", prompt="x", logit_bias=dict.fromkeys(["5", *keys], 1.0)
+    )
+    assert (status, result["error"]["param"]) == (400, "logit_bias")
+    assert result["error"]["message"].startswith(f"logit_bias: x, {'9' * 20}, \u00b2, -1: a key must be")
+
+
 async def test_logprobs_of_both_kinds(cluster: Cluster):
     result = await cluster.complete(logprobs=2, max_tokens=3)
     logprobs = result["choices"][0]["logprobs"]

@@ -180,6 +180,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL]}, "tools is not supported"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "tool_use", "id": "x", "name": "now", "input": {}}]}
+            ]
+        },
+        "messages[0]",
+    ),
     ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config"),
 ]

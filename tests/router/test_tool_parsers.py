@@ -326,6 +326,36 @@ def test_a_parser_reads_every_output_of_its_grammar(name: str, many: bool):
     assert (max(numbers) > 1) == (many and name != "openai"), "a call of gpt-oss ends its output"
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_strict_calls_are_enforced_behind_any_text(name: str):
+    """The grammar takes a text that holds no call, and behind a text the calls that the schemas allow."""
+    grammar = FORMATS[name].grammar(TOOLS, many=True, spell=json.dumps, text=True)
+    forced = FORMATS[name].grammar(TOOLS, many=True, spell=json.dumps)
+    alphabet = LLTokenizer("byte")
+
+    def takes(text: str) -> bool:
+        matcher = LLMatcher(alphabet, LLMatcher.grammar_from_lark(grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+    final = "<|channel|>final<|message|>" if name == "openai" else ""
+    before = "" if name in ("openai", "llama3_json", "pythonic") else "I look <b> at <tool"
+    rng = random.Random(name)
+    assert takes(f"{final}Just é text < {{[ <tool_")
+    for _ in range(5):
+        matcher = LLMatcher(alphabet, LLMatcher.grammar_from_lark(forced))
+        said = bytearray()
+        while not matcher.is_accepting():
+            mask = matcher.compute_bitmask()
+            known = [byte for byte in range(0x20, 0xFF) if mask[byte // 8] >> byte % 8 & 1] or [0x0A]
+            said.append(rng.choice(known))
+            assert matcher.consume_token(said[-1])
+        call = said.decode()
+        assert takes(before + call), call
+        wrong = call.replace("get_weather", "other").replace("now", "x").replace("edit", "y")
+        assert not takes(before + wrong)
+
+
 def test_the_format_is_found_in_the_chat_template():
     assert format_of("… within <tool_call></tool_call> XML tags …") is FORMATS["hermes"]
     assert format_of('{"name": function name, "parameters": dictionary') is FORMATS["llama3_json"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from baton.router.api import responses
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -378,6 +378,24 @@ async def test_a_response_format_beside_tools_allows_calls_or_an_answer(calling:
     assert {text: accepts(LLMatcher.grammar_from_lark(grammar), text) for text in texts} == texts
 
 
+async def test_the_arguments_of_a_strict_tool_are_enforced_without_tool_choice(calling: Cluster):
+    weather, now = json.loads(json.dumps(TOOLS))
+    weather["function"]["strict"] = True
+    status, _ = await calling.post("/v1/chat/completions", messages=CHAT, tools=[weather, now], max_tokens=2)
+    assert status == 200
+    grammar = calling.prefills[0].submitted[0].prefill.request.sampling.structured_output.grammar
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    texts = {
+        "An answer.": True,
+        "See: " + call % ("get_weather", '{"city": "Paris"}'): True,
+        "See: " + call % ("get_weather", '{"town": 5}'): False,
+        call % ("now", '{"any": 1}'): True,
+    }
+    assert {text: accepts(LLMatcher.grammar_from_lark(grammar), text) for text in texts} == texts
+    await calling.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, max_tokens=2)
+    assert not calling.prefills[0].submitted[1].prefill.request.sampling.HasField("structured_output")
+
+
 RECURSES = """{%- macro type_of(spec) %}
 {%- for t in spec.type %}{{ type_of({"type": t}) }}{% endfor %}{% endmacro %}
 {%- for tool in tools or [] %}{{ type_of(tool.function.parameters) }}{% endfor %}<tool_call>
@@ -488,6 +506,15 @@ async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_pa
         assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
         grammar = made.prefills[0].submitted[0].prefill.request.sampling.structured_output.grammar
         assert grammar.startswith('start: <[5]> "["')
+        strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+        await made.post("/v1/chat/completions", messages=CHAT, tools=strict)
+        grammar = made.prefills[0].submitted[1].prefill.request.sampling.structured_output.grammar
+        words = LLTokenizer(json.dumps(described))
+        for arguments, taken in (('{"city": "Rome"}', True), ('{"city": "Oslo"}', False)):
+            call = tokenizer.encode(f'[{{"name": "get_weather", "arguments": {arguments}}}]')
+            said = [*tokenizer.encode("I look."), 5, *call]
+            matcher = LLMatcher(words, LLMatcher.grammar_from_lark(grammar))
+            assert (matcher.try_consume_tokens(said) == len(said)) == taken
 
 
 async def test_tool_calls_with_the_official_client(calling: Cluster):

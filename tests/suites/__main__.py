@@ -1,9 +1,7 @@
-"""Runs the server tests of vLLM or SGLang against a cluster: `python -m tests.suites vllm DIRECTORY URL`.
+"""Runs tests of vLLM or SGLang against a cluster: `python -m tests.suites vllm DIRECTORY URL [FILE …]`.
 
-DIRECTORY holds the sources of the version that docs/suites.toml names. Fetch them with
-`pip download --no-binary :all: --no-deps vllm==VERSION`, or clone the repository. The cluster must serve
-the names of the models in the tests (--served-model-name). A test that fails without a line in the list has
-the outcome `new`.
+DIRECTORY holds the sources of the version that docs/suites.toml names. Without FILEs, all files of that list
+run. docs/compatibility.md says how to serve. A test whose outcome is not that of the list is `new`.
 """
 
 import json
@@ -15,44 +13,49 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
-LIST = Path(__file__).parents[2] / "docs" / "suites.toml"
+ROOT = Path(__file__).parents[2]
+LIST = ROOT / "docs" / "suites.toml"
+OPTIONS = [
+    "-p", "plugin", "-q", "--no-header", "--tb=line", "-c", "/dev/null", "-o", "asyncio_mode=auto",
+    "--timeout=120", "--continue-on-collection-errors", "-W", "ignore",
+]  # fmt: skip
 
 
-def main(name: str, directory: str, url: str) -> int:
+def main(name: str, directory: str, url: str, *files: str) -> int:
     suite = tomllib.loads(LIST.read_text())[name]
-    with tempfile.TemporaryDirectory() as made:
-        outcomes = Path(made) / "outcomes"
-        outcomes.touch()
-        here = str(Path(__file__).parents[2])
-        path = os.pathsep.join([directory, here])
-        environment = os.environ | {"BATON_URL": url, "BATON_OUTCOMES": str(outcomes), "PYTHONPATH": path}
-        options = ["-p", "suite_plugin", "-q", "--no-header", "-x" if "-x" in sys.argv else "--tb=line"]
-        (Path(made) / "suite_plugin.py").write_text(Path(__file__).with_name("plugin.py").read_text())
-        environment["PYTHONPATH"] += os.pathsep + made
-        command = [sys.executable, "-m", "pytest", *options, "-c", "/dev/null", "--rootdir", directory]
-        command += [
-            "-o",
-            "asyncio_mode=auto",
-            "--timeout=120",
-            "--noconftest",
-            "--continue-on-collection-errors",
-            "-W",
-            "ignore",
-            *suite["files"],
+    with tempfile.NamedTemporaryFile() as outcomes:
+        path = os.pathsep.join([directory, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"BATON_URL": url, "BATON_OUTCOMES": outcomes.name, "PYTHONPATH": path}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *OPTIONS,
+            "--rootdir",
+            directory,
+            *(files or suite["files"]),
         ]
         subprocess.run(command, cwd=directory, env=environment, check=False)
-        lines = [json.loads(line) for line in outcomes.read_text().splitlines()]
-    known = {test: why["reason"] for why in suite["not_passed"] for test in why["tests"]}
+        lines = [json.loads(line) for line in Path(outcomes.name).read_text().splitlines()]
+    expected = dict.fromkeys(suite["passed"], "passed")
+    expected |= {test: why["reason"] for why in suite["not_passed"] for test in why["tests"]}
     found = Counter[str]()
-    for test, outcome, said in lines:
-        kind = outcome if outcome == "passed" else known.get(test, "new")
-        found[kind] += 1
-        if kind == "new":
-            print(f"{test}\n    {said}")
+    silent = Counter(test.partition("::")[0] for test, _, asked, _ in lines if not asked)
+    for test, outcome, asked, said in lines:
+        if asked:
+            known = expected.get(test, "new")
+            kind = known if (known == "passed") == (outcome == "passed") else "new"
+            found[kind] += 1
+            if kind == "new":
+                print(f"{test} {outcome}, and not: {known}\n    {said}")
+    for file, count in silent.items():
+        if count != (listed := suite["silent"].get(file, 0)):
+            found["new"] += 1
+            print(f"{file}: {count} tests ask no server, and not {listed}")
     for kind, count in found.most_common():
         print(f"{count:5} {kind}")
     return 1 if found["new"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    sys.exit(main(*sys.argv[1:]))

@@ -1,7 +1,6 @@
 """A plugin of pytest: tests of vLLM and SGLang find the cluster at BATON_URL where they would start a server.
 
-Modules of the other project that are not installed are replaced by mocks. A test that needs their values
-fails.
+Modules of the other project are replaced by mocks. A test that needs their values fails.
 """
 
 import base64
@@ -11,9 +10,11 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import sys
 import types
 import unittest
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ ALIKE = {"regex": re, "pybase64": base64}
 
 
 class _Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds each module below `MOCKED` that is not installed."""
+    """Finds each module below `MOCKED`, also where it is installed: the cluster is what the tests are for."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] in MOCKED:
@@ -83,6 +84,8 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = "token-abc123"
 
     def __init__(self, model: str, args: list[str] = [], **_: Any) -> None:  # noqa: B006
+        if "--watermark-config" in args:
+            pytest.skip("Baton has no watermarks")
         self.model = model
         self.host, _colon, port = URL.rpartition("//")[2].partition(":")
         self.port = int(port)
@@ -123,11 +126,7 @@ class CustomTestCase(unittest.TestCase):
     """Takes the place of SGLang's class of this name, which tries a failed test again."""
 
 
-LOADED = {
-    "suite_fixtures": Path("tests/entrypoints/conftest.py"),
-    "sglang.test.kits.matched_stop_kit": Path("python/sglang/test/kits/matched_stop_kit.py"),
-}
-"""Files of the other projects that import nothing of them: fixtures, and a base class of tests."""
+KIT = Path("python/sglang/test/kits/matched_stop_kit.py")
 KNOWN: dict[str, Any] = {
     "RemoteOpenAIServer": RemoteOpenAIServer,
     "CustomTestCase": CustomTestCase,
@@ -138,28 +137,63 @@ KNOWN: dict[str, Any] = {
 }
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    sys.meta_path.append(_Mocks())
+sent = 0
+"""Calls that sent bytes to the cluster since the test began."""
+
+
+def _counted(name: str) -> None:
+    """Counts the calls of this method of sockets."""
+    send = getattr(socket.socket, name)
+
+    def counting(self: socket.socket, *arguments: Any) -> Any:
+        global sent
+        if self.family != socket.AF_UNIX and self.getpeername()[1] == urllib.parse.urlsplit(URL).port:
+            sent += 1
+        return send(self, *arguments)
+
+    setattr(socket.socket, name, counting)
+
+
+def _install() -> None:
+    """Runs before any conftest of the other project is imported."""
+    for name in ("send", "sendall", "sendmsg"):
+        _counted(name)
+    sys.meta_path.insert(0, _Mocks())
     for name, module in ALIKE.items():
         sys.modules.setdefault(name, module)
     utils = types.ModuleType("tests.utils")
     utils.__getattr__ = lambda name: _mock("tests.utils", name)  # pyrefly: ignore[bad-assignment]
     sys.modules["tests.utils"] = utils
-    for name, path in LOADED.items():
-        if path.exists():
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            spec.loader.exec_module(module)
-            config.pluginmanager.register(module)
+    if KIT.exists():  # of SGLang; a base class of tests, which imports nothing of it
+        spec = importlib.util.spec_from_file_location("sglang.test.kits.matched_stop_kit", KIT)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+
+
+_install()
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A file that cannot be imported counts as one test."""
+    if report.failed:
+        _write(report, asked=False)
+
+
+def pytest_runtest_logstart() -> None:
+    global sent
+    sent = 0
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Writes one line of JSON for each test: its name, its outcome and, if it failed, why."""
     if report.when == "call" or report.outcome != "passed":
-        reason = "" if report.passed else str(report.longrepr).strip().rpartition("\n")[2]
-        line = json.dumps([report.nodeid, report.outcome, reason[:300]])
-        with Path(os.environ["BATON_OUTCOMES"]).open("a") as file:
-            file.write(line + "\n")
+        _write(report, asked=sent > 0)
+
+
+def _write(report: pytest.TestReport | pytest.CollectReport, *, asked: bool) -> None:
+    """Writes one line of JSON: the test, its outcome, whether it asked the cluster, and why it failed."""
+    reason = "" if report.passed else str(report.longrepr).strip().rpartition("\n")[2]
+    with Path(os.environ["BATON_OUTCOMES"]).open("a") as file:
+        file.write(json.dumps([report.nodeid, report.outcome, asked, reason[:300]]) + "\n")

@@ -94,11 +94,25 @@ def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+_CALLS_BY_ROLE: list[Any] = [
+    {"properties": {"role": {"const": "assistant"}}},
+    {"properties": {"content": {"items": {"properties": {"type": {"not": {"const": "tool_use"}}}}}}},
+]
+
+
 class InputMessage(Part):
+    model_config = ConfigDict(json_schema_extra={"anyOf": _CALLS_BY_ROLE})
+
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Items[AnyBlock], BeforeValidator(_blocks, json_schema_input_type=str | Items[AnyBlock])
     ]
+
+    @model_validator(mode="after")
+    def _check_calls(self) -> Self:
+        if self.role != "assistant" and any(isinstance(block, ToolUseBlock) for block in self.content):
+            raise invalid("only messages of role assistant have tool_use blocks")
+        return self
 
 
 def chat_messages(system: str, messages: Iterable[InputMessage]) -> list[dict[str, Any]]:
@@ -138,17 +152,23 @@ def _message(role: str, block: Block) -> dict[str, Any]:
 
 
 class AnthropicTool(Part):
-    """`strict`, `cache_control` and `eager_input_streaming` have no effect."""
+    """`cache_control` and `eager_input_streaming` have no effect."""
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     input_schema: dict[str, Any]
     description: str | None = None
+    strict: bool | None = None
 
     _refuse_unsupported = refusing(_TOOL_FIELDS, nested=True, tools=(None, "custom"))
 
     @property
     def for_chat(self) -> dict[str, Any]:
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
         return {"type": "function", "function": function}
 
 
