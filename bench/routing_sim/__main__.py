@@ -69,6 +69,8 @@ SPLIT_PROMPTS, SPLIT_SHORT = 600, 40
 """Prompts of each simulation, and of a short run."""
 SPLIT_GOALS = {"idle": (0.0, 0.34), "half": (0.5, 0.6)}
 """Share of the time of the workers that is used, and the goal beside one idle engine."""
+SPLIT_BUSY = 0.8
+"""The same share, at which no split may make p99 worse."""
 SWING, SWING_SECONDS = ((2000, 50, 28), (200, 500, 28)), 30.0
 """Loads of 4 workers that take turns, and for how long each of them comes."""
 SWING_TTFT, SWING_GAP = 0.25, 0.02
@@ -213,6 +215,13 @@ def add_split(report: Report, short: bool) -> None:
                 f"routing_sim.split.{tokens}.{name}.w{workers}.ttft", ttft, "ms", scale=1e3,
                 ratio=statistics.median(ttft) / alone, ratio_to="one idle engine", goal=goal,
             )  # fmt: skip
+        busy = {"workers": workers, "prompts": SPLIT_SHORT if short else SPLIT_PROMPTS, "seed": SEED}
+        ours, theirs = (
+            contract.percentile(shared_prompts.simulate(tokens, SPLIT_BUSY, splits=splits, **busy)[0], 0.99)
+            for splits in (True, False)
+        )
+        name = f"routing_sim.split.{tokens}.busy.w{workers}.ttft_p99"
+        report.add(Row(name, 1e3 * ours, "ms", ratio=ours / theirs, ratio_to="no prompt is split", goal=1.0))
 
 
 def add_prefill(report: Report, short: bool) -> None:

@@ -126,11 +126,8 @@ class RequestLives:
 
     def start_part(self, request: EngineRequest, ranges: Iterable[range]) -> LiveRequest | None:
         """Gives a request its blocks at once. These ranges of its prompt are computed here, each after
-        `begin_range`, and the caller writes the KV of the other positions. None: no room, or another prompt
-        would be computed first."""
+        `begin_range`, and the caller writes the KV of the other positions. None: no room."""
         live = self._new(request)
-        if self.waiting or self.loading or not all(other.decodes for other in self.running):
-            return None
         hits = self.memory.hits(live)
         if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
             return None
@@ -269,7 +266,8 @@ class RequestLives:
     @property
     def tokens_waiting(self) -> int:
         """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
-        prefilling = sum(live.num_left for live in self.running if not live.decodes)
+        prefilling = sum(live.num_uncomputed for live in self.running if not live.decodes)
+        prefilling += sum(live.num_uncomputed for live in self.reserved if live.ranges)
         queued = [*self.waiting, *self.loading]
         cached = sum(self.memory.known(live) for live in queued) * self.pool.block_size
         return prefilling + sum(live.num_left for live in queued) - cached
