@@ -167,16 +167,19 @@ class Worker:
         *,
         colocated: bool,
         target_steps: float,
+        slower: float,
     ) -> None:
+        """`slower`: how many times as long as in `steps` each step takes."""
         self.name = name
         self.reserved = 0
         self.arriving: dict[int, float] = {}
         self._clock = clock
         self._outcome = outcome
         self._colocated = colocated
-        largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
+        self._slower = slower
+        largest = BUDGET, slower * step_seconds(0, 0, [(BUDGET, 0)])
         self._limit = ChunkLimit(None, BUDGET, target_steps, largest)
-        self._limit.record(True, 0, step_seconds(1, FIRST_CONTEXT, []))
+        self._limit.record(True, 0, slower * step_seconds(1, FIRST_CONTEXT, []))
         self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by number of the last step
@@ -281,7 +284,7 @@ class Worker:
         if self._decodes:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.computed) for request, count in chunks]
-        seconds = step_seconds(len(self._decodes), self._context, starts)
+        seconds = self._slower * step_seconds(len(self._decodes), self._context, starts)
         last = []
         for request, count in chunks:
             request.computed += count
