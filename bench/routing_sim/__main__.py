@@ -160,7 +160,10 @@ def add_slower(report: Report, short: bool) -> None:
     """The highest rate of each load that two workers serve, if they were slower."""
     requests = PLACED_REQUESTS_SHORT if short else PLACED_REQUESTS
     for slower, ((prompt, answer), rates) in itertools.product(SLOWER, LOADS.items()):
-        load, served = placement.Load(prompt, answer, rates[-1] / slower), {"requests": requests, "seed": SEED}
+        load, served = (
+            placement.Load(prompt, answer, rates[-1] / slower),
+            {"requests": requests, "seed": SEED},
+        )
         found = {kind: placement.simulate(load, kind, slower=slower, **served).quantiles() for kind in KINDS}
         add_placed(report, f"routing_sim.slower{slower}.{prompt}_{answer}", found)
 

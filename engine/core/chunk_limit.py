@@ -9,8 +9,8 @@ are three bounds for the time of a step that both decodes and prefills:
             while a prompt would miss its due time by far in spite of long steps, since then many prompts
             have come at once, and the last of them waits the longest
 
-So the two targets and measured speeds say how long steps are: how long a gap may be, and when a prompt is due.
-A model or a GPU that is slower has steps of the same shape.
+So two targets and measured speeds say how long steps are: how long a gap may be, and when a prompt is due. A
+model or a GPU that is slower has steps of the same shape.
 
 The limit learns two costs from past steps: that of a step that only decodes, and that of each prompt token
 beside decodes. The scheduler lets a step only decode now and then, also if prompts are waiting. Pure.

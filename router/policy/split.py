@@ -7,9 +7,9 @@ goes to the worker that is free first, until all workers end at about the same t
     B  (other work)    ├── range 1 ──┤├─ 4 ──┤     the first token comes from the last range, 5
     C  (other work)             ├── range 3 ──┤
 
-So a worker hardly waits for others, and what it computes for other prompts delays nothing. Ranges
-are of one step, or of several if no other worker is free. A later token costs more, since it attends to more positions. The times follow from measured speeds,
-so a plan has no constants of one machine.
+So workers hardly wait for each other, also if some of them are busy at first. A range has one step, or
+several if no other worker is free. A later token costs more, since it attends to more positions. The times
+follow from measured speeds, so a plan has no constants of one machine.
 
 Prompts that come later wait for the time in which workers of the plan idle. Their delay counts like that of
 this prompt. Pure.
