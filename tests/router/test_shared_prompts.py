@@ -157,6 +157,31 @@ async def test_neighbours_compute_the_ranges_of_a_worker_without_room(cluster: C
         assert after.plan[-1].stop == len(PROMPT)
 
 
+async def test_the_decode_of_a_queued_plan_is_submitted_when_its_last_part_starts(cluster: Cluster) -> None:
+    """Both prefill workers compute other prompts for 5 s, so the plan takes 80 % of the time of one."""
+    for worker in cluster.prefills:
+        worker.starts = asyncio.Semaphore(0)
+        worker.status.tokens_waiting = 5000
+        worker.report()
+    waiting = [cluster.connection(worker) for worker in cluster.prefills]
+    await cluster.until(lambda: all(found.status.tokens_waiting == 5000 for found in waiting))
+    asking = asyncio.create_task(answered(cluster))
+    for worker in cluster.prefills:
+        await worker.until(lambda worker: prefills(worker))
+    parts = [prefills(worker)[0] for worker in cluster.prefills]
+    [last] = [submit for submit in parts if submit.report_start]
+    assert last.plan[-1].prefill_id == last.prefill_id
+    [decode] = cluster.decodes
+    assert not any(load.own for load in cluster.pool.decodes)
+    for worker in cluster.prefills:
+        worker.starts.release()
+        worker.starts = None
+    await asking
+    assert decodes(decode)[0].source.prefill_id == last.prefill_id
+    assert not prefills(decode), "it would compute its part beside the decodes that come meanwhile"
+    assert await splits(cluster) == 1
+
+
 async def test_a_lost_worker_ends_the_plan(cluster: Cluster) -> None:
     for worker in cluster.workers:
         worker.steps = asyncio.Semaphore(0)

@@ -161,7 +161,7 @@ async def test_parts_wait_behind_other_prompts_and_for_each_other(streams: Strea
     """Two prompts are shared in opposite orders. Each of their workers computes other prompts first."""
     alone = sampling(max_tokens=1)
     others = {
-        await streams[worker].submit_prefill(request(prompt(1500, seed), alone), handover=False): worker
+        await streams[worker].submit_prefill(request(prompt(800, seed), alone), handover=False): worker
         for seed, worker in enumerate((0, 1, 0, 1))
     }
     there, back = [(0, 64), (1, 128), (0, 192), (1, 300)], [(1, 64), (0, 128), (1, 192), (0, 250)]
