@@ -159,8 +159,9 @@ async def test_neighbours_compute_the_ranges_of_a_worker_without_room(cluster: C
 
 async def test_the_decode_of_a_queued_plan_is_submitted_when_its_last_part_starts(cluster: Cluster) -> None:
     """Both prefill workers compute other prompts for 5 s, so the plan takes 80 % of the time of one."""
+    starts = asyncio.Semaphore(0)
     for worker in cluster.prefills:
-        worker.starts = asyncio.Semaphore(0)
+        worker.starts = starts
         worker.status.tokens_waiting = 5000
         worker.report()
     waiting = [cluster.connection(worker) for worker in cluster.prefills]
@@ -173,9 +174,8 @@ async def test_the_decode_of_a_queued_plan_is_submitted_when_its_last_part_start
     assert last.plan[-1].prefill_id == last.prefill_id
     [decode] = cluster.decodes
     assert not any(load.own for load in cluster.pool.decodes)
-    for worker in cluster.prefills:
-        worker.starts.release()
-        worker.starts = None
+    for _ in cluster.prefills:
+        starts.release()
     await asking
     assert decodes(decode)[0].source.prefill_id == last.prefill_id
     assert not prefills(decode), "it would compute its part beside the decodes that come meanwhile"
