@@ -207,7 +207,7 @@ class Engine:
         """Reserves blocks for a prompt that this engine shares with others, as for `add` with handover. It
         computes these ranges, each after `begin_range`. The caller writes the KV of the positions between
         them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. Returns
-        None if there is no room now, or if another prompt would be computed first."""
+        None if there is no room now."""
         live = self._scheduler.start_part(request, ranges)
         if live is None:
             return None

@@ -238,6 +238,9 @@ class PrefillRole:
         found = None if prefill.closed else self.engine.next_range(prefill.id)
         if found is not None and all(stop > found.start for stop in part.not_begun):
             self.engine.begin_range(prefill.id)
+            if prefill.awaited:
+                prefill.awaited = False
+                self._attempts.prefill_started(prefill)
 
     def fetched(self, event: Event) -> bool:
         """Handles an event of the receiver about KV of a part. False: it is about other KV."""

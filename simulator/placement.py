@@ -343,13 +343,14 @@ def simulate(
     seats: int = SEATS,
     target_steps: float = LONG,
     acceptance: float = 0.0,
+    slower: float = 1.0,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times. The times depend on the load and the seed only.
 
     `load`: what arrives, what arrives at a time, or each request. `requests`: their number, at random times.
     `prefills`: workers of the prefill pool; 0: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
-    as `--max-num-seqs` and the gap target in fastest steps. `acceptance`: as in `Worker`.
+    as `--max-num-seqs` and the gap target in fastest steps. `acceptance` and `slower`: as in `Worker`.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -364,6 +365,7 @@ def simulate(
             colocated=kind == "colocated",
             target_steps=target_steps,
             acceptance=acceptance,
+            slower=slower,
         )
         for row in range(workers)
     ]

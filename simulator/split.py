@@ -37,6 +37,7 @@ class SharedPrompts:
 
     Attributes:
         splits: whether prompts may be split.
+        load: the share of its time in which a worker computes, as each one reports it.
         rng: which workers the router looks at.
         free: when each worker has computed all that it has.
         shared: prompts that several workers computed.
@@ -44,6 +45,7 @@ class SharedPrompts:
 
     workers: int
     splits: bool
+    load: float
     rng: random.Random
     free: list[float] = field(init=False)
     shared: int = 0
@@ -56,17 +58,20 @@ class SharedPrompts:
         waits = {row: max(0.0, self.free[row] - now) for row in self._drawn()}
         chosen = sorted(waits, key=lambda row: waits[row])
         speed = BUDGET / step_seconds(0, 0, [(BUDGET, 0)])
-        workers = [SplitWorker(waits[row], speed, BUDGET, READ_SECONDS) for row in chosen]
-        busy = sum(wait > 0 for wait in waits.values()) / len(waits)
-        cost = PromptCost(tokens, 0, DOUBLES_AT, LAYERS)
-        plan = split(cost, workers, busy=busy) if self.splits else None
+        workers = [
+            SplitWorker(waits[row], speed, BUDGET, READ_SECONDS, utilisation=self.load) for row in chosen
+        ]
+        plan = split(PromptCost(tokens, 0, DOUBLES_AT, LAYERS), workers) if self.splits else None
         self.shared += plan is not None
-        starts = range(0, tokens, BUDGET)
-        ranges: Sequence[SplitRange] = [SplitRange(0, start, min(tokens, start + BUDGET)) for start in starts]
+        ranges = plan.ranges if plan is not None else [SplitRange(0, 0, tokens)]
+        steps = [
+            (chosen[part.worker], start, min(part.stop, start + BUDGET))
+            for part in ranges
+            for start in range(part.start, part.stop, BUDGET)
+        ]
         began, ended, before = now, now, -1
-        for part in plan.ranges if plan is not None else ranges:
-            row = chosen[part.worker]
-            seconds = step_seconds(0, 0, [(part.stop - part.start, part.start)])
+        for row, start, stop in steps:
+            seconds = step_seconds(0, 0, [(stop - start, start)])
             lag = seconds / LAYERS + HOP_SECONDS if before not in (-1, row) else 0.0
             began = max(self.free[row], began + lag)
             ended = self.free[row] = max(began + seconds, ended + lag)
@@ -85,7 +90,7 @@ def simulate(
     """Prompts arrive at random times, so many that they take the share `load` of the time of all workers; 0:
     one after another. Returns the times to their first tokens, and how many prompts were split."""
     arrivals, rng = random.Random(seed), random.Random(seed)
-    pool = SharedPrompts(workers, splits, rng)
+    pool = SharedPrompts(workers, splits, load, rng)
     alone, now, found = alone_seconds(tokens), 0.0, list[float]()
     for _ in range(prompts):
         now += arrivals.expovariate(load * workers / alone) if load else alone

@@ -173,10 +173,11 @@ class Worker:
         *,
         colocated: bool,
         target_steps: float,
-        acceptance: float = 0.0,
+        acceptance: float,
+        slower: float,
     ) -> None:
-        """`acceptance`: the probability that a draft is right if the one before was. 0: there are no
-        drafts."""
+        """`acceptance`: the probability that a draft is right if the one before was. 0: there are no drafts.
+        `slower`: how many times as long as in `steps` each step takes."""
         self.name = name
         self._acceptance = acceptance
         self._costs = StepCosts(DRAFT_ROWS)
@@ -186,9 +187,10 @@ class Worker:
         self._clock = clock
         self._outcome = outcome
         self._colocated = colocated
-        largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
+        self._slower = slower
+        largest = BUDGET, slower * step_seconds(0, 0, [(BUDGET, 0)])
         self._limit = ChunkLimit(None, BUDGET, target_steps, largest)
-        self._limit.record(True, 0, step_seconds(1, FIRST_CONTEXT, []))
+        self._limit.record(True, 0, slower * step_seconds(1, FIRST_CONTEXT, []))
         self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[float, int, Request]] = []  # a heap by `_tokens` at the end
@@ -293,7 +295,7 @@ class Worker:
         if self._decodes:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.computed) for request, count in chunks]
-        seconds = self._seconds(starts)
+        seconds = self._slower * self._seconds(starts)
         last = []
         for request, count in chunks:
             request.computed += count

@@ -9,11 +9,13 @@ Placement: five kinds of load on 2, 4 and 64 workers, and one on 1,000. The poli
 engines that take requests in turn and compute them in steps of 512 tokens, and with a fixed split. `--only
 placement` takes some minutes and prints a table of it.
 
+Slower: the same on two workers with a GPU half as fast, a model four times as large, and both.
+
 Swing: 4 workers whose load swings between long prompts and long answers: each fixed split, flips by the
 autoscaler, and the placement policy. A short run leaves this part out, unless --only names it.
 
 Split: prompts of 30,000 and 128,000 tokens that up to four of 4, 64 and 1,000 prefill workers share, one
-after another and at half of the load that the workers can serve.
+after another, at half of the load that the workers can serve, and at 0.8 of it beside no splits.
 
 Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
 """
@@ -64,11 +66,15 @@ PLACED_REQUESTS, PLACED_REQUESTS_SHORT = 600, 200
 LARGEST_LOADS = ((2000, 150, 12),)
 """Loads of 1,000 workers."""
 KINDS: tuple[placement.Kind, ...] = ("policy", "split", "colocated")
-PARTS = ("prefill", "placement", "swing", "split", "profiles")
+SLOWER = (2, 4, 8)
+"""A GPU half as fast, a model four times as large, and both: how many times as long a step takes."""
+PARTS = ("prefill", "placement", "slower", "swing", "split", "profiles")
 SPLIT_PROMPTS, SPLIT_SHORT = 600, 40
 """Prompts of each simulation, and of a short run."""
 SPLIT_GOALS = {"idle": (0.0, 0.34), "half": (0.5, 0.6)}
 """Share of the time of the workers that is used, and the goal beside one idle engine."""
+SPLIT_BUSY = 0.8
+"""The same share, at which no split may make p99 worse."""
 SWING, SWING_SECONDS = ((2000, 50, 28), (200, 500, 28)), 30.0
 """Loads of 4 workers that take turns, and for how long each of them comes."""
 SWING_TTFT, SWING_GAP = 0.25, 0.02
@@ -150,6 +156,18 @@ def add_placement(report: Report, short: bool) -> list[str]:
     return lines
 
 
+def add_slower(report: Report, short: bool) -> None:
+    """The highest rate of each load that two workers serve, if they were slower."""
+    requests = PLACED_REQUESTS_SHORT if short else PLACED_REQUESTS
+    for slower, ((prompt, answer), rates) in itertools.product(SLOWER, LOADS.items()):
+        load, served = (
+            placement.Load(prompt, answer, rates[-1] / slower),
+            {"requests": requests, "seed": SEED},
+        )
+        found = {kind: placement.simulate(load, kind, slower=slower, **served).quantiles() for kind in KINDS}
+        add_placed(report, f"routing_sim.slower{slower}.{prompt}_{answer}", found)
+
+
 def add_placed(report: Report, name: str, found: dict[placement.Kind, Quantiles]) -> None:
     ours, theirs = found["policy"], found["colocated"]
     for what, goal in (("ttft_p99", 1.1), ("gap_p99", 1.0)):
@@ -213,6 +231,13 @@ def add_split(report: Report, short: bool) -> None:
                 f"routing_sim.split.{tokens}.{name}.w{workers}.ttft", ttft, "ms", scale=1e3,
                 ratio=statistics.median(ttft) / alone, ratio_to="one idle engine", goal=goal,
             )  # fmt: skip
+        busy = {"workers": workers, "prompts": SPLIT_SHORT if short else SPLIT_PROMPTS, "seed": SEED}
+        ours, theirs = (
+            contract.percentile(shared_prompts.simulate(tokens, SPLIT_BUSY, splits=splits, **busy)[0], 0.99)
+            for splits in (True, False)
+        )
+        name = f"routing_sim.split.{tokens}.busy.w{workers}.ttft_p99"
+        report.add(Row(name, 1e3 * ours, "ms", ratio=ours / theirs, ratio_to="no prompt is split", goal=1.0))
 
 
 def add_prefill(report: Report, short: bool) -> None:
@@ -236,8 +261,8 @@ def main() -> int:
     args = p.parse_args()
     report = Report.of("routing_sim", args, seed=SEED)
     adds = {
-        "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
-        "profiles": add_profiles,
+        "prefill": add_prefill, "placement": add_placement, "slower": add_slower, "swing": add_swing,
+        "split": add_split, "profiles": add_profiles,
     }  # fmt: skip
     parts = [args.only] if args.only else [part for part in PARTS if part != "swing" or not args.short]
     tables = [adds[part](report, args.short) for part in parts]

@@ -117,7 +117,7 @@ class EngineOptions:
         "Target time between tokens. It limits prompt tokens in a decode step, and the decode pool grows to "
         "meet it.",
         "MS",
-        shown="3.5 times the fastest step without a prompt, with --optimize latency 1.5, with throughput 6; "
+        shown="3.5 times the fastest step without a prompt, with --optimize latency 1.75, with throughput 6; "
         "100 to grow the pool",
         check=between(0.1),
     )

@@ -21,7 +21,7 @@ class Profile(NamedTuple):
 
 
 PROFILES: dict[Optimize, Profile] = {
-    "latency": Profile(1.5, (32, 128, 128)),
+    "latency": Profile(1.75, (32, 128, 128)),
     "balanced": Profile(3.5, (64, 256, 256)),
     "throughput": Profile(6.0, (64, 256, 512)),
 }

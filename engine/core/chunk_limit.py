@@ -3,13 +3,14 @@
 This is stall-free batching (Sarathi-Serve, Agrawal 2024), but the budget is measured and follows need. There
 are three bounds for the time of a step that both decodes and prefills:
 
-    short   hardly felt by the decoding requests; always allowed
-    middle  a little longer; allowed only so far as a prompt would otherwise be computed just before it is due
     long    the gap target; allowed only so far as a waiting prompt would otherwise miss its due time
+    short   the geometric mean of the gap target and of a step that only decodes; always allowed
+    late    longer than a long one by as much as a short step is longer than one that only decodes; allowed
+            while a prompt would miss its due time by far in spite of long steps, since then many prompts
+            have come at once, and the last of them waits the longest
 
-Short prompts are due so late that many of them may wait, each for a few short steps. Middle steps keep their
-queue short. Long steps are longer still while a prompt would miss its due time by far in spite of them. Then
-many prompts have come at once, and the last of them waits the longest.
+So two targets and measured speeds say how long steps are: how long a gap may be, and when a prompt is due. A
+model or a GPU that is slower has steps of the same shape.
 
 The limit learns two costs from past steps: that of a step that only decodes, and that of each prompt token
 beside decodes. The scheduler lets a step only decode now and then, also if prompts are waiting. Pure.
@@ -34,28 +35,11 @@ DECAY = 0.9
 OUTLIER = 4.0
 """A step that only decodes counts as at most this many average ones. One that takes longer was a pause of the
 process or its host. Beside prompts, few steps only decode, so it would raise the average for a minute."""
-SHORT = 1.5
-"""A short step may take this many times the fastest step that only decodes."""
-SHORT_NOW = 1.1
-"""A short step may take this many times a recent step that only decodes, if this is more."""
 LONG = EngineConfig.ttit_target_steps
 """A long step may take this many times the fastest step that only decodes, if no target is given. With an 8B
 model on an H200 this is 15 ms."""
-LONG_NOW = 1.5
-"""A long step may take this many times a recent step that only decodes, if this is more and no target in
-seconds is given."""
-MIDDLE = 1.8
-"""A middle step may take this many times the fastest step that only decodes. An 8B model on an H200
-then computes a prompt of 200 tokens in one step."""
-EARLIER = 0.025
-"""Middle steps are allowed so that prompts are computed so many seconds before they are due."""
-LATE_SECONDS = 0.15
-"""A prompt that would be late by this, if all steps are long, is behind many others."""
-LATE = 1.35
-"""A long step may take this many times as long while a prompt would be so late."""
-BACKLOG_SECONDS = 1.0
-"""A prompt that is late by this has waited in a queue that does not shrink. Then a step that requests join
-may also take `LATE` times as long. An 8B model then generates 3 % more tokens in all (simulated)."""
+LATE_STEPS = 10
+"""A prompt that would be late by so many long steps, if all steps are long, is behind many others."""
 FIRST = 64
 """Tokens of the first chunk, while the cost of a prompt token is unknown."""
 LEAST = 16
@@ -112,7 +96,6 @@ class ChunkLimit:
         that was measured at the start; (0, 0.0): there was none."""
         self._target = target
         self._target_steps = target_steps
-        self._may_be_late = target is None and target_steps > SHORT
         self._most = most
         self.fastest_seconds = 0.0
         self._decode = Average(DECAY)  # seconds of a step that only decodes
@@ -153,15 +136,22 @@ class ChunkLimit:
     @property
     def short_seconds(self) -> float:
         """Time of a short step; 0 before the first step that only decodes."""
-        short = max(SHORT * self.fastest_seconds, SHORT_NOW * self.step_seconds)
-        return short if self._target is None else min(short, self._target)
+        target = self._target or self._target_steps * self.fastest_seconds
+        return min(target, max(self.step_seconds, self.fastest_seconds + self._spare_seconds))
 
     @property
     def long_seconds(self) -> float:
         """Time of a long step; 0 before the first step that only decodes."""
         if self._target is not None:
             return self._target if self.step_seconds else 0.0
-        return max(self._target_steps * self.fastest_seconds, LONG_NOW * self.step_seconds)
+        steps = self._target_steps
+        return max(steps * self.fastest_seconds, math.sqrt(steps) * self.step_seconds)
+
+    @property
+    def _spare_seconds(self) -> float:
+        """Time for prompts in a short step, if its decodes are as fast as ever."""
+        target = self._target or self._target_steps * self.fastest_seconds
+        return max(0.0, math.sqrt(self.fastest_seconds * target) - self.fastest_seconds)
 
     def fitting(self, seconds: float) -> int:
         """Prompt tokens that fit into a step of `seconds` with decodes. 0: fewer than `LEAST` fit, or no step
@@ -201,26 +191,20 @@ class ChunkLimit:
         computed. `begins`: when the step should begin. `joins_at`: when a request from another worker joins,
         which waits until the step is over.
 
-        The result is the fewest tokens with which all prompts are in time, and `EARLIER` so far as middle
-        steps suffice. It is bounded by a long step, and by one that ends a short step after a request joins.
-        So a request that joins waits for a short step at most, and for its own, which is short, too. While a
-        prompt would be late by `LATE_SECONDS`, a long step is longer, and while the first one is late by
-        `BACKLOG_SECONDS`, both bounds are. A target in seconds, or one of short steps, is kept.
+        The result is the fewest tokens with which all prompts are in time. It is bounded by a long step, and
+        by one that ends a short step after a request joins. So a request that joins waits for a short step at
+        most, and for its own, which is short, too. While a prompt would be late by `LATE_STEPS`, both bounds
+        are longer by the prompts of a short step. A target in seconds is kept.
         """
         prompts, tokens = list(prompts), self.short_tokens
-        long, short = self.long_seconds, self.short_seconds
-        if self._may_be_late and self._late(prompts, begins):
-            long *= LATE
-            short *= LATE if prompts[0][1] < begins - BACKLOG_SECONDS else 1.0
-        longest = min(long, max(0.0, joins_at - begins) + short)
+        late = self._spare_seconds if self._target is None and self._late(prompts, begins) else 0.0
+        longest = late + min(self.long_seconds, max(0.0, joins_at - begins) + self.short_seconds)
         most = max(tokens, self.fitting(longest))
-        middle = max(tokens, self.fitting(min(longest, MIDDLE * self.fastest_seconds)))
         ahead = 0
         for left, due in prompts:
             if tokens >= most:
                 break
             ahead += left
-            tokens = max(tokens, min(middle, self._needed(ahead, due - EARLIER - begins)))
             tokens = max(tokens, min(most, self._needed(ahead, due - begins)))
         return tokens
 
@@ -231,11 +215,11 @@ class ChunkLimit:
         return int(prompt_tokens * self.step_seconds / spare) + 1 if spare > 0 else self._most
 
     def _late(self, prompts: Sequence[tuple[int, float]], begins: float) -> bool:
-        """Whether a prompt would be late by `LATE_SECONDS`, if all steps are long."""
+        """Whether a prompt would be late by `LATE_STEPS`, if all steps are long."""
         token_seconds = self.long_seconds / max(LEAST, self.fitting(self.long_seconds))
         ends = begins
         for left, due in prompts:
             ends += left * token_seconds
-            if ends > due + LATE_SECONDS:
+            if ends > due + LATE_STEPS * self.long_seconds:
                 return True
         return False

@@ -148,6 +148,13 @@ class LiveRequest:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_uncomputed(self) -> int:
+        """Tokens of the prompt that this engine computes and that no step has begun."""
+        if self.range_stop is not None:
+            return self.range_stop - self.num_computed + sum(map(len, self.ranges))
+        return sum(map(len, self.ranges)) or self.num_left
+
+    @property
     def num_known(self) -> int:
         """Tokens that are not pending."""
         return len(self.token_ids) - self.pending

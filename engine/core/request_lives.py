@@ -5,7 +5,7 @@ One engine may prefill for other workers and decode for them at the same time. W
 
     waiting   ──▶ a seat, blocks and a state slot, which running, held and reserved requests have
     held      ──▶ a transfer to a reservation on another worker, or a seat here (`resume`)
-    part      ──▶ steps of other workers that have begun, and transfers (`worker.engine_process.parts`)
+    part      ──▶ running requests, here and on other workers, and transfers (`worker.engine_process.parts`)
     reserved  ──▶ a prefill on another worker, which may be waiting there
     running   ──▶ nothing
     pinned, importing (`prefix_exchange`) ──▶ a transfer into blocks that are reserved
@@ -126,11 +126,8 @@ class RequestLives:
 
     def start_part(self, request: EngineRequest, ranges: Iterable[range]) -> LiveRequest | None:
         """Gives a request its blocks at once. These ranges of its prompt are computed here, each after
-        `begin_range`, and the caller writes the KV of the other positions. None: no room, or another prompt
-        would be computed first."""
+        `begin_range`, and the caller writes the KV of the other positions. None: no room."""
         live = self._new(request)
-        if self.waiting or self.loading or not all(other.decodes for other in self.running):
-            return None
         hits = self.memory.hits(live)
         if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
             return None
@@ -269,7 +266,8 @@ class RequestLives:
     @property
     def tokens_waiting(self) -> int:
         """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
-        prefilling = sum(live.num_left for live in self.running if not live.decodes)
+        prefilling = sum(live.num_uncomputed for live in self.running if not live.decodes)
+        prefilling += sum(live.num_uncomputed for live in self.reserved if live.ranges)
         queued = [*self.waiting, *self.loading]
         cached = sum(self.memory.known(live) for live in queued) * self.pool.block_size
         return prefilling + sum(live.num_left for live in queued) - cached

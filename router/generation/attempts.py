@@ -75,6 +75,7 @@ class AttemptPair:
         output_ids: emitted tokens in order. Only this class changes it.
         failures: of the attempts before.
         retried: an attempt ended before its time.
+        may_split: none ended for another reason than a lack of room.
         numerics: of the first worker that computed. Empty: its bits depend on the batch, or none has.
         numerics_changed: a worker of other numerics computed later.
     """
@@ -95,6 +96,7 @@ class AttemptPair:
         self.output_ids: list[int] = []
         self.failures = FailureCount()
         self.retried = False
+        self.may_split = True
         self.numerics = ""
         self.numerics_changed = False
         self._id = os.urandom(16)
@@ -202,7 +204,7 @@ class AttemptPair:
     def split(self, target: PrefillTarget, decode: Worker) -> bool:
         """Makes the prefill attempts of several workers that compute the prompt together, and sends nothing
         yet. False: one worker computes the prompt."""
-        if self.output_ids or self.retried or self._job.scores_prompt:
+        if self.output_ids or not self.may_split or self._job.scores_prompt:
             return False
         found = self._pool.split(self._wanted(self.length, None), target, decode)
         if found is None:

@@ -155,16 +155,16 @@ class Generation:
             return TurnResult.PARKED
         target = self._pair.choose_prefill()
         place = self._pair.place(worker, target)
-        if target is not None and self._pair.split(target, worker):
-            self._metrics.split_prompts.inc()
+        if target is not None and self._split(target, worker):
+            pass
         elif place is not None and place.work is not None:
             return self._prefill_and_decode_on(place)
         elif not self._plan_prefill(target):
             return TurnResult.PARKED
         assert self._pair.prefill is not None
         assert target is not None
-        if not self._pair.retried:
-            if target.queues and not self._pair.prefill.plan:
+        if not self._pair.retried or self._pair.prefill.plan:
+            if target.queues and self._pair.prefill.worker is not worker:
                 self._pair.promise()
             self._send_prefill()  # first: the client waits for its token
             if self._pair.prefill.queued:
@@ -172,9 +172,14 @@ class Generation:
         self._pair.submit_decode(worker, self.output_ids)
         return TurnResult.SENT
 
+    def _split(self, target: PrefillTarget, decode: Worker) -> bool:
+        found = self._pair.split(target, decode)
+        self._metrics.split_prompts.inc(found)
+        return found
+
     def _fetch(self, prefill: PrefillAttempt, worker: Worker, output_ids: list[int]) -> TurnResult:
         """Submits a decode for a prefill that was planned before."""
-        if prefill.worker is not worker or prefill.answered:
+        if prefill.worker is not worker or prefill.answered or prefill.plan:
             prefill.refetched = prefill.sent and not prefill.queued
             self._pair.submit_decode(worker, output_ids)
         elif self._waits.may_prefill():
@@ -236,7 +241,7 @@ class Generation:
         elif same or (target is None and self._pair.place(decode.worker, None) is not None):
             self._pair.end_decode(cancel=True)
             self.advance()
-        elif self._plan_prefill(target):
+        elif (target is not None and self._split(target, decode.worker)) or self._plan_prefill(target):
             self._pair.retarget()
             self._send_prefill()
 
@@ -353,6 +358,8 @@ class Generation:
         code, cause = failure.code, pb.FailureCode.Name(failure.code).removeprefix("FAILURE_CODE_").lower()
         if self.done:
             return
+        if code == pb.FAILURE_CODE_NO_ROOM and attempt is not decode:
+            self._pair.failures.avoid.add(attempt.worker.address)
         if prefill is not None and attempt in prefill.parts:
             self._part_failed(attempt, cause, counts=is_failure(code), message=failure.message)
         elif code == pb.FAILURE_CODE_INVALID:
@@ -388,7 +395,7 @@ class Generation:
         self._failed(cause, prefill.worker, counts=counts, message=message)
 
     def _part_failed(self, part: Attempt, cause: str, *, counts: bool, message: str) -> None:
-        """One worker computes all of the prompt instead."""
+        """Other workers compute the prompt: one, or a plan without the worker that had no room."""
         prefill, decode = self._pair.prefill, self._pair.decode
         assert prefill is not None
         if prefill.over or prefill.answered:  # its token came, so it has all of the KV
@@ -413,6 +420,7 @@ class Generation:
     def _failed(self, cause: str, worker: Worker, *, counts: bool, message: str) -> None:
         self._metrics.retries[cause].inc()
         self._pair.retried = True
+        self._pair.may_split &= cause == "no_room"
         if counts:
             self._pair.failures.failed(worker.address, crashed=cause == "engine")
             worker.attempt_failed()

@@ -37,7 +37,7 @@ would take longer, decode steps become longer for it."""
 PATIENCE_SECONDS = 0.04
 SHORT_ANSWER = 64
 """Output tokens. In longer answers a handover is one of many gaps."""
-SHORT_PROMPT_STEPS = 4
+SHORT_PROMPT_STEPS = 2
 """A prefill worker decodes after prompts that take at most so many short steps beside decodes. Its other
 prompts are expected to be like this one, and to take that long while it decodes."""
 SLOWER = 0.12
@@ -60,7 +60,7 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 class MixedPace:
     """What the steps of a worker cost that both decode and compute prompts, as it reports. 0 is unknown.
 
-    Decoding requests hardly feel a short step. Long steps are at the gap target.
+    A short step is always allowed. Long steps are at the gap target.
     """
 
     decode_seconds: float = 0.0
@@ -142,8 +142,9 @@ class DecodeOffer:
         if self.idle:
             # The weights are read for the prompt now, so a token costs no less than without decodes.
             return work * max(pace.token_seconds, self.alone) + 2 * pace.decode_seconds
-        seconds = pace.seconds(work)
-        return seconds + QUEUED * (seconds - pace.seconds(own)) + pace.decode_seconds
+        # The step under way may be a short one.
+        seconds, begins = pace.seconds(work), max(0.0, pace.short_seconds - pace.decode_seconds)
+        return begins + seconds + QUEUED * (seconds - pace.seconds(own)) + pace.decode_seconds
 
 
 def decode_offer(status: pb.WorkerStatus, load: DecodeLoad, waiting: float, cached: int) -> DecodeOffer:

@@ -1,14 +1,18 @@
 """Splits a prompt over several workers, which compute ranges of it at the same time.
 
-A worker computes a range one layer behind the worker of the range before, whose KV it needs. So ranges that
-take equal times end one layer after each other:
+A worker computes a range one layer behind the worker of the range before, whose KV it needs. The next range
+goes to the worker that is free first, until all workers end at about the same time:
 
-    A  ├── range 0 ──┤├── range 2 ──┤
-    B    ├── range 1 ──┤├── range 3 ──┤      the first token comes here
+    A  ├── range 0 ──┤├── range 2 ──┤├ 5 ┤
+    B  (other work)    ├── range 1 ──┤├─ 4 ──┤     the first token comes from the last range, 5
+    C  (other work)             ├── range 3 ──┤
 
-A later token costs more, since it attends to more positions. At the same speed B gets fewer tokens than A. A
-range is at most one step of its worker, so long prompts go in turns. The times follow from measured speeds,
-so a plan has no constants of one machine. Pure.
+So workers hardly wait for each other, also if some of them are busy at first. A range has one step, or
+several if no other worker is free. A later token costs more, since it attends to more positions. The times
+follow from measured speeds, so a plan has no constants of one machine.
+
+Prompts that come later wait for the time in which workers of the plan idle. Their delay counts like that of
+this prompt. Pure.
 """
 
 import math
@@ -25,7 +29,7 @@ MOST_WORKERS = 4
 HOP_SECONDS = 0.004
 """From the first KV of a layer at one worker to its use at the next: two looks of the sender at its
 device."""
-_HALVINGS = 12
+_HALVINGS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,13 @@ class SplitWorker:
     """Seconds of a step with hardly any token."""
     link: float = math.inf
     """Tokens/s at which KV of other workers comes. Infinite: not known, and so not limited."""
+    utilisation: float = 0.0
+    """Share of its recent time in which it computed prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitRange:
-    """Positions [start, stop), computed by the worker of this index."""
+    """Positions [start, stop), computed by the worker of this index. The next range has another worker."""
 
     worker: int
     start: int
@@ -60,18 +66,22 @@ class Split:
     Attributes:
         seconds: until the first token, as expected.
         unsplit: the same without a split.
-        idle: how long its workers compute nothing before their last ranges end, all together.
+        harm: seconds by which prompts that come later are delayed, all together.
     """
 
     ranges: tuple[SplitRange, ...]
     seconds: float
     unsplit: float
-    idle: float = 0.0
+    harm: float = 0.0
 
     def attributes(self) -> dict[str, str | float]:
         """The plan and its reasons, for a trace."""
         ranges = " ".join(f"{found.worker}:{found.start}-{found.stop}" for found in self.ranges)
-        costs = {"baton.cost_s.split": self.seconds, "baton.cost_s.unsplit": self.unsplit}
+        costs = {
+            "baton.cost_s.split": self.seconds,
+            "baton.cost_s.harm": self.harm,
+            "baton.cost_s.unsplit": self.unsplit,
+        }
         return {"baton.place": "split", "baton.ranges": ranges, **costs}
 
 
@@ -109,79 +119,99 @@ def may_gain(tokens: int, worker: SplitWorker) -> bool:
 
 
 def split(
-    cost: PromptCost, workers: Sequence[SplitWorker], decode: SplitWorker | None = None, busy: float = 0.0
+    cost: PromptCost, workers: Sequence[SplitWorker], decode: SplitWorker | None = None
 ) -> Split | None:
-    """Returns the plan with the earliest first token. None: one worker is about as good.
+    """Returns the plan with the earliest first token and the least harm. None: one worker is about as good.
 
     Args:
-        workers: in the order in which they compute. The first one has `cost.cached`.
+        workers: in the order in which they are taken. The first one has `cost.cached`.
         decode: the worker that decodes, if it may have the last range. Its index is that after `workers`.
-        busy: the share of workers that are busy. Where other prompts wait, time in which workers idle between
-            their ranges counts as much as time until the first token.
     """
     all_workers = [*workers, *([decode] if decode is not None else ())]
     unsplit = workers[0].wait + cost.work(cost.cached, cost.tokens) / workers[0].speed
     best, least = None, (1 - LEAST_GAIN) * unsplit
-    for count in range(2, MOST_WORKERS + 1):
-        ways = [[*range(count)]] if count <= len(workers) else []
+    for count in range(MOST_WORKERS, 1, -1):
+        before = best
+        ways: list[tuple[list[int], int | None]] = []
+        if count <= len(workers):
+            ways.append(([*range(count)], None))
         if decode is not None and count - 1 <= len(workers):
-            ways.append([*range(count - 1), len(workers)])
-        for chosen in ways:
-            found = _plan(cost, all_workers, chosen, unsplit)
-            if found is not None and (harm := found.seconds + busy * found.idle) < least:
-                best, least = found, harm
+            ways.append(([*range(count - 1), len(workers)], len(workers)))
+        for chosen, last in ways:
+            found = _plan(cost, all_workers, chosen, last, unsplit)
+            if found is not None and found.seconds + found.harm < least:
+                best, least = found, found.seconds + found.harm
+        if best is before is not None:
+            break  # still fewer workers take longer still
     return best
 
 
 def _plan(
-    cost: PromptCost, workers: Sequence[SplitWorker], chosen: list[int], unsplit: float
+    cost: PromptCost, workers: Sequence[SplitWorker], chosen: list[int], last: int | None, unsplit: float
 ) -> Split | None:
-    """The plan with the least time for a range, in as few turns as the steps of the workers allow."""
-    steps = sum(workers[i].step for i in chosen)
-    fewest = max(1, math.ceil((cost.tokens - cost.cached) / steps))
-    for turns in (fewest, fewest + 1):
-        found, low, high = _fill(cost, workers, chosen, turns, unsplit), 0.0, unsplit
-        for _ in range(_HALVINGS if found else 0):
-            middle = (low + high) / 2
-            tried = _fill(cost, workers, chosen, turns, middle)
-            low, high, found = (middle, high, found) if tried is None else (low, middle, tried)
-        if found is not None:
-            ranges, took, idle = found
-            shared = len({part.worker for part in ranges}) > 1
-            return Split(tuple(ranges), took, unsplit, idle) if shared else None
-    return None
+    """The plan that ends first. `last`: the worker that must have the last range; None: any."""
+    least = cost.work(cost.cached, cost.tokens) / sum(workers[i].speed for i in chosen)
+    best, low, high = None, least, unsplit
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = _fill(cost, workers, chosen, last, middle)
+        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+    if best is None or len({part.worker for part in best[0]}) == 1:
+        return None
+    ranges, seconds, idle = best
+    alone = unsplit - workers[0].wait
+    harm = sum(seconds * _delayed(workers[i], alone) for i, seconds in idle.items())
+    return Split(tuple(ranges), seconds, unsplit, harm)
+
+
+def _delayed(worker: SplitWorker, prompt: float) -> float:
+    """How many prompts wait for a second that this worker loses: those that come until it has computed all
+    that it has, if they take `prompt` seconds each (an M/G/1 queue)."""
+    share = min(worker.utilisation, 1 - LEAST_GAIN)  # a measured one is not exact
+    return worker.wait / prompt * share / (1 - share)
 
 
 def _fill(
-    cost: PromptCost, workers: Sequence[SplitWorker], chosen: list[int], turns: int, seconds: float
-) -> tuple[list[SplitRange], float, float] | None:
-    """Gives each worker in turn what it computes in `seconds`. None: that is not the whole prompt.
+    cost: PromptCost, workers: Sequence[SplitWorker], chosen: list[int], last: int | None, until: float
+) -> tuple[list[SplitRange], float, dict[int, float]] | None:
+    """Gives the next range to the worker that is free first, while it can compute a part of it before
+    `until`. None: that is not the whole prompt.
 
-    Also returns when the last range ends, and how long the workers do not compute between and in their
-    ranges."""
+    Also returns when the last range ends, and how long each worker computes nothing once it has work."""
     free = {i: workers[i].wait for i in chosen}  # when a worker can begin its next range
-    lag = seconds / cost.layers + HOP_SECONDS
-    position, start, began, ended, idle = cost.cached, 0, -lag, 0.0, 0.0
-    ranges = list[SplitRange]()
-    for index in chosen * turns:
+    idle = dict.fromkeys(chosen, 0.0)
+    began, ended, lag, position, start = -math.inf, 0.0, 0.0, cost.cached, 0
+    ranges, deferred = list[SplitRange](), None
+    while free:
+        index = min(free, key=lambda i: (i == deferred, free[i]))
+        if cost.cached and not ranges:
+            index = chosen[0]  # no other one has anything cached
         worker = workers[index]
         begins = max(free[index], began + lag)
-        # The first range of a worker that is busy for a while is shorter, so that all end together.
-        late = begins - began - lag if ranges and free[index] == worker.wait else 0.0
-        time = max(0.0, seconds - late - worker.floor)
-        most = position + int(min(worker.step, time * worker.link / (len(chosen) - 1)))
-        stop = min(cost.reach(position, time * worker.speed), most)
+        seconds = max(0.0, max(until, ended + lag) - begins - worker.floor)
+        stop = cost.reach(position, seconds * worker.speed)
+        most = position + int(min(worker.step, seconds * worker.link / (len(chosen) - 1)))
+        if stop < most and index == last != deferred:
+            deferred = last  # the others compute their last ranges first
+            continue
+        is_last_of_worker, stop = stop < most, min(stop, most)
         stop = cost.tokens if stop >= cost.tokens else stop - stop % CHUNK_TOKENS
-        if stop <= position:
-            if not ranges:
-                return None  # the next worker has nothing cached
+        if stop <= position or (stop == cost.tokens and last not in (None, index)):
+            if cost.cached and not ranges:
+                return None
+            del free[index]
             continue
         work = cost.work(position, stop) / worker.speed
-        began, ended = begins, max(begins + worker.floor + work, ended + lag if ranges else 0.0)
-        idle += ended - (begins if free[index] == worker.wait else free[index]) - work
-        free[index] = ended
+        ends = max(begins + worker.floor + work, ended + lag)
+        idle[index] += ends - work - (free[index] or begins)
+        began, ended, lag = begins, ends, (worker.floor + work) / cost.layers + HOP_SECONDS
+        if ranges and ranges[-1].worker == index:
+            start = ranges.pop().start
         ranges.append(SplitRange(index, start, stop))
         if stop == cost.tokens:
-            return ranges, ended, idle
+            return ranges, ends, idle
+        free[index] = ends
+        if is_last_of_worker:
+            del free[index]
         position = start = stop
     return None

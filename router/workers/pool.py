@@ -305,12 +305,12 @@ class WorkerPool(Roster):
         self, request: PrefillRequest, target: PrefillTarget, decode: Worker
     ) -> tuple[Split, list[Worker]] | None:
         """Chooses workers that compute a prompt together with `target`, the first of them, and their ranges.
-        If `decode` has nothing to decode it has the last one, so its KV need not be handed over. None: one
-        worker computes the prompt, since that takes about as long.
+        If `decode` has nothing to decode it may have the last one, so its KV need not be handed over. None:
+        one worker computes the prompt, since that takes about as long.
 
         A worker that decodes takes no part: its requests would wait for other workers."""
         first, now, described = target.worker, time.monotonic(), target.worker.description
-        if not self._config.split_prompts or target.queues or not _takes_part(first):
+        if not self._config.split_prompts or not _takes_part(first):
             return None
         if not may_gain(target.work.tokens, self._split_worker(first, first, now)):
             return None
@@ -319,9 +319,10 @@ class WorkerPool(Roster):
         free = [worker for worker in others if _takes_part(worker) and worker.address not in request.avoid]
         waits = {worker: self.loads.tokens_waiting(worker.row, now) for worker in free}
         chosen = [first, *sorted(free, key=lambda worker: waits[worker])]
-        may_decode = self._may_overflow and decode is not first
+        # Until a prompt that queues begins, the worker would decode others.
+        may_decode = self._may_overflow and decode is not first and not target.queues
+        may_decode &= decode.address not in request.avoid
         last = decode if may_decode and _takes_part(decode) else None
-        busy = sum(wait > 0 for wait in waits.values()) / max(1, len(others))
         cost = PromptCost(
             request.tokens,
             cached=request.tokens - target.work.tokens,
@@ -332,7 +333,6 @@ class WorkerPool(Roster):
             cost,
             [self._split_worker(worker, first, now) for worker in chosen],
             None if last is None else self._split_worker(last, first, now),
-            busy,
         )
         return None if found is None else (found, [*chosen, decode])
 
@@ -346,6 +346,7 @@ class WorkerPool(Roster):
             step=worker.description.max_num_batched_tokens,
             floor=worker.status.fastest_step_seconds,
             link=math.inf if link is None else link.tokens_per_s,
+            utilisation=self.loads.utilisation(row),
         )
 
     # ------------------------------------------------------------ sources of prefixes

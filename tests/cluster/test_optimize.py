@@ -20,16 +20,16 @@ from baton.worker import WorkerConfig
 @pytest.mark.parametrize(
     ("optimize", "device", "gib", "expected"),
     [
-        ("latency", "cpu", None, (32, 2048, 1.5)),
+        ("latency", "cpu", None, (32, 2048, 1.75)),
         ("balanced", "cpu", None, (64, 2048, 3.5)),
         ("throughput", "cpu", None, (64, 2048, 6.0)),
         ("balanced", "cpu", 141.0, (64, 2048, 3.5)),
         ("balanced", "cuda", 24.0, (64, 2048, 3.5)),
         ("balanced", "cuda", None, (64, 2048, 3.5)),
-        ("latency", "cuda:1", 79.6, (128, 8192, 1.5)),
+        ("latency", "cuda:1", 79.6, (128, 8192, 1.75)),
         ("balanced", "cuda", 70.0, (256, 8192, 3.5)),
         ("throughput", "cuda", 79.6, (256, 8192, 6.0)),
-        ("latency", "cuda", 140.4, (128, 8192, 1.5)),
+        ("latency", "cuda", 140.4, (128, 8192, 1.75)),
         ("balanced", "cuda", 140.4, (256, 8192, 3.5)),
         ("throughput", "cuda", 140.4, (512, 8192, 6.0)),
     ],
@@ -70,7 +70,7 @@ def test_an_engine_alone_is_balanced() -> None:
             "cpu",
             None,
             "optimize latency, CPU: --max-num-seqs 32, --max-num-batched-tokens 512 (given), "
-            "gap target 1.5 times the fastest step",
+            "gap target 1.75 times the fastest step",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_the_choice_reaches_the_engine_and_the_log(
     for config in started:
         engine = config.engine
         assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (32, 512)
-        assert engine.ttit_target_steps == 1.5
+        assert engine.ttit_target_steps == 1.75
         assert engine.ttit_target is None
         assert config.settings is not None
         assert config.settings.startswith("optimize latency, CPU: --max-num-seqs 32, ")

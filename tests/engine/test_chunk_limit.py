@@ -5,7 +5,7 @@ import math
 import pytest
 
 from baton.engine import MixedStep
-from baton.engine.core.chunk_limit import EARLIER, FIRST, LEAST, LONG, MIDDLE, SHORT, ChunkLimit
+from baton.engine.core.chunk_limit import FIRST, LATE_STEPS, LEAST, LONG, ChunkLimit
 from tests.engine.conftest import MakeEngine
 
 STEP, TOKEN = 0.010, 0.0001
@@ -47,14 +47,24 @@ def test_until_a_prompt_was_computed_a_token_costs_what_it_did_at_the_start() ->
 
 
 @pytest.mark.parametrize(
-    ("target", "short", "long"), [(0.012, 20, 20), (0.030, 50, 200), (None, 50, 10 * (LONG - 1) * 10)]
+    ("target", "short", "long"), [(0.012, LEAST, 20), (0.030, 73, 200), (None, 87, 10 * (LONG - 1) * 10)]
 )
 def test_steps_stay_within_their_bounds(target: float | None, short: int, long: int) -> None:
     limit = fed(ChunkLimit(target, 2048))
     assert limit.short_tokens == pytest.approx(short, abs=1)
     assert limit.tokens(LATE, 0.0) == pytest.approx(long, abs=1)
-    assert limit.mixed_step(limit.short_seconds).seconds <= (min(target or 1, SHORT * STEP)) + 1e-9
+    assert limit.short_seconds == pytest.approx(math.sqrt(STEP * (target or LONG * STEP)))
     assert limit.mixed_step(limit.long_seconds).seconds <= (target or LONG * STEP) + 1e-9
+
+
+@pytest.mark.parametrize("slower", [2, 8])
+@pytest.mark.parametrize("prompts", [LATE, [(500, 0.15)], [(500, 0.3), (2000, 0.9)], [(500, -9.0)]])
+def test_a_slower_worker_has_steps_of_the_same_shape(slower: float, prompts: list[tuple[int, float]]) -> None:
+    """It computes as many tokens in each step if all targets are as many times longer."""
+    scaled = [(tokens, slower * due) for tokens, due in prompts]
+    limit = fed(ChunkLimit(None, 2048))
+    other = fed(ChunkLimit(None, 2048), step=slower * STEP, token=slower * TOKEN)
+    assert other.tokens(scaled, 0.0) == pytest.approx(limit.tokens(prompts, 0.0), abs=1)
 
 
 @pytest.mark.parametrize("steps", [1.5, 6.0])
@@ -79,36 +89,22 @@ def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:
     limit = fed(ChunkLimit(None, 2048))
     assert limit.tokens([], 0.0) == limit.tokens([(500, math.inf)], 0.0) == limit.short_tokens
     assert limit.tokens([(500, 5.3)], 5.0) == limit.short_tokens, "short steps suffice"
-    for due, seconds in ((5.15, 0.15 - EARLIER), (5.11, 0.11)):  # steps of 110 tokens are no middle steps
-        assert limit.tokens([(500, due)], 5.0) == pytest.approx(500 * STEP / (seconds - 500 * TOKEN), abs=2)
+    for seconds in (0.1, 0.08):
+        found = limit.tokens([(500, 5.0 + seconds)], 5.0)
+        assert found == pytest.approx(500 * STEP / (seconds - 500 * TOKEN), abs=2)
     assert limit.tokens([(500, 5.06)], 5.0) == limit.tokens([(500, 4.95)], 5.0) == limit.tokens(LATE, 0.0)
 
 
 def test_steps_are_longer_while_a_prompt_would_be_late_by_far_in_spite_of_long_steps() -> None:
     """A long step of 35 ms has 250 tokens, so the second prompt would be computed after 140 ms."""
     limit, prompt = fed(ChunkLimit(None, 2048)), (500, 9.0)
-    in_time, late = ([prompt, (500, due), prompt] for due in (5.0, 4.98))
-    long, longer = (round((steps * limit.long_seconds - STEP) / TOKEN) for steps in (1, 1.35))
-    assert limit.tokens(in_time, 5.0) == pytest.approx(long, abs=1)
-    assert limit.tokens(late, 5.0) == pytest.approx(longer, abs=1)
-    assert limit.tokens(late, 5.0, joins_at=5.0) == limit.short_tokens, "what joins waits no longer"
-    joins_now = round((1.35 * limit.short_seconds - STEP) / TOKEN)
-    assert limit.tokens([(500, 3.99)], 5.0, joins_at=5.0) == pytest.approx(joins_now, abs=1), "now it does"
+    due = 5.14 - LATE_STEPS * LONG * STEP
+    in_time, late = ([prompt, (500, due + by), prompt] for by in (0.01, -0.01))
+    assert limit.tokens(in_time, 5.0) == pytest.approx(250, abs=1)
+    assert limit.tokens(late, 5.0) == pytest.approx(250 + 87, abs=1), "as many more as a short step has"
+    assert limit.tokens(in_time, 5.0, joins_at=5.0) == limit.short_tokens
+    assert limit.tokens(late, 5.0, joins_at=5.0) == pytest.approx(2 * 87, abs=1), "what joins waits longer"
     assert fed(ChunkLimit(0.030, 2048)).tokens(late, 5.0) == pytest.approx(200, abs=1), "in seconds: kept"
-    gaps_first = fed(ChunkLimit(None, 2048, 1.5))
-    assert gaps_first.tokens(late, 5.0) == gaps_first.tokens(in_time, 5.0)
-
-
-def test_steps_are_a_little_longer_so_that_short_prompts_do_not_wait_until_they_are_due() -> None:
-    """200 tokens take 20 ms beside the decodes, and 40 more in short steps of 50."""
-    limit = fed(ChunkLimit(None, 2048))
-    middle = pytest.approx((MIDDLE - 1) * STEP / TOKEN, abs=1)
-    assert limit.tokens([(200, 0.09)], 0.0) == limit.short_tokens
-    assert limit.tokens([(200, 0.061)], 0.0) == middle, "15 ms before it is due in steps of 80 tokens"
-    assert limit.tokens([(100, 9.0), (200, 0.075)], 0.0) == middle, "behind another prompt"
-    assert limit.tokens([(200, 0.061)], 0.0, joins_at=0.0) == limit.short_tokens
-    assert limit.tokens([(200, 0.04)], 0.0) == pytest.approx(100, abs=2), "it would miss its due time"
-    assert fed(ChunkLimit(0.016, 2048)).tokens([(200, 0.061)], 0.0) == pytest.approx(60, abs=1), "the target"
 
 
 def test_a_prompt_behind_others_is_in_time_too() -> None:
@@ -121,15 +117,15 @@ def test_a_prompt_behind_others_is_in_time_too() -> None:
 def test_a_prompt_that_is_in_time_finishes_in_time() -> None:
     limit, now, left = fed(ChunkLimit(None, 2048)), 0.0, 700
     while left:
-        chunk = min(left, limit.tokens([(left, 0.2)], now))
+        chunk = min(left, limit.tokens([(left, 0.14)], now))
         left, now = left - chunk, now + STEP + chunk * TOKEN
-    assert 0.19 <= now + EARLIER <= 0.2 + STEP
+    assert 0.13 <= now <= 0.14 + STEP
 
 
 def test_a_step_ends_a_short_step_after_a_request_joins_at_most() -> None:
     limit = fed(ChunkLimit(0.030, 2048))
     assert limit.tokens(LATE, 1.0) == pytest.approx(200, abs=1)
-    assert limit.tokens(LATE, 1.0, joins_at=1.004) == pytest.approx(90, abs=1), "4 ms more than a short step"
+    assert limit.tokens(LATE, 1.0, joins_at=1.004) == pytest.approx(113, abs=1), "4 ms more than a short step"
     assert limit.tokens(LATE, 1.0, joins_at=1.5) == pytest.approx(200, abs=1)
     assert limit.tokens(LATE, 1.0, joins_at=1.0) == limit.short_tokens
     assert limit.tokens(LATE, 1.0, joins_at=0.5) == limit.short_tokens, "later than expected"
@@ -171,13 +167,12 @@ def test_if_decodes_alone_exceed_the_target_prefills_get_the_least_chunk() -> No
     assert limit.tokens(LATE, 0.0) == limit.short_tokens == LEAST
 
 
-def test_many_decodes_make_short_steps_longer_than_a_few() -> None:
-    """Else no prompt token would fit beside them."""
+def test_many_decodes_make_long_steps_longer_than_a_few() -> None:
+    """Else prompts would have only the least chunk while they are late."""
     limit = fed(ChunkLimit(None, 2048))
     fed(limit, 200, step=2 * STEP)
-    assert limit.short_seconds == pytest.approx(2 * STEP * 1.1)
-    fed(limit, 200, step=4 * STEP)
-    assert limit.long_seconds == pytest.approx(4 * STEP * 1.5)
+    assert limit.long_seconds == pytest.approx(2 * STEP * math.sqrt(LONG))
+    assert limit.short_seconds == pytest.approx(2 * STEP)
 
 
 def test_the_limit_uses_the_whole_target_though_the_first_tokens_are_cheap() -> None:

@@ -140,16 +140,19 @@ def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> No
     engine.assert_whole()
 
 
-def test_a_part_is_refused_behind_other_prompts() -> None:
+def test_a_part_comes_after_earlier_prompts_and_before_later_ones() -> None:
     scheduler = make(num_blocks=32, budget=16)
-    waiting = add(scheduler, 1, 40)
-    assert scheduler.start_part(EngineRequest(b"p", list(range(20))), [range(20)]) is None
-    step(scheduler)
-    assert scheduler.start_part(EngineRequest(b"p", list(range(20))), [range(20)]) is None, "16 of 40 tokens"
-    step(scheduler)
-    step(scheduler)
-    assert waiting.decodes
-    assert scheduler.start_part(EngineRequest(b"p", list(range(20))), [range(20)]) is not None
+    add(scheduler, 1, 40)
+    part = scheduler.start_part(EngineRequest(b"p", list(range(30))), [range(12), range(20, 30)])
+    assert part is not None
+    assert scheduler.tokens_waiting == 40 + 22
+    scheduler.begin_range(part)
+    add(scheduler, 2, 40)
+    assert tokens(step(scheduler)) == [(1, 0, 16)]
+    assert tokens(step(scheduler)) == [(1, 16, 32)]
+    assert tokens(step(scheduler)) == [(1, 32, 40), (ord("p"), 0, 8)]
+    assert scheduler.tokens_waiting == 14 + 40
+    assert tokens(step(scheduler))[0][0] == 1
     assert scheduler.start_part(EngineRequest(b"q", list(range(99))), [range(99)]) is None, "no room"
 
 

@@ -55,10 +55,10 @@ def test_the_earlier_second_token_decides(tokens: int, queue: int, waiting: int,
 
 
 def test_the_earlier_first_token_decides_about_long_answers() -> None:
-    """A chunk on the decode worker has the first token after 14 ms, and the prefill worker after 12."""
+    """A chunk on the decode worker has the first token after 19 ms, and the prefill worker after 12."""
     assert decided(40, 200) == "short"
     assert decided(40, 200, answer=SHORT_ANSWER + 1) is None
-    assert decided(40, 300, answer=SHORT_ANSWER + 1) == "short"
+    assert decided(40, 400, answer=SHORT_ANSWER + 1) == "short"
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_a_prompt_beside_decodes_takes_its_patience_between_short_and_long_steps
 
 def test_prompts_that_wait_beside_decodes_take_half_as_long_again() -> None:
     alone, both = LONG.seconds(2000), LONG.seconds(4000)
-    assert DecodeOffer(LONG).second_token(2000) == pytest.approx(alone + 0.010)
+    assert DecodeOffer(LONG).second_token(2000) == pytest.approx(0.005 + alone + 0.010), "behind a short step"
     assert DecodeOffer(LONG, waiting=2000).second_token(2000) == pytest.approx(
-        alone + 1.5 * (both - alone) + 0.010
+        0.005 + alone + 1.5 * (both - alone) + 0.010
     )
 
 
@@ -128,15 +128,15 @@ def test_an_idle_decode_worker_computes_a_prompt_at_full_speed() -> None:
 @pytest.mark.parametrize(
     ("answer", "utilisation", "decodes", "computes", "short_tokens", "expected"),
     [
-        (20, 0.2, True, 200, 0, "prefill"),  # the future prompts wait 5 ms more, and the handover takes 10
-        (20, 0.2, False, 200, 0, "handover"),  # no seat
-        (2000, 0.2, True, 200, 0, "handover"),  # they would wait 120 ms more
-        (65, 0.0, True, 200, 0, "handover"),  # there are none yet
-        (50, 0.0, True, 200, 0, "prefill"),
-        (20, 0.9, True, 200, 0, "handover"),
-        (20, 0.2, True, 201, 0, "handover"),  # five short steps, if they are like those of the decode worker
-        (20, 0.2, True, 240, 60, "prefill"),
-        (20, 0.2, True, 241, 60, "handover"),
+        (20, 0.2, True, 100, 0, "prefill"),  # the future prompts wait 5 ms more, and the handover takes 10
+        (20, 0.2, False, 100, 0, "handover"),  # no seat
+        (2000, 0.2, True, 100, 0, "handover"),  # they would wait 120 ms more
+        (65, 0.0, True, 100, 0, "handover"),  # there are none yet
+        (50, 0.0, True, 100, 0, "prefill"),
+        (20, 0.9, True, 100, 0, "handover"),
+        (20, 0.2, True, 101, 0, "handover"),  # three short steps, if they are like those of the decode worker
+        (20, 0.2, True, 120, 60, "prefill"),
+        (20, 0.2, True, 121, 60, "handover"),
     ],
 )
 def test_a_prefill_worker_decodes_a_short_answer_that_slows_down_few_short_prompts(
@@ -199,7 +199,7 @@ def test_a_choice_explains_itself() -> None:
     assert found.attributes() == {
         "baton.place": "handover",
         "baton.cost_s.handover": pytest.approx(0.028),
-        "baton.cost_s.decode": pytest.approx(0.07),
+        "baton.cost_s.decode": pytest.approx(0.075),
         "baton.cost_s.prefill": pytest.approx(0.008 + 0.010 + 0.12 * 0.5 * 0.2),
     }
     assert "baton.cost_s.prefill" not in place(200, 20, None, [DecodeOffer(LONG)]).attributes()

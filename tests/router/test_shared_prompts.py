@@ -108,10 +108,8 @@ async def test_a_flag_turns_it_off(cluster: Cluster) -> None:
     ("number", "code"),
     [
         (1, pb.FAILURE_CODE_DROPPED),
-        (1, pb.FAILURE_CODE_NO_ROOM),
         (1, pb.FAILURE_CODE_INVALID),  # this worker computes no parts, but any worker can serve the request
         (2, pb.FAILURE_CODE_DROPPED),
-        (2, pb.FAILURE_CODE_NO_ROOM),
     ],
 )
 async def test_a_failed_part_ends_the_plan(cluster: Cluster, number: int, code: "pb.FailureCode") -> None:
@@ -134,6 +132,54 @@ async def test_a_failed_part_ends_the_plan(cluster: Cluster, number: int, code: 
     shared = [(of, submit) for of in cluster.workers for submit in prefills(of) if submit.plan]
     for of, submit in shared:
         assert submit.prefill_id in of.cancelled or of is worker
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["first worker", "second worker", "decode worker"])
+async def test_neighbours_compute_the_ranges_of_a_worker_without_room(cluster: Cluster, number: int) -> None:
+    full = cluster.workers[number]
+    full.fail = 1, pb.FAILURE_CODE_NO_ROOM
+    [last] = cluster.decodes
+    last.steps = asyncio.Semaphore(0)  # its token would show that it has all of the KV
+    asking = asyncio.create_task(answered(cluster))
+    await full.until(lambda worker: prefills(worker))
+    rest = [worker for worker in cluster.workers if worker is not full]
+    for worker in rest:
+        await worker.until(lambda worker: len(prefills(worker)) == 2)
+    last.steps.release()
+    last.steps = None
+    await asking
+    assert await splits(cluster) == 2
+    assert len(prefills(full)) == 1
+    for worker in rest:
+        before, after = prefills(worker)
+        assert before.prefill_id in worker.cancelled
+        assert {of.prefill_id for of in after.plan} == {prefills(of)[1].prefill_id for of in rest}
+        assert after.plan[-1].stop == len(PROMPT)
+
+
+async def test_the_decode_of_a_queued_plan_is_submitted_when_its_last_part_starts(cluster: Cluster) -> None:
+    """Both prefill workers compute other prompts for 5 s, so the plan takes 80 % of the time of one."""
+    starts = asyncio.Semaphore(0)
+    for worker in cluster.prefills:
+        worker.starts = starts
+        worker.status.tokens_waiting = 5000
+        worker.report()
+    waiting = [cluster.connection(worker) for worker in cluster.prefills]
+    await cluster.until(lambda: all(found.status.tokens_waiting == 5000 for found in waiting))
+    asking = asyncio.create_task(answered(cluster))
+    for worker in cluster.prefills:
+        await worker.until(lambda worker: prefills(worker))
+    parts = [prefills(worker)[0] for worker in cluster.prefills]
+    [last] = [submit for submit in parts if submit.report_start]
+    assert last.plan[-1].prefill_id == last.prefill_id
+    [decode] = cluster.decodes
+    assert not any(load.own for load in cluster.pool.decodes)
+    for _ in cluster.prefills:
+        starts.release()
+    await asking
+    assert decodes(decode)[0].source.prefill_id == last.prefill_id
+    assert not prefills(decode), "it would compute its part beside the decodes that come meanwhile"
+    assert await splits(cluster) == 1
 
 
 async def test_a_lost_worker_ends_the_plan(cluster: Cluster) -> None:

@@ -21,7 +21,14 @@ def test_without_splits_an_idle_prompt_takes_as_long_as_alone() -> None:
     assert ttft == [pytest.approx(alone_seconds(30_000))] * 3
 
 
-def test_busy_workers_make_no_other_prompt_wait_longer() -> None:
-    found = [simulate(30_000, 0.8, workers=64, splits=splits, prompts=300)[0] for splits in (True, False)]
+@pytest.mark.parametrize("workers", [4, 64])
+@pytest.mark.parametrize("tokens", [30_000, 128_000])
+@pytest.mark.parametrize("load", [0.8, 0.95])
+def test_busy_workers_make_no_other_prompt_wait_longer(workers: int, tokens: int, load: float) -> None:
+    """Also where workers become free at different times."""
+    found = [
+        simulate(tokens, load, workers=workers, splits=splits, prompts=200)[0] for splits in (True, False)
+    ]
     ours, theirs = (statistics.quantiles(ttft, n=100) for ttft in found)
     assert ours[98] < theirs[98]
+    assert statistics.mean(found[0]) < statistics.mean(found[1])

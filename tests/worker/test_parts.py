@@ -85,7 +85,13 @@ class Streams(list[WorkerStream]):
         for worker, prefill_id in parts.items():
             end = max(stop for of, stop in plan if of == worker)
             asked = request(token_ids[:end], PARAMS)
-            submit = pb.SubmitPrefill(prefill_id=prefill_id, request=asked, handover=True, plan=ranges)
+            submit = pb.SubmitPrefill(
+                prefill_id=prefill_id,
+                request=asked,
+                handover=True,
+                plan=ranges,
+                report_start=worker == plan[-1][0],
+            )
             await self[worker].send(prefill=submit)
         final = plan[-1][0]
         source = self.source(final, parts[final])
@@ -149,6 +155,26 @@ async def test_the_tokens_are_those_of_one_worker(
     token_ids = prompt(plan[-1][1], seed=len(plan) + decode)
     asked = await streams.share(token_ids, plan, decode)
     assert await streams.answer(asked, decode) == await streams.alone(token_ids)
+
+
+async def test_parts_wait_behind_other_prompts_and_for_each_other(streams: Streams) -> None:
+    """Two prompts are shared in opposite orders. Each of their workers computes other prompts first."""
+    alone = sampling(max_tokens=1)
+    others = {
+        await streams[worker].submit_prefill(request(prompt(800, seed), alone), handover=False): worker
+        for seed, worker in enumerate((0, 1, 0, 1))
+    }
+    there, back = [(0, 64), (1, 128), (0, 192), (1, 300)], [(1, 64), (0, 128), (1, 192), (0, 250)]
+    prompts = [prompt(plan[-1][1], seed=20 + i) for i, plan in enumerate((there, back))]
+    asked = [
+        await streams.share(token_ids, plan, 2)
+        for token_ids, plan in zip(prompts, (there, back), strict=True)
+    ]
+    for found, token_ids in zip(asked, prompts, strict=True):
+        assert await streams.answer(found, 2) == await streams.alone(token_ids)
+        assert found.parts[found.final] in streams[found.final].started, "the router is told when"
+    for prefill_id, worker in others.items():
+        await streams[worker].token(prefill_id)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ A *plan* names ranges of positions, in order, and the worker of each. The ranges
 It is a prefill of the prompt up to its last range, and the KV of the other positions comes from the workers
 that compute them. The *final* part has the last range: it samples, and hands over like any prefill.
 
-1. The part gets all its blocks at once, or is refused.
+1. The part gets all its blocks at once, or is refused. It is computed after earlier prompts of its worker.
 2. For each other worker with an earlier range it fetches that KV. For each one with a later range it offers
    its own KV, under an id for this pair of workers. So a transfer of one receiver never ends that of another.
 3. A range is computed when KV of the end of each earlier range has come: the steps that compute them have
@@ -20,7 +20,7 @@ Why nothing waits in a circle ("──▶": waits for):
 
     layer of a step   ──▶ transfer of that layer ──▶ steps that started before this one
                           └─▶ arena slots here, which the waiting thread itself empties
-    start of a range  ──▶ start of each earlier range
+    start of a range  ──▶ start of each earlier range, and prompts of its worker that have their blocks
     COMMIT            ──▶ the end of the steps of its own part
     token, cache      ──▶ COMMIT of each earlier part
     end of the blocks ──▶ ACK of each later part ──▶ COMMIT

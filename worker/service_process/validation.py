@@ -223,8 +223,8 @@ def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
         raise _invalid("plan must have one prefill_id and one address for each worker")
     if not own or own[-1] != len(request.prompt_ids) + len(request.output_ids):
         raise _invalid("the last range of this prefill in plan must end with the tokens of the request")
-    if not submit.handover or submit.report_start or request.sampling.HasField("prompt_logprobs"):
-        raise _invalid("plan needs a handover, without report_start and prompt_logprobs")
+    if not submit.handover or request.sampling.HasField("prompt_logprobs"):
+        raise _invalid("plan needs a handover, without prompt_logprobs")
     return ranges
 
 
