@@ -14,27 +14,21 @@
 a request may wait.
 """
 
-import asyncio
 import gc
-from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from baton.router.config import RouterConfig
 
 
-def main(config: "RouterConfig", runner: asyncio.Runner) -> int:
-    """Runs the router until SIGTERM (drains) or SIGINT. Raises ValueError for a mistake of the user.
-
-    `runner` has the event loop of this process. A supervisor of several processes needs none."""
+def main(config: "RouterConfig") -> int:
+    """Runs the router until SIGTERM (drains) or SIGINT. Raises ValueError for a mistake of the user."""
     # Imported here, so that neither the configuration nor a child process loads a server.
     gc.disable()  # imports make no garbage, and collections would slow them by a sixth
-    if config.admin_port is not None and not config.supervised:
+    if config.admin_port is not None:
         from baton.router.processes.supervise import supervise as run
     else:
-        from baton.router.server import main
-
-        run = partial(main, runner=runner)
+        from baton.router.server import main as run
     gc.freeze()
     gc.enable()
     return run(config)

@@ -138,6 +138,8 @@ class WorkerStream:
             messages, self._cache = SendQueue(self._unread), CacheSequence(self._ask_for_snapshot)
             hello = pb.RouterHello(router_id=self._config.id, report_seconds=self._roster.report_seconds)
             messages.put(pb.RouterMessage(hello=hello))
+            if self._roster.writes_index:
+                messages.put(pb.RouterMessage(cache_resync=pb.CacheResync()))
             self._call = stub.Attach(messages.messages())
             worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
             log.info("%s is %s", worker, worker.state)

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -282,48 +281,48 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch:
     await serving
 
 
-PROCESS = """
-import os, signal, socket, sys
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if os.path.exists(flags["--broken"]):
-    sys.exit(3)
-os.write(int(flags["--ready-fd"]), b'{"ready": {"url": "http://nowhere"}}\\n')
-os.close(int(flags["--ready-fd"]))
-control = socket.socket(fileno=int(flags["--control-fd"]))
-replies = {
-    "ping\\n": b'{"ready": true, "state": "serving"}',
-    "metrics\\n": b"# TYPE a counter\\na_total 1\\n",
-}
-for question in control.makefile():
-    if question == "status\\n":
-        signal.pause()  # as with a worker that is silent
-    reply = replies.get(question, b"")
-    control.sendall(len(reply).to_bytes(4) + reply)
-    if question == "stop\\n":
-        break
-"""
+def small_process(broken: Path) -> Callable[[RouterConfig], int]:
+    """What a process does in place of serving. It ends at once while `broken` exists."""
+    replies = {
+        "ping\n": b'{"ready": true, "state": "serving"}',
+        "metrics\n": b"# TYPE a counter\na_total 1\n",
+    }
+
+    def run(config: RouterConfig) -> int:
+        if broken.exists():
+            return 3
+        assert config.control_fd is not None
+        sockets.report(config.ready_fd, {"ready": {"url": "http://nowhere"}}, last=True)
+        control = socket.socket(fileno=config.control_fd)
+        for question in control.makefile():
+            if question == "status\n":
+                signal.pause()  # as with a worker that is silent
+            reply = replies.get(question, b"")
+            control.sendall(len(reply).to_bytes(4) + reply)
+            if question == "stop\n":
+                break
+        return 0
+
+    return run
 
 
 @pytest.mark.parametrize("failure", ["ends", "no fork"])
 async def test_a_failed_restart_leaves_the_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ):
-    """The processes are small scripts, which start at once."""
-    script, broken = tmp_path / "process.py", tmp_path / "broken"
-    script.write_text(PROCESS)
-    command = (sys.executable, "-S", str(script), "--broken", str(broken))
-    config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0, command=command)
-    supervisor = supervise.Supervisor(config)
+    broken = tmp_path / "broken"
+    config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0)
+    supervisor = supervise.Supervisor(config, small_process(broken))
     running = asyncio.create_task(supervisor.run())
     monkeypatch.setattr(supervise, "FIRST_BACKOFF", 0.01)
-    popen, forks = subprocess.Popen, failure == "ends"
+    fork, forks = os.fork, failure == "ends"
 
-    def start(*given: Any, **named: Any) -> subprocess.Popen[bytes]:
+    def start() -> int:
         if not forks and broken.exists():
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return popen(*given, **named)
+        return fork()
 
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(os, "fork", start)
 
     async def until(condition: Callable[[], object]) -> None:
         async with asyncio.timeout(10):
@@ -349,14 +348,10 @@ async def test_a_failed_restart_leaves_the_other_processes(
 @pytest.mark.parametrize("silent", ["process", "worker"])
 async def test_the_admin_port_answers_from_what_is_known(tmp_path: Path, silent: str):
     """While a process is stopped, or waits for the status of a worker."""
-    script = tmp_path / "process.py"
-    script.write_text(PROCESS)
-    command = (sys.executable, "-S", str(script), "--broken", str(tmp_path / "never"))
-    supervisor = supervise.Supervisor(
-        RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0, command=command)
-    )
+    config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0)
+    supervisor = supervise.Supervisor(config, small_process(tmp_path / "never"))
     async with supervisor._admin() as admin, aiohttp.ClientSession() as http:
-        serving = asyncio.create_task(supervisor._serve([], admin))
+        serving = asyncio.create_task(supervisor._serve(admin))
 
         async def get(path: str) -> tuple[int, str]:
             async with http.get(admin + path) as response:
