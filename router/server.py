@@ -90,6 +90,7 @@ def load(config: RouterConfig) -> Loaded:
     log.info("--reasoning-parser: %s", tokenizer.reasoning_parser or "none")
     defaults = sampling_defaults(config.generation_config, locate(config.model, config.revision))
     log.info("--generation-config %s: %s", config.generation_config, shown(defaults) or "no defaults")
+    _ = tokenizer.state, tokenizer.vocabulary_fingerprint  # each process needs them, and would hold its own
     gc.collect()
     gc.freeze()  # each full collection would take some 15 ms longer
     return tokenizer, defaults

@@ -83,7 +83,7 @@ class _Process:
     async def follow(self, ready_fd: int | None) -> None:
         """Reads its ready pipe until it listens or the pipe ends. Passes its progress on to `ready_fd`."""
         loop = asyncio.get_running_loop()
-        self._client = await ControlClient.connect(self._control)
+        self._client = await ControlClient.connect(self._control, self.pid)
         reader = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._pipe, "rb", 0)

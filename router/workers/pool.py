@@ -136,7 +136,7 @@ class WorkerPool(Roster):
         while not self.loads.index.table.may_write():  # noqa: ASYNC110
             await asyncio.sleep(WRITER_SECONDS)
         self.writes_index = True
-        log.info("this process writes the index of cached chunks")
+        log.info("process %s writes the index of cached chunks", self._config.process_number)
         for worker in self.by_row.values():
             worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
 
