@@ -15,6 +15,8 @@ a request may wait.
 """
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,10 +27,13 @@ def main(config: "RouterConfig") -> int:
     """Runs the router until SIGTERM (drains) or SIGINT. Raises ValueError for a mistake of the user."""
     # Imported here, so that neither the configuration nor a child process loads a server.
     gc.disable()  # imports make no garbage, and collections would slow them by a sixth
+    from baton.router import server
+
+    run: Callable[[RouterConfig], int] = server.main
     if config.admin_port is not None:
-        from baton.router.processes.supervise import supervise as run
-    else:
-        from baton.router.server import main as run
+        from baton.router.processes.supervise import supervise
+
+        run = partial(supervise, load=server.load, run=server.main)
     gc.freeze()
     gc.enable()
     return run(config)

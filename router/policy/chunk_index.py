@@ -120,7 +120,7 @@ class ChunkIndex:
 
     def add(self, row: int, chunks: Iterable[int]) -> None:
         """The worker reported these chunks."""
-        self._reported[row] += sum(self.table.add(row, chunk) for chunk in chunks)
+        self._reported[row] += self.table.add(row, chunks)
         self.table.changed()
 
     def place(self, row: int, chunks: Iterable[int], tier: Tier) -> None:
@@ -148,7 +148,7 @@ class ChunkIndex:
         return max(self.offloaded(row, chunks), default=Tier.DEVICE)
 
     def discard(self, row: int, chunks: Iterable[int]) -> None:
-        self._reported[row] -= sum(self.table.discard(row, chunk) for chunk in chunks)
+        self._reported[row] -= self.table.discard(row, chunks)
         self.table.changed()
 
     def expect(self, row: int, chunks: Iterable[int]) -> None:

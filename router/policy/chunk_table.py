@@ -16,7 +16,7 @@ A row without marks is free.
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import xxhash
@@ -24,8 +24,8 @@ import xxhash
 from baton.content import Tier
 
 MAX_ROWS = 1 << 14
-_WORD, _ROW_BITS, _TABLE_BITS = 8, 64, 8
-_TABLES = 1 << _TABLE_BITS
+_WORD, _ROW_BITS = 8, 64
+_TABLES, _SHIFT = 1 << 8, 64 - 8
 _FIRST_SLOTS_LOG2 = 4
 _LEAST_FULL = 0.4
 """A table is full at this share of its slots, up to twice as many."""
@@ -42,8 +42,11 @@ _WIDTHS = (MAX_ROWS // _ROW_BITS).bit_length()
 _END = _SLOTS_END + _WIDTHS * _RECORDS_OF_WIDTH
 
 # A value: its kind, whether the shared store has the chunk, the tier of the one row, then the row or record.
-_NO_ROW, _ONE_ROW, _RECORD, _KIND = 0, 1, 2, 3
+_ONE_ROW, _RECORD, _KIND = 1, 2, 3  # 0: no row
 _STORED, _TIER_SHIFT, _TIERS, _REST = 4, 3, 0b11000, 8
+_ZERO = (1 << 64) - 1
+"""Stands for the chunk 0, since a slot with 0 is empty."""
+_NEITHER = ~(_STORED | _TIERS)
 
 _ROWS_LOCK, _WRITER_LOCK = 0, 1  # bytes of the file
 
@@ -66,6 +69,7 @@ class ChunkTable:
         self._marks = np.frombuffer(self._memory, np.bool_, offset=_END * _WORD).reshape(MAX_ROWS, processes)
         self._bits = [1 << row for row in range(_ROW_BITS)]
         self._used = [0] * _TABLES  # slots with a chunk
+        self._limits = [0] * _TABLES  # of these; then the table is copied
         self._free: dict[int, list[int]] = {}  # log2 of slots → places
         self._end = _SLOTS
         self._free_records: list[int] = []
@@ -167,8 +171,8 @@ class ChunkTable:
 
     def _find(self, chunk: int) -> int:
         """The place of the value of a chunk; 0 if it has no slot."""
-        words = self._words
-        head = words[_HEADS + (chunk >> 64 - _TABLE_BITS)]
+        chunk, words = chunk or _ZERO, self._words
+        head = words[_HEADS + (chunk >> _SHIFT)]
         if head:
             first, mask = head >> _REST, (1 << (head & 0xFF)) - 1
             step = chunk & mask
@@ -193,27 +197,49 @@ class ChunkTable:
         """Others look at their chunks again."""
         self._words[_VERSION] += 1
 
-    def add(self, row: int, chunk: int) -> bool:
-        """Returns False if the worker had the chunk."""
-        words, at = self._words, self._find(chunk) or self._insert(chunk)
-        value = words[at]
-        kind = value & _KIND
-        if kind == _NO_ROW:
-            words[at] = value & _STORED | _ONE_ROW | row << _REST
-            words[_CHUNKS] += 1
-            return True
-        if kind == _ONE_ROW:
-            if value >> _REST == row:
-                return False
+    def add(self, row: int, chunks: Iterable[int]) -> int:
+        """Returns how many of the chunks the worker did not have. Written for speed."""
+        words, used, limits, own = self._words, self._used, self._limits, _ONE_ROW | row << _REST
+        added = alone = 0
+        for chunk in chunks:
+            chunk = chunk or _ZERO
+            table = chunk >> _SHIFT
+            while True:
+                if not (head := words[_HEADS + table]):
+                    self._copy(table, head)
+                    continue
+                first, mask = head >> _REST, (2 << (head & 0xFF)) - 2
+                step = chunk << 1 & mask
+                while (found := words[first + step]) and found != chunk:
+                    step = step + 2 & mask
+                if found or used[table] < limits[table]:
+                    break
+                self._copy(table, head)
+            at = first + step + 1
+            value = words[at] if found else 0
+            if not found:
+                words[at - 1] = chunk
+                used[table] += 1
+            if not value & _KIND:
+                words[at] = value | own
+                alone += 1
+            elif value & _NEITHER != own:
+                added += self._add_beside(at, value, row)
+        words[_CHUNKS] += alone
+        return added + alone
+
+    def _add_beside(self, at: int, value: int, row: int) -> bool:
+        """Other workers have the chunk, or had it. Returns False if this one had it."""
+        if value & _KIND == _ONE_ROW:
             record = self._new_record(max(row, value >> _REST))
-            self._put(record, value >> _REST, Tier((value & _TIERS) >> _TIER_SHIFT))
-            self._put(record, row, Tier.DEVICE)
-            words[at] = value & _STORED | record
-            return True
-        if self.has(value, row):
+            self._put(record, value >> _REST, self.tier(value, row))
+            self._words[at] = value & _STORED | record
+            value = record
+        elif self.has(value, row):
             return False
-        words[_CHUNKS] += not self._rows(value)
-        self._widen(row)
+        else:
+            self._words[_CHUNKS] += not self._rows(value)
+            self._widen(row)
         self._put(value, row, Tier.DEVICE)
         return True
 
@@ -230,20 +256,27 @@ class ChunkTable:
         else:
             self._put(value, row, tier)
 
-    def discard(self, row: int, chunk: int) -> bool:
-        """Returns False if the worker had no such chunk."""
-        at = self._find(chunk)
-        value = self._words[at] if at else 0
-        if not self.has(value, row):
-            return False
-        if value & _KIND == _RECORD:
-            self._put(value, row, None)
-            if self._rows(value):
-                return True
-            self._free_records.append(value >> _REST)
-        self._words[at] = value & _STORED
-        self._words[_CHUNKS] -= 1
-        return True
+    def discard(self, row: int, chunks: Iterable[int]) -> int:
+        """Returns how many of the chunks the worker had."""
+        words, own, removed = self._words, _ONE_ROW | row << _REST, 0
+        for chunk in chunks:
+            if at := self._find(chunk):
+                value = words[at]
+                if value & _NEITHER == own:
+                    words[at] = value & _STORED
+                elif value & _KIND == _RECORD and self.has(value, row):
+                    removed += 1
+                    self._put(value, row, None)
+                    if self._rows(value):
+                        continue
+                    removed -= 1
+                    self._free_records.append(value >> _REST)
+                    words[at] = value & _STORED
+                else:
+                    continue
+                words[_CHUNKS] -= 1
+                removed += 1
+        return removed
 
     def clear(self, row: int) -> None:
         """Removes all chunks of a worker: 5 ms for a million chunks of all workers."""
@@ -251,7 +284,7 @@ class ChunkTable:
         removed = 0
         for first, size in self._tables():
             values = array[first + 1 : first + 2 * size : 2]
-            mine = (values & np.uint64(~(_STORED | _TIERS) & (1 << 64) - 1)) == one
+            mine = (values & np.uint64(_NEITHER & (1 << 64) - 1)) == one
             if mine.any():
                 values[mine] &= np.uint64(_STORED)
                 removed += int(mine.sum())
@@ -298,11 +331,11 @@ class ChunkTable:
 
     def _insert(self, chunk: int) -> int:
         """Gives a chunk a slot. Returns the place of its value."""
-        words, table = self._words, chunk >> 64 - _TABLE_BITS
+        chunk = chunk or _ZERO
+        words, table = self._words, chunk >> _SHIFT
+        if self._used[table] >= self._limits[table]:
+            self._copy(table, words[_HEADS + table])
         head = words[_HEADS + table]
-        full = _LEAST_FULL * 2 ** (table / _TABLES)
-        if not head or self._used[table] >= full * (1 << (head & 0xFF)):
-            head = self._copy(table, head, full)
         first, mask = head >> _REST, (1 << (head & 0xFF)) - 1
         step = chunk
         while words[at := first + 2 * (step & mask)]:
@@ -311,9 +344,10 @@ class ChunkTable:
         self._used[table] += 1
         return at + 1
 
-    def _copy(self, table: int, head: int, full: float) -> int:
-        """Copies the chunks that workers or the store have, with place for more. Returns the new head."""
+    def _copy(self, table: int, head: int) -> None:
+        """Copies the chunks that workers or the store have, with place for more."""
         live: list[tuple[int, int]] = []
+        full = _LEAST_FULL * 2 ** (table / _TABLES)
         size_log2 = head & 0xFF if head else _FIRST_SLOTS_LOG2
         if head:
             old = self._words[head >> _REST : (head >> _REST) + (2 << size_log2)].tolist()
@@ -333,12 +367,11 @@ class ChunkTable:
             slots[at], slots[at + 1] = chunk, value
         first = self._allocate(size_log2)
         self._array[first : first + 2 * size] = np.array(slots, np.uint64)
-        self._words[_HEADS + table] = new = first << _REST | size_log2
-        self._used[table] = len(live)
+        self._words[_HEADS + table] = first << _REST | size_log2
+        self._used[table], self._limits[table] = len(live), int(full * size)
         if head:
             self._free.setdefault(head & 0xFF, []).append(head >> _REST)
             self._remove(head >> _REST, (head >> _REST) + (2 << (head & 0xFF)))
-        return new
 
     def _allocate(self, size_log2: int) -> int:
         if free := self._free.get(size_log2):

@@ -19,8 +19,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import setproctitle
 from aiohttp import web
@@ -31,10 +30,11 @@ from baton.router.config import RouterConfig
 from baton.router.policy.chunk_table import ChunkTable
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.sockets import ControlClient, listen, report, reserve
-from baton.router.server import load, main
 from baton.router.status import scrape_targets
 
 log = logging.getLogger(__name__)
+
+Loaded = TypeVar("Loaded")
 
 PING_SECONDS = 2.0
 ANSWER_SECONDS = 0.5
@@ -406,9 +406,13 @@ def _ready(routers: list[dict[str, Any]]) -> bool:
     return bool(routers) and all(r["ready"] and r["state"] == "serving" for r in routers)
 
 
-def supervise(config: RouterConfig) -> int:
-    """Runs the processes until SIGTERM or SIGINT. Raises ValueError for a mistake of the user."""
+def supervise(
+    config: RouterConfig, load: Callable[[RouterConfig], Loaded], run: Callable[[RouterConfig, Loaded], int]
+) -> int:
+    """Runs the processes until SIGTERM or SIGINT. Raises ValueError for a mistake of the user.
+
+    `load`: gives what all processes share. `run`: what each does."""
     setproctitle.setproctitle(f"{config.title}: router {config.index}")
     logging.config.dictConfig(config.logging())
     loaded = load(config)
-    return asyncio.run(Supervisor(config, partial(main, loaded=loaded)).run())
+    return asyncio.run(Supervisor(config, lambda own: run(own, loaded)).run())
