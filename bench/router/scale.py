@@ -56,6 +56,8 @@ SPARE = 1.25
 """Seats for each stream."""
 OPENED_PER_S = 400
 START_S = 60.0
+PAUSE_S = 0.25
+"""Between two looks at the metrics, which take the router some ten milliseconds."""
 FAKE_PROCESSES = 4
 FIRST_PORT = 21_000
 HOLDERS = 8
@@ -273,19 +275,26 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
         cluster, admin = stack.enter_context(router(secret, 1, *flags))
 
         def phase(name: str, change: Callable[[], object], ready: int) -> None:
-            lags, cpu = Lags(admin), cpu_seconds(cluster.report("router")["pid"])
+            pid = cluster.report("router")["pid"]
+            lags, cpu, loop = Lags(admin), cpu_seconds(pid), loop_seconds(pid)
             change()
             took = until(lambda: ready_workers(admin) == ready, 2 * START_S, f"{ready} workers, {name}")
-            cpu = cpu_seconds(cluster.report("router")["pid"]) - cpu
+            cpu, loop = cpu_seconds(pid) - cpu, loop_seconds(pid) - loop
             name = f"router.workers{args.workers}.{name}"
             report.add(Row(f"{name}.known", took, "s"))
             report.add(Row(f"{name}.cpu", cpu, "s"))
+            report.add(Row(f"{name}.loop", loop, "s", goal=0.5))
             report.add(Row(f"{name}.longest_stall_at_most", lags.since()[1], "ms", goal=1e3 * STALL_S))
 
         phase("join", lambda: list_workers(ports), len(ports))
         phase("fail", failing.close, len(ports) - len(parts[0]))
         phase("recover", lambda: failing.enter_context(serve(parts[0])), len(ports))
         phase("leave", lambda: list_workers(ports[::2]), len(ports[::2]))
+
+
+def loop_seconds(pid: int) -> float:
+    """CPU time of the first thread, which has the event loop."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def ready_workers(url: str) -> int:
@@ -358,7 +367,7 @@ def until(done: Callable[[], bool], seconds: float, what: str) -> float:
     while not done():
         if time.perf_counter() - began > seconds:
             raise TimeoutError(f"waited {seconds:g} s for {what}")
-        time.sleep(0.05)
+        time.sleep(PAUSE_S)
     return time.perf_counter() - began
 
 

@@ -121,8 +121,10 @@ class WorkerPool(Roster):
         try:
             async for addresses in self._config.discovered().watch():
                 for address in addresses - self.listed.keys():
+                    await self.turn()
                     self._open(address)
                 for address in self.listed.keys() - addresses:
+                    await self.turn()
                     self.retire(address)
             await asyncio.Event().wait()
         finally:

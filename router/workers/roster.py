@@ -65,6 +65,7 @@ class Roster:
     def __init__(self, model: RouterModel, table: ChunkTable | None = None) -> None:
         """`table`: the chunk table that all router processes of this host share."""
         self.changed = asyncio.Event()
+        self._turns = asyncio.Lock()
         self.on_capacity: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
         self.listed: dict[str, Worker] = {}
@@ -81,6 +82,12 @@ class Roster:
         self._with_numerics: dict[str, set[str]] = {}  # addresses of accepted workers; none is empty
         self._limits: dict[Worker, _Limits] = {}
         self._workers_with: Counter[_Limits] = Counter()  # how many workers have the same
+
+    async def turn(self) -> None:
+        """Waits for a round of the event loop that no other worker has. So a thousand workers that come or go
+        at the same time do not stall it."""
+        async with self._turns:
+            await asyncio.sleep(0)
 
     def ready(self, pool: "pb.Pool") -> list[Worker]:
         """The workers that take the new work of a pool."""
