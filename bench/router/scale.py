@@ -166,7 +166,8 @@ def longest_wait(pids: Sequence[int], seconds: float) -> float:
     waited, longest, end = [0.0] * len(pids), 0.0, time.monotonic() + seconds
     while time.monotonic() < end:
         before, waited = waited, [waited_for_cpu(pid) for pid in pids]
-        longest = max(longest, *(now - then for now, then in zip(waited, before, strict=True) if then))
+        grown = (now - then for now, then in zip(waited, before, strict=True) if then)
+        longest = max(longest, *grown, 0.0)
         time.sleep(STALL_S)
     return longest
 
