@@ -83,7 +83,7 @@ class ChunkIndex:
         return len(self.table)
 
     def __bool__(self) -> bool:
-        return bool(len(self.table) or self._expecting or self._stored)
+        return bool(len(self.table) or self._expecting)
 
     def grow(self, rows: int) -> None:
         for _ in range(len(self._expected), rows):

@@ -108,7 +108,7 @@ class ChunkTable:
         if self._fd is not None:
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _WRITER_LOCK)
-            except OSError:
+            except (BlockingIOError, PermissionError):  # another process has it
                 return False
         self._array[_HEADS : _HEADS + _TABLES] = 0
         self._words[_CHUNKS] = self._words[_WIDTH_LOG2] = self._words[_OFFLOADED] = 0

@@ -115,6 +115,8 @@ def _answer(config: RouterConfig, reply: BinaryIO) -> NoReturn:
         code = 0
     except ValueError as error:
         reply.write(str(error).encode())
+    except KeyboardInterrupt:
+        log.info("interrupted while asking the workers")
     except BaseException:
         log.exception("asking the workers")
     reply.flush()
