@@ -269,7 +269,7 @@ async def test_one_process_writes_the_index_of_all_and_another_one_after_its_dea
 
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 3)
     async with asyncio.timeout(20):
-        while not all(worker._wanting_cache for worker in routers.prefills):  # noqa: ASYNC110
+        while not all(len(worker._outputs) == 3 and worker._wanting_cache for worker in routers.prefills):
             await asyncio.sleep(0.01)
     assert [len(worker._wanting_cache) for worker in routers.prefills] == [1, 1], (
         "one process gets the reports"
