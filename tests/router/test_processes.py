@@ -269,7 +269,7 @@ async def test_one_process_writes_the_index_of_all_and_another_one_after_its_dea
 
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 3)
     async with asyncio.timeout(20):
-        while not all(len(worker._outputs) == 3 and worker._wanting_cache for worker in routers.prefills):
+        while not all(len(w._outputs) == 3 and w._wanting_cache for w in routers.prefills):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert [len(worker._wanting_cache) for worker in routers.prefills] == [1, 1], (
         "one process gets the reports"
@@ -288,6 +288,8 @@ async def test_one_process_writes_the_index_of_all_and_another_one_after_its_dea
     await until_all_go_to(1 - home)
     other.change_cache([], chunks)
     await until_all_go_to(home)
+    routers.popen.send_signal(signal.SIGINT)
+    assert await routers.exit_code() == 0
 
 
 async def test_the_wait_for_a_cpu_is_no_silence_of_a_process(monkeypatch: pytest.MonkeyPatch):
