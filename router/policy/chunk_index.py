@@ -9,6 +9,7 @@ The reports are in a `ChunkTable`, which the router processes of a host share. O
 them. What a process expects is its own.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -153,7 +154,7 @@ class ChunkIndex:
 
     def expect(self, row: int, chunks: Iterable[int]) -> None:
         """A prompt with these chunks was sent to the worker. `unexpect` undoes it."""
-        expected, expecting, bit = self._expected[row], self._expecting, 1 << row
+        expected, expecting, bit, self._version = self._expected[row], self._expecting, 1 << row, -1
         for chunk in chunks:
             expected[chunk] = expected.get(chunk, 0) + 1
             expecting[chunk] = expecting.get(chunk, 0) | bit
@@ -167,6 +168,7 @@ class ChunkIndex:
                 self._expects_no_more(row, chunk)
 
     def _expects_no_more(self, row: int, chunk: int) -> None:
+        self._version = -1
         self._expecting[chunk] ^= 1 << row
         if not self._expecting[chunk]:
             del self._expecting[chunk]
@@ -185,16 +187,18 @@ class ChunkIndex:
         for chunk in expected:
             self._expects_no_more(row, chunk)
 
-    def _known(self, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields what the table has of each chunk. One choice of workers asks several times for a prompt."""
-        table = self.table
-        if chunks is not self._asked or self._version != table.version:
-            self._asked, self._values, self._version = chunks, [], table.version
-        values, holders = self._values, table.holders
-        yield from values
-        for chunk in chunks if not values else chunks[len(values) :]:
-            values.append(found := holders(chunk))
-            yield found
+    def _known(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
+        """The rows that have each chunk, and whether the store has it, to the first chunk that none has. One
+        choice of workers asks several times for a prompt."""
+        if chunks is not self._asked or self._version != self.table.version:
+            self._asked, self._version = chunks, self.table.version
+            self._values, expecting = list(self.table.holders(chunks)), self._expecting
+            if expecting:
+                reported = itertools.chain(self._values, itertools.repeat((0, 0)))
+                pairs = zip(chunks, reported, strict=False)
+                both = ((rows | expecting.get(chunk, 0), stored) for chunk, (rows, stored) in pairs)
+                self._values = list(itertools.takewhile(any, both))
+        return self._values
 
     def overlap(
         self, chunks: Sequence[int], tokens: int, block_size: int, among: int, stores: int = 0
@@ -206,10 +210,8 @@ class ChunkIndex:
         unknown prompt costs one lookup. Of the different lengths only the longest `MAX_LEVELS` count.
         """
         levels: list[tuple[int, int]] = []  # (chunks, rows that have at least so many)
-        rows, expecting = among, self._expecting
-        for depth, (holders, stored) in enumerate(self._known(chunks)):
-            if expecting:
-                holders |= expecting.get(chunks[depth], 0)
+        rows, known = among, self._known(chunks)
+        for depth, (holders, stored) in enumerate(known):
             if stored:
                 holders |= stores
             if (left := rows & holders) != rows:
@@ -218,7 +220,7 @@ class ChunkIndex:
                 if not rows:
                     break
         else:
-            levels.append((len(chunks), rows))
+            levels.append((len(known), rows))
         found: list[tuple[int, int]] = []
         most = 0
         for depth, rows in levels[-MAX_LEVELS:]:

@@ -4,7 +4,7 @@ One process writes, and all read without locks. Each change becomes visible by t
 may see a part of a change, or a place that was just given back. Then it misses a worker, or sees one that had
 the chunk before. That costs a little time and never a wrong token, since workers look into their own cache.
 
-    heads, one for each table ─▶ slots of the table: chunk, value ─▶ one row, or a record: a set of rows
+    heads, one for each table ─▶ slots of the table: chunk, value ─▶ some rows, or a record: a set of rows
 
 Chunks are spread over tables, and a table that is full is copied into a larger one. Their limits differ, so
 they are not full at the same time. A slot keeps its chunk until then, also without workers.
@@ -41,14 +41,29 @@ _RECORDS_OF_WIDTH = 1 << 27
 _WIDTHS = (MAX_ROWS // _ROW_BITS).bit_length()
 _END = _SLOTS_END + _WIDTHS * _RECORDS_OF_WIDTH
 
-# A value: its kind, whether the shared store has the chunk, the tier of the one row, then the row or record.
-_ONE_ROW, _RECORD, _KIND = 1, 2, 3  # 0: no row
-_STORED, _TIER_SHIFT, _TIERS, _REST = 4, 3, 0b11000, 8
+# A value: the number of its rows, or that it has a record; whether the shared store has the chunk; then, in
+# fields of 16 bits, each row and its tier, or the number of the record.
+_COUNT, _MOST, _RECORD, _STORED = 0b111, 3, 4, 8
+_FIELD, _ROW, _TIER = 16, MAX_ROWS - 1, 14
 _ZERO = (1 << 64) - 1
 """Stands for the chunk 0, since a slot with 0 is empty."""
-_NEITHER = ~(_STORED | _TIERS)
+_HEAD = 8  # bits of a head with the logarithm of the number of slots; the others are the first place
 
 _ROWS_LOCK, _WRITER_LOCK = 0, 1  # bytes of the file
+
+
+def _field(value: int, row: int) -> int:
+    """The place of a row in a value without a record; 0 if it is not there."""
+    for place in range(_FIELD, _FIELD * (value & _COUNT) + 1, _FIELD):
+        if value >> place & _ROW == row:
+            return place
+    return 0
+
+
+def _without(value: int, place: int) -> int:
+    """The value without the row in this place."""
+    later = value >> place + _FIELD << place
+    return later | value & (1 << place) - 1 & ~_COUNT | (value & _COUNT) - 1
 
 
 class ChunkTable:
@@ -136,18 +151,32 @@ class ChunkTable:
         at = self._find(chunk)
         return self._words[at] if at else 0
 
-    def holders(self, chunk: int) -> tuple[int, int]:
-        """The workers with a chunk, as a set of bits, and whether the store that workers share has it."""
-        value = self.value(chunk)
-        if value & _KIND == _ONE_ROW:
-            return 1 << (value >> _REST), value & _STORED
-        return self._rows(value), value & _STORED
+    def holders(self, chunks: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Yields the workers of each chunk, as a set of bits, and whether the store has it. Ends at the
+        first chunk without a slot. Written for speed: each choice of a worker reads it."""
+        words = self._words
+        for chunk in chunks:
+            chunk = chunk or _ZERO
+            if not (head := words[_HEADS + (chunk >> _SHIFT)]):
+                return
+            at = (head >> _HEAD) + (chunk << 1 & (2 << (head & 0xFF)) - 2)
+            if words[at] != chunk and (at := self._find(chunk) - 1) < 0:
+                return
+            value = words[at + 1]
+            if value & _COUNT == 1:
+                yield 1 << (value >> _FIELD & _ROW), value & _STORED
+            else:
+                yield self._rows(value), value & _STORED
 
     def _rows(self, value: int) -> int:
-        if value & _KIND != _RECORD:
-            return 1 << (value >> _REST) if value & _KIND else 0
-        first, width = self._record(value)
-        return int.from_bytes(self._bytes[_WORD * first : _WORD * (first + width)], "little")
+        if value & _COUNT == _RECORD:
+            first, width = self._record(value)
+            return int.from_bytes(self._bytes[_WORD * first : _WORD * (first + width)], "little")
+        rows = 0
+        for _ in range(value & _COUNT):
+            value >>= _FIELD
+            rows |= 1 << (value & _ROW)
+        return rows
 
     def is_stored(self, value: int) -> bool:
         """Whether the store that workers share has the chunk."""
@@ -155,16 +184,16 @@ class ChunkTable:
 
     def has(self, value: int, row: int) -> bool:
         """Whether a worker has the chunk."""
-        if value & _KIND != _RECORD:
-            return value & _KIND == _ONE_ROW and value >> _REST == row
+        if value & _COUNT != _RECORD:
+            return bool(_field(value, row))
         first, width = self._record(value)
         word = row // _ROW_BITS
         return word < width and bool(self._words[first + word] >> row % _ROW_BITS & 1)
 
     def tier(self, value: int, row: int) -> Tier:
         """The fastest tier in which this worker has the chunk."""
-        if value & _KIND != _RECORD:
-            return Tier((value & _TIERS) >> _TIER_SHIFT)
+        if value & _COUNT != _RECORD:
+            return Tier(value >> _field(value, row) + _TIER & 0b11)
         (first, width), (word, bit) = self._record(value), divmod(row, _ROW_BITS)
         below = (t for t in (Tier.HOST, Tier.DISK) if self._words[first + t * width + word] >> bit & 1)
         return next(below, Tier.DEVICE)
@@ -174,7 +203,7 @@ class ChunkTable:
         chunk, words = chunk or _ZERO, self._words
         head = words[_HEADS + (chunk >> _SHIFT)]
         if head:
-            first, mask = head >> _REST, (1 << (head & 0xFF)) - 1
+            first, mask = head >> _HEAD, (1 << (head & 0xFF)) - 1
             step = chunk & mask
             for _ in range(mask):  # a table is never full, but another process may change it meanwhile
                 found = words[first + 2 * step]
@@ -189,7 +218,7 @@ class ChunkTable:
         """The first word of a record, and the words of each of its sets: rows, on hosts, on disks."""
         width_log2 = self._words[_WIDTH_LOG2]
         width = 1 << width_log2
-        return _SLOTS_END + width_log2 * _RECORDS_OF_WIDTH + 3 * width * (value >> _REST), width
+        return _SLOTS_END + width_log2 * _RECORDS_OF_WIDTH + 3 * width * (value >> _FIELD), width
 
     # ------------------------------------------------------------ writing
 
@@ -199,7 +228,7 @@ class ChunkTable:
 
     def add(self, row: int, chunks: Iterable[int]) -> int:
         """Returns how many of the chunks the worker did not have. Written for speed."""
-        words, used, limits, own = self._words, self._used, self._limits, _ONE_ROW | row << _REST
+        words, used, limits, own = self._words, self._used, self._limits, 1 | row << _FIELD
         added = alone = 0
         for chunk in chunks:
             chunk = chunk or _ZERO
@@ -208,7 +237,7 @@ class ChunkTable:
                 if not (head := words[_HEADS + table]):
                     self._copy(table, head)
                     continue
-                first, mask = head >> _REST, (2 << (head & 0xFF)) - 2
+                first, mask = head >> _HEAD, (2 << (head & 0xFF)) - 2
                 step = chunk << 1 & mask
                 while (found := words[first + step]) and found != chunk:
                     step = step + 2 & mask
@@ -220,23 +249,29 @@ class ChunkTable:
             if not found:
                 words[at - 1] = chunk
                 used[table] += 1
-            if not value & _KIND:
+            if not value & _COUNT:
                 words[at] = value | own
                 alone += 1
-            elif value & _NEITHER != own:
+            else:
                 added += self._add_beside(at, value, row)
         words[_CHUNKS] += alone
         return added + alone
 
     def _add_beside(self, at: int, value: int, row: int) -> bool:
-        """Other workers have the chunk, or had it. Returns False if this one had it."""
-        if value & _KIND == _ONE_ROW:
-            record = self._new_record(max(row, value >> _REST))
-            self._put(record, value >> _REST, self.tier(value, row))
+        """A worker has the chunk, or had it. Returns False if it is this one."""
+        if self.has(value, row):
+            return False
+        count = value & _COUNT
+        if count < _MOST:
+            self._words[at] = value + 1 | row << _FIELD * (count + 1)
+            return True
+        if count == _MOST:
+            rows = [value >> _FIELD * i & _ROW for i in range(1, _MOST + 1)]
+            record = self._new_record(max(row, *rows))
+            for other in rows:
+                self._put(record, other, self.tier(value, other))
             self._words[at] = value & _STORED | record
             value = record
-        elif self.has(value, row):
-            return False
         else:
             self._words[_CHUNKS] += not self._rows(value)
             self._widen(row)
@@ -251,43 +286,46 @@ class ChunkTable:
         value = self._words[at] if at else 0
         if not self.has(value, row):
             return
-        if value & _KIND == _ONE_ROW:
-            self._words[at] = value & ~_TIERS | tier << _TIER_SHIFT
-        else:
+        if value & _COUNT == _RECORD:
             self._put(value, row, tier)
+        else:
+            place = _field(value, row) + _TIER
+            self._words[at] = value & ~(0b11 << place) | tier << place
 
     def discard(self, row: int, chunks: Iterable[int]) -> int:
         """Returns how many of the chunks the worker had."""
-        words, own, removed = self._words, _ONE_ROW | row << _REST, 0
+        words, removed = self._words, 0
         for chunk in chunks:
-            if at := self._find(chunk):
-                value = words[at]
-                if value & _NEITHER == own:
-                    words[at] = value & _STORED
-                elif value & _KIND == _RECORD and self.has(value, row):
-                    removed += 1
-                    self._put(value, row, None)
-                    if self._rows(value):
-                        continue
-                    removed -= 1
-                    self._free_records.append(value >> _REST)
-                    words[at] = value & _STORED
-                else:
-                    continue
+            at = self._find(chunk)
+            value = words[at] if at else 0
+            if not self.has(value, row):
+                continue
+            removed += 1
+            if value & _COUNT != _RECORD:
+                words[at] = left = _without(value, _field(value, row))
+                words[_CHUNKS] -= not left & _COUNT
+                continue
+            self._put(value, row, None)
+            if not self._rows(value):
+                self._free_records.append(value >> _FIELD)
+                words[at] = value & _STORED
                 words[_CHUNKS] -= 1
-                removed += 1
         return removed
 
     def clear(self, row: int) -> None:
         """Removes all chunks of a worker: 5 ms for a million chunks of all workers."""
-        array, one = self._array, np.uint64(_ONE_ROW | row << _REST)
-        removed = 0
+        array, removed = self._array, 0
         for first, size in self._tables():
             values = array[first + 1 : first + 2 * size : 2]
-            mine = (values & np.uint64(_NEITHER & (1 << 64) - 1)) == one
-            if mine.any():
-                values[mine] &= np.uint64(_STORED)
-                removed += int(mine.sum())
+            for place in range(_FIELD, 64, _FIELD):
+                count = values & np.uint64(_COUNT)
+                there = (count < _RECORD) & (count * np.uint64(_FIELD) >= place)
+                mine = there & (values >> np.uint64(place) & np.uint64(_ROW) == row)
+                if mine.any():
+                    values[mine] = left = np.array(
+                        [_without(v, place) for v in values[mine].tolist()], np.uint64
+                    )
+                    removed += int((left & np.uint64(_COUNT) == 0).sum())
         (first, width), (word, bit) = self._record(0), divmod(row, _ROW_BITS)
         if word < width:
             records = array[first : first + 3 * width * self._records].reshape(-1, 3, width)
@@ -313,11 +351,11 @@ class ChunkTable:
         """Returns a value with an empty record that has place for this row."""
         self._widen(row)
         if self._free_records:
-            return self._free_records.pop() << _REST | _RECORD
+            return self._free_records.pop() << _FIELD | _RECORD
         self._records += 1
         if 3 * self._record(0)[1] * self._records > _RECORDS_OF_WIDTH:
             raise MemoryError("the index of cached chunks is full")
-        return self._records - 1 << _REST | _RECORD
+        return self._records - 1 << _FIELD | _RECORD
 
     def _widen(self, row: int) -> None:
         """Copies the records into wider ones, until the row has a place."""
@@ -336,7 +374,7 @@ class ChunkTable:
         if self._used[table] >= self._limits[table]:
             self._copy(table, words[_HEADS + table])
         head = words[_HEADS + table]
-        first, mask = head >> _REST, (1 << (head & 0xFF)) - 1
+        first, mask = head >> _HEAD, (1 << (head & 0xFF)) - 1
         step = chunk
         while words[at := first + 2 * (step & mask)]:
             step += 1
@@ -350,10 +388,10 @@ class ChunkTable:
         full = _LEAST_FULL * 2 ** (table / _TABLES)
         size_log2 = head & 0xFF if head else _FIRST_SLOTS_LOG2
         if head:
-            old = self._words[head >> _REST : (head >> _REST) + (2 << size_log2)].tolist()
+            old = self._words[head >> _HEAD : (head >> _HEAD) + (2 << size_log2)].tolist()
             for chunk, value in zip(old[::2], old[1::2], strict=True):
-                if value & _KIND == _RECORD and not self._rows(value):
-                    self._free_records.append(value >> _REST)
+                if value & _COUNT == _RECORD and not self._rows(value):
+                    self._free_records.append(value >> _FIELD)
                     value &= _STORED
                 if value:
                     live.append((chunk, value))
@@ -367,11 +405,11 @@ class ChunkTable:
             slots[at], slots[at + 1] = chunk, value
         first = self._allocate(size_log2)
         self._array[first : first + 2 * size] = np.array(slots, np.uint64)
-        self._words[_HEADS + table] = first << _REST | size_log2
+        self._words[_HEADS + table] = first << _HEAD | size_log2
         self._used[table], self._limits[table] = len(live), int(full * size)
         if head:
-            self._free.setdefault(head & 0xFF, []).append(head >> _REST)
-            self._remove(head >> _REST, (head >> _REST) + (2 << (head & 0xFF)))
+            self._free.setdefault(head & 0xFF, []).append(head >> _HEAD)
+            self._remove(head >> _HEAD, (head >> _HEAD) + (2 << (head & 0xFF)))
 
     def _allocate(self, size_log2: int) -> int:
         if free := self._free.get(size_log2):
@@ -393,4 +431,4 @@ class ChunkTable:
         """The first word and the number of slots of each table."""
         for head in self._words[_HEADS : _HEADS + _TABLES].tolist():
             if head:
-                yield head >> _REST, 1 << (head & 0xFF)
+                yield head >> _HEAD, 1 << (head & 0xFF)

@@ -196,11 +196,11 @@ def test_the_memory_of_chunks_that_come_and_go_is_used_again():
     ends = []
     for _ in range(8):
         chunks = [rng.getrandbits(64) for _ in range(20_000)]
-        for row in (3, 100, 4000):  # in one row, then in records that become wider
+        for row in (3, 100, 200, 4000):  # in one row, then in records that become wider
             assert table.add(row, chunks) == len(chunks)
         table.clear(100)
         assert len(table) == len(chunks)
-        for row in (3, 4000):
+        for row in (3, 200, 4000):
             assert table.discard(row, chunks) == len(chunks)
         assert not len(table)
         ends.append((table._end, table._records))
