@@ -345,6 +345,7 @@ async def test_the_processes_end_with_their_supervisor(start: Callable[..., Any]
 @pytest.mark.long
 async def test_a_process_that_hangs_is_restarted(start: Callable[..., Any]):
     routers = await start("--router-processes", "2")
+    await routers.until(lambda s: len(s["processes"]) == 2)
     before = await routers.processes()
     os.kill(before[1], signal.SIGSTOP)
     await routers.until(lambda s: len({p["pid"] for p in s["processes"]} - {before[1]}) == 2)
