@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from baton.cluster import model
-from baton.cluster.options.parameters import to_argv
 from baton.cluster.options.roles import PickerRole, RouterRole, WorkerRole
 from baton.cluster.supervision import processes
 
@@ -125,8 +122,6 @@ def _configured(config: Callable[..., Config], given: Any, **others: Any) -> Con
 
 def run_router(given: RouterRole) -> int:
     with supervised(given.process.ready_fd):
-        import uvloop
-
         from baton import router
         from baton.rpc.auth import load_secret
 
@@ -143,15 +138,14 @@ def run_router(given: RouterRole) -> int:
         if found is not None:
             model.reach_hub(found.location)
         config = router_config(given, found, load_secret(given.secret.cluster_secret_file))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            if config.model is None:
-                from baton.router.workers.ask import ask_workers
+        if config.model is None:
+            from baton.router.workers.ask import ask_workers
 
-                described = ask_workers(config, runner)
-                if described is None:
-                    return 0
-                config = _with_model(config, described)
-            return router.main(config, runner)
+            described = ask_workers(config)
+            if described is None:
+                return 0
+            config = _with_model(config, described)
+        return router.main(config)
 
 
 def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: bytes) -> RouterConfig:
@@ -167,7 +161,6 @@ def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: 
         served_model_name=tuple(given.model.served_model_name or ([] if found is None else [found.name])),
         processes=given.front.router_processes,
         admin_port=0 if given.front.admin_port is None and several else given.front.admin_port,
-        command=(sys.executable, "-m", "baton.cluster.cli", *sys.argv[1:]),
         tls=given.front.tls(),
         cluster_tls=given.secret.tls(),
         api_keys=given.front.keys(),
@@ -186,14 +179,12 @@ def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterCon
     """`config` with the model of a worker. Raises ValueError if that model is not on this machine."""
     found = model.of_workers(described.model, described.served_model_name)
     model.reach_hub(found.location)
-    named = {
-        "model": found.location,
-        "revision": config.revision or described.revision or None,
-        "served_model_name": config.served_model_name or (found.name,),
-    }
-    # Router processes must not ask again: another worker could answer with another model.
-    command = (*config.command, *to_argv(**named))
-    return replace(config, command=command, **named)
+    return replace(
+        config,
+        model=found.location,
+        revision=config.revision or described.revision or None,
+        served_model_name=config.served_model_name or (found.name,),
+    )
 
 
 def run_picker(given: PickerRole) -> int:

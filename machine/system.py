@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import socket
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _REASONS = {
     errno.EADDRINUSE: "the port is in use; choose another one, or stop the process that listens there",
     errno.EADDRNOTAVAIL: "no network interface of this machine has that address",
@@ -60,6 +62,13 @@ def make_directory(flag: str, path: Path) -> None:
 def cannot_write(flag: str, path: Path, error: OSError) -> str:
     """Returns the message for the user."""
     return f"{flag} {path}: {error.strerror}; name a directory that you may write to"
+
+
+def die_with_parent() -> None:
+    """Makes the kernel kill this process when the thread that started it ends, for any reason."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 async def process_end(pid: int) -> None:

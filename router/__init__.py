@@ -14,8 +14,8 @@
 a request may wait.
 """
 
-import asyncio
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,18 +23,17 @@ if TYPE_CHECKING:
     from baton.router.config import RouterConfig
 
 
-def main(config: "RouterConfig", runner: asyncio.Runner) -> int:
-    """Runs the router until SIGTERM (drains) or SIGINT. Raises ValueError for a mistake of the user.
-
-    `runner` has the event loop of this process. A supervisor of several processes needs none."""
+def main(config: "RouterConfig") -> int:
+    """Runs the router until SIGTERM (drains) or SIGINT. Raises ValueError for a mistake of the user."""
     # Imported here, so that neither the configuration nor a child process loads a server.
     gc.disable()  # imports make no garbage, and collections would slow them by a sixth
-    if config.admin_port is not None and not config.supervised:
-        from baton.router.processes.supervise import supervise as run
-    else:
-        from baton.router.server import main
+    from baton.router import server
 
-        run = partial(main, runner=runner)
+    run: Callable[[RouterConfig], int] = server.main
+    if config.admin_port is not None:
+        from baton.router.processes.supervise import supervise
+
+        run = partial(supervise, load=server.load, run=server.main)
     gc.freeze()
     gc.enable()
     return run(config)

@@ -79,13 +79,14 @@ class RouterConfig:
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     """Port of `/metrics` and `/status` for all processes. None: one process serves them on `port`."""
-    command: tuple[str, ...] = ()
-    """Command that starts one more process of this router, with further flags. Needed with an admin port."""
     process_number: int | None = None
     """Number of this process among those of a supervisor. None: there is no supervisor."""
     control_fd: int | None = None
+    """End of a socket pair, for commands of the supervisor."""
     keys_fd: int | None = None
     """Memory of `KeyCounts`, which all processes of the supervisor share."""
+    chunks_fd: int | None = None
+    """Memory of `ChunkTable`, likewise."""
     index: int = 0
     title: str = "baton"
     """First part of the titles of its processes."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import setproctitle
+import uvloop
 from aiohttp import web
 
 from baton.machine.system import url_host
@@ -56,12 +57,24 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 _OWN_MAPPING_BYTES = 1 << 20
 
 
-def main(config: RouterConfig, runner: asyncio.Runner) -> int:
+Loaded = tuple[ModelTokenizer, SamplingDefaults]
+"""What several processes of a router share."""
+
+
+def main(config: RouterConfig, loaded: Loaded | None = None) -> int:
     """Runs the router until SIGTERM or SIGINT. Raises ValueError for invalid configuration."""
     number = f".{config.process_number}" if config.supervised else ""
     setproctitle.setproctitle(f"{config.title}: router {config.index}{number}")
     logging.config.dictConfig(config.logging())
     _return_large_buffers()
+    tokenizer, defaults = loaded or load(config)
+    gc.set_threshold(*gc.get_threshold()[:2], NEVER)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config, tokenizer, defaults))
+
+
+def load(config: RouterConfig) -> Loaded:
+    """Loads what a router reads of its model. Raises ValueError for invalid configuration."""
     report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
     assert config.model is not None, "`ask_workers` gave the model"
     tokenizer = load_tokenizer(
@@ -77,10 +90,10 @@ def main(config: RouterConfig, runner: asyncio.Runner) -> int:
     log.info("--reasoning-parser: %s", tokenizer.reasoning_parser or "none")
     defaults = sampling_defaults(config.generation_config, locate(config.model, config.revision))
     log.info("--generation-config %s: %s", config.generation_config, shown(defaults) or "no defaults")
+    _ = tokenizer.state, tokenizer.vocabulary_fingerprint  # each process needs them, and would hold its own
     gc.collect()
     gc.freeze()  # each full collection would take some 15 ms longer
-    gc.set_threshold(*gc.get_threshold()[:2], NEVER)
-    return runner.run(serve(config, tokenizer, defaults))
+    return tokenizer, defaults
 
 
 def _return_large_buffers() -> None:

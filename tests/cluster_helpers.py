@@ -352,6 +352,7 @@ async def attached(worker: WorkerProcess, secret: bytes = SECRET) -> AsyncIterat
         call = stub.Attach()  # pyrefly: ignore[missing-argument]  (it is written to)
         stream = WorkerStream(call, stub)
         await stream.send(hello=pb.RouterHello(router_id=os.urandom(16)))
+        await stream.send(cache_resync=pb.CacheResync())
         stream.may_read.set()
         stream.reading = asyncio.create_task(stream.read())
         try:

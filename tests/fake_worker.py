@@ -75,6 +75,7 @@ class FakeWorker(StandIn):
         self.described = 0
         self.cache: set[int] | None = None
         self.cache_sequence = 0
+        self._wanting_cache: set[Outputs] = set()
         self.submitted: list[pb.RouterMessage] = []
         self.cancelled: list[bytes] = []
         self.arrived = asyncio.Event()  # set with each message from a router
@@ -144,7 +145,7 @@ class FakeWorker(StandIn):
         events = pb.CacheEvents(sequence=self.cache_sequence, added=added, evicted=evicted)
         for tier, chunks in (tiers or {}).items():
             getattr(events, tier.name.lower()).extend(chunks)
-        for outputs in () if lost else self._outputs:
+        for outputs in () if lost else self._outputs & self._wanting_cache:
             outputs.put_nowait(pb.WorkerMessage(cache=events))
 
     def _put_snapshot(self, outputs: Outputs) -> None:
@@ -184,10 +185,6 @@ class FakeWorker(StandIn):
         self.status.pool = pool
         self.report()
 
-    def _attached(self, outputs: Outputs) -> None:
-        super()._attached(outputs)
-        self._put_snapshot(outputs)
-
     def _take(self, message: pb.RouterMessage, outputs: Outputs) -> None:
         kind = message.WhichOneof("kind")
         match kind:
@@ -202,6 +199,7 @@ class FakeWorker(StandIn):
                 source.base = len(message.retarget.output_ids)
                 source.changed.set()
             case "cache_resync":
+                self._wanting_cache.add(outputs)
                 self._put_snapshot(outputs)
         super()._take(message, outputs)
         if kind in ("prefill", "decode", "retarget", "fetch_prefix", "offer_declined"):

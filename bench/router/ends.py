@@ -38,7 +38,7 @@ PROMPT_TOKENS = 200
 OUTPUT_TOKENS = 2  # the fewest with a handover
 SPREAD_S = 1.0
 """After this time the streams of a load are spread evenly over the steps."""
-_HEAD = (
+REQUEST_HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 )
@@ -152,7 +152,7 @@ async def through(url: str) -> AsyncIterator[Ask]:
             "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "temperature": 0
         }  # fmt: skip
         sent = json.dumps(body).encode()
-        writer.write(_HEAD % len(sent) + sent)
+        writer.write(REQUEST_HEAD % len(sent) + sent)
         last = b""
         while not last.endswith(b"\r\n0\r\n\r\n"):
             seen = await reader.read(1 << 16)

@@ -77,19 +77,6 @@ class RoleOptions:
 
 
 @dataclass(frozen=True)
-class RouterProcessOptions:
-    """Set by the supervisor of several router processes for each of them."""
-
-    process_number: int | None = opt(None, "Number of this router process.", "N", hidden=True)
-    control_fd: int | None = opt(
-        None, "This process' end of the socket pair to its supervisor.", "FD", hidden=True
-    )
-    keys_fd: int | None = opt(
-        None, "Memory in which all processes count the use of API keys.", "FD", hidden=True
-    )
-
-
-@dataclass(frozen=True)
 class FileOptions:
     panel: ClassVar[str] = "Files"
     run_dir: Path | None = directory("Parent of a new directory for sockets and logs.", shown="$TMPDIR")
@@ -416,4 +403,3 @@ class RouterRole:
     secret: SecretOptions
     process: RoleOptions = RoleOptions()
     observe: ObserveOptions = ObserveOptions()
-    one_of_several: RouterProcessOptions = RouterProcessOptions()

@@ -21,9 +21,10 @@ from typing import Any
 
 import psutil
 
+from baton.machine.system import die_with_parent
+
 PACKAGES = str(Path(__file__).parents[3])
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -38,19 +39,13 @@ def python_path() -> dict[str, str]:
 # ------------------------------------------------------------ roles and their supervisor
 
 
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
-
-
 def tie_to_parent(ready_fd: int) -> None:
     """Makes the kernel kill this process when the thread that spawned it ends, for any reason.
 
     Call it first. If the parent has died already, its end of the pipe is closed, and this process exits.
     Also unblocks the signals that stop a role: Ray blocks them, and a child inherits blocked signals.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     poll = select.poll()
     poll.register(ready_fd, 0)
     if any(events & select.POLLERR for _, events in poll.poll(0)):
@@ -60,7 +55,9 @@ def tie_to_parent(ready_fd: int) -> None:
 
 def adopt_orphans() -> None:
     """Makes this process the parent of every descendant whose own parent dies, so that it can end all."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def report_error(ready_fd: int | None, message: str) -> None:

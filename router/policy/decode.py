@@ -212,7 +212,7 @@ class DecodeCaches:
 
         The first is `chosen`. The second, if there is one, has more cached than any other, and capacity.
         """
-        if not len(self._index):
+        if not self._index:
             return [(chosen, 0)]
         among = self._serving | 1 << chosen
         cached = self._index.overlap(request.chunks, request.tokens, self._block_size, among)

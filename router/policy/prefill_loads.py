@@ -20,6 +20,7 @@ import numpy as np
 from baton.content import CHUNK_TOKENS, Tier
 from baton.machine import Average
 from baton.router.policy.chunk_index import ChunkIndex
+from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, Ring
 from baton.rpc import bounded_report
 from baton.rpc import worker_pb2 as pb
@@ -74,7 +75,8 @@ class _Worker:
 
 
 class PrefillLoads:
-    """Owned by one router, or a simulated one. A worker's row is its number from `join` to `leave`.
+    """Owned by one router, or a simulated one. A worker's row is its number from `join` to `leave`, in all
+    router processes of this host.
 
     Times are seconds of one monotonic clock.
 
@@ -82,8 +84,9 @@ class PrefillLoads:
         index: the cached chunks. The caller applies the workers' reports to it.
     """
 
-    def __init__(self) -> None:
-        self.index = ChunkIndex()
+    def __init__(self, table: ChunkTable | None = None) -> None:
+        """`table`: the chunk table that all router processes of this host share."""
+        self.index = ChunkIndex(table)
         self._workers: list[_Worker | None] = []  # by row; None: free
         self._speed = np.ones(0)
         self._clear_at = np.zeros(0)  # time at which the waiting tokens will be computed
@@ -91,7 +94,6 @@ class PrefillLoads:
         self._first_seconds = np.zeros(0)  # of these, what may be over
         self._first_at = np.zeros(0)  # time at which the first of `sent` began, or can begin
         self._measured = np.zeros(0, bool)
-        self._free: list[int] = []  # rows
         # Of the workers that serve:
         self._ring = Ring()
         self._names: list[str] = []  # in order
@@ -103,7 +105,9 @@ class PrefillLoads:
 
     def join(self, name: str, *, block_size: int, now: float, serving: bool = True) -> int:
         """Adds a worker with an empty queue and an empty cache. Returns its row."""
-        row = self._free.pop(0) if self._free else self._new_row()
+        row = self.index.table.take_row(name)
+        while row >= len(self._workers):
+            self._new_row()
         self._workers[row] = _Worker(name, block_size, at=now, reported_at=now)
         self._first_at[row], self._measured[row] = now, False
         self._speed[row] = self._guessed_speed()
@@ -116,7 +120,7 @@ class PrefillLoads:
         self._set_store(row, False)
         self.serve(row, False)
         self._workers[row] = None
-        self._free.append(row)
+        self.index.table.leave_row(row)
 
     def serve(self, row: int, serving: bool) -> None:
         """Whether it takes new work of the prefill pool."""
@@ -146,13 +150,12 @@ class PrefillLoads:
         assert worker is not None
         return worker
 
-    def _new_row(self) -> int:
-        row = len(self._workers)
+    def _new_row(self) -> None:
         self._workers.append(None)
         for array in ("_speed", "_clear_at", "_own_seconds", "_first_seconds", "_first_at", "_measured"):
             setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
-        self.index.grow(row + 1)
-        return row
+        self._measured[-1] = False
+        self.index.grow(len(self._workers))
 
     def draw(self, count: int, rng: random.Random) -> list[int]:
         """Rows of workers that serve prefills; of many, some at random."""

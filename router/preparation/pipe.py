@@ -1,6 +1,5 @@
 """The child's side of `child_pool`: its limits, and the frames in its stdin and stdout."""
 
-import ctypes
 import os
 import resource
 import signal
@@ -10,9 +9,10 @@ from collections.abc import Callable
 
 from setproctitle import setproctitle
 
+from baton.machine.system import die_with_parent
+
 _NICE = 5
 """A lower priority than the event loop, for machines with few cores."""
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LENGTH = struct.Struct("<I")
 
 
@@ -20,7 +20,7 @@ def limit(name: str, memory_bytes: int) -> None:
     """Names this process and limits it."""
     setproctitle(name)
     # Without this, a busy child would notice the end of the router only after its request.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # for the router; this process ends with its stdin
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)

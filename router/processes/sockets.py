@@ -13,12 +13,15 @@ import json
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from baton.machine.system import cannot_listen, family
 
 REPLY_SECONDS = 10.0
-"""A process that takes longer counts as hung."""
+"""A process that takes longer counts as hung. The time in which it waits for a CPU does not count."""
+_PARTS = 10
+"""Of this time. If the supervisor itself was stopped for long, that counts as one part."""
 _LENGTH_BYTES = 4
 _MAX_BYTES = 64 << 20
 
@@ -46,14 +49,16 @@ async def serve_commands(control_fd: int, answer: Callable[[str], Awaitable[byte
 class ControlClient:
     """The supervisor's end of the socket pair."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
         self._reader = reader
         self._writer = writer
+        self._pid = pid
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
-    async def connect(cls, sock: socket.socket) -> "ControlClient":
-        return cls(*await asyncio.open_unix_connection(sock=sock))
+    async def connect(cls, sock: socket.socket, pid: int) -> "ControlClient":
+        """`pid`: of the process at the other end."""
+        return cls(*await asyncio.open_unix_connection(sock=sock), pid)
 
     async def send(self, command: str) -> bytes:
         """Returns the reply. Raises ConnectionError when the process has ended.
@@ -65,10 +70,13 @@ class ControlClient:
             self._writer.write(command.encode() + b"\n")
             reply = asyncio.create_task(self._reply())
             try:
-                for _ in range(2):  # if the supervisor itself was stopped during one half, the other counts
-                    await asyncio.wait({reply}, timeout=REPLY_SECONDS / 2)
-                if reply.done():
-                    return reply.result()
+                part, silent, waited = REPLY_SECONDS / _PARTS, 0.0, waited_for_cpu(self._pid)
+                while silent < REPLY_SECONDS:
+                    await asyncio.wait({reply}, timeout=part)
+                    if reply.done():
+                        return reply.result()
+                    before, waited = waited, waited_for_cpu(self._pid)
+                    silent = max(0.0, silent + part - (waited - before))
             finally:
                 reply.cancel()
             raise TimeoutError
@@ -83,6 +91,14 @@ class ControlClient:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def waited_for_cpu(pid: int) -> float:
+    """Seconds in which the first thread of a process had no CPU to run on. 0: the kernel does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 SEND_BUFFER_BYTES = 256 << 10

@@ -9,27 +9,32 @@ pause, and the other processes go on.
 
 import asyncio
 import contextlib
+import gc
+import itertools
 import json
 import logging
 import logging.config
 import os
 import signal
 import socket
-import subprocess
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
 
 import setproctitle
 from aiohttp import web
 
-from baton.machine.system import process_end, url_host
+from baton.machine.system import die_with_parent, process_end, url_host
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.config import RouterConfig
+from baton.router.policy.chunk_table import ChunkTable
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.sockets import ControlClient, listen, report, reserve
 from baton.router.status import scrape_targets
 
 log = logging.getLogger(__name__)
+
+Loaded = TypeVar("Loaded")
 
 PING_SECONDS = 2.0
 ANSWER_SECONDS = 0.5
@@ -55,7 +60,7 @@ class _Process:
         known: its last reply to each command of `asked`.
     """
 
-    def __init__(self, number: int, config: RouterConfig, ports: list[str], keys_fd: int) -> None:
+    def __init__(self, number: int, config: RouterConfig, run: Callable[[RouterConfig], int]) -> None:
         self.number = number
         self.ready: dict[str, Any] | None = None
         self.error = ""
@@ -66,23 +71,19 @@ class _Process:
         with contextlib.ExitStack() as undo, its_end, open(writer, "wb"):
             undo.callback(own_end.close)
             undo.callback(os.close, reader)
-            command = [
-                *config.command, *ports, "--ready-fd", str(writer),
-                "--process-number", str(number), "--control-fd", str(its_end.fileno()),
-                "--keys-fd", str(keys_fd),
-            ]  # fmt: skip
-            # Blocks the loop for milliseconds, but must run in this thread: the process dies with its parent
-            # thread.
-            self._popen = subprocess.Popen(command, pass_fds=(writer, its_end.fileno(), keys_fd))
+            config = replace(
+                config, id=os.urandom(16), process_number=number, ready_fd=writer, control_fd=its_end.fileno()
+            )
+            self.pid = _fork(config, run)
             undo.pop_all()
         self._control, self._pipe = own_end, reader
-        self.pid = self._popen.pid
         self._client: ControlClient | None = None
+        self._reaped = False
 
     async def follow(self, ready_fd: int | None) -> None:
         """Reads its ready pipe until it listens or the pipe ends. Passes its progress on to `ready_fd`."""
         loop = asyncio.get_running_loop()
-        self._client = await ControlClient.connect(self._control)
+        self._client = await ControlClient.connect(self._control, self.pid)
         reader = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._pipe, "rb", 0)
@@ -98,7 +99,9 @@ class _Process:
     async def ended(self) -> int:
         """Waits for its end. Returns the exit code."""
         await process_end(self.pid)
-        return self._popen.wait()
+        _, status = os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222  (it is dead)
+        self._reaped = True
+        return os.waitstatus_to_exitcode(status)
 
     async def send(self, command: str) -> bytes:
         """Returns the reply. Raises ConnectionError if there is none. Kills a process that hangs."""
@@ -130,24 +133,60 @@ class _Process:
             self.kill()
 
     def kill(self) -> None:
-        if self._popen.returncode is None:
-            self._popen.kill()
+        if not self._reaped:
+            os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
 
 
-class Supervisor:
-    """Owns the processes, the reserved ports and the admin port."""
+def _fork(config: RouterConfig, run: Callable[[RouterConfig], int]) -> int:
+    """Starts a process that shares the memory of this one, as far as neither changes it. Returns its pid."""
+    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a handler of the new process would tell this one
+    try:
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    if not pid:
+        _become(config, run)
+    return pid
 
-    def __init__(self, config: RouterConfig) -> None:
-        assert config.command, "the command that starts a process"
-        self._config = config
+
+def _become(config: RouterConfig, run: Callable[[RouterConfig], int]) -> NoReturn:
+    """In the new process. It never returns to the event loop, which is the supervisor's."""
+    code = 1
+    try:
+        die_with_parent()
+        asyncio._set_running_loop(None)
+        gc.freeze()  # an object of the supervisor must not close a descriptor by its number
+        given = (config.ready_fd, config.control_fd, config.keys_fd, config.chunks_fd)
+        kept = sorted(fd for fd in (2, *given, os.sysconf("SC_OPEN_MAX")) if fd is not None)
+        for low, high in itertools.pairwise(kept):
+            os.closerange(low + 1, high)
+        code = run(config)
+    except ValueError as error:  # a mistake of the user
+        report(config.ready_fd, {"error": str(error)})
+    except BaseException:
+        log.exception("process %s", config.process_number)
+    os._exit(code)
+
+
+class Supervisor:
+    """Owns the processes, the reserved ports, the admin port, and the memory that the processes share."""
+
+    def __init__(self, config: RouterConfig, run: Callable[[RouterConfig], int]) -> None:
+        """`run`: what each process does with its configuration. Returns the exit code."""
+        keys_fd, chunks_fd = (os.memfd_create(f"baton {name}") for name in ("API keys", "chunks"))
+        self._config = replace(config, keys_fd=keys_fd, chunks_fd=chunks_fd)
+        self._run = run
         self._reported = False  # to the parent, that all listen
         self._metrics = MergedMetrics()
-        self._keys_fd = os.memfd_create("baton API keys")
-        self._key_counts = KeyCounts(self._keys_fd, config.processes)
+        self._key_counts = KeyCounts(keys_fd, config.processes)
+        self._chunks = ChunkTable(chunks_fd, config.processes)
         self._processes: dict[int, _Process] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._reloading = asyncio.Event()
@@ -163,17 +202,19 @@ class Supervisor:
         if config.read_api_keys is not None:
             loop.add_signal_handler(signal.SIGHUP, self._reloading.set)
         with contextlib.ExitStack() as reserved:
-            ports: list[str] = []
-            for flag, port in (("port", config.port), ("grpc-port", config.grpc_port)):
-                if port is not None:
-                    held = reserved.enter_context(reserve(f"--{flag}", config.host, port))
-                    ports += [f"--{flag}", str(held.getsockname()[1])]
-            async with self._admin() as admin_url:
-                ports += ["--admin-port", admin_url.rpartition(":")[2]]
-                return await self._serve(ports, admin_url)
 
-    async def _serve(self, ports: list[str], admin_url: str) -> int:
-        lives = [asyncio.create_task(self._keep(n, ports)) for n in range(self._config.processes)]
+            def held(flag: str, port: int) -> int:
+                return reserved.enter_context(reserve(flag, config.host, port)).getsockname()[1]
+
+            port = held("--port", config.port)
+            grpc_port = None if config.grpc_port is None else held("--grpc-port", config.grpc_port)
+            async with self._admin() as admin_url:
+                admin_port = int(admin_url.rpartition(":")[2])
+                self._config = replace(config, port=port, grpc_port=grpc_port, admin_port=admin_port)
+                return await self._serve(admin_url)
+
+    async def _serve(self, admin_url: str) -> int:
+        lives = [asyncio.create_task(self._keep(n)) for n in range(self._config.processes)]
         reporting = asyncio.create_task(self._report_ready(admin_url))
         reloading = asyncio.create_task(self._reload_keys())
         stopped = asyncio.create_task(self._signals.get())
@@ -211,15 +252,13 @@ class Supervisor:
                     signum = again.result() if again.done() else signum
                     again.cancel()
 
-    async def _keep(self, number: int, ports: list[str]) -> None:
+    async def _keep(self, number: int) -> None:
         """Keeps process `number` running. Raises _CannotServe when its first start fails."""
         ready_fd = self._config.ready_fd if number == 0 else None
         has_listened, backoff = False, FIRST_BACKOFF
         while not self._stopping.is_set():
             try:
-                listened, why = await self._live(
-                    _Process(number, self._config, ports, self._keys_fd), ready_fd
-                )
+                listened, why = await self._live(_Process(number, self._config, self._run), ready_fd)
             except OSError as error:
                 listened, why = False, f"cannot be started: {error}"
             ready_fd = None
@@ -255,6 +294,7 @@ class Supervisor:
             del self._processes[number]
             self._metrics.ended(str(number))
             self._key_counts.ended(number)
+            self._chunks.ended(number)
         if process.ready is not None:
             return True, process.error or f"ended with {code}"
         return False, process.error or f"router process {number} ended with {code} before it listened"
@@ -366,8 +406,13 @@ def _ready(routers: list[dict[str, Any]]) -> bool:
     return bool(routers) and all(r["ready"] and r["state"] == "serving" for r in routers)
 
 
-def supervise(config: RouterConfig) -> int:
-    """Runs the processes until SIGTERM or SIGINT. Raises ValueError for a mistake of the user."""
+def supervise(
+    config: RouterConfig, load: Callable[[RouterConfig], Loaded], run: Callable[[RouterConfig, Loaded], int]
+) -> int:
+    """Runs the processes until SIGTERM or SIGINT. Raises ValueError for a mistake of the user.
+
+    `load`: gives what all processes share. `run`: what each does."""
     setproctitle.setproctitle(f"{config.title}: router {config.index}")
     logging.config.dictConfig(config.logging())
-    return asyncio.run(Supervisor(config).run())
+    loaded = load(config)
+    return asyncio.run(Supervisor(config, lambda own: run(own, loaded)).run())

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import logging
 import logging.config
+import os
 import signal
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 import grpc
 import grpc.aio
 
+from baton.machine.system import describe_exit, die_with_parent
 from baton.router.config import RouterConfig
 from baton.router.workers.checks import explain
 from baton.rpc import worker_pb2 as pb
@@ -69,16 +71,53 @@ async def first_description(config: RouterConfig) -> pb.WorkerDescription:
         await asyncio.gather(following, *asking.values(), return_exceptions=True)
 
 
-def ask_workers(config: RouterConfig, runner: asyncio.Runner) -> pb.WorkerDescription | None:
-    """Runs `first_description`. None: SIGTERM came first. `runner`: the router's, since gRPC has one queue of
-    events for all loops of a process. It would bring late events of these calls to a loop that is closed."""
+def ask_workers(config: RouterConfig) -> pb.WorkerDescription | None:
+    """Runs `first_description` in a child process. None: SIGTERM came first. gRPC starts threads, and from a
+    process with threads no router processes can be forked."""
+    logging.config.dictConfig(config.logging())
+    reader, writer = os.pipe()
+    with open(reader, "rb") as answer:
+        child = os.fork()
+        if not child:
+            die_with_parent()
+            with open(writer, "wb") as reply:
+                _answer(config, reply)
+        os.close(writer)
+        before = signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+        try:
+            described = answer.read()
+        except BaseException:
+            os.kill(child, signal.SIGKILL)
+            raise
+        finally:
+            _, status = os.waitpid(child, 0)
+            signal.signal(signal.SIGTERM, before)
+    if status:
+        raise ValueError(
+            described.decode() or f"asking the workers: {describe_exit(os.waitstatus_to_exitcode(status))}"
+        )
+    return pb.WorkerDescription.FromString(described) if described else None
 
-    async def ask() -> pb.WorkerDescription | None:
+
+def _answer(config: RouterConfig, reply: BinaryIO) -> NoReturn:
+    """Writes the description, or the mistake of the user with which it ends."""
+
+    async def ask() -> bytes:
         asking = asyncio.create_task(first_description(config))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asking.cancel)
         with contextlib.suppress(asyncio.CancelledError):
-            return await asking
-        return None
+            return (await asking).SerializeToString()
+        return b""
 
-    logging.config.dictConfig(config.logging())
-    return runner.run(ask())
+    code = 1
+    try:
+        reply.write(asyncio.run(ask()))
+        code = 0
+    except ValueError as error:
+        reply.write(str(error).encode())
+    except KeyboardInterrupt:
+        log.info("interrupted while asking the workers")
+    except BaseException:
+        log.exception("asking the workers")
+    reply.flush()
+    os._exit(code)

@@ -1,6 +1,7 @@
 """The connections to all workers, and the choice of a worker for each request."""
 
 import asyncio
+import logging
 import math
 import random
 import time
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier, prompt_hints
 from baton.router.config import RouterConfig
+from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.decode import DecodePool, FreeCapacity
 from baton.router.policy.placement import (
     DecodeOffer,
@@ -32,6 +34,10 @@ from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import POOL_NAMES, Worker
 from baton.rpc import worker_pb2 as pb
 
+log = logging.getLogger(__name__)
+
+WRITER_SECONDS = 1.0
+"""How often a process looks whether the one that writes the index has ended."""
 WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
 WINDOW_CHANGE = 0.1
@@ -95,7 +101,8 @@ class WorkerPool(Roster):
     """
 
     def __init__(self, config: RouterConfig, model: RouterModel) -> None:
-        super().__init__(model)
+        super().__init__(model, ChunkTable(config.chunks_fd, config.processes, config.process_number or 0))
+        self.writes_index = config.chunks_fd is None
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
         self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
@@ -110,15 +117,30 @@ class WorkerPool(Roster):
 
     async def run(self) -> None:
         """Follows discovery until cancelled, then closes every stream."""
+        writing = asyncio.create_task(self._write_index())
         try:
             async for addresses in self._config.discovered().watch():
                 for address in addresses - self.listed.keys():
+                    await self.turn()
                     self._open(address)
                 for address in self.listed.keys() - addresses:
+                    await self.turn()
                     self.retire(address)
             await asyncio.Event().wait()
         finally:
+            writing.cancel()
             await asyncio.gather(*(stream.close() for stream in {*self._streams.values(), *self._retired}))
+
+    async def _write_index(self) -> None:
+        """Waits until no other process of this host writes the index. Then asks the workers for chunks."""
+        if self.writes_index:
+            return
+        while not self.loads.index.table.may_write():  # noqa: ASYNC110
+            await asyncio.sleep(WRITER_SECONDS)
+        self.writes_index = True
+        log.info("process %s writes the index of cached chunks", self._config.process_number)
+        for worker in self.by_row.values():
+            worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
 
     def _open(self, address: str) -> None:
         worker = Worker(address, self.loads, lambda: self.on_capacity(), self.breaker_changed)

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS
+from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill_loads import PrefillLoads, report_seconds
 from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit, must_agree
 from baton.router.workers.worker import POOL_NAMES, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
-
-STALE_PART = 1024
-"""Chunks of cleared workers to remove from the index at once. It takes a millisecond."""
 
 
 class _Limits(NamedTuple):
@@ -61,16 +59,20 @@ class Roster:
         decodes: the decode loads of workers of the decode pool that get new work.
         prefills: likewise, of the prefill pool.
         had_decode: the decode pool had a worker once.
+        writes_index: this process gets the workers' reports of cached chunks, for all processes of this host.
     """
 
-    def __init__(self, model: RouterModel) -> None:
+    def __init__(self, model: RouterModel, table: ChunkTable | None = None) -> None:
+        """`table`: the chunk table that all router processes of this host share."""
         self.changed = asyncio.Event()
+        self._turns = asyncio.Lock()
         self.on_capacity: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
         self.listed: dict[str, Worker] = {}
         self.by_row: dict[int, Worker] = {}
         self.attached_rows = 0
-        self.loads = PrefillLoads()
+        self.loads = PrefillLoads(table)
+        self.writes_index = True
         self.decode_caches = DecodeCaches(self.loads.index)
         self.had_decode = False
         self._ready = {pool: _Ready() for pool in POOL_NAMES}
@@ -80,7 +82,12 @@ class Roster:
         self._with_numerics: dict[str, set[str]] = {}  # addresses of accepted workers; none is empty
         self._limits: dict[Worker, _Limits] = {}
         self._workers_with: Counter[_Limits] = Counter()  # how many workers have the same
-        self._dropping = False  # `_drop_part` will run again
+
+    async def turn(self) -> None:
+        """Waits for a round of the event loop that no other worker has. So a thousand workers that come or go
+        at the same time do not stall it."""
+        async with self._turns:
+            await asyncio.sleep(0)
 
     def ready(self, pool: "pb.Pool") -> list[Worker]:
         """The workers that take the new work of a pool."""
@@ -143,7 +150,6 @@ class Roster:
         its host included."""
         described, index = worker.description, self.loads.index
         index.apply(worker.row, events)
-        self._drop_stale()
         blocks = described.num_blocks + described.offload_blocks
         if index.reported(worker.row) > blocks * -(-described.block_size // CHUNK_TOKENS):
             raise RefusedWorker(f"it reports more cached chunks than fit into {blocks} blocks")
@@ -205,7 +211,6 @@ class Roster:
         del self.by_row[worker.row]
         self.attached_rows ^= 1 << worker.row
         worker.row = -1
-        self._drop_stale()
 
     def _serve(self, worker: Worker, pool: "pb.Pool", serves: bool) -> None:
         """`serves`: the worker gets the new work of this pool."""
@@ -230,14 +235,3 @@ class Roster:
             prefills = worker.ready_in(pb.POOL_PREFILL)
             now = self._limits[worker] = _Limits(positions, described.content_root, prefills)
             self._workers_with[now] += 1
-
-    def _drop_stale(self) -> None:
-        """Removes what the index has of cleared workers, a part in each round of the event loop."""
-        if self.loads.index.has_stale and not self._dropping:
-            self._dropping = True
-            asyncio.get_running_loop().call_soon(self._drop_part)
-
-    def _drop_part(self) -> None:
-        self._dropping = False
-        self.loads.index.drop_stale(STALE_PART)
-        self._drop_stale()

@@ -96,6 +96,7 @@ class WorkerStream:
                     await self._serve()
                     worker.reason, worker.remedy = "the worker ended the stream", SEE_WORKER_LOG
                 except grpc.aio.AioRpcError as error:
+                    await self._roster.turn()
                     worker.reason, worker.remedy = explain(error, files=self._config.cluster_tls is not None)
                     drains = worker.state is WorkerState.DRAINING
                     if (drained or drains) and error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -129,15 +130,20 @@ class WorkerStream:
     async def _serve(self) -> None:
         """Attaches to the worker and receives its messages until the stream ends."""
         worker = self.worker
+        await self._roster.turn()
         async with connect(worker.address, self._config.secret, self._config.cluster_tls) as channel:
             stub = WorkerStub(channel)
             worker.described(await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT))
             self._roster.accept(worker)
             worker.decode_load = _decode_load(worker)
-            worker.report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
+            status = await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT)
+            await self._roster.turn()
+            worker.report(status)
             messages, self._cache = SendQueue(self._unread), CacheSequence(self._ask_for_snapshot)
             hello = pb.RouterHello(router_id=self._config.id, report_seconds=self._roster.report_seconds)
             messages.put(pb.RouterMessage(hello=hello))
+            if self._roster.writes_index:
+                messages.put(pb.RouterMessage(cache_resync=pb.CacheResync()))
             self._call = stub.Attach(messages.messages())
             worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
             log.info("%s is %s", worker, worker.state)

@@ -169,7 +169,7 @@ def test_tokenizer_and_download_dir_reach_every_role(
     monkeypatch.setattr(
         "baton.worker.service_process.service.run", lambda config: started.append(config.engine) or 0
     )
-    monkeypatch.setattr("baton.router.main", lambda config, runner: started.append(config) or 0)
+    monkeypatch.setattr("baton.router.main", lambda config: started.append(config) or 0)
     for role in served[0].roles():
         more = ("--worker", "127.0.0.1:1") if role.role == "router" else ()
         result = run_baton(role.role, *role.args, *more)

@@ -1,8 +1,8 @@
 """The estimated load of prefill workers, in any order of reports, submissions and ends."""
 
+import os
 import random
-from sys import getsizeof
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.router.policy.chunk_index import ChunkIndex
+from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import worker_pb2 as pb
@@ -138,24 +139,12 @@ def test_the_chunks_of_a_sent_prompt_are_expected_until_its_token_comes():
     loads.ended(row, work, computed=True, now=0)
     assert look(loads, 0, 500, [1, 2, 3, 4]).cached.of(row) == 64, "only what was reported stays"
     loads.leave(row)
-    loads.index.drop_stale(3)
-    assert not len(loads.index)
+    assert not loads.index
 
 
-class CountedChunk(int):
-    """A chunk that notes when an index looks it up."""
-
-    touched: ClassVar[set[int]] = set()
-
-    def __hash__(self) -> int:
-        self.touched.add(int(self))
-        return int.__hash__(self)
-
-
-def test_a_large_worker_is_cleared_in_parts_and_is_found_no_more():
-    index, chunks = ChunkIndex(), [CountedChunk(chunk) for chunk in range(1000)]
+def test_a_worker_that_is_cleared_is_found_no_more():
+    index, chunks = ChunkIndex(), range(1000)
     index.grow(2)
-    touched = CountedChunk.touched
 
     def cached() -> list[int]:
         found = index.overlap(range(1000), 100_000, CHUNK_TOKENS, 0b11)
@@ -165,59 +154,78 @@ def test_a_large_worker_is_cleared_in_parts_and_is_found_no_more():
     index.place(0, chunks[500:], Tier.HOST)
     index.expect(0, chunks[:2])
     index.add(1, range(10))
+    assert cached() == [1000, 10]
     for clear, left in ((index.clear, 2), (index.forget, 0)):
-        touched.clear()
         clear(0)
-        assert not touched, "it would take long"
         assert cached() == [left, 10]
-        assert (index.reported(0), index.has_reported(0, 0)) == (0, False)
+        assert (index.reported(0), index.has_reported(0, 0), len(index)) == (0, False, 10)
         assert not index.offloaded(0, range(1000))
         index.add(0, range(20))
-        assert cached() == [20, 10], "while the rest of the old chunks wait"
-        assert index.has_stale
-    while index.has_stale:
-        touched.clear()
-        index.drop_stale(100)
-        assert len(touched) <= 100
         assert cached() == [20, 10]
+        assert not index.offloaded(0, range(1000)), "the tiers before are forgotten"
     assert len(index) == 20
-    for _ in range(50):
-        index.clear(0)
-        index.add(0, range(20))
-        index.place(0, range(20), Tier.DISK)
-    assert sum(len(some) for waiting in index._aside.values() for some in waiting) <= 2 * 20
     for row in range(2):
         index.forget(row)
-    while index.has_stale:
-        index.drop_stale(7)
-    assert not len(index)
+    assert not index
 
 
-def test_no_report_copies_a_large_part_of_the_index():
+def test_no_report_copies_a_large_part_of_the_index(monkeypatch: pytest.MonkeyPatch):
     """A table that is full is copied into a larger one, while the event loop waits."""
     index, rng = ChunkIndex(), random.Random(1)
     index.grow(1)
+    copied, most, copy = 0, 0, ChunkTable._copy
 
-    def tables() -> dict[int, tuple[int, int]]:
-        """Their sizes in bytes and the numbers of their entries, by identity."""
-        at_places = (index._holders, index._reported[0], index._offloaded[0])
-        return {id(table): (getsizeof(table), len(table)) for each in at_places for table in each}
+    def counted(self: ChunkTable, table: int, head: int) -> None:
+        nonlocal copied
+        copied += self._used[table]
+        copy(self, table, head)
 
-    copied, after = 0, tables()
+    monkeypatch.setattr(ChunkTable, "_copy", counted)
     for _ in range(100):
-        chunks, before = [rng.getrandbits(64) for _ in range(512)], after
+        copied = 0
+        chunks = [rng.getrandbits(64) for _ in range(512)]
         index.add(0, chunks)
         index.place(0, chunks, Tier.HOST)
-        after = tables()
-        grown = [before[table][1] for table in after if after[table][0] > before[table][0]]
-        copied = max(copied, sum(grown))
-    assert 0 < copied < len(index) / 4
+        most = max(most, copied)
+    assert 0 < most < len(index) / 4
     assert index.reported(0) == len(index) == 100 * 512
+
+
+def test_the_memory_of_chunks_that_come_and_go_is_used_again():
+    table, rng = ChunkTable(), random.Random(1)
+    ends = []
+    for _ in range(8):
+        chunks = [rng.getrandbits(64) for _ in range(20_000)]
+        for row in (3, 100, 200, 4000):  # in one row, then in records that become wider
+            assert table.add(row, chunks) == len(chunks)
+        table.clear(100)
+        assert len(table) == len(chunks)
+        for row in (3, 200, 4000):
+            assert table.discard(row, chunks) == len(chunks)
+        assert not len(table)
+        ends.append((table._end, table._records))
+    assert ends[-1][0] < 1.5 * ends[1][0], "tables grow at different times"
+    assert ends[-1][1] == ends[0][1]
+
+
+def test_a_worker_has_the_same_row_in_all_processes():
+    fd = os.memfd_create("chunks")
+    one, other = (ChunkTable(fd, 2, number) for number in range(2))
+    assert [one.take_row(name) for name in "abc"] == [0, 1, 2]
+    assert [other.take_row(name) for name in "cbd"] == [2, 1, 3]
+    assert one.take_row("a") == 4, "a second stream to the same address"
+    one.leave_row(1)
+    assert one.take_row("e") == 5, "the other process is attached to row 1"
+    other.leave_row(1)
+    assert one.take_row("f") == 1
+    ChunkTable(fd, 2).ended(1)
+    assert one.take_row("g") == 3, "the process with this row has ended"
+    os.close(fd)
 
 
 ROWS, CHUNKS = 20, 6
 _EVENTS = st.tuples(
-    st.sampled_from(("add", "discard", "expect", "unexpect", "clear", "forget", "drop_stale")),
+    st.sampled_from(("add", "discard", "expect", "unexpect", "clear", "forget")),
     st.integers(0, ROWS - 1),
     st.lists(st.integers(0, CHUNKS - 1), max_size=4),
 )
@@ -234,8 +242,6 @@ def test_the_index_agrees_with_a_table_of_all_workers(events, prompt, left_out):
         if kind == "unexpect":
             if expected[row]:
                 index.unexpect(row, expected[row].pop())
-        elif kind == "drop_stale":
-            index.drop_stale(len(chunks))
         elif kind in ("clear", "forget"):
             getattr(index, kind)(row)
             reported[row].clear()
@@ -261,9 +267,8 @@ def test_the_index_agrees_with_a_table_of_all_workers(events, prompt, left_out):
     assert cached.most == max(cached.of(row) for row in among)
     holders = {row for row in among if cached.of(row) == cached.most}
     assert {*cached.holders()} == (holders if cached.most else set())
-    while index.has_stale:
-        index.drop_stale(1)
-    assert len(index) == len(set().union(*reported, *(chunks for each in expected for chunks in each)))
+    assert len(index) == len(set().union(*reported))
+    assert bool(index) == any((*reported, *(chunks for each in expected for chunks in each)))
 
 
 def test_utilisation_follows_what_the_worker_computed() -> None:

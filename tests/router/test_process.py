@@ -25,7 +25,7 @@ from tests.fake_worker import SECRET, FakeWorker, Lanes
 from .conftest import TEXT
 
 LAUNCH = """
-import asyncio, json, sys
+import json, sys
 from baton.router import main
 from baton.router.admission.keys import api_keys
 from baton.router.config import RouterConfig
@@ -34,8 +34,7 @@ if keys := given.pop("keys", None):
     given["read_api_keys"] = lambda: api_keys([], keys)
 secret, workers = given.pop("secret").encode(), tuple(given.pop("workers"))
 names = tuple(given.pop("served_model_name"))
-with asyncio.Runner() as runner:
-    sys.exit(main(RouterConfig(secret=secret, workers=workers, served_model_name=names, **given), runner))
+sys.exit(main(RouterConfig(secret=secret, workers=workers, served_model_name=names, **given)))
 """
 ROOT = Path(__file__).parents[2]
 

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import psutil
 import pytest
 
 from baton.bench.harness.processes import spawn
+from baton.content import prompt_hints
 from baton.router.config import RouterConfig
 from baton.router.processes import sockets, supervise
 from baton.router.processes.sockets import listen, reserve
@@ -50,6 +52,7 @@ class Routers:
     http: aiohttp.ClientSession
     prefill: FakeWorker
     decode: FakeWorker
+    prefills: list[FakeWorker]
 
     @property
     def url(self) -> str:
@@ -97,11 +100,12 @@ async def start(
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
 
-        async def begin(*flags: str) -> Routers:
+        async def begin(*flags: str, prefills: int = 1) -> Routers:
             lanes, output_ids = Lanes(), [*tokenizer.encode(TEXT), 2]
-            roles = (worker_pb2.POOL_PREFILL, worker_pb2.POOL_DECODE)
+            roles = [*[worker_pb2.POOL_PREFILL] * prefills, worker_pb2.POOL_DECODE]
             workers = [FakeWorker(role, lanes, output_ids) for role in roles]
             for worker in workers:
+                worker.cache = set() if prefills > 1 else None
                 worker.model, worker.served_model_name = str(directory), "fake"
                 stack.push_async_callback((await worker.start()).kill)
             log = tmp_path / "router.log"
@@ -121,7 +125,7 @@ async def start(
 
             said = await asyncio.to_thread(read)
             ready = said[-1].get("ready", {}) if said else {}
-            return Routers(popen, ready, said, log, http, *workers)
+            return Routers(popen, ready, said, log, http, workers[0], workers[-1], workers[:-1])
 
         yield begin
 
@@ -241,6 +245,93 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     assert not any(psutil.pid_exists(pid) for pid in after.values())
 
 
+async def test_one_process_writes_the_index_of_all_and_another_one_after_its_death(
+    start: Callable[..., Any],
+):
+    routers = await start("--router-processes", "3", "--no-prefix-fetches", prefills=2)
+    prompt = list(range(3, 503))
+    chunks = prompt_hints(prompt, b"", b"")
+
+    async def went_to() -> set[int]:
+        """The prefill workers of several requests. The kernel chooses their processes."""
+        before = [len(worker.submitted) for worker in routers.prefills]
+        for _ in range(8):
+            await routers.ask(prompt=prompt, max_tokens=1)
+        return {i for i, worker in enumerate(routers.prefills) if len(worker.submitted) > before[i]}
+
+    async def until_all_go_to(worker: int) -> None:
+        async with asyncio.timeout(20):
+            while await went_to() != {worker}:
+                pass
+
+    def writers() -> list[int]:
+        return [int(n) for n in re.findall(r"process (\d) writes the index", routers.log.read_text())]
+
+    await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 3)
+    async with asyncio.timeout(20):
+        while not all(len(w._outputs) == 3 and w._wanting_cache for w in routers.prefills):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert [len(worker._wanting_cache) for worker in routers.prefills] == [1, 1], (
+        "one process gets the reports"
+    )
+    [home] = await went_to()
+    other = routers.prefills[1 - home]
+    other.change_cache(chunks)
+    await until_all_go_to(1 - home)
+    [writer] = writers()
+    killed = (await routers.processes())[writer]
+    os.kill(killed, signal.SIGKILL)
+    await routers.until(lambda s: killed not in [process["pid"] for process in s["processes"]])
+    async with asyncio.timeout(20):
+        while len(writers()) < 2:
+            assert await went_to(), "the others go on"
+    await until_all_go_to(1 - home)
+    other.change_cache([], chunks)
+    await until_all_go_to(home)
+    routers.popen.send_signal(signal.SIGINT)
+    assert await routers.exit_code() == 0
+
+
+async def test_the_wait_for_a_cpu_is_no_silence_of_a_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sockets, "REPLY_SECONDS", 0.1)
+    ours, theirs = socket.socketpair()
+    client = await sockets.ControlClient.connect(ours, os.getpid())
+    with pytest.raises(TimeoutError):
+        await client.send("ping")
+    starved, reads = 0.0, asyncio.Event()
+
+    def waited(pid: int) -> float:
+        nonlocal starved
+        starved += 0.1
+        if starved > 3:  # three times as long as a process may be silent
+            reads.set()
+        return starved
+
+    monkeypatch.setattr(sockets, "waited_for_cpu", waited)
+    sent = asyncio.create_task(client.send("ping"))
+    await reads.wait()
+    assert not sent.done()
+    theirs.send((4).to_bytes(4) + b"here")
+    assert await sent == b"here"
+    client.close()
+    theirs.close()
+
+
+def test_a_process_without_a_cpu_waits_for_it():
+    """Two busy processes share one CPU."""
+    [cpu, *_] = os.sched_getaffinity(0)
+    busy = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
+    with contextlib.ExitStack() as stack:
+        both = [stack.enter_context(subprocess.Popen([sys.executable, "-S", "-c", busy])) for _ in range(2)]
+        for process in both:
+            stack.callback(process.kill)
+        until = time.monotonic() + 20
+        while any(sockets.waited_for_cpu(process.pid) < 0.05 for process in both):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert sockets.waited_for_cpu(both[0].pid) == 0, "it has ended"
+
+
 async def test_the_processes_end_with_their_supervisor(start: Callable[..., Any]):
     routers = await start("--router-processes", "2")
     pids = list((await routers.processes()).values())
@@ -254,6 +345,7 @@ async def test_the_processes_end_with_their_supervisor(start: Callable[..., Any]
 @pytest.mark.long
 async def test_a_process_that_hangs_is_restarted(start: Callable[..., Any]):
     routers = await start("--router-processes", "2")
+    await routers.until(lambda s: len(s["processes"]) == 2)
     before = await routers.processes()
     os.kill(before[1], signal.SIGSTOP)
     await routers.until(lambda s: len({p["pid"] for p in s["processes"]} - {before[1]}) == 2)
@@ -273,7 +365,7 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch:
 
     ours, theirs = socket.socketpair()
     serving = asyncio.create_task(sockets.serve_commands(theirs.detach(), ping))
-    client = await sockets.ControlClient.connect(ours)
+    client = await sockets.ControlClient.connect(ours, os.getpid())
     sent = asyncio.create_task(client.send("ping"))
     await asked.wait()
     time.sleep(0.5)  # noqa: ASYNC251  the pause
@@ -282,48 +374,48 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch:
     await serving
 
 
-PROCESS = """
-import os, signal, socket, sys
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if os.path.exists(flags["--broken"]):
-    sys.exit(3)
-os.write(int(flags["--ready-fd"]), b'{"ready": {"url": "http://nowhere"}}\\n')
-os.close(int(flags["--ready-fd"]))
-control = socket.socket(fileno=int(flags["--control-fd"]))
-replies = {
-    "ping\\n": b'{"ready": true, "state": "serving"}',
-    "metrics\\n": b"# TYPE a counter\\na_total 1\\n",
-}
-for question in control.makefile():
-    if question == "status\\n":
-        signal.pause()  # as with a worker that is silent
-    reply = replies.get(question, b"")
-    control.sendall(len(reply).to_bytes(4) + reply)
-    if question == "stop\\n":
-        break
-"""
+def small_process(broken: Path) -> Callable[[RouterConfig], int]:
+    """What a process does in place of serving. It ends at once while `broken` exists."""
+    replies = {
+        "ping\n": b'{"ready": true, "state": "serving"}',
+        "metrics\n": b"# TYPE a counter\na_total 1\n",
+    }
+
+    def run(config: RouterConfig) -> int:
+        if broken.exists():
+            return 3
+        assert config.control_fd is not None
+        sockets.report(config.ready_fd, {"ready": {"url": "http://nowhere"}}, last=True)
+        control = socket.socket(fileno=config.control_fd)
+        for question in control.makefile():
+            if question == "status\n":
+                signal.pause()  # as with a worker that is silent
+            reply = replies.get(question, b"")
+            control.sendall(len(reply).to_bytes(4) + reply)
+            if question == "stop\n":
+                break
+        return 0
+
+    return run
 
 
 @pytest.mark.parametrize("failure", ["ends", "no fork"])
 async def test_a_failed_restart_leaves_the_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ):
-    """The processes are small scripts, which start at once."""
-    script, broken = tmp_path / "process.py", tmp_path / "broken"
-    script.write_text(PROCESS)
-    command = (sys.executable, "-S", str(script), "--broken", str(broken))
-    config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0, command=command)
-    supervisor = supervise.Supervisor(config)
+    broken = tmp_path / "broken"
+    config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0)
+    supervisor = supervise.Supervisor(config, small_process(broken))
     running = asyncio.create_task(supervisor.run())
     monkeypatch.setattr(supervise, "FIRST_BACKOFF", 0.01)
-    popen, forks = subprocess.Popen, failure == "ends"
+    fork, forks = os.fork, failure == "ends"
 
-    def start(*given: Any, **named: Any) -> subprocess.Popen[bytes]:
+    def start() -> int:
         if not forks and broken.exists():
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return popen(*given, **named)
+        return fork()
 
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(os, "fork", start)
 
     async def until(condition: Callable[[], object]) -> None:
         async with asyncio.timeout(10):
@@ -349,14 +441,10 @@ async def test_a_failed_restart_leaves_the_other_processes(
 @pytest.mark.parametrize("silent", ["process", "worker"])
 async def test_the_admin_port_answers_from_what_is_known(tmp_path: Path, silent: str):
     """While a process is stopped, or waits for the status of a worker."""
-    script = tmp_path / "process.py"
-    script.write_text(PROCESS)
-    command = (sys.executable, "-S", str(script), "--broken", str(tmp_path / "never"))
-    supervisor = supervise.Supervisor(
-        RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0, command=command)
-    )
+    config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0)
+    supervisor = supervise.Supervisor(config, small_process(tmp_path / "never"))
     async with supervisor._admin() as admin, aiohttp.ClientSession() as http:
-        serving = asyncio.create_task(supervisor._serve([], admin))
+        serving = asyncio.create_task(supervisor._serve(admin))
 
         async def get(path: str) -> tuple[int, str]:
             async with http.get(admin + path) as response:

@@ -195,6 +195,7 @@ class VLLMCluster(Front):
                 missing = set(prompt_hints(prompt[:tokens], described.content_root, b""))
                 call: Any = stub.Attach(None)
                 await call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=os.urandom(16))))
+                await call.write(pb.RouterMessage(cache_resync=pb.CacheResync()))
                 while missing:
                     missing -= {*(await call.read()).cache.added}
                 call.cancel()

@@ -97,6 +97,7 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
 
     async def sent() -> AsyncIterator[pb.RouterMessage]:
         yield pb.RouterMessage(hello=pb.RouterHello(router_id=b"r" * 16))
+        yield pb.RouterMessage(cache_resync=pb.CacheResync())
         await asyncio.Event().wait()
 
     async def send(message: messages.ToEngine) -> None: ...

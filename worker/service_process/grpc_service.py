@@ -61,7 +61,6 @@ class AttachService:
         except StreamError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         stream = self._routers.open(report_seconds)
-        stream.put_snapshot(self._backend.cache_snapshot)
         log.info("router %s attached", router)
         reading = asyncio.create_task(self._read(stream, request_iterator))
         writing = asyncio.create_task(stream.write_to(context))

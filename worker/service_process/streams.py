@@ -33,7 +33,7 @@ class RouterStream:
         self.unread_bytes = 0
         self._queue: deque[pb.WorkerMessage] = deque()
         self._snapshot: Iterator[pb.WorkerMessage] | None = None  # the parts to come
-        self._new_snapshot: Callable[[], Iterator[pb.WorkerMessage]] = lambda: iter(())
+        self._new_snapshot: Callable[[], Iterator[pb.WorkerMessage]] | None = None  # None: never asked for
         self._changed = asyncio.Event()
         self._finishing = False
         self.overflow = asyncio.Event()
@@ -50,11 +50,13 @@ class RouterStream:
         self._changed.set()
 
     def put_cache_events(self, message: pb.WorkerMessage) -> None:
-        """Queues cache events, or drops them if the router has too much unread.
+        """Queues cache events for a router that asked for a snapshot. Drops them if it has too much unread.
 
         The router then sees a gap in the sequence numbers, and asks for a snapshot. A part of a snapshot has
         the number of the dropped events, and would hide the gap. So the snapshot begins again.
         """
+        if self._new_snapshot is None:
+            return
         if self.unread_bytes <= MAX_UNREAD_CACHE_BYTES:
             self.put(message)
         elif self._snapshot is not None:
