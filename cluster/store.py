@@ -51,8 +51,9 @@ def _clear(given: StoreRole) -> int:
         raise ValueError("--kv-store: required, it names the store, as for workers")
     shared_store.check(store.kv_store)
     salt = None if store.tenant is None else _salt_of(store.api_key_file, store.tenant)
-    client = ClientProcess(store.kv_store, "baton store clear", 1 << 20)
+    client = ClientProcess(store.kv_store, "baton store clear")
     try:
+        client.open(1 << 20)
         if reason := client.reason():
             raise ValueError(f"--kv-store {store.kv_store}: {reason}")
         removed = client.call(0, "clear", keys.pattern(salt=salt))

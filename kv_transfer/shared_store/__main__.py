@@ -1,8 +1,10 @@
 """The store process of a worker: seals and verifies the objects of the shared store. No torch.
 
-On stdin come `StoreStart` as one line of JSON, and the cluster secret in hexadecimal. Two threads call the
-client process: one for what prompts wait for, one for what is written. If a call hangs, or the store does not
-answer, the process ends, and the service starts it again.
+On stdin come `StoreStart` as one line of JSON, and the cluster secret in hexadecimal. The process starts with
+the engine process, so that the client's library is loaded when the engine says what its KV is.
+
+Two threads call the client process: one for what prompts wait for, one for what is written. If a call hangs,
+or the store does not answer, the process ends, and the service starts it again.
 
 Objects belong to a *period*, half of the age limit. Those of this period and the one before are used, and all
 older ones are removed.
@@ -31,7 +33,7 @@ from baton.content.cache_kinds import FP8, ITEM_BYTES, SCALE_BYTES
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.layout import Slice
-from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreOpened, StoreOrder
+from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreLayout, StoreOpened, StoreOrder
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreGone, StoreStart, Units, max_age
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, part_of
 from baton.kv_transfer.shared_store.client import ClientProcess
@@ -58,10 +60,12 @@ class Client(Protocol):
 
 
 class StoreProcess:
-    def __init__(self, start: StoreStart, secret: bytes, channel: Channel, arena: Arena) -> None:
-        self._units = start.units
-        self._arena = arena
-        self._seal = ObjectSeal(secret, start.identity, encrypt=start.encrypt)
+    def __init__(
+        self, start: StoreStart, secret: bytes, channel: Channel, identity: str, units: Units
+    ) -> None:
+        self._units = units
+        self._arena = Arena(start.arena_fd, units.count * units.slots, units.slot_bytes)
+        self._seal = ObjectSeal(secret, identity, encrypt=start.encrypt)
         self._period_seconds = max_age(start.url) / 2
         self._cleared: int | None = None  # the period in which older objects were removed
         self._channel = channel
@@ -80,7 +84,8 @@ class StoreProcess:
             wait([self._channel.fileno()], TICK)
             while orders := self._channel.receive():
                 for order in orders:
-                    if order.session == self._session:  # else it was for the process before
+                    # Else it was for the process before, or says the layout once more.
+                    if isinstance(order, StoreOrder) and order.session == self._session:
                         self._orders[order.is_urgent].put(order)
             with self._sending:
                 self._channel.flush()
@@ -206,28 +211,36 @@ def main() -> None:
     setproctitle.setproctitle(title)
     if start.logging is not None:
         logging.config.dictConfig(start.logging)
-    units = start.units
-    arena = Arena(start.arena_fd, units.count * units.slots, units.slot_bytes)
-    channel = Channel(socket.socket(fileno=start.channel_fd), StoreOrder)
-    channel.send(StoreOpened(0))  # else orders of the process before would seem to be under way
-    size = units.count * units.object_slots * units.slot_bytes
-    client, told = ClientProcess(start.url, f"{title} client", size), ""
+    channel = Channel(socket.socket(fileno=start.channel_fd), StoreOrder | StoreLayout)
+    client, told = ClientProcess(start.url, f"{title} client"), ""
     try:
+        channel.send(StoreOpened(0))  # else orders of the process before would seem to be under way
+        layout = _layout(channel)
+        units = Units(layout.layout, layout.ranks)
+        client.open(units.count * units.object_slots * units.slot_bytes)
         while reason := client.reason():
             if reason != told:
                 log.warning("%s cannot be used: %s", start.url, reason)
                 told = reason
+        log.info("%s is open", start.url)
+        StoreProcess(start, secret, channel, layout.identity, units).run(client)
     except ImportError as error:
         log.error("%s cannot be used: %s; see above", start.url, error)
         sys.exit(EXIT_UNUSABLE)
     except StoreGone as error:
         log.warning("%s: %s", start.url, error)
         sys.exit(1)
-    log.info("%s is open", start.url)
-    try:
-        StoreProcess(start, secret, channel, arena).run(client)
     except ChannelClosed:
         os._exit(0)  # the engine process is gone
+
+
+def _layout(channel: Channel) -> StoreLayout:
+    """Waits until the engine has said what its KV is."""
+    while True:
+        wait([channel.fileno()], TICK)
+        for message in channel.receive():
+            if isinstance(message, StoreLayout):
+                return message
 
 
 if __name__ == "__main__":

@@ -77,8 +77,11 @@ class Client:
 
     patterns: list[str]
 
-    def __init__(self, url: str, title: str, size: int) -> None:
+    def __init__(self, url: str, title: str) -> None:
         assert url == URL
+
+    def open(self, size: int) -> None:
+        pass
 
     def reason(self) -> str:
         return ""

@@ -18,10 +18,8 @@ from baton.worker.engine_process.prefix_links import PrefixLinks
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import ContentSource, RequestCounts, StoreStats
 
-ASK = 0.05
-"""Seconds that a prompt waits at least for the store to say what it has."""
-ASK_SHARE = 0.02
-"""Of the seconds that computing takes, how long a prompt may wait for that."""
+SLACK = 0.05
+"""Seconds that a prompt may wait for the store if computing takes longer: this process may be busy."""
 SOURCE = ContentSource("", 0, Tier.STORE)
 
 
@@ -33,10 +31,11 @@ class StoreFetches(PrefixFetches):
         return self._engine.store_exchange
 
     def _limits(self, expected: float, computing: float) -> tuple[float, float]:
-        """The store must say soon what it has. Then reading may take twice what it should, but no longer than
-        computing."""
-        ask = max(ASK, ASK_SHARE * computing)
-        return ask, ask + min((seconds for seconds in (2 * expected, computing) if seconds), default=LONGEST)
+        """A fetch may take twice what it should, but no longer than computing. The same holds for what the
+        store needs to say what it has."""
+        most, answer = computing or LONGEST, self._links.to(SOURCE).waited.value
+        end = min(most, max(SLACK, 2 * expected)) if expected else most
+        return min(end, max(SLACK, 2 * answer)), end
 
     def _ask(
         self, fetch_id: bytes, missing: MissingPrefix, source: ContentSource, block_ids: Sequence[int]
@@ -73,11 +72,17 @@ class StoreTier(SharedStore):
             raise ValueError("--kv-store: needs the prefix cache; leave out --no-enable-prefix-caching")
         assert config.store is not None, "the service made it"
         self._engine, self._exchange = engine, engine.store_exchange
-        super().__init__(paged_kv(engine), config.store, hold=self._held, known=cached_chunks.stored)
         links = PrefixLinks()
-        self._link = links.to(SOURCE)
-        self._link.paused_until = math.inf
-        self._was_open = False
+        self._link = link = links.to(SOURCE)
+        kv = paged_kv(engine)
+        super().__init__(
+            kv,
+            config.store,
+            f"{kv.layout.fingerprint} {engine.content_root.hex()}",
+            hold=self._held,
+            known=cached_chunks.stored,
+            late=link.waited.add,
+        )
         self.fetches = StoreFetches(engine, self, config.incarnation, counts, links, trace)
 
     def _held(self, name: bytes, part: int, chunk: int) -> Held | None:
@@ -106,9 +111,8 @@ class StoreTier(SharedStore):
 
     def pump(self) -> None:
         self.move(busy=self._engine.has_work)
-        if self.is_open is not self._was_open:  # no prompt waits while it is closed
-            self._was_open = self.is_open
-            self._link.paused_until = 0.0 if self._was_open else math.inf
         for event in self.poll():
             self.fetches.handle(event)
         self.fetches.expire()
+        # While the store is silent, prompts do not wait for it.
+        self._link.paused_until = 0.0 if self.is_open and not self.unanswered else math.inf
