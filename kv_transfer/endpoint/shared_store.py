@@ -241,7 +241,8 @@ class SharedStore:
                     case StoreOpened(session):
                         self._reset(session)
                     case StoreAnswer(ticket, done):
-                        self._answered(ticket, done)
+                        if (order := self._orders.pop(ticket, None)) is not None:  # else of the one before
+                            order[1](done)
         self._channel.flush()
         while self._copies and self._copies[0][0].passed(self._copies[0][1]):
             self._copies.popleft()[2]()
@@ -269,10 +270,6 @@ class SharedStore:
         self._channel.send(
             StoreOrder(self._session, self._tickets, is_urgent, is_put, tuple(names), tuple(units))
         )
-
-    def _answered(self, ticket: int, done: list[bool]) -> None:
-        if (order := self._orders.pop(ticket, None)) is not None:  # else of the process before
-            order[1](done)
 
     def _reset(self, session: int) -> None:
         """There is another store process: what the one before had to do has failed."""
@@ -304,18 +301,9 @@ class SharedStore:
         self._events.append(event)
 
     def _injected(self, fetch: _Fetch, chunks: int, now: float) -> Injected:
-        stats = InjectStats(
-            bytes=chunks * CHUNK_TOKENS * self._layout.bytes_per_token,
-            tokens=chunks * CHUNK_TOKENS,
-            frames=chunks,
-            fetch_at=fetch.asked_at,
-            asked_at=fetch.asked_at,
-            first_frame_at=fetch.found_at,
-            last_frame_at=now,
-            scatter_at=fetch.found_at,
-            commit_at=now,
-            injected_at=now,
-        )
+        tokens, asked, found = chunks * CHUNK_TOKENS, fetch.asked_at, fetch.found_at
+        size = tokens * self._layout.bytes_per_token
+        stats = InjectStats(size, tokens, chunks, asked, asked, found, now, found, now, now)
         return Injected(fetch.id, FirstToken(0), stats)
 
     def _get(self, fetch: _Fetch, numbers: range) -> None:

@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -49,16 +48,6 @@ REST = 1.0
 TICK = 1.0
 
 
-class Client(Protocol):
-    """As `ClientProcess`."""
-
-    memory: memoryview
-
-    def call(
-        self, connection: int, method: str, keys: Any, places: Sequence[tuple[int, int]] = ()
-    ) -> Any: ...
-
-
 class StoreProcess:
     def __init__(
         self, start: StoreStart, secret: bytes, channel: Channel, identity: str, units: Units
@@ -75,7 +64,7 @@ class StoreProcess:
         self._calls: dict[bool, float] = {}  # since when a thread is in a call; time.monotonic()
         self._read_at = 0.0  # the last urgent call, as above
 
-    def run(self, client: Client) -> None:
+    def run(self, client: ClientProcess) -> None:
         """Serves until the engine process is gone."""
         for is_urgent in self._orders:
             threading.Thread(target=self._serve, args=(client, is_urgent), daemon=True).start()
@@ -109,7 +98,7 @@ class StoreProcess:
         with self._sending:
             self._channel.send(answer)
 
-    def _serve(self, client: Client, is_urgent: bool) -> None:
+    def _serve(self, client: ClientProcess, is_urgent: bool) -> None:
         while True:
             order = self._orders[is_urgent].get()
             self._calls[is_urgent] = began = time.monotonic()
@@ -127,7 +116,7 @@ class StoreProcess:
             elif self._read_at > began:
                 time.sleep((time.monotonic() - began) * REST)
 
-    def _do(self, client: Client, order: StoreOrder) -> list[bool]:
+    def _do(self, client: ClientProcess, order: StoreOrder) -> list[bool]:
         names, urgent = order.names, order.is_urgent
         if order.is_put:
             return self._put(client, order)
@@ -145,7 +134,7 @@ class StoreProcess:
                 done[i] = is_done
         return done
 
-    def _put(self, client: Client, order: StoreOrder) -> list[bool]:
+    def _put(self, client: ClientProcess, order: StoreOrder) -> list[bool]:
         period, places = self._periods[0], []
         for name, unit in zip(order.names, order.units, strict=True):
             own, place = self._places(client, name, unit)
@@ -156,7 +145,7 @@ class StoreProcess:
         return client.call(False, "put", [self._seal.key(name, period) for name in order.names], places)
 
     def _get(
-        self, client: Client, wanted: Sequence[tuple[bytes, int]], keys: Sequence[str], period: int
+        self, client: ClientProcess, wanted: Sequence[tuple[bytes, int]], keys: Sequence[str], period: int
     ) -> list[bool]:
         both = [self._places(client, name, unit) for name, unit in wanted]
         found = client.call(True, "get", keys, [place for _, place in both])
@@ -171,7 +160,7 @@ class StoreProcess:
             client.call(True, "remove", wrong)
         return whole
 
-    def _places(self, client: Client, name: bytes, unit: int) -> tuple[memoryview, tuple[int, int]]:
+    def _places(self, client: ClientProcess, name: bytes, unit: int) -> tuple[memoryview, tuple[int, int]]:
         """The memory of an object: in the arena, and in what the client has."""
         own = self._units.memory(self._arena.memory, unit, part_of(name))
         return own, (unit * self._units.object_slots * self._units.slot_bytes, own.nbytes)

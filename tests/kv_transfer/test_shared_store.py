@@ -424,9 +424,12 @@ def test_a_fetch_that_is_given_up_gives_its_blocks_back_at_once(
     before = reader.chunk(NAMES[0])
     reader.fetch(NAMES)
     reader.store.cancel(b"f")
+    reader.store.cancel(b"f")
     assert reader.event() == kv.Closed(b"f")
+    assert (reader.store.unanswered, reader.late) == (1, [])
     store.opened.set()
-    reader.until(lambda: not reader.store._orders, "the late answer")
+    reader.until(lambda: not reader.store.unanswered, "the late answer")
+    assert len(reader.late) == 1
     assert torch.equal(reader.chunk(NAMES[0]), before)
     assert reader.fetched(NAMES) == len(NAMES)
 
