@@ -172,8 +172,10 @@ class SharedStore:
             count = [*there[: len(names)], False].index(False)
             for name in names[:count]:
                 self._knows(name)
-            for name in names[count : count + 1]:  # routers may know it from a worker that has ended
-                self._known.pop(name, None)
+            missing = [name for name, is_there in zip(names, there, strict=False) if not is_there]
+            for name in missing:
+                self._forget(name)
+            for name in missing[:1]:  # routers may know it from a worker that has ended
                 self._on_known(name_of(name), False)
             if parts:
                 with_states = zip(ends, there[len(names) :], strict=False)
@@ -225,8 +227,9 @@ class SharedStore:
         return bool(wait and self._session) and time.monotonic() >= self._paused_until
 
     @property
-    def is_open(self) -> bool:
-        return bool(self._session)
+    def session(self) -> int:
+        """Of the store process that is connected. 0: there is none."""
+        return self._session
 
     @property
     def idle(self) -> bool:
@@ -272,8 +275,10 @@ class SharedStore:
         )
 
     def _reset(self, session: int) -> None:
-        """There is another store process: what the one before had to do has failed."""
+        """There is another store process: what the one before had to do has failed. The store may be another
+        one, too."""
         self._session = session
+        self._known.clear()
         if not session:
             self._channel.send(self._describes)
         orders, self._orders = self._orders, {}

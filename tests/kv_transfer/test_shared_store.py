@@ -7,8 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -24,6 +23,7 @@ from baton.kv_transfer.protocol.local_messages import StoreLayout, StoreOrder
 from baton.kv_transfer.shared_store import MEMORY, StoreBackend, StoreFds, StoreStart, Units, __main__
 from baton.kv_transfer.shared_store.__main__ import StoreProcess
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, StoreKeys
+from baton.kv_transfer.shared_store.client import ClientProcess
 
 from .conftest import until
 
@@ -44,7 +44,6 @@ class DictStore(StoreBackend):
     make calls of prompts hang."""
 
     def __init__(self) -> None:
-        super().__init__(urlsplit("dict://"), {}, memoryview(b""))
         self.memory = memoryview(bytearray(MEMORY))
         self.objects: dict[str, bytes] = {}
         self.opened = threading.Event()
@@ -169,7 +168,7 @@ class Worker:
 
         def run() -> None:
             with pytest.raises(ChannelClosed):
-                process.run(store)
+                process.run(cast("ClientProcess", store))
 
         self._thread = threading.Thread(target=run)
         self._thread.start()
@@ -448,6 +447,20 @@ def test_a_new_store_process_does_nothing_of_the_one_before(
     assert reader.event() == kv.FetchFailed(b"f", "gone")
     hanging.opened.set()
     assert reader.fetched(NAMES) == len(NAMES)
+
+
+def test_a_store_that_has_lost_its_objects_gets_them_again(two: tuple[DictStore, Worker, Worker]) -> None:
+    store, writer, reader = two
+    writer.offer(NAMES[:4])
+    store.objects.clear()
+    assert writer.fetched(NAMES[:4]) == 0
+    assert writer.known == set()
+    writer.offer(NAMES[:4])
+    assert reader.fetched(NAMES[:4]) == 4
+    another = DictStore()
+    writer.start_process(another)
+    writer.offer(NAMES[:4])
+    assert len(another.objects) == 4
 
 
 def test_a_full_store_is_left_alone_for_a_while(two: tuple[DictStore, Worker, Worker]) -> None:

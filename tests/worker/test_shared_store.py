@@ -172,17 +172,19 @@ async def test_a_store_that_comes_back_is_used_again(
 ) -> None:
     model = tmp_path / "model"
     with worker(model, tmp_path / "1", store) as first:
-        store.kill()
         async with attached(first) as stream:
             assert await answers(stream, 6) == expected[:6]
+            await assert_whole(first)
+            store.kill()
+            assert await answers(stream, 7) == expected[:7]
             with mooncake(tmp_path, port=store.port) as again:
                 opened = first.log.read_text().count(" is open")
                 until(lambda: first.log.read_text().count(" is open") > opened, "the new store", seconds=60)
-                assert await answers(stream, 12) == expected
-                assert await asyncio.to_thread(first.stop) == 0
+                assert await asyncio.to_thread(first.stop) == 0, "it writes again what its cache has"
                 with worker(model, tmp_path / "2", again) as second:
                     async with attached(second) as other:
-                        assert await generate(other, prompts(12)[11]) == (expected[11], 384)
+                        for number in (5, 6):
+                            assert await generate(other, prompts(12)[number]) == (expected[number], 384)
 
 
 @pytest.mark.long

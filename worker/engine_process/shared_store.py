@@ -3,11 +3,11 @@ fetched."""
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from baton.content import Tier
-from baton.engine import CachedBlock, Engine
+from baton.engine import CachedBlock, CachedPrefix, Engine
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import TraceWriter
 from baton.kv_transfer.endpoint.shared_store import Held, SharedStore
@@ -83,6 +83,8 @@ class StoreTier(SharedStore):
             known=cached_chunks.stored,
             late=link.waited.add,
         )
+        self._seen = 0  # the session
+        self._again: Iterator[CachedPrefix] | None = None  # what the cache had when this session began
         self.fetches = StoreFetches(engine, self, config.incarnation, counts, links, trace)
 
     def _held(self, name: bytes, part: int, chunk: int) -> Held | None:
@@ -97,7 +99,16 @@ class StoreTier(SharedStore):
     @property
     def stats(self) -> StoreStats:
         speed = self._link.tokens_per_s.value
-        return StoreStats(self.is_open, speed, self.written, self.refused, self.missed)
+        is_open = bool(self.session)
+        return StoreStats(is_open, speed if is_open else 0.0, self.written, self.refused, self.missed)
+
+    @property
+    def copies(self) -> bool:
+        return self._again is not None or super().copies
+
+    @property
+    def idle(self) -> bool:
+        return self._again is None and super().idle
 
     def entered(self, blocks: Iterable[CachedBlock]) -> None:
         """These blocks are in the prefix cache now."""
@@ -115,4 +126,14 @@ class StoreTier(SharedStore):
             self.fetches.handle(event)
         self.fetches.expire()
         # While the store is silent, prompts do not wait for it.
-        self._link.paused_until = 0.0 if self.is_open and not self.unanswered else math.inf
+        self._link.paused_until = 0.0 if self.session and not self.unanswered else math.inf
+        if self.session != self._seen:  # it may have lost all objects
+            self._seen = self.session
+            self._again = self._exchange.last_used() if self.session else None
+        if self._again is not None and not self.writes:
+            prefix = next(self._again, None)
+            if prefix is None:
+                self._again = None
+            else:
+                for chunk, name in enumerate(prefix.chunks):
+                    self.offer(prefix.cache_salt, name, chunk)
