@@ -68,7 +68,7 @@ class World:
 
         return self.fetches.get(EngineRequest(name, [1]), source, then)
 
-    def find_missing(self, request: EngineRequest, most: int) -> SimpleNamespace | None:
+    def find_missing(self, request: EngineRequest, most: int, **_: bool) -> SimpleNamespace | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
         found = SimpleNamespace(
             chunks=chunks, first_chunk=1, computed_from=self.computed_from, names=SimpleNamespace(salt=b"")

@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
-from baton.content import Tier
-from baton.engine import CachedBlock, CachedPrefix, Engine
+from baton.content import CHUNK_TOKENS, Tier
+from baton.engine import CachedBlock, CachedPrefix, Engine, EngineRequest
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import TraceWriter
 from baton.kv_transfer.endpoint.shared_store import Held, SharedStore
+from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetches
@@ -29,6 +30,9 @@ class StoreFetches(PrefixFetches):
     @property
     def _exchange(self) -> PrefixExchange | None:
         return self._engine.store_exchange
+
+    def _missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
+        return exchange.missing(request, MAX_CHUNKS, remnant=True)
 
     def _limits(self, expected: float, computing: float) -> tuple[float, float]:
         """A fetch may take twice what it should, but no longer than computing. The same holds for what the
@@ -94,7 +98,12 @@ class StoreTier(SharedStore):
             return None if slot is None else Held((), slot, lambda: exchange.take_back_states(slot))
         pin_id = os.urandom(16)
         count, block_ids = exchange.pin(pin_id, [name], chunk)
-        return Held(block_ids, 0, lambda: exchange.unpin(pin_id)) if count else None
+        if count:
+            return Held(block_ids, 0, lambda: exchange.unpin(pin_id))
+        if (block := exchange.lend_remnant(name)) is None:
+            return None
+        table = [0] * (chunk * CHUNK_TOKENS // self._engine.block_size) + [block]
+        return Held(table, 0, lambda: exchange.take_back_remnant(name, block))
 
     @property
     def stats(self) -> StoreStats:
