@@ -137,12 +137,15 @@ async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
         if victim in ("master", "store"):
             store.kill()
             store = stack.enter_context(mooncake(tmp_path, port=store.port))
-        second = stack.enter_context(worker(model, tmp_path / "2", store))
-        async with attached(second) as stream:
-            found = [await generate(stream, prompt) for prompt in prompts(12)]
-        assert [tokens for tokens, _ in found] == expected
-        if victim in ("worker", "store process"):
-            assert any(cached for _, cached in found), "what was written is found"
+        # On a busy machine such a small model may compute all prompts before the store answers.
+        for again in range(3):
+            with worker(model, tmp_path / f"again {again}", store) as second:
+                async with attached(second) as stream:
+                    found = [await generate(stream, prompt) for prompt in prompts(12)]
+            assert [tokens for tokens, _ in found] == expected
+            if victim in ("master", "store") or any(cached for _, cached in found):
+                return
+    pytest.fail("what was written is not found")
 
 
 @pytest.mark.long
