@@ -5,7 +5,8 @@
 `baton serve --kv-store local` serves the embedded model: a prefill and a decode worker, and a store. Chats
 get a first turn. All workers are restarted one by one. Then second turns alternate with prompts of the
 same length that no worker has seen (`second_turn`). `found` is the share of the tokens of history and answer
-that had KV.
+that had KV. `step_beside_writes` is the median gap between tokens while the KV of their prompt is written,
+compared with the same answer without any writes.
 
 Then chats go on for a while, and the workers are restarted in the middle of it, with a store and without one:
 hits, and times to first token of turns that began before, during and after the restart.
@@ -18,6 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -35,6 +37,7 @@ from baton.bench.harness.workers import prompt_of
 from baton.machine.system import free_port
 
 CHATS, HISTORY, ANSWER, NEW = 9, 700, 40, 32
+WRITING, STEPS = 6, 100
 TRACE_CHATS, TRACE_HISTORY, PAUSE_S = 6, 300, 4.0
 AROUND_S = 25.0  # before and after the restart
 START_S = 120.0
@@ -44,6 +47,7 @@ RESTARTED = "All workers have restarted."
 class Turn(NamedTuple):
     began: float
     ttft: float
+    gap: float  # the median
     cached: int
     text: list[int]  # prompt and answer
 
@@ -57,7 +61,10 @@ class Cluster:
         got = await read(self.session, self.url, case, prompt=list(prompt), stream_options=usage)
         if got.failed:
             raise RuntimeError(got.error or "the stream ended early")
-        return Turn(got.started, got.arrivals[0] - got.started, got.cached_tokens, [*prompt, *got.token_ids])
+        gaps = [after - before for before, after in itertools.pairwise(got.arrivals)]
+        text = [*prompt, *got.token_ids]
+        ttft = got.arrivals[0] - got.started
+        return Turn(got.started, ttft, statistics.median(gaps), got.cached_tokens, text)
 
     async def restart(self) -> None:
         """Restarts all workers, one after the other."""
@@ -100,6 +107,16 @@ async def second_turns(serving: Cluster, report: Report) -> None:
     report.add(Row("store.cpu.found", found, "share", goal=0.9, better="higher"))
 
 
+async def steps_beside_writes(serving: Cluster, report: Report) -> None:
+    beside, alone = [], []
+    for number in range(WRITING):
+        prompt = prompt_of(HISTORY, 500 + number)
+        beside.append((await serving.turn(prompt, STEPS)).gap)
+        alone.append((await serving.turn(prompt, STEPS)).gap)
+    fields = {"scale": 1e3, "goal": 1.02}
+    report.add_ratio("store.cpu.step_beside_writes", beside, "ms", alone, "no writes", **fields)
+
+
 async def trace(serving: Cluster, around: float, name: str, report: Report) -> None:
     """Chats that go on, and a restart in the middle."""
     turns: list[Turn] = []
@@ -140,6 +157,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as name:
         async with cluster(Path(name), "--kv-store", "local") as serving:
             await second_turns(serving, report)
+            await steps_beside_writes(serving, report)
             await trace(serving, around, "store.cpu.trace", report)
         async with cluster(Path(name)) as serving:
             await trace(serving, around, "store.cpu.trace_without", report)

@@ -21,7 +21,7 @@ from pathlib import Path
 import setproctitle
 
 from baton.cluster.options.parameters import ENV_PREFIX, size_in_bytes
-from baton.cluster.options.roles import StoreRole
+from baton.cluster.options.roles import StoreOptions, StoreRole
 from baton.cluster.roles import supervised
 from baton.kv_transfer import shared_store
 from baton.kv_transfer.shared_store.chunk_object import StoreKeys
@@ -51,8 +51,9 @@ def _clear(given: StoreRole) -> int:
         raise ValueError("--kv-store: required, it names the store, as for workers")
     shared_store.check(store.kv_store)
     salt = None if store.tenant is None else _salt_of(store.api_key_file, store.tenant)
-    client = ClientProcess(store.kv_store, "baton store clear", 1 << 20)
+    client = ClientProcess(store.kv_store, "baton store clear")
     try:
+        client.open(1 << 20)
         if reason := client.reason():
             raise ValueError(f"--kv-store {store.kv_store}: {reason}")
         removed = client.call(0, "clear", keys.pattern(salt=salt))
@@ -96,11 +97,15 @@ def _serve(given: StoreRole) -> int:
         except OSError as error:
             raise ValueError(cannot_listen("--port", store.host, store.port, error)) from error
         metrics = store.metrics_port or free_port(store.host)
-        ha = ["--enable_ha=true", f"--etcd_endpoints={store.etcd}"] if store.etcd else []
+        ha = (
+            ["--enable_ha=true", f"--etcd_endpoints={store.etcd}", "--enable_oplog=true"]
+            if store.etcd
+            else []
+        )
         address = [f"--rpc_address={store.host}", f"--rpc_port={store.port}"]
         metrics_flags = [f"--metrics_host={store.host}", f"--metrics_port={metrics}"]
         commands.append([f"{directory}/mooncake_master", *address, *metrics_flags, *ha])
-        ports.append(store.port)
+        ports.append(metrics if store.etcd else store.port)  # until it leads, it opens no other
     else:
         shared_store.check(store.kv_store)
     if size:
@@ -113,10 +118,10 @@ def _serve(given: StoreRole) -> int:
         ports.append(own)
     if not commands:
         raise ValueError("--size 0: nothing is left to run; leave out --kv-store, or give memory")
-    return _run(commands, ports, store.host, given.process.ready_fd)
+    return _run(commands, ports, store, given.process.ready_fd)
 
 
-def _run(commands: list[list[str]], ports: list[int], host: str, ready_fd: int | None) -> int:
+def _run(commands: list[list[str]], ports: list[int], store: StoreOptions, ready_fd: int | None) -> int:
     """Runs the commands, each after the one before listens on its port, until one ends or a signal comes."""
     children: list[subprocess.Popen[bytes]] = []
     # Any peer may read their memory, so they must not have the cluster secret.
@@ -133,12 +138,12 @@ def _run(commands: list[list[str]], ports: list[int], host: str, ready_fd: int |
         # No thread runs here, so code may run between fork and exec.
         tied = partial(die_with_parent, os.getpid())
         children.append(subprocess.Popen(command, env=environment, preexec_fn=tied))
-        while not told and ended() is None and not _listens(host, port):
+        while not told and ended() is None and not _listens(store.host, port):
             if time.monotonic() > deadline:
                 raise ValueError(f"{Path(command[0]).name} does not listen on port {port}; see its log above")
             time.sleep(LOOK)
     if not told and ended() is None and ready_fd is not None:
-        os.write(ready_fd, json.dumps({"ready": {"store": f"{host}:{ports[0]}"}}).encode() + b"\n")
+        os.write(ready_fd, json.dumps({"ready": {"store": f"{store.host}:{store.port}"}}).encode() + b"\n")
     while not told and ended() is None:
         time.sleep(LOOK)
     lost = None if told else ended()

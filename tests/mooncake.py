@@ -22,6 +22,7 @@ class Mooncake(NamedTuple):
     master: subprocess.Popen[bytes]
     store: subprocess.Popen[bytes]
     port: int
+    metrics_port: int
 
     def kill(self) -> None:
         for process in (self.master, self.store):
@@ -74,7 +75,7 @@ def mooncake(directory: Path, *, segment: int = SEGMENT, port: int = 0) -> Itera
             "mooncake_client", "--host=127.0.0.1", f"--port={own}", f"--global_segment_size={segment}",
             f"--master_server_address=127.0.0.1:{port}", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp",
         )  # fmt: skip
-        running = Mooncake(master, store, port)
+        running = Mooncake(master, store, port, metrics)
         try:
             _until_listening(own)
             yield running

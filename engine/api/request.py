@@ -217,6 +217,8 @@ class Hooks:
     """The block with this name left the cache."""
     states_kept: Callable[[bytes, bytes, int], None] = _nothing
     """(salt, name, position of a chunk): the cache has the states after this chunk."""
+    remnant_kept: Callable[[bytes, bytes, int], None] = _nothing
+    """(salt, name, position of a chunk): the pool has this chunk in a block that is not full."""
 
 
 NO_HOOKS = Hooks()

@@ -205,6 +205,12 @@ class PrefixCache:
                     return end, name
         return start, None
 
+    def remnant_kept(self, names: PrefixNames, position: int) -> None:
+        """The pool has a remnant that ends at this position."""
+        if position % self._block_size == CHUNK_TOKENS:  # it is one chunk, so its name is that of the chunk
+            chunk = position // CHUNK_TOKENS - 1
+            self._hooks.remnant_kept(names.salt, names.chunks[chunk], chunk)
+
     def blocks_of(self, chunks: Sequence[bytes], first_chunk: int) -> list[bytes]:
         """The names of the blocks with the KV of consecutive chunks, as in `table`, as far as any tier has
         them."""

@@ -127,9 +127,21 @@ class PrefixExchange:
         assert self._cache.copies is not None, "it has lent this slot"
         self._cache.copies.take_back(slot)
 
-    def missing(self, request: EngineRequest, most: int) -> MissingPrefix | None:
+    def lend_remnant(self, chunk: bytes) -> int | None:
+        """The block with this chunk, if it is the only one in a block that is not full. It is the caller's
+        until `take_back_remnant`. None: there is none, or no room beside the queue."""
+        if not self._pool.has_remnant(chunk) or not self._spare_blocks():
+            return None
+        return self._pool.adopt(chunk)
+
+    def take_back_remnant(self, chunk: bytes, block: int) -> None:
+        self._pool.release([block], (block, chunk))
+
+    def missing(self, request: EngineRequest, most: int, *, remnant: bool = False) -> MissingPrefix | None:
         """What all tiers lack of a prompt that is not added yet, in at most `most` chunks.
-        The prompt's end does not count. None: computing begins behind all of them."""
+        The prompt's end does not count. None: computing begins behind all of them.
+
+        `remnant`: behind full blocks that are missing, the full chunks of the last block count, too."""
         tokens = [*request.prompt_ids, *request.output_ids]
         usable = (len(tokens) - 1) // self._block_size  # as for a prefill
         names = self._cache.names(request)
@@ -137,7 +149,11 @@ class PrefixExchange:
         known = self._cache.usable(names.blocks[: self._cache.known(names.blocks)])
         hits = self._pool.lookup(names.blocks[:known])
         first_chunk = known * self._block_size // CHUNK_TOKENS
-        stop = min(first_chunk + most, usable * self._block_size // CHUNK_TOKENS)
+        end = usable * self._block_size // CHUNK_TOKENS
+        if remnant and known < usable and self._cache.copies is None:
+            end = (len(tokens) - 1) // CHUNK_TOKENS
+            names.of_chunk(tokens, end * CHUNK_TOKENS)
+        stop = min(first_chunk + most, end)
         chunks = names.chunks[first_chunk:stop]
         computed_from, _ = self._cache.remnant(names, tokens, known, len(tokens) - 1)
         if stop * CHUNK_TOKENS <= computed_from:
@@ -169,13 +185,17 @@ class PrefixExchange:
 
     def end_import(self, import_id: bytes, num_tokens: int) -> None:
         """Nothing is written into the blocks of an import any more. The cache gets what is complete among its
-        first `num_tokens` positions: their KV is verified. 0: nothing."""
+        first `num_tokens` positions: their KV is verified. 0: nothing. The pool keeps a block that is not
+        full as a remnant."""
         ended = self._imports.pop(import_id)
-        self._cache.publish(ended.missing.names, ended.blocks, ended.first, num_tokens // self._block_size)
+        names, last = ended.missing.names, num_tokens // self._block_size
+        self._cache.publish(names, ended.blocks, ended.first, last)
         if (slot := ended.state_slot) is not None:
             assert self._cache.copies is not None, "it gave the slot"
             if num_tokens:
-                self._cache.publish_states(ended.missing.names, num_tokens, slot)
+                self._cache.publish_states(names, num_tokens, slot)
             else:
                 self._cache.copies.release(slot)
-        self._pool.release([*ended.missing.hits, *ended.blocks[ended.first :]])
+        has_remnant = slot is None and num_tokens and num_tokens % self._block_size
+        remnant = (ended.blocks[last], names.chunks[num_tokens // CHUNK_TOKENS - 1]) if has_remnant else None
+        self._pool.release([*ended.missing.hits, *ended.blocks[ended.first :]], remnant)

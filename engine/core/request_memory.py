@@ -176,7 +176,11 @@ class RequestMemory:
             assert self._copies is not None
             self._copies.release(slot)
         live.state_copies.clear()
-        self._pool.release(live.blocks, self._remnant(live))
+        remnant = self._remnant(live)
+        self._pool.release(live.blocks, remnant)
+        if remnant is not None and self._cache is not None:
+            end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
+            self._cache.remnant_kept(self._names(live, self._cache), end)
         live.num_verified = 0
         del live.blocks[:]
 

@@ -26,7 +26,13 @@ from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.pool import Event, Pool
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.endpoint.ranked_pool import open_ranks
-from baton.kv_transfer.protocol.local_messages import Staged, StoreAnswer, StoreOpened, StoreOrder
+from baton.kv_transfer.protocol.local_messages import (
+    Staged,
+    StoreAnswer,
+    StoreLayout,
+    StoreOpened,
+    StoreOrder,
+)
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.shared_store import StoreFds, Units
 from baton.kv_transfer.shared_store.chunk_object import label, name_of, part_of
@@ -81,6 +87,7 @@ class SharedStore:
     """Owns the units that the store process does not have. The engine's thread calls it. No call blocks.
 
     Attributes:
+        unanswered: fetches that were given up before the store had said what it has, and has not since.
         written, refused: objects that the store took, or did not.
         missed: objects that it had, and that were wrong or gone when they were read.
         read_tokens: of chunks that came.
@@ -90,13 +97,16 @@ class SharedStore:
         self,
         kv: PagedKV,
         fds: StoreFds,
+        identity: str,
         *,
         hold: Callable[[bytes, int, int], Held | None],
         known: Callable[[bytes, bool], None],
+        late: Callable[[float], None],
     ) -> None:
-        """`hold`: keeps the chunk of this name in place, or the states after it, if the second argument is
-        not 0. The third is the position of the chunk in its prompt. `known` is called when this worker learns
-        that the store has a chunk or lacks it, and when it forgets that."""
+        """`identity`: as in `ObjectSeal`. `hold`: keeps the chunk of this name in place, or the states after
+        it, if the second argument is not 0. The third is the position of the chunk in its prompt. `known` is
+        called when this worker learns that the store has a chunk or lacks it, and when it forgets that.
+        `late` gets the seconds after which the store answered a fetch that was given up before."""
         self._layout = kv.layout
         self._block_size = kv.block_size
         self._cut = units = Units(kv.layout, kv.ranks)
@@ -108,7 +118,7 @@ class SharedStore:
 
         self._gathers = pool(fds.gathers)
         self._scatters = pool(fds.scatters) if fds.scatters else self._gathers
-        self._hold, self._on_known = hold, known
+        self._hold, self._on_known, self._on_late = hold, known, late
         self._session = 0  # 0: the store is not open
         self._tickets = 0
         self._orders: dict[int, tuple[Sequence[int], Answer]] = {}
@@ -123,7 +133,9 @@ class SharedStore:
         self._asks = False  # what it has of some offers
         self._next_write = self._paused_until = 0.0  # time.monotonic()
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self.written = self.refused = self.missed = 0
+        self.written = self.refused = self.missed = self.unanswered = 0
+        self._describes = StoreLayout(identity, kv.layout, kv.ranks)
+        self._channel.send(self._describes)
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -154,11 +166,16 @@ class SharedStore:
 
         def answered(there: list[bool]) -> None:
             fetch.found_at = time.monotonic()
+            if fetch.ended:
+                self.unanswered -= 1
+                self._on_late(fetch.found_at - fetch.asked_at)
             count = [*there[: len(names)], False].index(False)
             for name in names[:count]:
                 self._knows(name)
-            for name in names[count : count + 1]:  # routers may know it from a worker that has ended
-                self._known.pop(name, None)
+            missing = [name for name, is_there in zip(names, there, strict=False) if not is_there]
+            for name in missing:
+                self._forget(name)
+            for name in missing[:1]:  # routers may know it from a worker that has ended
                 self._on_known(name_of(name), False)
             if parts:
                 with_states = zip(ends, there[len(names) :], strict=False)
@@ -171,8 +188,9 @@ class SharedStore:
 
     def cancel(self, fetch_id: bytes) -> None:
         """`poll` then reports Closed, unless the fetch has ended."""
-        if (fetch := self._fetches.get(fetch_id)) is not None:
+        if (fetch := self._fetches.get(fetch_id)) is not None and not fetch.ended:
             fetch.stop, fetch.ended = 0, True
+            self.unanswered += not fetch.found_at
 
     def began(self, fetch_id: bytes) -> bool:
         """Whether the store has answered."""
@@ -209,8 +227,9 @@ class SharedStore:
         return bool(wait and self._session) and time.monotonic() >= self._paused_until
 
     @property
-    def is_open(self) -> bool:
-        return bool(self._session)
+    def session(self) -> int:
+        """Of the store process that is connected. 0: there is none."""
+        return self._session
 
     @property
     def idle(self) -> bool:
@@ -225,7 +244,8 @@ class SharedStore:
                     case StoreOpened(session):
                         self._reset(session)
                     case StoreAnswer(ticket, done):
-                        self._answered(ticket, done)
+                        if (order := self._orders.pop(ticket, None)) is not None:  # else of the one before
+                            order[1](done)
         self._channel.flush()
         while self._copies and self._copies[0][0].passed(self._copies[0][1]):
             self._copies.popleft()[2]()
@@ -254,13 +274,13 @@ class SharedStore:
             StoreOrder(self._session, self._tickets, is_urgent, is_put, tuple(names), tuple(units))
         )
 
-    def _answered(self, ticket: int, done: list[bool]) -> None:
-        if (order := self._orders.pop(ticket, None)) is not None:  # else of the process before
-            order[1](done)
-
     def _reset(self, session: int) -> None:
-        """There is another store process: what the one before had to do has failed."""
+        """There is another store process: what the one before had to do has failed. The store may be another
+        one, too."""
         self._session = session
+        self._known.clear()
+        if not session:
+            self._channel.send(self._describes)
         orders, self._orders = self._orders, {}
         for units, then in orders.values():
             then([False] * len(units))
@@ -286,18 +306,9 @@ class SharedStore:
         self._events.append(event)
 
     def _injected(self, fetch: _Fetch, chunks: int, now: float) -> Injected:
-        stats = InjectStats(
-            bytes=chunks * CHUNK_TOKENS * self._layout.bytes_per_token,
-            tokens=chunks * CHUNK_TOKENS,
-            frames=chunks,
-            fetch_at=fetch.asked_at,
-            asked_at=fetch.asked_at,
-            first_frame_at=fetch.found_at,
-            last_frame_at=now,
-            scatter_at=fetch.found_at,
-            commit_at=now,
-            injected_at=now,
-        )
+        tokens, asked, found = chunks * CHUNK_TOKENS, fetch.asked_at, fetch.found_at
+        size = tokens * self._layout.bytes_per_token
+        stats = InjectStats(size, tokens, chunks, asked, asked, found, now, found, now, now)
         return Injected(fetch.id, FirstToken(0), stats)
 
     def _get(self, fetch: _Fetch, numbers: range) -> None:

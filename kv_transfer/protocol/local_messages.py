@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.layout import KVLayout, Slice
 from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.protocol.messages import Export, FirstToken, Reason
 
@@ -299,6 +299,14 @@ class StoreOrder(Local):
     is_put: bool
     names: tuple[bytes, ...]
     units: tuple[int, ...] = ()
+
+
+class StoreLayout(Local):
+    """Engine → store process, when either begins: what the KV is. Only the first one counts."""
+
+    identity: str  # as in `ObjectSeal`
+    layout: KVLayout
+    ranks: int
 
 
 class StoreAnswer(Local):

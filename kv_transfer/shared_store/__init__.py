@@ -126,10 +126,9 @@ def check(url: str) -> None:
         )
 
 
-def open_backend(url: str, memory: memoryview) -> StoreBackend:
-    """Connects to the store. Raises `StoreGone`, and `ImportError` if the system lacks a library."""
-    found, options = parse(url)
-    return import_module(BACKENDS[found.scheme][0]).Backend(found, options, memory)
+def load_backend(url: str) -> type[StoreBackend]:
+    """Raises `ImportError` if the system lacks a library."""
+    return import_module(BACKENDS[parse(url)[0].scheme][0]).Backend
 
 
 class Units(msgspec.Struct, frozen=True, dict=True):
@@ -221,9 +220,7 @@ class StoreStart(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # "prefill 0"
     title: str
     parent_pid: int
-    identity: str  # as in `ObjectSeal`
     encrypt: bool
-    units: Units
     arena_fd: int  # inherited, and the next
     channel_fd: int
     logging: dict[str, Any] | None

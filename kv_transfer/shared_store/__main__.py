@@ -1,8 +1,10 @@
 """The store process of a worker: seals and verifies the objects of the shared store. No torch.
 
-On stdin come `StoreStart` as one line of JSON, and the cluster secret in hexadecimal. Two threads call the
-client process: one for what prompts wait for, one for what is written. If a call hangs, or the store does not
-answer, the process ends, and the service starts it again.
+On stdin come `StoreStart` as one line of JSON, and the cluster secret in hexadecimal. The process starts with
+the engine process, so that the client's library is loaded when the engine says what its KV is.
+
+Two threads call the client process: one for what prompts wait for, one for what is written. If a call hangs,
+or the store does not answer, the process ends, and the service starts it again.
 
 Objects belong to a *period*, half of the age limit. Those of this period and the one before are used, and all
 older ones are removed.
@@ -21,7 +23,6 @@ import threading
 import time
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -31,7 +32,7 @@ from baton.content.cache_kinds import FP8, ITEM_BYTES, SCALE_BYTES
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.layout import Slice
-from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreOpened, StoreOrder
+from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreLayout, StoreOpened, StoreOrder
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreGone, StoreStart, Units, max_age
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, part_of
 from baton.kv_transfer.shared_store.client import ClientProcess
@@ -47,21 +48,13 @@ REST = 1.0
 TICK = 1.0
 
 
-class Client(Protocol):
-    """As `ClientProcess`."""
-
-    memory: memoryview
-
-    def call(
-        self, connection: int, method: str, keys: Any, places: Sequence[tuple[int, int]] = ()
-    ) -> Any: ...
-
-
 class StoreProcess:
-    def __init__(self, start: StoreStart, secret: bytes, channel: Channel, arena: Arena) -> None:
-        self._units = start.units
-        self._arena = arena
-        self._seal = ObjectSeal(secret, start.identity, encrypt=start.encrypt)
+    def __init__(
+        self, start: StoreStart, secret: bytes, channel: Channel, identity: str, units: Units
+    ) -> None:
+        self._units = units
+        self._arena = Arena(start.arena_fd, units.count * units.slots, units.slot_bytes)
+        self._seal = ObjectSeal(secret, identity, encrypt=start.encrypt)
         self._period_seconds = max_age(start.url) / 2
         self._cleared: int | None = None  # the period in which older objects were removed
         self._channel = channel
@@ -71,7 +64,7 @@ class StoreProcess:
         self._calls: dict[bool, float] = {}  # since when a thread is in a call; time.monotonic()
         self._read_at = 0.0  # the last urgent call, as above
 
-    def run(self, client: Client) -> None:
+    def run(self, client: ClientProcess) -> None:
         """Serves until the engine process is gone."""
         for is_urgent in self._orders:
             threading.Thread(target=self._serve, args=(client, is_urgent), daemon=True).start()
@@ -80,7 +73,8 @@ class StoreProcess:
             wait([self._channel.fileno()], TICK)
             while orders := self._channel.receive():
                 for order in orders:
-                    if order.session == self._session:  # else it was for the process before
+                    # Else it was for the process before, or says the layout once more.
+                    if isinstance(order, StoreOrder) and order.session == self._session:
                         self._orders[order.is_urgent].put(order)
             with self._sending:
                 self._channel.flush()
@@ -104,7 +98,7 @@ class StoreProcess:
         with self._sending:
             self._channel.send(answer)
 
-    def _serve(self, client: Client, is_urgent: bool) -> None:
+    def _serve(self, client: ClientProcess, is_urgent: bool) -> None:
         while True:
             order = self._orders[is_urgent].get()
             self._calls[is_urgent] = began = time.monotonic()
@@ -122,7 +116,7 @@ class StoreProcess:
             elif self._read_at > began:
                 time.sleep((time.monotonic() - began) * REST)
 
-    def _do(self, client: Client, order: StoreOrder) -> list[bool]:
+    def _do(self, client: ClientProcess, order: StoreOrder) -> list[bool]:
         names, urgent = order.names, order.is_urgent
         if order.is_put:
             return self._put(client, order)
@@ -140,7 +134,7 @@ class StoreProcess:
                 done[i] = is_done
         return done
 
-    def _put(self, client: Client, order: StoreOrder) -> list[bool]:
+    def _put(self, client: ClientProcess, order: StoreOrder) -> list[bool]:
         period, places = self._periods[0], []
         for name, unit in zip(order.names, order.units, strict=True):
             own, place = self._places(client, name, unit)
@@ -151,7 +145,7 @@ class StoreProcess:
         return client.call(False, "put", [self._seal.key(name, period) for name in order.names], places)
 
     def _get(
-        self, client: Client, wanted: Sequence[tuple[bytes, int]], keys: Sequence[str], period: int
+        self, client: ClientProcess, wanted: Sequence[tuple[bytes, int]], keys: Sequence[str], period: int
     ) -> list[bool]:
         both = [self._places(client, name, unit) for name, unit in wanted]
         found = client.call(True, "get", keys, [place for _, place in both])
@@ -166,7 +160,7 @@ class StoreProcess:
             client.call(True, "remove", wrong)
         return whole
 
-    def _places(self, client: Client, name: bytes, unit: int) -> tuple[memoryview, tuple[int, int]]:
+    def _places(self, client: ClientProcess, name: bytes, unit: int) -> tuple[memoryview, tuple[int, int]]:
         """The memory of an object: in the arena, and in what the client has."""
         own = self._units.memory(self._arena.memory, unit, part_of(name))
         return own, (unit * self._units.object_slots * self._units.slot_bytes, own.nbytes)
@@ -206,28 +200,36 @@ def main() -> None:
     setproctitle.setproctitle(title)
     if start.logging is not None:
         logging.config.dictConfig(start.logging)
-    units = start.units
-    arena = Arena(start.arena_fd, units.count * units.slots, units.slot_bytes)
-    channel = Channel(socket.socket(fileno=start.channel_fd), StoreOrder)
-    channel.send(StoreOpened(0))  # else orders of the process before would seem to be under way
-    size = units.count * units.object_slots * units.slot_bytes
-    client, told = ClientProcess(start.url, f"{title} client", size), ""
+    channel = Channel(socket.socket(fileno=start.channel_fd), StoreOrder | StoreLayout)
+    client, told = ClientProcess(start.url, f"{title} client"), ""
     try:
+        channel.send(StoreOpened(0))  # else orders of the process before would seem to be under way
+        layout = _layout(channel)
+        units = Units(layout.layout, layout.ranks)
+        client.open(units.count * units.object_slots * units.slot_bytes)
         while reason := client.reason():
             if reason != told:
                 log.warning("%s cannot be used: %s", start.url, reason)
                 told = reason
+        log.info("%s is open", start.url)
+        StoreProcess(start, secret, channel, layout.identity, units).run(client)
     except ImportError as error:
         log.error("%s cannot be used: %s; see above", start.url, error)
         sys.exit(EXIT_UNUSABLE)
     except StoreGone as error:
         log.warning("%s: %s", start.url, error)
         sys.exit(1)
-    log.info("%s is open", start.url)
-    try:
-        StoreProcess(start, secret, channel, arena).run(client)
     except ChannelClosed:
         os._exit(0)  # the engine process is gone
+
+
+def _layout(channel: Channel) -> StoreLayout:
+    """Waits until the engine has said what its KV is."""
+    while True:
+        wait([channel.fileno()], TICK)
+        for message in channel.receive():
+            if isinstance(message, StoreLayout):
+                return message
 
 
 if __name__ == "__main__":

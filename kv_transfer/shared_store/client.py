@@ -25,7 +25,7 @@ import msgspec
 import setproctitle
 
 from baton.kv_transfer.arena import memory_file
-from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreBackend, StoreGone, open_backend
+from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreBackend, StoreGone, load_backend, parse
 from baton.kv_transfer.spawn import die_with_parent, spawn
 
 CLIENT_MODULE = "baton.kv_transfer.shared_store.client"
@@ -40,7 +40,6 @@ class ClientStart(msgspec.Struct, frozen=True):
     url: str
     title: str
     parent_pid: int
-    size: int  # of the memory
     fds: Sequence[int]  # memory, and two connections
 
 
@@ -52,17 +51,23 @@ class ClientProcess:
         memory: what the client reads and writes. `places` are (offset, size) in it.
     """
 
-    def __init__(self, url: str, title: str, size: int) -> None:
-        fd, pairs = memory_file(), [Pipe() for _ in range(2)]
-        os.ftruncate(fd, size)
-        self.memory = memoryview(mmap.mmap(fd, size))
-        fds = fd, *(theirs.fileno() for _, theirs in pairs)
-        start = ClientStart(url, title, os.getpid(), size, fds)
+    memory: memoryview
+
+    def __init__(self, url: str, title: str) -> None:
+        self._fd, pairs = memory_file(), [Pipe() for _ in range(2)]
+        fds = self._fd, *(theirs.fileno() for _, theirs in pairs)
+        start = ClientStart(url, title, os.getpid(), fds)
         self._popen: subprocess.Popen[bytes] = spawn(CLIENT_MODULE, msgspec.json.encode(start), pass_fds=fds)
-        os.close(fd)
         for _, theirs in pairs:
             theirs.close()
         self._connections = [ours for ours, _ in pairs]
+
+    def open(self, size: int) -> None:
+        """The client connects, with so many bytes of memory. Until then it only loads its library."""
+        os.ftruncate(self._fd, size)
+        self.memory = memoryview(mmap.mmap(self._fd, size))
+        with suppress(OSError):  # it has ended: `reason` says so
+            self._connections[0].send_bytes(_encode(size))
 
     def reason(self) -> str:
         """Waits until the client is connected, or could not connect and tries again. Returns why it is not
@@ -83,6 +88,7 @@ class ClientProcess:
     def close(self) -> None:
         self._popen.kill()
         self._popen.wait()
+        os.close(self._fd)
         for connection in self._connections:
             connection.close()
 
@@ -102,15 +108,17 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     setproctitle.setproctitle(start.title)
     memory_fd, *fds = start.fds
-    memory = memoryview(mmap.mmap(memory_fd, start.size))
     connections = [Connection(fd) for fd in fds]
+    try:
+        made = load_backend(start.url)
+    except ImportError as error:
+        print(f"{start.url}: {error} (Debian: apt install libibverbs1)", file=sys.stderr, flush=True)
+        os._exit(EXIT_UNUSABLE)
+    memory = memoryview(mmap.mmap(memory_fd, _decode(connections[0].recv_bytes())))
     while True:
         try:
-            backend = open_backend(start.url, memory)
+            backend = made(*parse(start.url), memory)
             break
-        except ImportError as error:
-            print(f"{start.url}: {error} (Debian: apt install libibverbs1)", file=sys.stderr, flush=True)
-            os._exit(EXIT_UNUSABLE)
         except StoreGone as error:
             connections[0].send_bytes(_encode((str(error), "")))
             time.sleep(RETRY)

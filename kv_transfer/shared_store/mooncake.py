@@ -14,6 +14,9 @@ from urllib.parse import SplitResult
 
 from baton.kv_transfer.shared_store import StoreBackend, StoreGone, master_of
 
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # of the library
+from mooncake.store import MooncakeDistributedStore
+
 CLIENT_BUFFER = 16 << 20
 """Bytes that Mooncake's client takes for itself. Objects do not pass through it."""
 _RPC_FAILED = -900
@@ -22,9 +25,6 @@ _NOT_FOUND = -704
 
 class Backend(StoreBackend):
     def __init__(self, url: SplitResult, options: Mapping[str, str], memory: memoryview) -> None:
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # of the library
-        from mooncake.store import MooncakeDistributedStore
-
         assert url.hostname is not None and url.port is not None, "checked by `parse`"  # noqa: PT018
         protocol, device = options.get("protocol", "tcp"), options.get("device", "")
         try:

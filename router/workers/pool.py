@@ -336,6 +336,9 @@ class WorkerPool(Roster):
             return None
         if not may_gain(target.work.tokens, self._split_worker(first, first, now)):
             return None
+        # The workers of a plan compute what one worker could read from the shared store.
+        if first.status.store == "open" and self.loads.index.only_stored(first.row, request.chunks):
+            return None
         rows = self.loads.draw(2 * MOST_WORKERS, self._rng)
         others = {self.by_row[row] for row in rows} - {first, decode}
         free = [worker for worker in others if _takes_part(worker) and worker.address not in request.avoid]

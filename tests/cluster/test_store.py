@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 import baton.cluster.serve
 import baton.cluster.store
 from baton.cluster.cli import app
-from baton.cluster.options.roles import StoreRole
+from baton.cluster.options.roles import StoreOptions, StoreRole
 from baton.cluster.supervision.plan import Plan
 from baton.kv_transfer.shared_store.chunk_object import StoreKeys
+from baton.machine.system import free_port
 from baton.worker import WorkerConfig  # noqa: F401 - the options of workers need it
 
 URL = "mooncake://127.0.0.1:50051"
@@ -77,8 +78,11 @@ class Client:
 
     patterns: list[str]
 
-    def __init__(self, url: str, title: str, size: int) -> None:
+    def __init__(self, url: str, title: str) -> None:
         assert url == URL
+
+    def open(self, size: int) -> None:
+        pass
 
     def reason(self) -> str:
         return ""
@@ -123,6 +127,20 @@ def test_clear_without_a_store_or_a_key_file(monkeypatch: pytest.MonkeyPatch) ->
     assert "--tenant: names an API key of --api-key-file" in result.output
 
 
+def test_a_master_that_does_not_lead_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it leads, a master of several listens for metrics alone."""
+    started: list[tuple[list[list[str]], list[int]]] = []
+    monkeypatch.setattr(baton.cluster.store, "_run", lambda *given: started.append(given[:2]) or 0)
+    port, metrics = free_port(), free_port()
+    arguments = ["store", "serve", f"--port={port}", f"--metrics-port={metrics}"]
+    for flags in (["--etcd=10.0.0.1:2379"], []):
+        assert CliRunner().invoke(app, [*arguments, "--size=0", *flags]).exit_code == 0
+    (with_etcd, alone), (ready_at, alone_ready_at) = zip(*started, strict=True)
+    assert {"--enable_ha=true", "--etcd_endpoints=10.0.0.1:2379", "--enable_oplog=true"} < {*with_etcd[0]}
+    assert (ready_at, alone_ready_at) == ([metrics], [port])
+    assert not any("ha" in flag.split("_") for flag in alone[0])
+
+
 def test_the_processes_of_a_store_have_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +149,7 @@ def test_the_processes_of_a_store_have_no_secret(
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     seen = tmp_path / "environment"
     try:
-        code = baton.cluster.store._run([["sh", "-c", f"env > {seen}; exit 127"]], [1], "127.0.0.1", None)
+        code = baton.cluster.store._run([["sh", "-c", f"env > {seen}; exit 127"]], [1], StoreOptions(), None)
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)

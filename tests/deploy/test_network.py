@@ -98,9 +98,9 @@ def test_these_flows_and_no_others(overlays: dict[str, list[Object]], name: str)
     assert allowed == (expected if name == "cpu-demo" else expected | SCRAPES)
 
 
-@pytest.mark.parametrize("name", ["store", "rbg"])
+@pytest.mark.parametrize("name", ["store", "store-ha", "rbg"])
 def test_only_workers_and_stores_reach_a_store(overlays: dict[str, list[Object]], name: str) -> None:
-    owner = "Deployment baton-" if name == "store" else "RoleBasedGroup baton "
+    owner = "RoleBasedGroup baton " if name == "rbg" else "Deployment baton-"
     names = {role: f"{owner}{role}" for role in (ROUTER, PREFILL, DECODE)}
     stores = {store: f"StatefulSet baton-{store}" for store in ("store", "store-master")}
     network = Network(overlays[name], names | stores)

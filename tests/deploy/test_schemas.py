@@ -39,6 +39,7 @@ EXPECTED = {
         "ServiceMonitor": 1,
     },
     "store": {"Deployment": 3, "StatefulSet": 2, "PodDisruptionBudget": 4, "ServiceMonitor": 1},
+    "store-ha": {"Deployment": 3, "StatefulSet": 2, "PodDisruptionBudget": 4, "NetworkPolicy": 10},
     "rbg": {"RoleBasedGroup": 1, "CoordinatedPolicy": 1, "StatefulSet": 2, "Deployment": 0},
     "kuberay": {"RayCluster": 1, "Deployment": 1, "ServiceMonitor": 1, "PersistentVolumeClaim": 2},
 }

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.content import CHUNK_TOKENS, Tier
-from baton.engine.api.request import EngineRequest
+from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.prefix_exchange import MissingPrefix
 from tests.engine.scheduling import ROOT, make
@@ -105,7 +105,7 @@ def test_a_prefix_moves_between_pools_of_any_block_sizes(there: int, here: int) 
     assert wanted is not None
     moved = move(holder, asker, wanted)
     assert moved == min(600 // there * there, 601 // here * here) // CHUNK_TOKENS
-    assert asker.compute([*prompt, 2, 3]) == moved * CHUNK_TOKENS // here * here
+    assert asker.compute([*prompt, 2, 3]) == moved * CHUNK_TOKENS, "in a block that is not full, too"
     for worker in (holder, asker):
         worker.scheduler.assert_whole()
 
@@ -294,6 +294,44 @@ def test_the_next_turn_goes_on_in_the_last_block_of_the_turn_before() -> None:
     assert (missing.first_chunk, missing.computed_from) == (2, 192), "a fetch brings whole blocks"
     assert worker.compute(later.prompt_ids, salt=b"tenant") == 192
     worker.scheduler.assert_whole()
+
+
+def test_the_last_chunk_of_a_prompt_travels_without_the_rest_of_its_block() -> None:
+    holder, asker = Worker(128), Worker(128)
+    kept: list[tuple[bytes, bytes, int]] = []
+    holder.exchange._cache._hooks = Hooks(
+        remnant_kept=lambda salt, name, chunk: kept.append((salt, name, chunk))
+    )
+    holder.compute(text(200), salt=b"tenant")
+    holder.compute(text(90, 1))
+    [(salt, name, chunk), (_, other, first)] = kept
+    assert (salt, chunk, first) == (b"tenant", 2, 0)
+    later = EngineRequest(b"r", [*text(200), *text(50, 2)], cache_salt=b"tenant")
+    full = asker.exchange.missing(later, 99)
+    assert full is not None
+    assert len(full.chunks) == 2
+    missing = asker.exchange.missing(later, 99, remnant=True)
+    assert missing is not None
+    assert missing.chunks[-1] == name
+    to = asker.exchange.start_import(b"i", missing)
+    assert to is not None
+    _, pinned = holder.exchange.pin(b"p", missing.chunks, 0)
+    block = holder.exchange.lend_remnant(name)
+    assert block is not None
+    assert holder.exchange.lend_remnant(name) is None
+    for position in range(192):
+        asker.kv[asker.row(to, position)] = holder.kv[holder.row([*pinned, block], position)]
+    holder.exchange.take_back_remnant(name, block)
+    holder.exchange.unpin(b"p")
+    asker.exchange.end_import(b"i", 192)
+    assert asker.exchange.missing(later, 99, remnant=True) is None
+    assert asker.compute(later.prompt_ids, salt=b"tenant") == 192
+    assert holder.compute(later.prompt_ids, salt=b"tenant") == 192, "it has its remnant again"
+    for worker in (holder, asker):
+        worker.scheduler.assert_whole()
+    taken = holder.scheduler.pool.allocate(holder.scheduler.pool.free)
+    assert holder.exchange.lend_remnant(other) is None
+    holder.scheduler.pool.release(taken)
 
 
 def test_a_request_that_failed_leaves_no_remnant() -> None:

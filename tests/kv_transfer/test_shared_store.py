@@ -7,21 +7,23 @@ import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
 import baton.kv_transfer as kv
 from baton.content import CHUNK_TOKENS
 from baton.content.cache_kinds import CachePart
-from baton.kv_transfer.arena import Arena, channel_pair, memory_file
+from baton.kv_transfer.arena import channel_pair, memory_file
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.endpoint.shared_store import Held, SharedStore, copy_for_store
-from baton.kv_transfer.protocol.local_messages import StoreOrder
+from baton.kv_transfer.protocol.local_messages import StoreLayout, StoreOrder
 from baton.kv_transfer.shared_store import MEMORY, StoreBackend, StoreFds, StoreStart, Units, __main__
 from baton.kv_transfer.shared_store.__main__ import StoreProcess
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, StoreKeys
+from baton.kv_transfer.shared_store.client import ClientProcess
 
 from .conftest import until
 
@@ -132,14 +134,17 @@ class Worker:
         pairs = [[channel_pair() for _ in range(ranks - 1)] for _ in range(2)]
         to_ranks = [[mine.detach() for mine, _ in some] for some in pairs]
         fds = StoreFds(self._arena_fd, ours.detach(), *to_ranks)
-        self.store = SharedStore(self._of_rank(0, ranks), fds, hold=self._hold, known=self._knows)
+        self.late: list[float] = []
+        self.store = SharedStore(
+            self._of_rank(0, ranks), fds, "model", hold=self._hold, known=self._knows, late=self.late.append
+        )
         for rank in range(1, ranks):
             of_rank = [[some[rank - 1][1].detach()] for some in pairs]
             copy_for_store(self._of_rank(rank, ranks), StoreFds(self._arena_fd, None, *of_rank))
         self.units = Units(layout, ranks)
         self._start = StoreStart(
-            url=f"mooncake://h:1?max_age={max_age}", name="", title="", parent_pid=0, identity="model",
-            encrypt=encrypt, units=self.units, arena_fd=0, channel_fd=0, logging=None,
+            url=f"mooncake://h:1?max_age={max_age}", name="", title="", parent_pid=0,
+            encrypt=encrypt, arena_fd=self._arena_fd, channel_fd=0, logging=None,
         )  # fmt: skip
         self._secret = secret
         self._thread: threading.Thread | None = None
@@ -156,14 +161,14 @@ class Worker:
     def start_process(self, store: DictStore) -> None:
         """A store process, as a thread, after the end of the one before."""
         self._end_process()
-        arena = Arena(os.dup(self._arena_fd), self.units.count * self.units.slots, self.units.slot_bytes)
-        channel = _Channel(socket.socket(fileno=os.dup(self._theirs.fileno())), StoreOrder)
-        process = StoreProcess(self._start, self._secret, channel, arena)
+        channel = _Channel(socket.socket(fileno=os.dup(self._theirs.fileno())), StoreOrder | StoreLayout)
+        start = msgspec.structs.replace(self._start, arena_fd=os.dup(self._arena_fd))
+        process = StoreProcess(start, self._secret, channel, "model", self.units)
         self._killed = channel.killed
 
         def run() -> None:
             with pytest.raises(ChannelClosed):
-                process.run(store)
+                process.run(cast("ClientProcess", store))
 
         self._thread = threading.Thread(target=run)
         self._thread.start()
@@ -418,9 +423,12 @@ def test_a_fetch_that_is_given_up_gives_its_blocks_back_at_once(
     before = reader.chunk(NAMES[0])
     reader.fetch(NAMES)
     reader.store.cancel(b"f")
+    reader.store.cancel(b"f")
     assert reader.event() == kv.Closed(b"f")
+    assert (reader.store.unanswered, reader.late) == (1, [])
     store.opened.set()
-    reader.until(lambda: not reader.store._orders, "the late answer")
+    reader.until(lambda: not reader.store.unanswered, "the late answer")
+    assert len(reader.late) == 1
     assert torch.equal(reader.chunk(NAMES[0]), before)
     assert reader.fetched(NAMES) == len(NAMES)
 
@@ -439,6 +447,20 @@ def test_a_new_store_process_does_nothing_of_the_one_before(
     assert reader.event() == kv.FetchFailed(b"f", "gone")
     hanging.opened.set()
     assert reader.fetched(NAMES) == len(NAMES)
+
+
+def test_a_store_that_has_lost_its_objects_gets_them_again(two: tuple[DictStore, Worker, Worker]) -> None:
+    store, writer, reader = two
+    writer.offer(NAMES[:4])
+    store.objects.clear()
+    assert writer.fetched(NAMES[:4]) == 0
+    assert writer.known == set()
+    writer.offer(NAMES[:4])
+    assert reader.fetched(NAMES[:4]) == 4
+    another = DictStore()
+    writer.start_process(another)
+    writer.offer(NAMES[:4])
+    assert len(another.objects) == 4
 
 
 def test_a_full_store_is_left_alone_for_a_while(two: tuple[DictStore, Worker, Worker]) -> None:

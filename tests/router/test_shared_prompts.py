@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.content import prompt_hints
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import FakeWorker
@@ -95,6 +96,23 @@ async def test_a_worker_that_decodes_takes_no_part(cluster: Cluster) -> None:
     assert await splits(cluster) == 1
     assert not prefills(decode)
     assert [len(prefills(worker)) for worker in cluster.prefills] == [1, 1]
+
+
+async def test_a_prompt_that_a_shared_store_has_is_not_split(cluster: Cluster) -> None:
+    """A worker that computes a part reads nothing from the store."""
+    chunks = prompt_hints(PROMPT, b"", b"")
+    cluster.pool.loads.index.apply(0, pb.CacheEvents(stored=chunks[:20]))
+    await answered(cluster)
+    assert await splits(cluster) == 1, "these workers have no store"
+    for worker in cluster.workers:
+        worker.status.store = "open"
+        worker.report()
+    await cluster.until(lambda: all(c.status.store == "open" for c in cluster.pool.connections))
+    await answered(cluster)
+    assert await splits(cluster) == 1
+    cluster.pool.loads.index.apply(0, pb.CacheEvents(not_stored=chunks[:20]))
+    await answered(cluster)
+    assert await splits(cluster) == 2
 
 
 @pytest.mark.parametrize("flags", [{"split_prompts": False}])

@@ -11,7 +11,7 @@ from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectS
 from baton.worker.engine_process import prefix_fetches, prefix_links
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
-from baton.worker.engine_process.shared_store import ASK, ASK_SHARE, StoreFetches
+from baton.worker.engine_process.shared_store import SLACK, StoreFetches
 from baton.worker.engine_process.shared_store import SOURCE as STORE
 from baton.worker.messages import ContentSource, RequestCounts
 
@@ -68,7 +68,7 @@ class World:
 
         return self.fetches.get(EngineRequest(name, [1]), source, then)
 
-    def find_missing(self, request: EngineRequest, most: int) -> SimpleNamespace | None:
+    def find_missing(self, request: EngineRequest, most: int, **_: bool) -> SimpleNamespace | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
         found = SimpleNamespace(
             chunks=chunks, first_chunk=1, computed_from=self.computed_from, names=SimpleNamespace(salt=b"")
@@ -380,17 +380,22 @@ def test_a_prompt_that_ends_waits_for_the_store_no_more(world: World) -> None:
 def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: World) -> None:
     world.put_behind()
     assert world.fetches.behind is not None
-    limits = world.fetches.behind[0]._limits
-    assert limits(0.0, 0.0) == (ASK, ASK + prefix_fetches.LONGEST)
-    assert limits(0.0, 1.0) == (ASK, ASK + 1.0)
-    assert limits(0.1, 1.0) == (ASK, ASK + 0.2)
-    assert limits(0.9, 1.0) == (ASK, ASK + 1.0), "no later than it would be computed"
-    assert limits(0.1, 10.0) == (10 * ASK_SHARE, 10 * ASK_SHARE + 0.2)
-    store, _ = world.fetches.behind
+    store, source = world.fetches.behind
+    limits = store._limits
+    assert limits(0.0, 0.0) == (SLACK, prefix_fetches.LONGEST)
+    assert limits(0.0, 1.0) == (SLACK, 1.0)
+    assert limits(0.1, 1.0) == (SLACK, 0.2)
+    assert limits(0.9, 1.0) == (SLACK, 1.0), "no later than it would be computed"
+    assert limits(SLACK / 10, 1.0) == (SLACK, SLACK)
+    assert limits(SLACK / 10, SLACK / 4) == (SLACK / 4, SLACK / 4), "nor if that takes no time"
+    store._links.to(source).waited.add(0.2)
+    assert limits(0.3, 1.0) == (0.4, 0.6), "this store needs so long to say what it has"
+    assert limits(0.3, 0.35) == (0.35, 0.35)
+    store._links.to(source).waited.scale(0.0)
     world.engine.prompt_tokens_per_s = 1000.0
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
-    world.now = 0.256 + ASK + 0.001
+    world.now = 0.256 + 0.001
     store.expire()
     assert (world.added, world.fetched) == ([b"a"], [0])
     store.handle(Closed(world.asked[0]))
@@ -404,10 +409,10 @@ def test_a_store_that_does_not_answer_is_not_asked_for_a_while(world: World) -> 
     store, _ = world.fetches.behind
     world.engine.prompt_tokens_per_s = 1000.0
     assert world.get(b"a", None)
-    world.now = ASK - 0.001
+    world.now = SLACK - 0.001
     store.expire()
     assert not world.added
-    world.now = ASK
+    world.now = SLACK
     store.expire()
     assert (world.added, world.cancelled) == ([b"a"], world.asked)
     store.handle(Closed(world.asked[0]))

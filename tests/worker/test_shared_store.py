@@ -3,6 +3,8 @@
 import asyncio
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from baton.worker.engine_process.prefix_fetches import PAUSE
+from baton.kv_transfer.shared_store.client import ClientProcess
 from tests.cluster_helpers import (
     WorkerProcess,
     WorkerStream,
     assert_whole,
     attached,
+    metrics,
     request,
     sampling,
     start_worker,
@@ -60,27 +63,24 @@ async def generate(stream: WorkerStream, prompt: list[int]) -> tuple[list[int], 
 
 async def test_a_restarted_worker_finds_its_kv_in_the_store(store: Mooncake, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
+    asked = prompts(3, 460)
     with worker(model, tmp_path / "1", store) as first:
         async with attached(first) as stream:
-            expected = await answers(stream, 3)
+            expected = [(await generate(stream, prompt))[0] for prompt in asked]
         await assert_whole(first)
         assert await asyncio.to_thread(first.stop) == 0, "it writes all before it ends"
     with worker(model, tmp_path / "2", store, engine={"block_size": 128}) as second:
         async with attached(second) as stream:
-            cached = 0
-            for prompt, tokens in zip(prompts(3), expected, strict=True):
-                found, cached = await generate(stream, prompt)
-                assert found == tokens
-                if cached:
-                    break
-                await asyncio.sleep(PAUSE)  # this machine is busy: the store did not answer in time
-            assert cached == 384, "in its own blocks"
+            found = [await generate(stream, prompt) for prompt in asked]
+            assert [tokens for tokens, _ in found] == expected
+            # On a busy machine the store may answer one prompt too late.
+            assert max(cached for _, cached in found) == 448, "in its own blocks, and half of the next one"
         await assert_whole(second)
         assert await asyncio.to_thread(second.stop) == 0
 
 
-def prompts(count: int) -> list[list[int]]:
-    return [random.Random(seed).choices(range(500), k=400) for seed in range(count)]
+def prompts(count: int, length: int = 400) -> list[list[int]]:
+    return [random.Random(seed).choices(range(500), k=length) for seed in range(count)]
 
 
 async def answers(stream: WorkerStream, count: int) -> list[list[int]]:
@@ -137,12 +137,15 @@ async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
         if victim in ("master", "store"):
             store.kill()
             store = stack.enter_context(mooncake(tmp_path, port=store.port))
-        second = stack.enter_context(worker(model, tmp_path / "2", store))
-        async with attached(second) as stream:
-            found = [await generate(stream, prompt) for prompt in prompts(12)]
-        assert [tokens for tokens, _ in found] == expected
-        if victim in ("worker", "store process"):
-            assert any(cached for _, cached in found), "what was written is found"
+        # On a busy machine such a small model may compute all prompts before the store answers.
+        for again in range(3):
+            with worker(model, tmp_path / f"again {again}", store) as second:
+                async with attached(second) as stream:
+                    found = [await generate(stream, prompt) for prompt in prompts(12)]
+            assert [tokens for tokens, _ in found] == expected
+            if victim in ("master", "store") or any(cached for _, cached in found):
+                return
+    pytest.fail("what was written is not found")
 
 
 @pytest.mark.long
@@ -173,17 +176,18 @@ async def test_a_store_that_comes_back_is_used_again(
 ) -> None:
     model = tmp_path / "model"
     with worker(model, tmp_path / "1", store) as first:
-        store.kill()
         async with attached(first) as stream:
             assert await answers(stream, 6) == expected[:6]
+            await assert_whole(first)
+            store.kill()
+            assert await answers(stream, 7) == expected[:7]
             with mooncake(tmp_path, port=store.port) as again:
                 opened = first.log.read_text().count(" is open")
                 until(lambda: first.log.read_text().count(" is open") > opened, "the new store", seconds=60)
-                assert await answers(stream, 12) == expected
-                assert await asyncio.to_thread(first.stop) == 0
+                assert await asyncio.to_thread(first.stop) == 0, "it writes again what its cache has"
                 with worker(model, tmp_path / "2", again) as second:
                     async with attached(second) as other:
-                        assert await generate(other, prompts(12)[11]) == (expected[11], 384)
+                        assert await generate(other, prompts(12)[5]) == (expected[5], 384)
 
 
 @pytest.mark.long
@@ -200,6 +204,66 @@ async def test_a_stopped_master_holds_up_no_prompt(
             assert await answers(stream, 12) == expected
         await assert_whole(first)
         assert await asyncio.to_thread(first.stop, timeout=70.0) == 0
+
+
+DAMAGE = """
+import json, sys, urllib.request
+from mooncake.store import MooncakeDistributedStore
+master, metrics = sys.argv[1:]
+store = MooncakeDistributedStore()
+assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master)
+keys = urllib.request.urlopen(f"http://{metrics}/get_all_keys").read().decode().split()
+good = [store.get(key) for key in keys]
+for number, (key, value) in enumerate(zip(keys, good)):
+    other = good[number - 1]
+    flipped = value[:99] + bytes([value[99] ^ 1]) + value[100:]
+    bad = value[:-1], value + b"x", other, bytes(len(value)), flipped
+    assert not store.remove(key, True)
+    assert not store.put(key, bad[number % len(bad)])
+print("damaged", len(keys))
+"""
+
+
+@pytest.mark.long
+async def test_garbage_in_the_store_is_never_used_and_written_again(
+    store: Mooncake, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    model = tmp_path / "model"
+    roomy = {"num_blocks": 400}  # so that nothing is evicted before it is written
+    with worker(model, tmp_path / "1", store, engine=roomy) as first:
+        async with attached(first) as stream:
+            assert await answers(stream, 12) == expected
+        assert await asyncio.to_thread(first.stop) == 0
+    command = [sys.executable, "-c", DAMAGE, f"127.0.0.1:{store.port}", f"127.0.0.1:{store.metrics_port}"]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=60)
+    assert b"damaged 72" in done.stdout, done.stderr.decode()
+    with worker(model, tmp_path / "2", store, engine=roomy) as second:
+        async with attached(second) as stream:
+            assert [await generate(stream, prompt) for prompt in prompts(12)] == [
+                (tokens, 0) for tokens in expected
+            ]
+        missed = (await asyncio.to_thread(metrics, second))['baton:store_chunks_total{result="missed"}']
+        assert missed >= 6, "it was read"
+        assert await asyncio.to_thread(second.stop) == 0
+    with worker(model, tmp_path / "3", store, engine=roomy) as third:
+        async with attached(third) as stream:
+            found = [await generate(stream, prompt) for prompt in prompts(12)]
+        assert [tokens for tokens, _ in found] == expected
+        # Such a small model is computed sooner than most of them are read.
+        assert max(cached for _, cached in found) == 384, "wrong objects kept the right ones out"
+
+
+@pytest.mark.long
+def test_the_client_loads_its_library_before_the_engine_is_ready(store: Mooncake) -> None:
+    client = ClientProcess(store.url, "client of a test")
+    try:
+        maps = Path(f"/proc/{client._popen.pid}/maps")
+        until(lambda: "mooncake/store" in maps.read_text(), "the library", seconds=60)
+        client.open(1 << 20)
+        assert client.reason() == ""
+        assert client.call(0, "exists", ["baton-none"]) == [False]
+    finally:
+        client.close()
 
 
 @pytest.mark.long

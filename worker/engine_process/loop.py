@@ -122,6 +122,10 @@ class Parts:
         if self.store is not None:
             self.store.states_kept(salt, name, chunk)
 
+    def _remnant_kept(self, salt: bytes, name: bytes, chunk: int) -> None:
+        if self.store is not None:
+            self.store.offer(salt, name, chunk)
+
     def start_engine(
         self,
         prefill_started: Callable[[bytes, Sequence[int], int, int, int], None],
@@ -138,6 +142,7 @@ class Parts:
             moved=self.cached_chunks.moved,
             evicted=self.cached_chunks.evicted,
             states_kept=self._states_kept,
+            remnant_kept=self._remnant_kept,
         )
         return build_engine(self.config.engine, files=self.config.files, hooks=hooks)
 

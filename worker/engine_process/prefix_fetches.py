@@ -109,7 +109,7 @@ class PrefixFetches:
         exchange = self._exchange
         if exchange is None or source.incarnation == self._incarnation:
             return False
-        missing = exchange.missing(request, MAX_CHUNKS)
+        missing = self._missing(exchange, request)
         if missing is None or missing.chunks[0] == fetched:
             return False
         key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
@@ -137,6 +137,9 @@ class PrefixFetches:
     @property
     def _exchange(self) -> PrefixExchange | None:
         return self._engine.prefix_exchange
+
+    def _missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
+        return exchange.missing(request, MAX_CHUNKS)
 
     def _limits(self, expected: float, computing: float) -> tuple[float, float]:
         """Seconds in which a fetch must begin, and must end, from the seconds that it should take and those

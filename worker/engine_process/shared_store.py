@@ -3,14 +3,15 @@ fetched."""
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
-from baton.content import Tier
-from baton.engine import CachedBlock, Engine
+from baton.content import CHUNK_TOKENS, Tier
+from baton.engine import CachedBlock, CachedPrefix, Engine, EngineRequest
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import TraceWriter
 from baton.kv_transfer.endpoint.shared_store import Held, SharedStore
+from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetches
@@ -18,10 +19,8 @@ from baton.worker.engine_process.prefix_links import PrefixLinks
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import ContentSource, RequestCounts, StoreStats
 
-ASK = 0.05
-"""Seconds that a prompt waits at least for the store to say what it has."""
-ASK_SHARE = 0.02
-"""Of the seconds that computing takes, how long a prompt may wait for that."""
+SLACK = 0.05
+"""Seconds that a prompt may wait for the store if computing takes longer: this process may be busy."""
 SOURCE = ContentSource("", 0, Tier.STORE)
 
 
@@ -32,11 +31,15 @@ class StoreFetches(PrefixFetches):
     def _exchange(self) -> PrefixExchange | None:
         return self._engine.store_exchange
 
+    def _missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
+        return exchange.missing(request, MAX_CHUNKS, remnant=True)
+
     def _limits(self, expected: float, computing: float) -> tuple[float, float]:
-        """The store must say soon what it has. Then reading may take twice what it should, but no longer than
-        computing."""
-        ask = max(ASK, ASK_SHARE * computing)
-        return ask, ask + min((seconds for seconds in (2 * expected, computing) if seconds), default=LONGEST)
+        """A fetch may take twice what it should, but no longer than computing. The same holds for what the
+        store needs to say what it has."""
+        most, answer = computing or LONGEST, self._links.to(SOURCE).waited.value
+        end = min(most, max(SLACK, 2 * expected)) if expected else most
+        return min(end, max(SLACK, 2 * answer)), end
 
     def _ask(
         self, fetch_id: bytes, missing: MissingPrefix, source: ContentSource, block_ids: Sequence[int]
@@ -73,11 +76,19 @@ class StoreTier(SharedStore):
             raise ValueError("--kv-store: needs the prefix cache; leave out --no-enable-prefix-caching")
         assert config.store is not None, "the service made it"
         self._engine, self._exchange = engine, engine.store_exchange
-        super().__init__(paged_kv(engine), config.store, hold=self._held, known=cached_chunks.stored)
         links = PrefixLinks()
-        self._link = links.to(SOURCE)
-        self._link.paused_until = math.inf
-        self._was_open = False
+        self._link = link = links.to(SOURCE)
+        kv = paged_kv(engine)
+        super().__init__(
+            kv,
+            config.store,
+            f"{kv.layout.fingerprint} {engine.content_root.hex()}",
+            hold=self._held,
+            known=cached_chunks.stored,
+            late=link.waited.add,
+        )
+        self._seen = 0  # the session
+        self._again: Iterator[CachedPrefix] | None = None  # what the cache had when this session began
         self.fetches = StoreFetches(engine, self, config.incarnation, counts, links, trace)
 
     def _held(self, name: bytes, part: int, chunk: int) -> Held | None:
@@ -87,12 +98,26 @@ class StoreTier(SharedStore):
             return None if slot is None else Held((), slot, lambda: exchange.take_back_states(slot))
         pin_id = os.urandom(16)
         count, block_ids = exchange.pin(pin_id, [name], chunk)
-        return Held(block_ids, 0, lambda: exchange.unpin(pin_id)) if count else None
+        if count:
+            return Held(block_ids, 0, lambda: exchange.unpin(pin_id))
+        if (block := exchange.lend_remnant(name)) is None:
+            return None
+        table = [0] * (chunk * CHUNK_TOKENS // self._engine.block_size) + [block]
+        return Held(table, 0, lambda: exchange.take_back_remnant(name, block))
 
     @property
     def stats(self) -> StoreStats:
         speed = self._link.tokens_per_s.value
-        return StoreStats(self.is_open, speed, self.written, self.refused, self.missed)
+        is_open = bool(self.session)
+        return StoreStats(is_open, speed if is_open else 0.0, self.written, self.refused, self.missed)
+
+    @property
+    def copies(self) -> bool:
+        return self._again is not None or super().copies
+
+    @property
+    def idle(self) -> bool:
+        return self._again is None and super().idle
 
     def entered(self, blocks: Iterable[CachedBlock]) -> None:
         """These blocks are in the prefix cache now."""
@@ -106,9 +131,18 @@ class StoreTier(SharedStore):
 
     def pump(self) -> None:
         self.move(busy=self._engine.has_work)
-        if self.is_open is not self._was_open:  # no prompt waits while it is closed
-            self._was_open = self.is_open
-            self._link.paused_until = 0.0 if self._was_open else math.inf
         for event in self.poll():
             self.fetches.handle(event)
         self.fetches.expire()
+        # While the store is silent, prompts do not wait for it.
+        self._link.paused_until = 0.0 if self.session and not self.unanswered else math.inf
+        if self.session != self._seen:  # it may have lost all objects
+            self._seen = self.session
+            self._again = self._exchange.last_used() if self.session else None
+        if self._again is not None and not self.writes:
+            prefix = next(self._again, None)
+            if prefix is None:
+                self._again = None
+            else:
+                for chunk, name in enumerate(prefix.chunks):
+                    self.offer(prefix.cache_salt, name, chunk)

@@ -120,7 +120,6 @@ class Service:
         engine = await self._tree.start_engine(self._ready.stage)
         self._ready.stage("starting the transfer process", 0.0)
         kv_address = await self._tree.start_transfer(engine)
-        self._tree.start_store(engine)
         metrics_address = f"{host}:{metrics_port}"
         self._metrics.cache_config(engine, config.engine.enable_prefix_caching)
         service = AttachService(

@@ -1,8 +1,8 @@
 """The process tree of one worker: shared resources, ordered start, supervision, ordered stop.
 
 1. Make the shared resources: heartbeat, arenas, socket pairs, local socket.
-2. Start the engine process, which loads the model, and the processes of its other ranks.
-3. Start the transfer process and the store process, which need the KV layout of the engine.
+2. Start the engine process, which loads the model, the processes of its other ranks, and the store process.
+3. Start the transfer process, which needs the KV layout of the engine.
 4. Watch them. `WorkerTree.failure` completes with a TreeError as soon as a process dies or hangs. Only
    a store process that ends is started again.
 5. Stop the engine's requests, then the transfer process, then the engine process.
@@ -22,7 +22,7 @@ import msgspec
 
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas, Heartbeat, TransferConfig, channel_pair, spawn_transfer
-from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart, Units
+from baton.kv_transfer.shared_store import EXIT_UNUSABLE, STORE_MODULE, StoreStart
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.system import describe_exit, make_directory, url_host
@@ -131,6 +131,7 @@ class WorkerTree:
         self._close_offload_ends()
         if self._store_ends is not None:
             self._store_ends.close_inherited()
+            self.watch(self._keep_store(self._store_ends))
         dog = Watchdog(start.name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
@@ -231,27 +232,21 @@ class WorkerTree:
             logging=config.logging(self._incarnation, "transfer"),
         )
 
-    def start_store(self, engine: EngineReady) -> None:
-        """Starts the store process if there is a shared store, and again whenever it ends."""
-        config, ends = self._config, self._store_ends
-        if config.kv_store is None or ends is None:
-            return
+    async def _keep_store(self, ends: StoreEnds) -> None:
+        """Starts the store process, and again whenever it ends. It learns the KV layout from the engine."""
+        config = self._config
+        assert config.kv_store is not None, "it has ends"
         start = StoreStart(
             url=config.kv_store,
             name=config.name,
             title=config.title,
             parent_pid=os.getpid(),
-            identity=f"{engine.layout.fingerprint} {engine.content_root.hex()}",
             encrypt=config.kv_encrypt,
-            units=Units(engine.layout, config.ranks),
             arena_fd=ends.ranks[0].arena,
             channel_fd=ends.store.fileno(),
             logging=config.logging(self._incarnation, "store"),
         )
-        self.watch(self._keep_store(start))
-
-    async def _keep_store(self, start: StoreStart) -> None:
-        lines = msgspec.json.encode(start) + b"\n" + self._config.secret.hex().encode()
+        lines = msgspec.json.encode(start) + b"\n" + config.secret.hex().encode()
         while not self._stopping:
             popen = spawn(STORE_MODULE, lines, pass_fds=(start.arena_fd, start.channel_fd))
             self._store = ChildProcess(f"{start.name} store", popen)
