@@ -69,10 +69,19 @@ class Started(Local):
     prefill_id: bytes
 
 
+class Computed(Local):
+    """Connector → engine process: vLLM has computed a prompt for another worker. The attempt may have ended:
+    its router cancels it as soon as the other worker has a token."""
+
+    tokens: int
+    cached: int
+
+
 class Landed(Local):
-    """Connector → engine process: all KV of the request is in its blocks."""
+    """Connector → engine process: all KV is in the request's blocks. vLLM goes on after `first_token`."""
 
     decode_id: bytes
+    first_token: FirstToken
     stats: InjectStats
 
 
@@ -92,7 +101,7 @@ class Freed(Local):
 
 
 ToConnector = Close | Commit
-FromConnector = Started | Landed | Lost | Freed
+FromConnector = Started | Computed | Landed | Lost | Freed
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from baton.kv_transfer import Heartbeat, TransferConfig, channel_pair, spawn_transfer
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
-from baton.vllm_worker.attachment import Close, ConnectorLink, Freed, FromConnector, Landed, Lost
+from baton.vllm_worker.attachment import Close, Computed, ConnectorLink, Freed, FromConnector, Landed, Lost
 from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
 
@@ -119,13 +119,7 @@ class Worker:
 @contextlib.asynccontextmanager
 async def pair(model: Path, ranks: int, **decode_options: Any) -> AsyncIterator[tuple[Worker, Worker]]:
     prefill = Worker(model, "kv_producer", ranks, graphs=True)
-    decode = Worker(
-        model,
-        "kv_consumer",
-        ranks,
-        logits_processors=["baton.vllm_worker.first_token:RepeatFirstToken"],
-        **decode_options,
-    )
+    decode = Worker(model, "kv_consumer", ranks, **decode_options)
     try:
         await asyncio.gather(prefill.start(), decode.start())
         yield prefill, decode
@@ -147,7 +141,7 @@ SAMPLED: dict[str, Any] = {"temperature": 2.0, "max_tokens": 1, "ignore_eos": Tr
     ],
     ids=str,
 )
-async def test_a_decode_repeats_the_first_token_and_goes_on(
+async def test_a_decode_goes_on_after_the_first_token(
     tmp_path: Path, ranks: int, options: dict[str, Any]
 ) -> None:
     """Decode would sample another token: it is greedy. Blocks are few, so vLLM preempts requests. Others are
@@ -176,17 +170,17 @@ async def test_a_decode_repeats_the_first_token_and_goes_on(
         first, found = await asyncio.gather(prefill.answers(prefills), decoding)
         landed = await decode.until_heard(len(prompts))
         assert {x.decode_id for x in landed if isinstance(x, Landed)} == set(decode_ids)
-        freed = await prefill.until_heard(len(prompts))
-        assert {x.prefill_id for x in freed if isinstance(x, Freed) and x.reason == "acked"} == set(
+        told = await prefill.until_heard(2 * len(prompts))
+        assert {x.prefill_id for x in told if isinstance(x, Freed) and x.reason == "acked"} == set(
             prefill_ids
         )
+        assert sorted(x.tokens for x in told if isinstance(x, Computed)) == sorted(map(len, prompts))
         assert decode.server.preemptions > 0
         assert first != [tokens[:1] for tokens in generated(model, prompts, 1)], "sampled"
         continued = [prompt + token for prompt, token in zip(prompts, first, strict=True)]
         rest = generated(model, continued, TOKENS - 1)
-        expected = [token + tokens for token, tokens in zip(first, rest, strict=True)]
         alone = generated(model, others, TOKENS)
-        assert found == [alone[0], *expected, alone[1]]
+        assert found == [alone[0], *rest, alone[1]]
         await close_and_lose(prefill, decode, prompts[1])
 
 
@@ -195,7 +189,7 @@ async def close_and_lose(prefill: Worker, decode: Worker, prompt: list[int]) -> 
     prefill_id, decode_id = os.urandom(16), os.urandom(16)
     assert len(await prefill.answers([(prompt, SAMPLED, prefill.sends(prefill_id))])) == 1
     prefill.link.send(Close(prefill_id))
-    assert await prefill.until_heard(1) == [Freed(prefill_id, "cancelled")]
+    assert await prefill.until_heard(2) == [Computed(len(prompt), 128), Freed(prefill_id, "cancelled")]
     [tokens] = await decode.answers([(prompt, GREEDY, prefill.fetched_by(decode_id, prefill_id))])
     assert tokens == []
     [lost] = await decode.until_heard(1)

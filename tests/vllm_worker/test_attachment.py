@@ -15,12 +15,14 @@ import pytest
 
 from baton.kv_transfer import Heartbeat, InjectStats, KVLayout
 from baton.kv_transfer.channel import ChannelClosed
+from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker import attachment
 from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, Freed, Landed, Lost, WorkerLink
 from tests.vllm_worker.arenas import make_arenas
 
 SLOTS, SLOT_BYTES = 2, 1 << 16
 SAYS = Attach(0, KVLayout(3, 2, 8, "float32"), 16, 40, "model")
+FIRST = FirstToken(7, -0.5, (7,), (-0.5,))
 STATS = InjectStats(1, 2, 3, *map(float, range(7)))
 WITHIN = 20.0
 MESSAGES = 20_000
@@ -64,7 +66,7 @@ def answers(link: WorkerLink) -> None:
     assert received == [Close(b"p"), Close(b"q", "finished")]
     assert link.transport.exports
     assert receiving.channel.recv(100) == b"to the engine"
-    link.channel.send(Landed(b"d", STATS), Lost(b"e", "gone"), Freed(b"p", "acked"))
+    link.channel.send(Landed(b"d", FIRST, STATS), Lost(b"e", "gone"), Freed(b"p", "acked"))
 
 
 async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens() -> None:
@@ -83,7 +85,7 @@ async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens
     found: list[Any] = []
     while len(found) < 3:
         found += await worker.link.receive()
-    assert found == [Landed(b"d", STATS), Lost(b"e", "gone"), Freed(b"p", "acked")]
+    assert found == [Landed(b"d", FIRST, STATS), Lost(b"e", "gone"), Freed(b"p", "acked")]
     with pytest.raises(ChannelClosed):
         await worker.link.receive()
     assert sending.channel.recv(100) == b"", "no other process has this end"
