@@ -10,6 +10,7 @@ soon. What waits for what:
 
     prompt in vLLM's queue ─▶ blocks of a held prefill ─▶ FETCH of its decode ─▶ room on another worker
     decode in vLLM's queue ─▶ blocks of running requests ─▶ nothing
+    prompt ─▶ token of an earlier `alone` prompt ─▶ earlier prompts in vLLM, decodes with tokens ─▶ nothing
 
 Decodes go before prompts in vLLM's queue, and their blocks are counted before. So no decode waits for a
 prompt. Two workers that both hold prefills for the other may both have no room: the hold deadline ends that.
@@ -70,6 +71,8 @@ class VLLMAttempt(Attempt):
     """Of a decode: the prefill that has sampled its first token."""
     task: asyncio.Task[None] | None = None
     """None: vLLM has finished the request."""
+    given: bool = False
+    """vLLM has had the request."""
     answered: bool = False
     """vLLM has sampled a token."""
     first_token: asyncio.Future[FirstToken] = field(default_factory=asyncio.Future)
@@ -125,6 +128,7 @@ class Roles:
         self._max_model_len = max_model_len
         self._incarnation = incarnation
         self._table = attempts.table(VLLMAttempt)
+        self._moved = asyncio.Event()  # an attempt has a token, or has ended
 
     @property
     def busy(self) -> bool:
@@ -244,7 +248,6 @@ class Roles:
         priority = 2 * request.priority + (not request.retried) - (attempt.source is not None) * (1 << 40)
         attempt.task = asyncio.create_task(self._run(attempt, fields, priority))
         attempt.task.add_done_callback(lambda _: self._left(attempt))  # also if it never ran
-        self._computes()
         return True
 
     def _refuse(self, attempt: VLLMAttempt, code: Code, text: str) -> None:
@@ -275,6 +278,11 @@ class Roles:
 
     async def _run(self, attempt: VLLMAttempt, fields: dict[str, Any], priority: int) -> None:
         try:
+            while self._waits(attempt):
+                self._moved.clear()
+                await self._moved.wait()
+            attempt.given = True
+            self._computes()
             async with aclosing(self._generate(attempt.request, fields, priority)) as outputs:
                 async for output in outputs:
                     if attempt.source is not None and output.outputs[0].token_ids:
@@ -288,6 +296,16 @@ class Roles:
             self._attempts.fail(attempt, Code.INVALID, str(error))
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base
             self._attempts.fail(attempt, Code.ENGINE, f"vLLM: {error!r}")
+
+    def _waits(self, attempt: VLLMAttempt) -> bool:
+        """A prompt that may have crashed engines is computed without others, and later prompts wait for its
+        token. But vLLM may take in decodes whose KV comes meanwhile, so these wait for nothing."""
+        if attempt.source is not None:
+            return False
+        found = list(self._table.values())
+        before = [other for other in found[: found.index(attempt)] if _computes_prompt(other)]
+        decodes = any(other.task is not None and other.answered for other in found)
+        return bool(before or decodes) if attempt.request.alone else any(x.request.alone for x in before)
 
     def _left(self, attempt: VLLMAttempt) -> None:
         """vLLM has the request no more. A handover stays until the connector reads its blocks no more."""
@@ -325,6 +343,8 @@ class Roles:
             if attempt.handover:
                 self._sampled_first(attempt, token, logprobs)
             attempt.answered = True
+            if first:
+                self._moved.set()
             self._sampled(attempt, result, first=first)
             self._attempts.token(attempt, result)
         if reason:
@@ -392,7 +412,9 @@ class Roles:
             self._attempts.fail(attempt, Code.ENGINE, "vLLM ended the request with an error; see the log")
 
     def _computes(self) -> None:
-        self._computing([attempt.id for attempt in self._table.values() if attempt.task is not None])
+        """The requests in vLLM have changed, or are further."""
+        self._moved.set()
+        self._computing([x.id for x in self._table.values() if x.task is not None and x.given])
 
     # ------------------------------------------------------------ of the connector
 

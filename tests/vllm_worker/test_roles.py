@@ -365,6 +365,27 @@ async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[Code
     assert worker.idle
 
 
+async def test_a_prompt_that_may_have_crashed_engines_is_computed_alone(worker: Worker) -> None:
+    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.heard(Landed(D, FIRST, STATS))
+    await worker.says(D, output([6]))
+    suspect, later = work(P), work(E)
+    suspect.request.alone = True
+    worker.roles.handle(messages.Prefill(7, suspect, handover=True))
+    worker.roles.handle(messages.Prefill(7, later, handover=True))
+    await worker.settle()
+    assert worker.computing == [D], "no other request is blamed for a crash"
+    await worker.says(D, output([7], "stop"))
+    assert worker.computing == [P]
+    waits = work(name("w"))
+    worker.roles.handle(messages.Decode(7, waits, source()))
+    await worker.settle()
+    assert worker.computing == [P, name("w")], "it is in no step yet"
+    await worker.says(P, output([5], "length"))
+    assert worker.computing == [E, name("w")]
+    assert [token for _, token, _ in worker.tokens()] == [5, 6, 7, 5]
+
+
 async def test_a_request_that_vllm_cannot_have_is_refused(worker: Worker) -> None:
     worker.roles.handle(messages.Prefill(7, work(P, output_ids=[4], presence_penalty=1.0), handover=True))
     assert worker.failures() == [Code.INVALID]
