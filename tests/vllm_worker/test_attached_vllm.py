@@ -137,6 +137,7 @@ SAMPLED: dict[str, Any] = {"temperature": 2.0, "max_tokens": 1, "ignore_eos": Tr
     [
         (1, {}),
         pytest.param(1, {"async_scheduling": False}, marks=pytest.mark.long),
+        pytest.param(1, {"block_size": 32, "num_gpu_blocks_override": 48}, marks=pytest.mark.long),
         pytest.param(2, {}, marks=pytest.mark.long),
     ],
     ids=str,
@@ -150,10 +151,8 @@ async def test_a_decode_goes_on_after_the_first_token(
     block, *prompts = prompts_of([128, 1, 60, 3, 700, *range(100, 128, 4)], 1)
     prompts[:2] = [block + prompts[0], block + prompts[1]]
     others = prompts_of([50, 120], 2)
-    async with pair(model, ranks, num_gpu_blocks_override=12, max_model_len=1024, **options) as (
-        prefill,
-        decode,
-    ):
+    few = {"num_gpu_blocks_override": 12, "max_model_len": 1024}
+    async with pair(model, ranks, **few | options) as (prefill, decode):
         prefill_ids, decode_ids = ([os.urandom(16) for _ in prompts] for _ in range(2))
         prefills: list[Request] = [
             (prompt, SAMPLED, prefill.sends(x)) for prompt, x in zip(prompts, prefill_ids, strict=True)
