@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -43,7 +42,6 @@ class DictStore(StoreBackend):
     make calls of prompts hang."""
 
     def __init__(self) -> None:
-        super().__init__(urlsplit("dict://"), {}, memoryview(b""))
         self.memory = memoryview(bytearray(MEMORY))
         self.objects: dict[str, bytes] = {}
         self.opened = threading.Event()
