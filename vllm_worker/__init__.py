@@ -18,7 +18,7 @@ And of a worker with vLLM as its engine (`--engine vllm`)::
     --------------                                      -------------
     Prefill ─▶ `roles` ─▶ AsyncLLM, one token           Decode ─▶ `roles`: room? ─▶ Reserved
     each layer: `save_kv_layer`              --------->  slices are injected while the prefill computes
-    its token leaves; its blocks stay        --------->  the connector gives vLLM's request the token as output
+    its token leaves; its blocks stay        --------->  the connector appends the token as an output
     `Freed` from the connector               <--- ACK -  `Landed` from the connector; AsyncLLM goes on
 
 This is the only package that knows vLLM. `connector` and `model_runner`, which vLLM loads, and
