@@ -180,6 +180,8 @@ async def test_a_decode_goes_on_after_the_first_token(
         rest = generated(model, continued, TOKENS - 1)
         alone = generated(model, others, TOKENS)
         assert found == [alone[0], *rest, alone[1]]
+        local = await decode.answers([(prompts[0], greedy, {"first_token": 7})])
+        assert local == generated(model, [[*prompts[0], 7]], TOKENS - 1), "a prefill of the same worker"
         await close_and_lose(prefill, decode, prompts[1])
 
 
