@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker import gpu_model_runner
 
 
 def let_requests_begin_with(first_tokens: Mapping[str, int], vocabulary: int) -> None:
     """`first_tokens`: by request id, those of the step that begins. `vocabulary`: tokens of the model."""
+
+    sampler = TopKTopPSampler()
 
     class BegunRequest(gpu_model_runner.CachedRequestState):
         def __post_init__(self) -> None:
@@ -22,7 +25,7 @@ def let_requests_begin_with(first_tokens: Mapping[str, int], vocabulary: int) ->
             if (token := first_tokens.get(self.req_id)) is not None:
                 self.output_token_ids.append(token)
                 if self.generator is not None:  # it has drawn the token elsewhere
-                    drawn = torch.empty(vocabulary, device=self.generator.device)
-                    drawn.exponential_(generator=self.generator)
+                    logits = torch.zeros(1, vocabulary, device=self.generator.device)
+                    sampler(logits, {0: self.generator}, None, None)
 
     gpu_model_runner.CachedRequestState = BegunRequest

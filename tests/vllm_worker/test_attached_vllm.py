@@ -182,7 +182,22 @@ async def test_a_decode_goes_on_after_the_first_token(
         assert found == [alone[0], *rest, alone[1]]
         local = await decode.answers([(prompts[0], greedy, {"first_token": 7})])
         assert local == generated(model, [[*prompts[0], 7]], TOKENS - 1), "a prefill of the same worker"
+        await seed(prefill, decode, prompts[2])
         await close_and_lose(prefill, decode, prompts[1])
+
+
+async def seed(prefill: Worker, decode: Worker, prompt: list[int]) -> None:
+    """The decode's generator goes on where that of the prefill ended."""
+    params = SAMPLED | {"seed": 5}
+    [whole] = await prefill.answers([(prompt, params | {"max_tokens": TOKENS}, None)])
+    prefill_id, decode_id = os.urandom(16), os.urandom(16)
+    [first] = await prefill.answers([(prompt, params, prefill.sends(prefill_id))])
+    fetched = decode.answers(
+        [(prompt, params | {"max_tokens": TOKENS}, prefill.fetched_by(decode_id, prefill_id))]
+    )
+    assert first + (await fetched)[0] == whole
+    await prefill.until_heard(2)
+    await decode.until_heard(1)
 
 
 async def close_and_lose(prefill: Worker, decode: Worker, prompt: list[int]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from tests.vllm_worker.engines import GREEDY, Server, generated, prompts_of
 
+from . import served
 from .served import VOCABULARY, Reference, VLLMCluster, joined, save_tokenizer
 
 OPTIONS: dict[str, Any] = {
@@ -93,7 +94,7 @@ def test_pairs_with_batons_engine(tmp_path: Path) -> None:
         cluster.until_ready()
         with joined(cluster, "--max-model-len", "512", "--num-blocks", "100") as fronts:
             for front in (cluster, *fronts):
-                for prompt in prompts_of([3, 16, 130, 300], 1):  # one after the other, as above
+                for prompt in served.prompts_of([3, 16, 130, 300], 1):  # one after the other, as above
                     assert front.ask(prompt=prompt, max_tokens=8)["token_ids"] == reference.tokens(prompt, 8)
                 workers = front.workers()
                 assert workers["decode"]["status"]["prompt_tokens"] == 0, "all KV was handed over"
