@@ -38,6 +38,7 @@ SECRET = "of the tests, and of no other cluster"
 
 def save_model(directory: Path) -> Path:
     """Writes a tiny random Llama, whose tokens are all spelled in ASCII."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -47,12 +48,6 @@ def save_model(directory: Path) -> Path:
         bos_token_id=None, eos_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
-    return save_tokenizer(directory)
-
-
-def save_tokenizer(directory: Path) -> Path:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     texts = ["</s>", *map(chr, range(0x21, 0x7F)), "Ġ", "Ċ"]
     texts += [f"<{i}>" for i in range(len(texts), VOCABULARY)]
     tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=[]))
@@ -75,9 +70,9 @@ class Reference:
 
     def __init__(self, model: Path) -> None:
         from tokenizers import Tokenizer
-        from transformers import AutoModelForCausalLM
+        from transformers import LlamaForCausalLM
 
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._model.generation_config.eos_token_id = None  # requests ignore it
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 

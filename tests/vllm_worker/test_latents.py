@@ -11,9 +11,6 @@ import torch
 
 from tests.vllm_worker.engines import GREEDY, Server, generated, prompts_of
 
-from . import served
-from .served import VOCABULARY, Reference, VLLMCluster, joined, save_tokenizer
-
 OPTIONS: dict[str, Any] = {
     "max_model_len": 512, "max_num_batched_tokens": 512, "enable_prefix_caching": False,
     "enable_chunked_prefill": False,
@@ -59,45 +56,3 @@ def test_latents_are_handed_over(tmp_path: Path) -> None:
     finally:
         for server in servers:
             server.kill()
-
-
-FLAGS = (
-    "--max-model-len", "512", "--num-blocks", "60", "--max-num-batched-tokens", "512",
-    "--no-enable-prefix-caching", "--vllm-args", "--enforce-eager --no-enable-chunked-prefill",
-)  # fmt: skip
-
-
-def save_v2(where: Path) -> Path:
-    """A tiny model shaped as DeepSeek-V2-Lite: no low rank for queries, experts after one dense layer."""
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    torch.manual_seed(0)
-    config = DeepseekV2Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048, initializer_range=0.1,
-        kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-        first_k_dense_replace=1, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
-        moe_intermediate_size=64, topk_method="greedy", n_group=1, topk_group=1, norm_topk_prob=False,
-        routed_scaling_factor=1.0, bos_token_id=None, eos_token_id=0,
-    )  # fmt: skip
-    DeepseekV2ForCausalLM(config).save_pretrained(where)
-    return save_tokenizer(where)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_pairs_with_batons_engine(tmp_path: Path) -> None:
-    model = save_v2(tmp_path / "model")
-    reference = Reference(model)
-    cluster = VLLMCluster(model, tmp_path, *FLAGS)
-    try:
-        cluster.until_ready()
-        with joined(cluster, "--max-model-len", "512", "--num-blocks", "100") as fronts:
-            for front in (cluster, *fronts):
-                for prompt in served.prompts_of([3, 16, 130, 300], 1):  # one after the other, as above
-                    assert front.ask(prompt=prompt, max_tokens=8)["token_ids"] == reference.tokens(prompt, 8)
-                workers = front.workers()
-                assert workers["decode"]["status"]["prompt_tokens"] == 0, "all KV was handed over"
-        cluster.stop()
-    finally:
-        cluster.kill()
