@@ -1,8 +1,10 @@
 """vLLM with Baton's transfer of KV, beside one vLLM alone and vLLM with NixlConnector.
 
     python -m baton.bench.vllm [--json PATH] [--device cpu|cuda] [--short] [--logs DIR] [--side NAME ...]
+        [--quantization fp8]
 
-All servers of all sides run at the same time, on one GPU or on CPUs:
+All servers of all sides run at the same time, on CPUs, one GPU or two. Of two GPUs, those that decode for
+others have the second one:
 
     alone      one server
     proxied    two servers with BatonConnector; this bench does what a proxy for NixlConnector does
@@ -83,6 +85,7 @@ class Deployment:
     ) -> None:
         self._cuda, self._dummy = args.device == "cuda", model.name != SMALL
         self._model, self._dtype, self._logs = model, dtype, logs
+        self._quantization = args.quantization if self._dummy else None
         self._name = model.name
         self.sides = [side for side in sides if side in args.side]
         self._servers: dict[str, Server] = {}
@@ -107,6 +110,12 @@ class Deployment:
         self._servers[name] = Server(full, command, log, environment)
         self._urls[name] = f"http://127.0.0.1:{port}"
 
+    def _gpu(self, *, decodes: bool) -> dict[str, str]:
+        import torch
+
+        two = self._cuda and torch.cuda.device_count() > 1
+        return {"CUDA_VISIBLE_DEVICES": "01"[decodes]} if two else {}
+
     def _vllm(self, name: str, connector: dict[str, Any] | None = None, **environment: str) -> None:
         port, more = free_port(), []
         if connector is not None:
@@ -116,11 +125,14 @@ class Deployment:
         self._start(
             name, port, "vllm.entrypoints.openai.api_server", "--port", str(port), *self._options, *more,
             *self._small_share, *self._of_vllm, **({} if self._cuda else ON_CPU), **environment,
+            **self._gpu(decodes=name.endswith("-d")),
         )  # fmt: skip
 
     @property
     def _options(self) -> list[str]:
         dummy = ["--load-format", "dummy", "--no-enable-prefix-caching"] if self._dummy else []
+        if self._quantization is not None:
+            dummy += ["--quantization", self._quantization]
         return ["--model", str(self._model), "--dtype", self._dtype, *dummy, *COMMON]
 
     @property
@@ -170,7 +182,8 @@ class Deployment:
         elif self._cuda:
             line += ["--num-blocks", "4000"]
         line += ["--device", "cuda"] if self._cuda else ["--device", "cpu", "--num-threads", "1"]
-        self._start(name, metrics, "baton.cluster.cli", role, *line, **SECRET)
+        gpu = self._gpu(decodes=role == "decode")
+        self._start(name, metrics, "baton.cluster.cli", role, *line, **SECRET, **gpu)
 
     def _names(self, side: str) -> list[str]:
         """The servers of a side."""
@@ -370,6 +383,7 @@ def main() -> int:
     p = contract.parser(__doc__ or "")
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     p.add_argument("--side", nargs="*", choices=SIDES, default=list(SIDES), help="default: all")
+    p.add_argument("--quantization", choices=["fp8"], help="of the weights of the model that is measured")
     args = p.parse_args()
     if args.device == "cpu":
         args.side = [side for side in args.side if side != "nixl"]

@@ -18,10 +18,10 @@ And of a worker with vLLM as its engine (`--engine vllm`)::
     --------------                                      -------------
     Prefill ─▶ `roles` ─▶ AsyncLLM, one token           Decode ─▶ `roles`: room? ─▶ Reserved
     each layer: `save_kv_layer`              --------->  slices are injected while the prefill computes
-    its token leaves; its blocks stay        --------->  `first_token` repeats it, and AsyncLLM goes on
-    `Freed` from the connector               <--- ACK -  `Landed` from the connector
+    its token leaves; its blocks stay        --------->  the connector appends the token as an output
+    `Freed` from the connector               <--- ACK -  `Landed` from the connector; AsyncLLM goes on
 
-This is the only package that knows vLLM. `connector` and `first_token`, which vLLM loads, and
+This is the only package that knows vLLM. `connector` and `model_runner`, which vLLM loads, and
 `engine_process` import it. `plan` decides for vLLM's scheduler, without vLLM and torch. `transfers` moves the
 KV, in the process with the model. `options` and `sampling` translate to vLLM's words. `version` says which
 vLLM is tested.

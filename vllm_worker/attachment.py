@@ -8,7 +8,7 @@
    parents.
 
 The constructor of vLLM's engine returns after step 3, so it runs in a thread beside `attached`. If the engine
-cannot start, `attached` does not return. A process that vLLM starts dies with the *thread* that started it:
+cannot start, `attached` may not return. A process that vLLM starts dies with the *thread* that started it:
 this must be a thread that lives as long as the engine process.
 """
 
@@ -69,10 +69,19 @@ class Started(Local):
     prefill_id: bytes
 
 
+class Computed(Local):
+    """Connector → engine process: vLLM has computed a prompt for another worker. The attempt may have ended:
+    its router cancels it as soon as the other worker has a token."""
+
+    tokens: int
+    cached: int
+
+
 class Landed(Local):
-    """Connector → engine process: all KV of the request is in its blocks."""
+    """Connector → engine process: all KV is in the request's blocks. vLLM goes on after `first_token`."""
 
     decode_id: bytes
+    first_token: FirstToken
     stats: InjectStats
 
 
@@ -92,7 +101,7 @@ class Freed(Local):
 
 
 ToConnector = Close | Commit
-FromConnector = Started | Landed | Lost | Freed
+FromConnector = Started | Computed | Landed | Lost | Freed
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -119,20 +128,30 @@ class ConnectorLink:
         self._channels: dict[int, Channel] = {}  # by rank
 
     async def attached(self) -> Attach:
-        """Gives each connector the arenas of its rank. Returns what rank 0 said."""
+        """Gives each connector the arenas of its rank. Returns what rank 0 said.
+
+        Raises ValueError if one ends, or says what no rank of this worker says. Those that wait for an answer
+        get an error, so vLLM does not start."""
         loop, first = asyncio.get_running_loop(), None
-        while len(self._channels) < len(self._arenas):
-            connector, _ = await loop.sock_accept(self._listener)
-            if _uid_of_peer(connector) != os.getuid():
-                connector.close()
-                continue
-            said = msgspec.msgpack.decode(await loop.sock_recv(connector, _MOST_BYTES), type=Attach)
-            arenas = self._arenas[said.rank]
-            socket.send_fds(connector, [_encode(arenas)], [*arenas.fds, self._heartbeat_fd])
-            self._channels[said.rank] = Channel(connector, FromConnector, self._blocked)
-            if said.rank == 0:
-                first = said
-        self._listener.close()
+        with self._listener:
+            while len(self._channels) < len(self._arenas):
+                connector, _ = await loop.sock_accept(self._listener)
+                try:
+                    if _uid_of_peer(connector) != os.getuid():
+                        connector.close()
+                        continue
+                    data = await loop.sock_recv(connector, _MOST_BYTES)
+                    said = msgspec.msgpack.decode(data, type=Attach)
+                    if said.rank in self._channels or said.rank >= len(self._arenas):
+                        raise ValueError(f"there are {len(self._arenas)} ranks")
+                    arenas = self._arenas[said.rank]
+                    socket.send_fds(connector, [_encode(arenas)], [*arenas.fds, self._heartbeat_fd])
+                except (OSError, ValueError, msgspec.DecodeError) as error:
+                    connector.close()
+                    raise ValueError(f"a connector of vLLM does not attach: {error}") from error
+                self._channels[said.rank] = Channel(connector, FromConnector, self._blocked)
+                if said.rank == 0:
+                    first = said
         # The channels must show the end of the process that uses them, so no other one keeps them open. Ranks
         # share the memory.
         for fd in {fd for arenas in self._arenas for fd in arenas.fds}:

@@ -38,7 +38,7 @@ from baton.kv_transfer.spawn import die_with_parent
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
-from baton.vllm_worker.plan import Address, Plan, Planner
+from baton.vllm_worker.plan import REJECTED, Address, Plan, Planner
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 from baton.vllm_worker.version import check_version
 
@@ -92,11 +92,13 @@ class BatonConnector(KVConnectorBase_V1):
         else:
             die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
         self._planner = Planner(named=bool(self._settings.attach))
+        # Requests of a router that begin with an output, until their first step.
+        self._beginning: dict[str, Request] = {}
         self._transfers: Transfers | None = None  # of rank 0
         self._copier: RankCopier | None = None  # of each other rank
         self._plan = Plan()
         self._num_layers = self._layers_written = 0
-        self._first_tokens: dict[bytes, int] = {}  # by decode id, as in `Plan`
+        self._first_tokens: dict[str, int] = {}  # as in the `Plan` of the step
         self._process: TransferProcess | None = None
 
     def _refuse_what_is_unknown(self) -> None:
@@ -125,16 +127,26 @@ class BatonConnector(KVConnectorBase_V1):
             self._planner.address = Address(reachable.host, reachable.port, reachable.incarnation)
 
     def on_new_request(self, request: Request) -> None:
-        self._planner.expect(request.request_id, request.kv_transfer_params, request.num_prompt_tokens)
+        params = request.kv_transfer_params or {}
+        self._planner.expect(request.request_id, params, request.num_prompt_tokens)
+        if self._settings.attach and ("decode_id" in params or "first_token" in params):
+            self._beginning[request.request_id] = request
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """KV has come for requests, and the token that follows their prompts. vLLM computes on from there."""
         if isinstance(meta := connector_output.kv_connector_worker_meta, FirstTokens):
-            self._planner.landed(meta.tokens)
+            for request_id, token in meta.tokens.items():
+                if (request := self._beginning.get(request_id)) is not None:
+                    _append_output(request, token)
 
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        if request.request_id in self._beginning and not request.num_output_tokens:
+            assert request.kv_transfer_params is not None
+            if (token := request.kv_transfer_params.get("first_token")) is not None:  # sampled here
+                _append_output(request, token)
         count = self._planner.to_fetch(
             request.request_id, request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens
         )
@@ -157,6 +169,8 @@ class BatonConnector(KVConnectorBase_V1):
         for request_id in scheduler_output.preempted_req_ids or ():
             planner.preempted(request_id)
         for new in scheduler_output.scheduled_new_reqs:
+            if (request := self._beginning.pop(new.req_id, None)) is not None:
+                planner.begins_with(new.req_id, request.output_token_ids[0])
             [blocks] = new.block_ids
             planner.scheduled(new.req_id, blocks, new.num_computed_tokens, counts[new.req_id], anew=True)
         cached = scheduler_output.scheduled_cached_reqs
@@ -172,6 +186,7 @@ class BatonConnector(KVConnectorBase_V1):
         return planner.take()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._beginning.pop(request.request_id, None)
         match request.status:
             case RequestStatus.FINISHED_LENGTH_CAPPED:
                 return self._planner.finished(request.request_id, request.output_token_ids[0])
@@ -199,8 +214,12 @@ class BatonConnector(KVConnectorBase_V1):
             ranks=config.parallel_config.tensor_parallel_size,
         )
         self._num_layers = kv.layout.num_layers
-        model = _fingerprint(config)
+        model, vocabulary = _fingerprint(config), config.model_config.get_vocab_size()
         if settings.attach:
+            if not config.use_v2_model_runner:
+                from baton.vllm_worker.model_runner import let_requests_begin_with
+
+                let_requests_begin_with(self._first_tokens, vocabulary)
             num_blocks = self._kv_cache_config.num_blocks
             attach = Attach(kv.rank, kv.layout, kv.block_size, num_blocks, model)
             link = WorkerLink.open(settings.attach, attach)
@@ -219,22 +238,25 @@ class BatonConnector(KVConnectorBase_V1):
             process = TransferProcess(kv, settings, name, model, _secret(settings.host))
             transport, heartbeat, worker = process.transport, process.heartbeat, None
             self._process = process
-        self._transfers = Transfers(kv, transport, heartbeat, timeout=settings.timeout, worker=worker)
+        self._transfers = Transfers(
+            kv, transport, heartbeat, timeout=settings.timeout, vocabulary=vocabulary, worker=worker
+        )
 
     def get_handshake_metadata(self) -> Reachable | None:
         return None if self._process is None else Reachable(**asdict(self._process.address))
 
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
-        """Other ranks need not wait: nothing of a preempted prefill is used, whatever they still copy."""
+        """Other ranks need not wait: nothing of a preempted prefill is used, whatever they still copy.
+
+        Model runner V1 calls this before it takes new requests."""
+        self._first_tokens.clear()
+        self._first_tokens |= kv_connector_metadata.first_tokens
         if self._transfers is not None:
             self._transfers.preempt(kv_connector_metadata.preempted)
 
     def bind_connector_metadata(self, connector_metadata: Plan) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._plan, self._layers_written = connector_metadata, 0
-        self._first_tokens.update(connector_metadata.first_tokens)
-        for decode_id in connector_metadata.forgotten:
-            self._first_tokens.pop(decode_id, None)
         if self._transfers is not None:
             self._transfers.begin(connector_metadata)
 
@@ -274,10 +296,6 @@ class BatonConnector(KVConnectorBase_V1):
         tokens = {} if self._transfers is None else self._transfers.take_first_tokens()
         return FirstTokens(tokens) if tokens else None
 
-    def first_token(self, decode_id: bytes) -> int:
-        """Returns the token that the prefill worker has sampled for a request with KV from there."""
-        return self._first_tokens[decode_id]
-
     def shutdown(self) -> None:
         if self._transfers is not None:
             self._transfers.close()
@@ -285,6 +303,15 @@ class BatonConnector(KVConnectorBase_V1):
         if self._process is not None:
             self._process.close()
             self._process = None
+
+
+def _append_output(request: Request, token: int) -> None:
+    """The request, which has no output yet, has sampled this token elsewhere."""
+    request.append_output_token_ids(token)
+    if (structure := request.structured_output_request) is not None and not structure.grammar.accept_tokens(
+        request.request_id, [token]
+    ):
+        request.stop_reason = REJECTED  # the grammar allows no token but EOS now
 
 
 def _settings(extra: dict[str, Any]) -> Settings:

@@ -63,7 +63,7 @@ def _environment(config: EngineProcessConfig) -> None:
     settings = {
         "VLLM_CONFIGURE_LOGGING": "0",  # its lines look like all others
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # as `first_token` needs
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # workers are measured with V1 on GPUs; for CPUs there is no other
         "VLLM_PROCESS_NAME_PREFIX": f"{config.title}: {config.name}",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, as Baton's own engine
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the CPUs
@@ -138,7 +138,9 @@ class EngineProcess:
             raise
         except Exception as error:
             log.exception("vLLM does not start")
-            raise ValueError(f"--engine vllm: vLLM does not start: {error}; see the worker's log") from error
+            cause = attaching.exception() if attaching.done() else None
+            text = f"--engine vllm: vLLM does not start: {cause or error}; see the worker's log"
+            raise ValueError(text) from cause or error
         attach = await attaching
         if self._config.engine.enable_prefix_caching:
             self._events = await _subscribed(events_address(self._connector.path))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, NoReturn
 
 from vllm import SamplingParams
@@ -103,7 +103,7 @@ class VLLM:
 
     async def generate(
         self, request: engine.EngineRequest, fields: dict[str, Any], priority: int
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         """As `roles.Generate`."""
         ids = [*request.prompt_ids, *request.output_ids]
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
@@ -158,6 +158,4 @@ def _engine_args(config: EngineProcessConfig, connector: str) -> AsyncEngineArgs
             hwm=0,  # no limit, as the next: none is lost
             max_queue_size=0,
         )
-    repeat = "baton.vllm_worker.first_token:RepeatFirstToken"
-    args.logits_processors = [*(args.logits_processors or ()), repeat]
     return args

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Ended = Literal["finished", "cancelled"]
 """Why a prefill is not handed over. "finished": its first token is the last."""
+REJECTED = "its grammar rejects the first token"
+"""vLLM's `stop_reason` of such a request, which was begun elsewhere."""
 log = logging.getLogger("vllm.baton")
 """Below vLLM's logger, so its lines look like vLLM's."""
 
@@ -113,11 +115,10 @@ class Plan:
     """Prefill ids that have lost their blocks: nothing may read these when the step begins."""
     aborted: dict[bytes, Ended] = field(default_factory=dict)
     """Prefill ids that nothing more is sent of."""
-    first_tokens: dict[bytes, int] = field(default_factory=dict)
-    """By decode id: those of requests of a router with KV that has come. Every rank samples, so each needs
-    them."""
-    forgotten: list[bytes] = field(default_factory=list)
-    """Decode ids of requests that have ended."""
+    computed: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens of prompts that have finished, and how many of them were cached."""
+    first_tokens: dict[str, int] = field(default_factory=dict)
+    """By request id: outputs with which requests begin. Every rank needs them."""
 
 
 @dataclass(slots=True)
@@ -135,6 +136,8 @@ class _Prompt:
     """A router waits for its start."""
     scored: bool = False
     """Its first token has log probabilities, which the worker knows."""
+    cached: int = 0
+    """Tokens that the prefix cache had."""
 
 
 class Planner:
@@ -148,7 +151,6 @@ class Planner:
         self._new_id = new_id
         self._prompts: dict[str, _Prompt] = {}
         self._sources: dict[str, Source] = {}  # until blocks are allocated
-        self._decode_ids: dict[str, bytes] = {}  # of requests of a router, until they end
         self._plan = Plan()
 
     def expect(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
@@ -196,18 +198,15 @@ class Planner:
             decode_id, attempt = self._new_id(), 1
             if self._named:
                 decode_id, attempt = bytes.fromhex(params["decode_id"]), params["attempt"]
-                self._decode_ids[request_id] = decode_id
             start = prompt_tokens - to_fetch
             self._plan.fetches.append(
                 Fetch(request_id, decode_id, attempt, source, block_ids, start, prompt_tokens)
             )
             params["do_remote_prefill"] = False  # after a preemption the prompt is computed here
 
-    def landed(self, first_tokens: Mapping[str, int]) -> None:
-        """KV has come for these requests, and the token that follows their prompts."""
-        for request_id, token in first_tokens.items():
-            if (decode_id := self._decode_ids.get(request_id)) is not None:
-                self._plan.first_tokens[decode_id] = token
+    def begins_with(self, request_id: str, first_token: int) -> None:
+        """The step is the first one of the request, which has this output already."""
+        self._plan.first_tokens[request_id] = first_token
 
     def scheduled(
         self, request_id: str, new_blocks: Sequence[int], computed: int, count: int, *, anew: bool
@@ -226,7 +225,7 @@ class Planner:
             self._plan.opened[prompt.prefill_id] = request_id
             if prompt.awaited:
                 self._plan.started.append(prompt.prefill_id)
-            start = 0
+            start, prompt.cached = 0, computed
         if start < stop:
             self._plan.chunks.append(
                 Chunk(prompt.prefill_id, tuple(prompt.block_ids), start, stop, prompt.num_tokens)
@@ -252,8 +251,6 @@ class Planner:
         Returns whether its blocks must stay until they are sent, and the parameters with which a decode
         server fetches them, if a proxy needs these."""
         self._sources.pop(request_id, None)
-        if (decode_id := self._decode_ids.pop(request_id, None)) is not None:
-            self._plan.forgotten.append(decode_id)
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return False, None
@@ -261,6 +258,8 @@ class Planner:
             if prompt.fixed_id and not prompt.preempted:
                 self._plan.aborted[prompt.fixed_id] = reason
             return False, None
+        if first_token is not None or reason == "finished":
+            self._plan.computed.append((prompt.num_tokens, prompt.cached))
         if first_token is None:
             self._plan.aborted[prompt.prefill_id] = reason
             return True, None

@@ -10,6 +10,7 @@ soon. What waits for what:
 
     prompt in vLLM's queue ─▶ blocks of a held prefill ─▶ FETCH of its decode ─▶ room on another worker
     decode in vLLM's queue ─▶ blocks of running requests ─▶ nothing
+    prompt ─▶ token of an earlier `alone` prompt ─▶ earlier prompts in vLLM, decodes with tokens ─▶ nothing
 
 Decodes go before prompts in vLLM's queue, and their blocks are counted before. So no decode waits for a
 prompt. Two workers that both hold prefills for the other may both have no room: the hold deadline ends that.
@@ -19,16 +20,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.content import CHUNK_TOKENS, extend_names, salted
-from baton.engine import EngineRequest, EngineStats, Output
+from baton.engine import EngineRequest, EngineStats, Logprobs, Output
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker.attachment import (
     Close,
     Commit,
+    Computed,
     Freed,
     FromConnector,
     Landed,
@@ -36,14 +39,14 @@ from baton.vllm_worker.attachment import (
     Started,
     ToConnector,
 )
-from baton.vllm_worker.plan import Address, Source
+from baton.vllm_worker.plan import REJECTED, Address, Source
 from baton.vllm_worker.sampling import logprobs_at, prompt_logprobs, sampling
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts
 from baton.worker.messages import Code, PrefillSource, RequestCounts, ToEngine, Work
 
-Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncIterator[Any]]
+Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
 """(request, fields of SamplingParams, priority): yields vLLM's RequestOutputs. Raises ValueError if the
 request is wrong, and EngineGone."""
 
@@ -68,19 +71,21 @@ class VLLMAttempt(Attempt):
     """Of a decode: the prefill that has sampled its first token."""
     task: asyncio.Task[None] | None = None
     """None: vLLM has finished the request."""
+    given: bool = False
+    """vLLM has had the request."""
     answered: bool = False
     """vLLM has sampled a token."""
-    token: int = 0
-    """The last one."""
+    first_token: asyncio.Future[FirstToken] = field(default_factory=asyncio.Future)
+    """That of a handover, or of the prefill of `source`. vLLM goes on after it."""
     freed: bool = False
     """Of a handover: the connector reads its blocks no more."""
     lost: str = ""
-    """Of a decode: why its KV did not come."""
+    """Of a decode: why its KV did not come, or is not used."""
     joined_at: float = 0.0
     first_token_at: float | None = None
     """As in the decode role of Baton's engine."""
     sampled: int = 0
-    """Tokens, without one that repeats that of the prefill."""
+    """Tokens, without that of the prefill of `source`."""
 
     @property
     def length(self) -> int:
@@ -123,6 +128,7 @@ class Roles:
         self._max_model_len = max_model_len
         self._incarnation = incarnation
         self._table = attempts.table(VLLMAttempt)
+        self._moved = asyncio.Event()  # an attempt has a token, or has ended
 
     @property
     def busy(self) -> bool:
@@ -198,7 +204,8 @@ class Roles:
                 self._refuse(attempt, Code.HANDED_BACK, text)
                 return
             else:
-                params = {"first_token": prefill.token}
+                attempt.first_token = prefill.first_token
+                params = {"first_token": prefill.first_token.result().token_id}
         needed = self._needed_blocks()
         if needed > self._blocks:
             self.counts.no_room += 1
@@ -241,7 +248,6 @@ class Roles:
         priority = 2 * request.priority + (not request.retried) - (attempt.source is not None) * (1 << 40)
         attempt.task = asyncio.create_task(self._run(attempt, fields, priority))
         attempt.task.add_done_callback(lambda _: self._left(attempt))  # also if it never ran
-        self._computes()
         return True
 
     def _refuse(self, attempt: VLLMAttempt, code: Code, text: str) -> None:
@@ -272,15 +278,34 @@ class Roles:
 
     async def _run(self, attempt: VLLMAttempt, fields: dict[str, Any], priority: int) -> None:
         try:
-            async for output in self._generate(attempt.request, fields, priority):
-                self._output(attempt, output)
-                self._soon()
+            while self._waits(attempt):
+                self._moved.clear()
+                await self._moved.wait()
+            attempt.given = True
+            self._computes()
+            async with aclosing(self._generate(attempt.request, fields, priority)) as outputs:
+                async for output in outputs:
+                    if attempt.source is not None and output.outputs[0].token_ids:
+                        # vLLM's socket may be faster than the connector's.
+                        await asyncio.wait([attempt.first_token])
+                    self._output(attempt, output)
+                    self._soon()
         except EngineGone:
             return  # the attempt was in the step that crashed
         except ValueError as error:
             self._attempts.fail(attempt, Code.INVALID, str(error))
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base
             self._attempts.fail(attempt, Code.ENGINE, f"vLLM: {error!r}")
+
+    def _waits(self, attempt: VLLMAttempt) -> bool:
+        """A prompt that may have crashed engines is computed without others, and later prompts wait for its
+        token. But vLLM may take in decodes whose KV comes meanwhile, so these wait for nothing."""
+        if attempt.source is not None:
+            return False
+        found = list(self._table.values())
+        before = [other for other in found[: found.index(attempt)] if _computes_prompt(other)]
+        decodes = any(other.task is not None and other.answered for other in found)
+        return bool(before or decodes) if attempt.request.alone else any(x.request.alone for x in before)
 
     def _left(self, attempt: VLLMAttempt) -> None:
         """vLLM has the request no more. A handover stays until the connector reads its blocks no more."""
@@ -292,7 +317,8 @@ class Roles:
     def _output(self, attempt: VLLMAttempt, output: Any) -> None:
         [completion] = output.outputs
         reason = completion.finish_reason or ""
-        if reason in ("error", "abort"):
+        if reason in ("error", "abort") or completion.stop_reason == REJECTED:
+            attempt.lost = attempt.lost or completion.stop_reason or reason
             self._failed(attempt)
             return
         if attempt.handover and reason == "length" and self._goes_on(attempt.request):
@@ -301,6 +327,9 @@ class Roles:
             scored, count = attempt.request.sampling.prompt_logprobs or 0, len(attempt.request.prompt_ids)
             for piece in prompt_logprobs(attempt.id, output.prompt_logprobs, count, scored):
                 self._attempts.scored(piece)
+        if attempt.source is not None and not attempt.answered and completion.token_ids:
+            self._joined(attempt)
+        begun = len(attempt.request.output_ids) + (attempt.source is not None)
         for i, token in enumerate(completion.token_ids):
             logprobs = None
             if completion.logprobs:
@@ -308,22 +337,15 @@ class Roles:
                 logprobs = logprobs_at(completion.logprobs, i, alternatives)
             last = reason if i == len(completion.token_ids) - 1 else ""
             first = not attempt.answered
-            repeated = first and attempt.source is not None
-            queued, computing = _times(output.metrics) if first and not repeated else (0.0, 0.0)
-            index = (
-                len(attempt.request.output_ids) + attempt.sampled + (not first and attempt.source is not None)
-            )
-            result = Output(
-                attempt.id, index, token, logprobs, last, output.num_cached_tokens or 0, queued, computing
-            )
-            attempt.answered, attempt.token = True, token
-            if attempt.handover and logprobs is not None:
-                first_token = FirstToken(token, logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
-                self._tell(Commit(attempt.id, first_token))
-            if repeated:
-                self._joined(attempt)
-            else:
-                self._sampled(attempt, result, first=first)
+            queued, computing = _times(output.metrics) if first else (0.0, 0.0)
+            index, cached = begun + attempt.sampled, output.num_cached_tokens or 0
+            result = Output(attempt.id, index, token, logprobs, last, cached, queued, computing)
+            if attempt.handover:
+                self._sampled_first(attempt, token, logprobs)
+            attempt.answered = True
+            if first:
+                self._moved.set()
+            self._sampled(attempt, result, first=first)
             self._attempts.token(attempt, result)
         if reason:
             self._finished(attempt)
@@ -335,9 +357,22 @@ class Roles:
             len(request.prompt_ids) + emitted < self._max_model_len
         )
 
+    def _sampled_first(self, attempt: VLLMAttempt, token: int, logprobs: Logprobs | None) -> None:
+        """The token of a handover is known."""
+        first = FirstToken(token)
+        if logprobs is not None:
+            first = FirstToken(token, logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
+            self._tell(Commit(attempt.id, first))
+        attempt.first_token.set_result(first)
+
     def _joined(self, attempt: VLLMAttempt) -> None:
-        """A decode has repeated the token of its prefill."""
-        attempt.joined_at = time.monotonic()
+        """vLLM goes on after the token of a prefill. It is repeated: the router emits each index once."""
+        attempt.joined_at, attempt.answered = time.monotonic(), True
+        first, logprobs = attempt.first_token.result(), None
+        if first.logprob is not None:
+            logprobs = Logprobs(first.logprob, first.top_ids, first.top_logprobs)
+        repeated = Output(attempt.id, len(attempt.request.output_ids), first.token_id, logprobs)
+        self._attempts.token(attempt, repeated)
         assert attempt.source is not None
         taken = self._table.get(attempt.source.prefill_id)
         if taken is not None:  # a prefill of this worker
@@ -350,7 +385,8 @@ class Roles:
         now = time.monotonic()
         if first:
             attempt.joined_at = now
-            self.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
+            if not attempt.handover:  # else the connector says `Computed`
+                self.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
             self.load.prefilled(attempt.tokens - output.cached_tokens, now - output.prefill_seconds, now)
             self._attempts.prefilled(attempt, output)
         elif attempt.first_token_at is not None:
@@ -371,12 +407,14 @@ class Roles:
         if attempt.lost == "finished":
             self._attempts.fail(attempt, Code.FINISHED, "prefill's token is the last")
         elif attempt.source is not None:
-            self._attempts.fail(attempt, Code.HANDED_BACK, f"its KV did not come ({attempt.lost or 'error'})")
+            self._attempts.fail(attempt, Code.HANDED_BACK, f"its KV is not used ({attempt.lost})")
         else:
             self._attempts.fail(attempt, Code.ENGINE, "vLLM ended the request with an error; see the log")
 
     def _computes(self) -> None:
-        self._computing([attempt.id for attempt in self._table.values() if attempt.task is not None])
+        """The requests in vLLM have changed, or are further."""
+        self._moved.set()
+        self._computing([x.id for x in self._table.values() if x.task is not None and x.given])
 
     # ------------------------------------------------------------ of the connector
 
@@ -385,8 +423,11 @@ class Roles:
             case Started(prefill_id):
                 if (attempt := self._table.get(prefill_id)) is not None:
                     self._attempts.prefill_started(attempt)
-            case Landed(decode_id, stats):
+            case Computed(tokens, cached):
+                self.counts.count_prompt(tokens, cached, 0)
+            case Landed(decode_id, first_token, stats):
                 if (attempt := self._table.get(decode_id)) is not None:
+                    attempt.first_token.set_result(first_token)
                     attempt.first_token_at = stats.commit_at
                     self._attempts.report(messages.KVInjected(attempt.origin, stats))
             case Lost(decode_id, reason):

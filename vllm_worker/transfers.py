@@ -40,7 +40,16 @@ from baton.kv_transfer import (
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Close, Commit, Freed, FromConnector, Landed, Lost, Started
+from baton.vllm_worker.attachment import (
+    Close,
+    Commit,
+    Computed,
+    Freed,
+    FromConnector,
+    Landed,
+    Lost,
+    Started,
+)
 from baton.vllm_worker.plan import Address, Fetch, Plan, log
 
 _TICK = 0.25
@@ -128,9 +137,13 @@ Event = Injected | FetchFailed | Closed | Released
 class Attendant:
     """The thread that has the receiver. Its methods may be called from vLLM's thread."""
 
-    def __init__(self, open_receiver: Callable[[], Receiver], sender: Sender, worker: Channel | None) -> None:
-        """`worker`: to the engine process of a worker, which is told of each event."""
+    def __init__(
+        self, open_receiver: Callable[[], Receiver], sender: Sender, vocabulary: int, worker: Channel | None
+    ) -> None:
+        """`vocabulary`: tokens of the model. `worker`: to the engine process of a worker, which is told of
+        each event."""
         self._sender = sender
+        self._vocabulary = vocabulary
         self._worker = worker
         self._orders: queue.SimpleQueue[Callable[[Receiver], object] | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
@@ -143,7 +156,7 @@ class Attendant:
         self._orders.put(call)
         os.eventfd_write(self._wake, 1)
 
-    def tell(self, messages: Sequence[Started]) -> None:
+    def tell(self, messages: Sequence[Started | Computed]) -> None:
         """Sends messages to the engine process."""
         worker = self._worker
         if worker is not None:  # else a client has asked for them
@@ -177,7 +190,7 @@ class Attendant:
                 if self._wake in wait(watched, receiver.poll_within, full) and self._woken(receiver):
                     receiver.shutdown()
                     return
-                for event in (*receiver.poll(), *self._sender.poll()):
+                for event in (*map(self._checked, receiver.poll()), *self._sender.poll()):
                     if isinstance(event, ContentWanted):  # vLLM's prefix cache is not served
                         self._sender.close(event.pin_id, "gone")
                         continue
@@ -196,6 +209,16 @@ class Attendant:
         except Exception as error:  # noqa: BLE001  any error: `events` raises it in vLLM's thread
             self._events.put(error)
 
+    def _checked(self, event: Event | Began) -> Event | Began:
+        """The token ids of a COMMIT come from a peer. An out-of-range id would crash vLLM or the router."""
+        if not isinstance(event, Injected):
+            return event
+        largest = max(event.first_token.token_id, *event.first_token.top_ids, 0)
+        if largest < self._vocabulary:
+            return event
+        text = f"COMMIT names token {largest}, beyond the vocabulary of {self._vocabulary}"
+        return FetchFailed(event.decode_id, text)
+
     def _woken(self, receiver: Receiver) -> bool:
         """Carries out the orders. Returns whether the thread ends."""
         with contextlib.suppress(BlockingIOError):
@@ -210,8 +233,8 @@ class Attendant:
 
 def _report(event: Event) -> FromConnector:
     match event:
-        case Injected(decode_id, _, stats):
-            return Landed(decode_id, stats)
+        case Injected(decode_id, first_token, stats):
+            return Landed(decode_id, first_token, stats)
         case FetchFailed(decode_id, reason):
             return Lost(decode_id, reason)
         case Closed(decode_id):
@@ -230,16 +253,17 @@ class Transfers:
         heartbeat: Heartbeat,
         *,
         timeout: float,
+        vocabulary: int,
         worker: Channel | None = None,
     ) -> None:
-        """`worker` as in `Attendant`."""
+        """`vocabulary`, `worker` as in `Attendant`."""
         self._layers_ready = 0
         kv = replace(kv, layers_ready=lambda: self._layers_ready)
         self._block_size = kv.block_size
         self._timeout = timeout
         self._heartbeat = heartbeat
         self._sender = transport.sender(kv)
-        self._attendant = Attendant(lambda: transport.receiver(kv), self._sender, worker)
+        self._attendant = Attendant(lambda: transport.receiver(kv), self._sender, vocabulary, worker)
         self._plan = Plan()
         # Sending.
         self._requests: dict[bytes, str] = {}  # by prefill id, until nothing reads the blocks
@@ -262,8 +286,9 @@ class Transfers:
             self._sender.expect(prefill_id)
         for prefill_id, request_id in plan.opened.items():
             self._requests[prefill_id] = request_id
-        if plan.started:
-            self._attendant.tell([Started(prefill_id) for prefill_id in plan.started])
+        messages = [*map(Started, plan.started), *(Computed(*counts) for counts in plan.computed)]
+        if messages:
+            self._attendant.tell(messages)
         opened = set(plan.opened)
         for chunk in plan.chunks:
             missing = -(-chunk.num_tokens // self._block_size) - len(chunk.block_ids)

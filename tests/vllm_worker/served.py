@@ -83,6 +83,16 @@ class Reference:
         return ids[0, len(prompt) :].tolist()
 
     @torch.inference_mode()
+    def penalized(self, prompt: list[int], count: int, presence: float) -> list[int]:
+        """Greedy, but tokens of the output are less likely."""
+        tokens: list[int] = []
+        for _ in range(count):
+            logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0, -1]
+            logits[tokens] -= presence
+            tokens.append(int(logits.argmax()))
+        return tokens
+
+    @torch.inference_mode()
     def logprobs(self, prompt: list[int], tokens: list[int]) -> list[float]:
         logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
         return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()

@@ -14,7 +14,7 @@ import pytest
 
 from baton.kv_transfer import Heartbeat, TransferConfig, channel_pair, spawn_transfer
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
-from baton.vllm_worker.attachment import Close, ConnectorLink, Freed, FromConnector, Landed, Lost
+from baton.vllm_worker.attachment import Close, Computed, ConnectorLink, Freed, FromConnector, Landed, Lost
 from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
 
@@ -119,13 +119,7 @@ class Worker:
 @contextlib.asynccontextmanager
 async def pair(model: Path, ranks: int, **decode_options: Any) -> AsyncIterator[tuple[Worker, Worker]]:
     prefill = Worker(model, "kv_producer", ranks, graphs=True)
-    decode = Worker(
-        model,
-        "kv_consumer",
-        ranks,
-        logits_processors=["baton.vllm_worker.first_token:RepeatFirstToken"],
-        **decode_options,
-    )
+    decode = Worker(model, "kv_consumer", ranks, **decode_options)
     try:
         await asyncio.gather(prefill.start(), decode.start())
         yield prefill, decode
@@ -143,11 +137,12 @@ SAMPLED: dict[str, Any] = {"temperature": 2.0, "max_tokens": 1, "ignore_eos": Tr
     [
         (1, {}),
         pytest.param(1, {"async_scheduling": False}, marks=pytest.mark.long),
+        pytest.param(1, {"block_size": 32, "num_gpu_blocks_override": 48}, marks=pytest.mark.long),
         pytest.param(2, {}, marks=pytest.mark.long),
     ],
     ids=str,
 )
-async def test_a_decode_repeats_the_first_token_and_goes_on(
+async def test_a_decode_goes_on_after_the_first_token(
     tmp_path: Path, ranks: int, options: dict[str, Any]
 ) -> None:
     """Decode would sample another token: it is greedy. Blocks are few, so vLLM preempts requests. Others are
@@ -156,10 +151,8 @@ async def test_a_decode_repeats_the_first_token_and_goes_on(
     block, *prompts = prompts_of([128, 1, 60, 3, 700, *range(100, 128, 4)], 1)
     prompts[:2] = [block + prompts[0], block + prompts[1]]
     others = prompts_of([50, 120], 2)
-    async with pair(model, ranks, num_gpu_blocks_override=12, max_model_len=1024, **options) as (
-        prefill,
-        decode,
-    ):
+    few = {"num_gpu_blocks_override": 12, "max_model_len": 1024}
+    async with pair(model, ranks, **few | options) as (prefill, decode):
         prefill_ids, decode_ids = ([os.urandom(16) for _ in prompts] for _ in range(2))
         prefills: list[Request] = [
             (prompt, SAMPLED, prefill.sends(x)) for prompt, x in zip(prompts, prefill_ids, strict=True)
@@ -176,18 +169,35 @@ async def test_a_decode_repeats_the_first_token_and_goes_on(
         first, found = await asyncio.gather(prefill.answers(prefills), decoding)
         landed = await decode.until_heard(len(prompts))
         assert {x.decode_id for x in landed if isinstance(x, Landed)} == set(decode_ids)
-        freed = await prefill.until_heard(len(prompts))
-        assert {x.prefill_id for x in freed if isinstance(x, Freed) and x.reason == "acked"} == set(
+        told = await prefill.until_heard(2 * len(prompts))
+        assert {x.prefill_id for x in told if isinstance(x, Freed) and x.reason == "acked"} == set(
             prefill_ids
         )
+        assert sorted(x.tokens for x in told if isinstance(x, Computed)) == sorted(map(len, prompts))
         assert decode.server.preemptions > 0
         assert first != [tokens[:1] for tokens in generated(model, prompts, 1)], "sampled"
         continued = [prompt + token for prompt, token in zip(prompts, first, strict=True)]
         rest = generated(model, continued, TOKENS - 1)
-        expected = [token + tokens for token, tokens in zip(first, rest, strict=True)]
         alone = generated(model, others, TOKENS)
-        assert found == [alone[0], *expected, alone[1]]
+        assert found == [alone[0], *rest, alone[1]]
+        local = await decode.answers([(prompts[0], greedy, {"first_token": 7})])
+        assert local == generated(model, [[*prompts[0], 7]], TOKENS - 1), "a prefill of the same worker"
+        await seed(prefill, decode, prompts[2])
         await close_and_lose(prefill, decode, prompts[1])
+
+
+async def seed(prefill: Worker, decode: Worker, prompt: list[int]) -> None:
+    """The decode's generator goes on where that of the prefill ended."""
+    params = SAMPLED | {"seed": 5}
+    [whole] = await prefill.answers([(prompt, params | {"max_tokens": TOKENS}, None)])
+    prefill_id, decode_id = os.urandom(16), os.urandom(16)
+    [first] = await prefill.answers([(prompt, params, prefill.sends(prefill_id))])
+    fetched = decode.answers(
+        [(prompt, params | {"max_tokens": TOKENS}, prefill.fetched_by(decode_id, prefill_id))]
+    )
+    assert first + (await fetched)[0] == whole
+    await prefill.until_heard(2)
+    await decode.until_heard(1)
 
 
 async def close_and_lose(prefill: Worker, decode: Worker, prompt: list[int]) -> None:
@@ -195,7 +205,7 @@ async def close_and_lose(prefill: Worker, decode: Worker, prompt: list[int]) -> 
     prefill_id, decode_id = os.urandom(16), os.urandom(16)
     assert len(await prefill.answers([(prompt, SAMPLED, prefill.sends(prefill_id))])) == 1
     prefill.link.send(Close(prefill_id))
-    assert await prefill.until_heard(1) == [Freed(prefill_id, "cancelled")]
+    assert await prefill.until_heard(2) == [Computed(len(prompt), 128), Freed(prefill_id, "cancelled")]
     [tokens] = await decode.answers([(prompt, GREEDY, prefill.fetched_by(decode_id, prefill_id))])
     assert tokens == []
     [lost] = await decode.until_heard(1)

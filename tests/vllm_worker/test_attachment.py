@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -11,16 +12,20 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.kv_transfer import Heartbeat, InjectStats, KVLayout
 from baton.kv_transfer.channel import ChannelClosed
+from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker import attachment
 from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, Freed, Landed, Lost, WorkerLink
 from tests.vllm_worker.arenas import make_arenas
 
 SLOTS, SLOT_BYTES = 2, 1 << 16
 SAYS = Attach(0, KVLayout(3, 2, 8, "float32"), 16, 40, "model")
+SAYS_2 = Attach(2, SAYS.layout, SAYS.block_size, SAYS.num_blocks, SAYS.model_fingerprint)
+FIRST = FirstToken(7, -0.5, (7,), (-0.5,))
 STATS = InjectStats(1, 2, 3, *map(float, range(7)))
 WITHIN = 20.0
 MESSAGES = 20_000
@@ -64,7 +69,7 @@ def answers(link: WorkerLink) -> None:
     assert received == [Close(b"p"), Close(b"q", "finished")]
     assert link.transport.exports
     assert receiving.channel.recv(100) == b"to the engine"
-    link.channel.send(Landed(b"d", STATS), Lost(b"e", "gone"), Freed(b"p", "acked"))
+    link.channel.send(Landed(b"d", FIRST, STATS), Lost(b"e", "gone"), Freed(b"p", "acked"))
 
 
 async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens() -> None:
@@ -83,7 +88,7 @@ async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens
     found: list[Any] = []
     while len(found) < 3:
         found += await worker.link.receive()
-    assert found == [Landed(b"d", STATS), Lost(b"e", "gone"), Freed(b"p", "acked")]
+    assert found == [Landed(b"d", FIRST, STATS), Lost(b"e", "gone"), Freed(b"p", "acked")]
     with pytest.raises(ChannelClosed):
         await worker.link.receive()
     assert sending.channel.recv(100) == b"", "no other process has this end"
@@ -139,6 +144,30 @@ async def test_messages_wait_while_the_connector_does_not_read() -> None:
     assert await worker.link.receive() == [Freed(b"p", "all read")]
     process.join(WITHIN)
     assert process.exitcode == 0
+    worker.link.close()
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [(b"", "truncated"), (msgspec.msgpack.encode(SAYS_2), "there are 2 ranks")],
+    ids=["ends", "rank"],
+)
+async def test_a_connector_that_does_not_attach(says: bytes, why: str) -> None:
+    """Another one, which waits for an answer, ends at once."""
+    worker = Worker(2)
+    with (
+        closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as wrong,
+        closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as other,
+    ):
+        for each in (wrong, other):
+            each.settimeout(WITHIN)
+            each.connect(worker.link.path)
+        wrong.send(says) if says else wrong.shutdown(socket.SHUT_WR)
+        with pytest.raises(ValueError, match=f"does not attach: .*{why}"):
+            await worker.link.attached()
+        for each in (wrong, other):
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(100) == b""
     worker.link.close()
 
 

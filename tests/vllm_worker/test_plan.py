@@ -161,10 +161,23 @@ class TestIdsOfARouter:
         planner.allocated("b", fetched, 100, [3, 8], 100)
         source = Source(HERE, prefill_id(77))
         assert planner.take().fetches == [Fetch("b", prefill_id(9), 3, source, [3, 8], 0, 100)]
-        planner.landed({"b": 42, "it has ended": 43})
-        assert planner.take() == Plan(first_tokens={prefill_id(9): 42})
-        planner.finished("b", 42)
-        assert planner.take() == Plan(forgotten=[prefill_id(9)])
+        planner.begins_with("b", 42)
+        assert planner.take() == Plan(first_tokens={"b": 42})
+
+
+@pytest.mark.parametrize(
+    ("first_token", "reason", "computed"),
+    [(7, "cancelled", [(100, 32)]), (None, "finished", [(100, 32)]), (None, "cancelled", [])],
+)
+def test_prompts_that_are_computed_count(
+    planner: Planner, first_token: int | None, reason: Any, computed: list[tuple[int, int]]
+) -> None:
+    """With the tokens that were cached."""
+    planner.expect("a", PREFILLS, 100)
+    planner.scheduled("a", [4, 5], 32, 40, anew=True)
+    planner.scheduled("a", [6], 72, 28, anew=False)
+    planner.finished("a", first_token, reason)
+    assert planner.take().computed == computed
 
 
 def test_clients_cannot_choose_ids(planner: Planner) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
-from baton.engine import EngineRequest, SamplingParams
+from baton.engine import EngineRequest, Logprobs, SamplingParams
 from baton.kv_transfer import InjectStats
 from baton.kv_transfer.protocol.messages import FirstToken
-from baton.vllm_worker.attachment import Close, Commit, Freed, Landed, Lost, Started
+from baton.vllm_worker.attachment import Close, Commit, Computed, Freed, Landed, Lost, Started
+from baton.vllm_worker.plan import REJECTED
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts
@@ -21,12 +22,13 @@ from baton.worker.messages import Code, FromEngine, Origin, PrefillSource, Work
 
 OURS, THEIRS = 1, 2  # incarnations
 M = TypeVar("M")
+FIRST = FirstToken(5, -1.5, (6,), (-0.5,))
 STATS = InjectStats(100, 20, 1, *(0.0 for _ in range(7)))
 
 
 def output(tokens: Sequence[int], reason: str | None = None) -> Any:
     """As vLLM's RequestOutput."""
-    completion = SimpleNamespace(token_ids=tokens, finish_reason=reason, logprobs=None)
+    completion = SimpleNamespace(token_ids=tokens, finish_reason=reason, logprobs=None, stop_reason=None)
     return SimpleNamespace(outputs=[completion], prompt_logprobs=None, num_cached_tokens=0, metrics=None)
 
 
@@ -52,7 +54,7 @@ class Worker:
 
     async def _generate(
         self, request: EngineRequest, fields: dict[str, Any], priority: int
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         self.fields[request.id], self.priorities[request.id] = fields, priority
         try:
             while True:
@@ -62,7 +64,7 @@ class Worker:
                 yield each
                 if each.outputs[0].finish_reason:
                     return
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             self.aborted.append(request.id)
             raise
 
@@ -148,7 +150,7 @@ async def test_the_decode_worker_gets_log_probabilities_too(worker: Worker) -> N
     sampled = output([5], "length")
     sampled.outputs[0].logprobs = flat
     await worker.says(P, sampled)
-    assert worker.told == [Commit(P, FirstToken(5, -1.5, (6,), (-0.5,)))]
+    assert worker.told == [Commit(P, FIRST)]
     assert worker.tokens() == [(0, 5, "")]
 
 
@@ -190,6 +192,17 @@ async def test_a_prefill_that_lost_its_blocks_is_dropped(worker: Worker, reason:
     assert worker.idle
 
 
+async def test_a_prompt_counts_though_its_router_needs_no_answer(worker: Worker) -> None:
+    """The decode worker may have a token before this process has vLLM's answer."""
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    await worker.settle()
+    worker.roles.handle(messages.Cancel(7, P))
+    await worker.settle()
+    worker.roles.heard(Computed(20, 16))
+    counts = worker.roles.counts
+    assert (counts.prompt_tokens, counts.prompt_tokens_cached) == (20, 16)
+
+
 async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> None:
     worker.roles.handle(messages.Decode(7, work(D, prompt_logprobs=1), source()))
     assert worker.of(messages.Reserved)
@@ -199,9 +212,13 @@ async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> N
     params = worker.fields[D]["extra_args"]["kv_transfer_params"]
     assert (params["remote_host"], params["remote_port"], params["attempt"]) == ("10.0.0.5", 7002, 3)
     assert (params["remote_request_id"], params["decode_id"]) == (P.hex(), D.hex())
-    worker.roles.heard(Landed(D, STATS))
-    await worker.says(D, output([5]), output([6, 7]), output([8], "stop"))
+    await worker.says(D, output([6, 7]), output([8], "stop"))
+    assert not worker.tokens(), "vLLM's socket may be faster than the connector's"
+    worker.roles.heard(Landed(D, FIRST, STATS))
+    await worker.settle()
     assert worker.tokens() == [(0, 5, ""), (1, 6, ""), (2, 7, ""), (3, 8, "stop")]
+    [first, *_] = [token for message in worker.of(messages.Tokens) for token in message.tokens]
+    assert first.logprobs == Logprobs(-1.5, (6,), (-0.5,))
     assert len(worker.of(messages.SecondToken)) == len(worker.of(messages.KVInjected)) == 1
     [decoded] = worker.of(messages.Decoded)
     assert decoded.output_tokens == 3
@@ -226,6 +243,18 @@ async def test_kv_that_does_not_come_hands_the_request_back(worker: Worker, reas
     worker.roles.heard(Lost(D, reason))
     await worker.says(D, output([], "error"))
     assert worker.failures() == [code]
+    assert worker.idle
+
+
+async def test_a_grammar_that_rejects_the_first_token(worker: Worker) -> None:
+    """That of another engine, or of a peer that is wrong. vLLM can only end the output."""
+    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.heard(Landed(D, FIRST, STATS))
+    ended = output([0], "stop")
+    ended.outputs[0].stop_reason = REJECTED
+    await worker.says(D, ended)
+    assert worker.failures() == [Code.HANDED_BACK]
+    assert not worker.tokens()
     assert worker.idle
 
 
@@ -271,7 +300,7 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     worker.roles.handle(messages.Prefill(7, work(P), handover=True))
     await worker.says(P, output([5], "length"))
     worker.roles.handle(messages.Decode(7, work(D), source(OURS)))
-    await worker.says(D, output([5]), output([6], "stop"))
+    await worker.says(D, output([6], "stop"))
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {"first_token": 5}
     assert worker.told == [Close(P)]
     worker.roles.heard(Freed(P, "cancelled"))
@@ -290,7 +319,7 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
 )
 async def test_ends_that_a_router_wants(worker: Worker, ends: Callable[[], Any], code: Code | None) -> None:
     worker.roles.handle(messages.Decode(7, work(D), source()))
-    await worker.says(D, output([5]))
+    await worker.says(D, output([6]))
     worker.roles.handle(messages.Cancel(8, D))  # of another router
     assert not worker.of(messages.Cancelled)
     worker.roles.handle(ends())
@@ -334,6 +363,27 @@ async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[Code
     await worker.says(D, error)
     assert worker.failures() == codes
     assert worker.idle
+
+
+async def test_a_prompt_that_may_have_crashed_engines_is_computed_alone(worker: Worker) -> None:
+    worker.roles.handle(messages.Decode(7, work(D), source()))
+    worker.roles.heard(Landed(D, FIRST, STATS))
+    await worker.says(D, output([6]))
+    suspect, later = work(P), work(E)
+    suspect.request.alone = True
+    worker.roles.handle(messages.Prefill(7, suspect, handover=True))
+    worker.roles.handle(messages.Prefill(7, later, handover=True))
+    await worker.settle()
+    assert worker.computing == [D], "no other request is blamed for a crash"
+    await worker.says(D, output([7], "stop"))
+    assert worker.computing == [P]
+    waits = work(name("w"))
+    worker.roles.handle(messages.Decode(7, waits, source()))
+    await worker.settle()
+    assert worker.computing == [P, name("w")], "it is in no step yet"
+    await worker.says(P, output([5], "length"))
+    assert worker.computing == [E, name("w")]
+    assert [token for _, token, _ in worker.tokens()] == [5, 6, 7, 5]
 
 
 async def test_a_request_that_vllm_cannot_have_is_refused(worker: Worker) -> None:

@@ -23,6 +23,7 @@ from baton.vllm_worker.plan import Address, Chunk, Fetch, Plan, Source
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
+VOCABULARY = 500
 KINDS = ToConnector, FromConnector
 SECRET = b"a secret of these two servers"
 WITHIN = 20.0
@@ -39,7 +40,12 @@ class Server:
         self.process = TransferProcess(self.kv, Settings(), name, model, SECRET)
         worker, self.worker = (Channel(end, kind) for end, kind in zip(channel_pair(), KINDS, strict=True))
         self.transfers = Transfers(
-            self.kv, self.process.transport, self.process.heartbeat, timeout=timeout, worker=worker
+            self.kv,
+            self.process.transport,
+            self.process.heartbeat,
+            timeout=timeout,
+            vocabulary=VOCABULARY,
+            worker=worker,
         )
         self.sent: set[str] = set()
         self.received: set[str] = set()
@@ -135,6 +141,27 @@ def test_the_blocks_of_a_fetch_that_fails_are_named(servers: tuple[Server, Serve
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {5, 6}
     assert decode.transfers.take_failed_blocks() == set()
+
+
+@pytest.mark.parametrize(
+    "first", [FirstToken(VOCABULARY), FirstToken(3, -1.0, (VOCABULARY,), (-1.0,))], ids=str
+)
+def test_a_first_token_that_the_model_does_not_have(
+    servers: tuple[Server, Server], first: FirstToken
+) -> None:
+    """vLLM, or the router, would crash. The request ends as one whose KV did not come."""
+    prefill, decode = servers
+    prefill_id = b"p" * 16
+    chunk = Chunk(prefill_id, [7, 3], 0, 20, 20)
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[chunk]))
+    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [4, 5], 0, 20)]))
+    prefill.step(Plan(committed={prefill_id: None}), {"a"})
+    prefill.worker.send(Commit(prefill_id, first))
+    until(lambda: decode.received == {"b"}, prefill, decode)
+    assert decode.transfers.take_failed_blocks() == {4, 5}
+    assert decode.transfers.take_first_tokens() == {}
+    [lost] = decode.told(1)
+    assert lost == Lost(decode_id_of("b"), f"COMMIT names token {VOCABULARY}, beyond the vocabulary of 500")
 
 
 def test_a_prompt_whose_kv_does_not_come_is_computed(servers: tuple[Server, Server]) -> None:
@@ -328,7 +355,9 @@ class TwoRanks(Server):
         receiving, [other_receiving] = transport.receiving.of_ranks(2)
         self.copier = RankCopier(self.ranks[1], other_sending, other_receiving, exports=True)
         first = Transport(sending, receiving, transport.trace, exports=True)
-        self.transfers = Transfers(self.ranks[0], first, self.process.heartbeat, timeout=60)
+        self.transfers = Transfers(
+            self.ranks[0], first, self.process.heartbeat, timeout=60, vocabulary=VOCABULARY
+        )
         self.sent, self.received = set(), set()
 
     def step(self, plan: Plan, finished: set[str] | None = None) -> None:
