@@ -161,7 +161,7 @@ def test_the_cache_of_a_head_is_handed_over(tmp_path: Path, method: str, ranks: 
     path, settings, layout = (
         tmp_path / "model",
         {"method": method},
-        kv.KVLayout(4, 1, 48, "float32", kind="latent"),
+        kv.KVLayout(4, 3, 16, "float32", kind="latent"),
     )
     path.mkdir()
     if method == "mtp":
