@@ -220,7 +220,7 @@ class Lives:
         pytest.param({"max_num_seqs": 2, "max_num_batched_tokens": 9}, id="two seats"),
         pytest.param(
             {
-                "num_blocks": 20,
+                "num_blocks": 16,
                 "max_num_seqs": 5,
                 "max_num_batched_tokens": 24,
                 "enable_prefix_caching": True,
@@ -230,7 +230,7 @@ class Lives:
         ),
         pytest.param(
             {
-                "num_blocks": 20,
+                "num_blocks": 16,
                 "max_num_seqs": 5,
                 "max_num_batched_tokens": 24,
                 "enable_prefix_caching": True,
