@@ -66,7 +66,9 @@ class LatentCases(Cases[LatentShape]):
         metadata = AttentionMetadata(shape.block_size, slots, tables, contexts, decodes, chunks)
         least = tokens + absorbed  # of an expanded chunk
         programs = multiprocessors(self.device)
-        plan = latent_kernels.plan_latent(metadata, heads, config, least, shape.dtype, programs)
+        plan = latent_kernels.plan_latent(
+            metadata, heads, config, least, shape.dtype, programs, fp8=shape.fp8
+        )
         seen = requests * tokens * (shape.context - tokens // 2) * heads
         made = (shape.nope + shape.value) * shape.rank * heads
         flops = 2 * seen * (2 * shape.rank + shape.rope) + 2 * made * requests * tokens

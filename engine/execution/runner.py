@@ -24,7 +24,7 @@ from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
-from baton.engine.kernels import KV, HeadNorm, Kernels, LatentHeads, LatentNorm, LayerState, StateLayer
+from baton.engine.kernels import KV, Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, LayerState, StateLayer
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.kernels.sampling.drafts import Inputs as DraftInputs
@@ -58,9 +58,8 @@ class Launched:
     """As `ModelRunner.sampled`; this and the rest is on the host once the step is over."""
     logprobs: TopLogprobs | None = None
     scored: ScoredLogprobs | None = None
-    guessed: Tensor | None = (
-        None  # [rows, guesses]: what the draft head made for the first row of each request
-    )
+    guessed: Tensor | None = None
+    """[rows, guesses]: what the draft head made for the first row of each request."""
 
     @property
     def over(self) -> bool:
@@ -340,7 +339,8 @@ class ModelRunner:
         heads, kv_heads, latents = config.num_heads, config.num_kv_heads, config.latent
         latent_plan: Any = None
         if latents is not None:
-            latent_plan = kernels.plan_latent(attention, heads, latents, self._dtype)
+            fp8 = isinstance(self.kv_cache[0], Fp8KV)
+            latent_plan = kernels.plan_latent(attention, heads, latents, self._dtype, fp8=fp8)
         plans = {
             span: kernels.plan(attention, heads, kv_heads, self._dtype, span)
             for span in {layer.span for layer in self._attention if layer.kind == "attention"}

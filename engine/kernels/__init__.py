@@ -212,9 +212,16 @@ class Kernels:
         return paged_attention(q, kv, plan, sinks, scale)
 
     def plan_latent(
-        self, metadata: AttentionMetadata, num_heads: int, shape: LatentConfig, dtype: torch.dtype
+        self,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        shape: LatentConfig,
+        dtype: torch.dtype,
+        *,
+        fp8: bool = False,
     ) -> Any:
-        """The plan that `latent_attention` needs, the same for all layers of a step."""
+        """The plan that `latent_attention` needs, the same for all layers of a step. `fp8`: the caches are in
+        FP8."""
         return latent.LatentPlan(plan_attention(metadata, None, dtype), shape.least_expanded)
 
     def latent_attention(self, q: Tensor, kv: KV, plan: Any, heads: LatentHeads) -> Tensor:

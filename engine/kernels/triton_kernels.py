@@ -162,10 +162,16 @@ class TritonKernels(Kernels):
         return TritonPlan(decodes, metadata.block_size, metadata.block_tables, pieces, prefills, tiles, span)
 
     def plan_latent(
-        self, metadata: AttentionMetadata, num_heads: int, shape: LatentConfig, dtype: torch.dtype
+        self,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        shape: LatentConfig,
+        dtype: torch.dtype,
+        *,
+        fp8: bool = False,
     ) -> latent_kernels.LatentPlan:
         return latent_kernels.plan_latent(
-            metadata, num_heads, shape, shape.least_expanded, dtype, self._multiprocessors
+            metadata, num_heads, shape, shape.least_expanded, dtype, self._multiprocessors, fp8=fp8
         )
 
     def tile_programs(self, num_kv_heads: int) -> int:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from baton.content.cache_kinds import latent_head_dim
-from baton.engine.kernels import KV, Kernels, LatentHeads, LatentNorm
+from baton.engine.kernels import KV, Fp8KV, Kernels, LatentHeads, LatentNorm
 from baton.engine.model_config import LatentConfig
 from tests.engine.attention_step import Step, placed
 from tests.engine.kernel_checks import F32, close, normal
@@ -61,7 +61,8 @@ class LatentStep:
         q = q.unflatten(1, self.q.shape[1:])
         norm = LatentNorm(put(self.norm.weight), self.norm.eps)
         kernels.write_latent(q, latent, shared, norm, put(self.rotary), kv, metadata.slots)
-        plan = kernels.plan_latent(metadata, q.shape[1], self.shape, torch.float64 if exact else self.dtype)
+        dtype, fp8 = torch.float64 if exact else self.dtype, isinstance(kv, Fp8KV)
+        plan = kernels.plan_latent(metadata, q.shape[1], self.shape, dtype, fp8=fp8)
         heads = self.heads._replace(keys=put(self.heads.keys), values=put(self.heads.values))
         return kernels.latent_attention(q, kv, plan, heads), q
 

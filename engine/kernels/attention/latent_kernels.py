@@ -45,10 +45,6 @@ MOST_ABSORBED = 512
 """Queries of a chunk at a time: their partial results are larger than those of other kernels."""
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Numbers of so many bytes: `index_select` knows them on all devices."""
-
-
 class Form(NamedTuple):
     """How a program attends."""
 
@@ -79,11 +75,11 @@ class ExpandedChunks(NamedTuple):
 LatentPlan = Sequence[Absorbed | ExpandedChunks]
 
 
-def form_of(num_heads: int, shape: LatentConfig, dtype: torch.dtype, block_size: int) -> Form:
+def form_of(num_heads: int, shape: LatentConfig, dtype: torch.dtype, block_size: int, *, fp8: bool) -> Form:
     if dtype is torch.float32:
         return Form(16, 32, wgmma=False)  # larger tiles do not fit into shared memory
     sizes = shape.rank == latent_wgmma.RANK and shape.rope_dim == latent_wgmma.ROPE
-    if sizes and block_size % latent_wgmma.BLOCK_N == 0 and on_hopper():
+    if not fp8 and sizes and block_size % latent_wgmma.BLOCK_N == 0 and on_hopper():
         return Form(latent_wgmma.ROWS, latent_wgmma.BLOCK_N, wgmma=True)
     return Form(16 if num_heads <= 16 else 32, 64, wgmma=False)
 
@@ -95,10 +91,12 @@ def plan_latent(
     least_expanded: int,
     dtype: torch.dtype,
     multiprocessors: int,
+    *,
+    fp8: bool = False,
 ) -> LatentPlan:
-    """`least_expanded`: queries of a chunk."""
+    """`least_expanded`: queries of a chunk. `fp8`: as in `Kernels.plan_latent`."""
     decodes, device = metadata.num_decodes, metadata.contexts.device
-    form = form_of(num_heads, shape, dtype, metadata.block_size)
+    form = form_of(num_heads, shape, dtype, metadata.block_size, fp8=fp8)
     programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
     plan: list[Absorbed | ExpandedChunks] = []
     if decodes:
@@ -211,7 +209,7 @@ def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor
     work, scale = (part.tables, part.pieces.work, part.pieces.first), heads.scale * LOG2_E.value
     arguments = (*work, partial, lse, latents, scale, row_stride)
     shape = {"BLOCK_SIZE": block_size, "HEADS": num_heads, "ROWS": form.rows, "BLOCK_N": form.block_n}
-    if form.wgmma and scales is None:
+    if form.wgmma:
         latent_wgmma.attend(grid, queries, cached, *arguments, **shape)
     else:
         _attend_absorbed[grid](
@@ -245,14 +243,12 @@ def _expanded(q: Tensor, kv: KV, part: ExpandedChunks, heads: LatentHeads, out: 
 def _at(kv: KV, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """The latents in these slots: [slots, size] of a plain dtype."""
     values, scales = parts(kv)
-    found = (
-        values.flatten(0, 2).flatten(1).view(_BITS[values.itemsize]).index_select(0, slots).view(values.dtype)
-    )
+    cached = values.flatten(0, 2).flatten(1)
     if scales is None:
-        return found
-    block_size = values.shape[2]
+        return cached.index_select(0, slots)
+    found, block_size = cached.view(torch.uint8).index_select(0, slots).view(cached.dtype), values.shape[2]
     of_heads = scales[0].transpose(1, 2)[slots // block_size, slots % block_size]
-    numbers = found.float().unflatten(1, (len(of_heads[0]), -1)) * of_heads[:, :, None]
+    numbers = found.float().unflatten(1, (of_heads.shape[1], -1)) * of_heads[:, :, None]
     return numbers.flatten(1).to(dtype)
 
 
