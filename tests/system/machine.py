@@ -110,7 +110,10 @@ def titled(pid: int, title: str) -> psutil.Process | None:
 
 def listening(processes: list[psutil.Process]) -> set[int]:
     """The TCP ports that these processes listen on."""
-    opened = [each for process in processes for each in process.net_connections("tcp")]
+    opened = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):  # it has ended meanwhile
+            opened += process.net_connections("tcp")
     return {each.laddr.port for each in opened if each.status == psutil.CONN_LISTEN}
 
 

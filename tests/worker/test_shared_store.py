@@ -30,6 +30,9 @@ from tests.mooncake import Mooncake, libraries, mooncake
 
 ENGINE = {"load_format": "dummy", "num_blocks": 80, "block_size": 16, "enable_prefix_caching": True}
 
+ROOMY = {"num_blocks": 400}
+"""Of an engine, so that nothing is evicted before it is written."""
+
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]:
@@ -95,16 +98,20 @@ async def expected(tmp_path: Path, store: Mooncake) -> AsyncIterator[list[list[i
             yield await answers(stream, 12)
 
 
+async def fill(store: Mooncake, tmp_path: Path, expected: list[list[int]]) -> None:
+    """A worker computes the prompts, writes them to the store, and ends."""
+    with worker(tmp_path / "model", tmp_path / "1", store, engine=ROOMY) as first:
+        async with attached(first) as stream:
+            assert await answers(stream, 12) == expected
+        assert await asyncio.to_thread(first.stop) == 0
+
+
 @pytest.mark.long
 async def test_a_worker_with_another_secret_finds_nothing(
     store: Mooncake, tmp_path: Path, expected: list[list[int]]
 ) -> None:
     model = tmp_path / "model"
-    roomy = {"num_blocks": 400}  # so that nothing is evicted before it is written
-    with worker(model, tmp_path / "1", store, engine=roomy) as first:
-        async with attached(first) as stream:
-            assert await answers(stream, 12) == expected
-        assert await asyncio.to_thread(first.stop) == 0
+    await fill(store, tmp_path, expected)
     other = b"another secret of this cluster"
     with worker(model, tmp_path / "2", store, secret=other) as second:
         async with attached(second, other) as stream:
@@ -229,15 +236,11 @@ async def test_garbage_in_the_store_is_never_used_and_written_again(
     store: Mooncake, tmp_path: Path, expected: list[list[int]]
 ) -> None:
     model = tmp_path / "model"
-    roomy = {"num_blocks": 400}  # so that nothing is evicted before it is written
-    with worker(model, tmp_path / "1", store, engine=roomy) as first:
-        async with attached(first) as stream:
-            assert await answers(stream, 12) == expected
-        assert await asyncio.to_thread(first.stop) == 0
+    await fill(store, tmp_path, expected)
     command = [sys.executable, "-c", DAMAGE, f"127.0.0.1:{store.port}", f"127.0.0.1:{store.metrics_port}"]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=60)
     assert b"damaged 72" in done.stdout, done.stderr.decode()
-    with worker(model, tmp_path / "2", store, engine=roomy) as second:
+    with worker(model, tmp_path / "2", store, engine=ROOMY) as second:
         async with attached(second) as stream:
             assert [await generate(stream, prompt) for prompt in prompts(12)] == [
                 (tokens, 0) for tokens in expected
@@ -245,7 +248,7 @@ async def test_garbage_in_the_store_is_never_used_and_written_again(
         missed = (await asyncio.to_thread(metrics, second))['baton:store_chunks_total{result="missed"}']
         assert missed >= 6, "it was read"
         assert await asyncio.to_thread(second.stop) == 0
-    with worker(model, tmp_path / "3", store, engine=roomy) as third:
+    with worker(model, tmp_path / "3", store, engine=ROOMY) as third:
         async with attached(third) as stream:
             found = [await generate(stream, prompt) for prompt in prompts(12)]
         assert [tokens for tokens, _ in found] == expected
