@@ -199,8 +199,8 @@ def hybrid_frames() -> list[Header]:
     return [of_hybrid(piece, seq) for seq, piece in enumerate(pieces)]
 
 
-def hybrid(states_of: int | None = 8) -> Incoming:
-    return Incoming(HYBRID, ((0, 8),), (0, 4), slot_bytes=512, states_of=states_of)
+def hybrid(states_at: tuple[int, ...] = (8,)) -> Incoming:
+    return Incoming(HYBRID, ((0, 8),), (0, 4), slot_bytes=512, states_at=states_at)
 
 
 @given(st.permutations(range(8)))
@@ -253,7 +253,7 @@ def test_a_frame_of_a_state_that_does_not_belong(bad: Header, kind: str) -> None
 
 
 def test_states_are_not_fetched_by_content() -> None:
-    it = hybrid(states_of=None)
+    it = hybrid(states_at=())
     with pytest.raises(Fault, match="no such layer or state"):
         it.begin(of_hybrid(STATE, 0))
     it.narrow(4)

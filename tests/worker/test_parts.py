@@ -23,11 +23,13 @@ from tests.cluster_helpers import (
     WorkerStream,
     assert_whole,
     attached,
+    metrics,
     request,
     sampling,
     side_by_side,
     tiny_model,
 )
+from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json
 from tests.kv_transfer import second_wire
 from tests.worker.test_states import HYBRID, LATENTS
@@ -41,6 +43,8 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": True,
 }
+TWO_RANKS = {"tensor_parallel_size": 2}
+RANKS = pytest.mark.skipif(DEVICE != "cpu", reason="needs two devices")
 Workers = Sequence[WorkerProcess]
 
 
@@ -177,48 +181,52 @@ async def test_parts_wait_behind_other_prompts_and_for_each_other(streams: Strea
         await streams[worker].token(prefill_id)
 
 
+CHAT = (
+    [(0, 64), (1, 128), (0, 192), (1, 250)],
+    [(0, 640), (1, 704), (0, 1088), (1, 1300)],
+    [(1, 1344), (0, 1408), (1, 1472)],
+    [(0, 1280), (1, 1344), (0, 1472), (1, 1536), (0, 1700)],
+    [(0, 1344), (1, 1800)],
+)
+"""Plans of one prompt, which grows. From the second one on, workers have cached the beginning of the next."""
+
+
 @pytest.mark.parametrize(
     ("changes", "engine", "settings"),
     [
         pytest.param(LATENTS, {}, {}, id="latents"),
+        pytest.param(HYBRID, {}, {}, id="states"),
         pytest.param({}, {"kv_cache_dtype": "fp8"}, {}, id="FP8", marks=pytest.mark.long),
         pytest.param({}, {}, {"kv_encrypt": True}, id="encrypted", marks=pytest.mark.long),
+        pytest.param({}, TWO_RANKS, {}, id="equal ranks", marks=RANKS),
+        pytest.param({}, {}, {"first": TWO_RANKS}, id="other ranks", marks=[RANKS, pytest.mark.long]),
+        pytest.param(LATENTS, TWO_RANKS, {}, id="latents of ranks", marks=[RANKS, pytest.mark.long]),
+        pytest.param(HYBRID, {}, {"first": TWO_RANKS}, id="states of ranks", marks=[RANKS, pytest.mark.long]),
     ],
 )
 async def test_each_kind_of_kv_is_shared(
     changes: dict[str, Any], engine: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
+    """`settings`: `first` is what the engine of the first worker has in addition."""
     model = tiny_model(tmp_path / "kind")
     edit_json(model / "config.json", **changes)
+    first = settings.get("first", {})
+    settings = {name: value for name, value in settings.items() if name != "first"}
+    engines = [ENGINE | engine | first, *[ENGINE | engine] * 2]
     given = {
-        number: {"role": role, "index": number, "model": model, "engine": ENGINE | engine, **settings}
+        number: {"role": role, "index": number, "model": model, "engine": engines[number], **settings}
         for number, role in enumerate(("prefill", "decode", "decode"))
     }
     with side_by_side(tmp_path, given) as started:
         workers = [started[number].wait_ready() for number in given]
         async with AsyncExitStack() as stack:
             attach = [await stack.enter_async_context(attached(worker)) for worker in workers]
-            streams, token_ids = Streams(workers, attach), prompt(250, seed=9)
-            asked = await streams.share(token_ids, [(0, 64), (1, 128), (0, 192), (1, 250)], 1)
-            assert await streams.answer(asked, 1) == await streams.alone(token_ids)
+            streams, token_ids = Streams(workers, attach), prompt(1900, seed=9)
+            for plan in CHAT:
+                asked = await streams.share(token_ids[: plan[-1][1]], plan, 1)
+                assert await streams.answer(asked, 1) == await streams.alone(token_ids[: plan[-1][1]])
+            assert all(metrics(worker)["vllm:prefix_cache_hits_total"] for worker in workers[:2])
             await assert_whole(*workers)
-
-
-async def test_a_worker_with_states_computes_no_part(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "kind")
-    edit_json(model / "config.json", **HYBRID)
-    engine = {"load_format": "dummy", "num_blocks": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
-    given = {0: {"role": "prefill", "model": model, "engine": engine}}
-    with side_by_side(tmp_path, given) as started:
-        worker = started[0].wait_ready()
-        async with attached(worker) as stream:
-            described = await stream.stub.Describe(pb.DescribeRequest())
-            assert described.attention_doubles_at == 0
-            submitted = await Streams([worker], [stream]).share(prompt(100, seed=1), [(0, 100)], 0)
-            failure = await stream.failure(submitted.parts[0])
-            assert failure.code == pb.FAILURE_CODE_INVALID
-            await stream.cancel(submitted.decode_id)
-            await assert_whole(worker)
 
 
 @pytest.fixture

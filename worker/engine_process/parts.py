@@ -118,7 +118,8 @@ def start_part(
         for other in others:
             sender.close(pair_id(request.id, other), "gone")
         return None
-    block_ids, cached, _ = reservation
+    block_ids, cached, state_slot = reservation
+    starts, ends = {of.start for of in own}, {of.stop for of in own}
     uncached = [range(max(of.start, cached), of.stop) for of in own if of.stop > cached]
     part = Part(
         request.id,
@@ -142,13 +143,18 @@ def start_part(
                 incarnation=worker.incarnation,
                 block_ids=block_ids,
                 ranges=wanted,
+                states_at=[stop for _, stop in wanted if stop in starts] if engine.states else (),
+                state_slot=state_slot,
             )
         if offered := _before(own, theirs[-1]):
-            part.outputs[pair_id(request.id, other)] = offered[-1].stop
-    opened = {**part.outputs, **({request.id: own[-1].stop} if part.is_final else {})}
-    for opened_id, stop in opened.items():
-        sender.open(opened_id, block_ids, stop)
-        sender.ready(opened_id, None, 0, min(cached, stop))
+            opened_id = pair_id(request.id, other)
+            part.outputs[opened_id] = offered[-1].stop
+            states_at = sorted(ends & {of.start for of in theirs})
+            sender.open(opened_id, block_ids, offered[-1].stop, state_slot, states_at)
+            sender.ready(opened_id, None, 0, min(cached, offered[-1].stop))
+    if part.is_final:
+        sender.open(request.id, block_ids, own[-1].stop, state_slot)
+        sender.ready(request.id, None, 0, cached)
     return part
 
 
