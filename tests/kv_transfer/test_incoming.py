@@ -214,6 +214,25 @@ def test_a_transfer_is_complete_with_all_of_its_states(order: list[int]) -> None
     assert it.missing_frames == 0
 
 
+def test_a_transfer_has_the_states_after_several_positions() -> None:
+    it = Incoming(HYBRID, ((0, 4), (6, 8)), (0, 4), slot_bytes=4096, states_at=(4, 8))
+    [*kv] = [piece for tokens in ((0, 4), (6, 8)) for piece in cut(HYBRID, 0, tokens, (0, 4), 4096)]
+    states = [
+        piece
+        for at in (8, 4)
+        for layer in (1, 2)
+        for part, heads in ((1, (0, 4)), (2, (0, 2)))
+        for piece in cut(HYBRID, layer, (0, at), heads, 4096, part)
+    ]
+    frames = [of_hybrid(piece, seq) for seq, piece in enumerate([*states, *kv])]
+    with pytest.raises(Fault, match="positions 6–6 were not asked for"):
+        it.begin(of_hybrid(Slice(1, 0, 2, 6, 0, 1), 0))
+    for h in frames[:-1]:
+        assert not take(it, h)
+    assert not it.commit(Commit(FIRST, len(frames), sum(h.length for h in frames)))
+    assert take(it, frames[-1])
+
+
 @pytest.mark.parametrize("missing", range(7))
 def test_a_commit_that_leaves_out_a_frame_of_a_state(missing: int) -> None:
     it, frames = hybrid(), hybrid_frames()

@@ -185,7 +185,7 @@ CHAT = (
     [(0, 64), (1, 128), (0, 192), (1, 250)],
     [(0, 640), (1, 704), (0, 1088), (1, 1300)],
     [(1, 1344), (0, 1408), (1, 1472)],
-    [(0, 1280), (1, 1344), (0, 1472), (1, 1536), (0, 1700)],
+    [(0, 1024), (1, 1216), (0, 1472), (1, 1536), (0, 1700)],
     [(0, 1344), (1, 1800)],
 )
 """Plans of one prompt, which grows. From the second one on, workers have cached the beginning of the next."""
@@ -207,12 +207,13 @@ CHAT = (
 async def test_each_kind_of_kv_is_shared(
     changes: dict[str, Any], engine: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """`settings`: `first` is what the engine of the first worker has in addition."""
+    """`settings`: `first` is what the engine of the first worker has beside `engine`."""
     model = tiny_model(tmp_path / "kind")
     edit_json(model / "config.json", **changes)
     first = settings.get("first", {})
     settings = {name: value for name, value in settings.items() if name != "first"}
-    engines = [ENGINE | engine | first, *[ENGINE | engine] * 2]
+    engine = ENGINE | engine | {"num_blocks": 300}
+    engines = [engine | first, engine, engine]
     given = {
         number: {"role": role, "index": number, "model": model, "engine": engines[number], **settings}
         for number, role in enumerate(("prefill", "decode", "decode"))
