@@ -23,14 +23,14 @@ class OutgoingPrefill:
     id: bytes
     table: Any = None  # None until open()
     num_tokens: int = 0
-    states_at: tuple[int, ...] = ()  # the positions after which its states are sent
-    is_part: bool = False  # of a shared prompt: a transfer gets states only at the ends of its ranges
     ready: list[tuple[int, int, int, Any]] = field(default_factory=list)  # (layer, start, stop, event)
     launched: bool = False  # nothing more becomes ready
     first_token: FirstToken | None = None
     transfer: OutgoingTransfer | None = None
     gathers: int = 0  # enqueued, their events not passed
     ended: str | None = None
+    states_at: tuple[int, ...] = ()  # the positions after which its states are sent
+    is_part: bool = False  # of a shared prompt: a transfer gets states only at the ends of its ranges
 
 
 @dataclass(slots=True, eq=False)
