@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from baton.bench.harness.cluster import LocalCluster, Worker
-from baton.bench.harness.streams import Case, cases, expected, new_session, read
+from baton.bench.harness.streams import Case, Stream, cases, expected, new_session, read
 
-from .recovery import Broken
+from .recovery import Broken, each_has
 
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
@@ -24,12 +24,18 @@ ASKED = cases(6, 8, repeat=14)[2::3]
 """Prompts of some hundred tokens."""
 
 
-@pytest.fixture(scope="module")
+CONNECTORS = "auto", "tcp", "nixl"
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(x, marks=[pytest.mark.long] * (x != "auto")) for x in CONNECTORS]
+)
 def cluster(
-    tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]
 ) -> Iterator[tuple[LocalCluster, dict[Case, list[int]]]]:
     with LocalCluster(
-        tmp_path_factory.mktemp("split"), prefill=2, decode=1, worker_flags=[*FLAGS, *shallow_model],
+        tmp_path_factory.mktemp("split"), prefill=2, decode=1,
+        worker_flags=[*FLAGS, *shallow_model, "--kv-connector", request.param],
         router_flags=["--no-split-prompts"],
     ) as started:  # fmt: skip
         right = asyncio.run(expected(started.url, [*ASKED, *AT_ONCE], at_once=1))
@@ -70,19 +76,31 @@ ENDS: dict[str, Callable[[Worker], None]] = {
     "drain": lambda worker: worker.terminate(),
 }
 SHORT = "kill -9 of the engine"
+STAGES = "it has its part", "KV is under way", "the first token is there"
 
 
 @pytest.mark.parametrize("how", [pytest.param(x, marks=[pytest.mark.long] * (x != SHORT)) for x in ENDS])
 @pytest.mark.parametrize("number", range(3), ids=["first worker", "second worker", "decode worker"])
-async def test_a_worker_ends_while_it_computes_its_part(whole: Broken, number: int, how: str) -> None:
+async def test_a_worker_ends_while_it_computes_its_part(
+    whole: Broken, number: int, how: str, request: pytest.FixtureRequest
+) -> None:
+    """The stages take turns, so that all transports together have each of them with each worker and end."""
     workers = whole.cluster.workers
+    turn = number + [*ENDS].index(how) + CONNECTORS.index(request.node.callspec.params["cluster"])
+    stage = STAGES[turn % len(STAGES)]
 
     def parts() -> float:
         whole.cluster.status()  # a scrape shows the last report, and this makes one
         return sum(worker.metric("baton:prompt_parts_total") for worker in workers)
 
     before = parts()
-    await whole.ride(ASKED[-1:], (lambda _: parts() > before, lambda: ENDS[how](workers[number])))
+
+    def reached(streams: list[Stream]) -> bool:
+        if stage == STAGES[2]:
+            return each_has(1)(streams)
+        return parts() > before and (stage == STAGES[0] or whole.transferring(streams))
+
+    await whole.ride(ASKED[-1:], (reached, lambda: ENDS[how](workers[number])))
 
 
 async def test_many_prompts_at_once(whole: Broken) -> None:
