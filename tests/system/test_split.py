@@ -22,6 +22,8 @@ AT_ONCE = cases(9, 8, repeat=8)[1:]
 """Some are of a few tokens, others of some hundred."""
 ASKED = cases(6, 8, repeat=14)[2::3]
 """Prompts of some hundred tokens."""
+ENDING = cases(6, 48, repeat=50)[5:]
+"""A prompt and an answer that last while a worker ends."""
 
 
 CONNECTORS = "auto", "tcp", "nixl"
@@ -38,7 +40,7 @@ def cluster(
         worker_flags=[*FLAGS, *shallow_model, "--kv-connector", request.param],
         router_flags=["--no-split-prompts"],
     ) as started:  # fmt: skip
-        right = asyncio.run(expected(started.url, [*ASKED, *AT_ONCE], at_once=1))
+        right = asyncio.run(expected(started.url, [*ASKED, *AT_ONCE, *ENDING], at_once=1))
         assert started.router_metric("baton:split_prompts_total") == 0
         started.of("router")[0].flags = started._router_flags = started._router_flags[:-1]
         started.restart_router()
@@ -100,7 +102,7 @@ async def test_a_worker_ends_while_it_computes_its_part(
             return each_has(1)(streams)
         return parts() > before and (stage == STAGES[0] or whole.transferring(streams))
 
-    await whole.ride(ASKED[-1:], (reached, lambda: ENDS[how](workers[number])))
+    await whole.ride(ENDING, (reached, lambda: ENDS[how](workers[number])))
 
 
 async def test_many_prompts_at_once(whole: Broken) -> None:
