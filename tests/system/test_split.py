@@ -102,7 +102,9 @@ async def test_a_worker_ends_while_it_computes_its_part(
             return each_has(1)(streams)
         return parts() > before and (stage == STAGES[0] or whole.transferring(streams))
 
+    lives = len(workers[number].lives)
     await whole.ride(ENDING, (reached, lambda: ENDS[how](workers[number])))
+    await asyncio.to_thread(workers[number].wait_life, lives + 1)
 
 
 async def test_many_prompts_at_once(whole: Broken) -> None:
