@@ -156,7 +156,11 @@ def test_an_invalid_field_of_a_completion_is_named(field, value, reason):
             "tool_choice",
             "by its name",
         ),
-        ({"messages": HELLO, "tools": [tool("f")], "tool_choice": named("g")}, "tool_choice", "not found in tools"),
+        (
+            {"messages": HELLO, "tools": [tool("f")], "tool_choice": named("g")},
+            "tool_choice",
+            "not found in tools",
+        ),
         (
             {"messages": HELLO, "tools": [tool("f")], "tool_choice": "required", "ignore_eos": True},
             "ignore_eos",

@@ -54,8 +54,9 @@ class ChoicesBuilder:
         self._prompt_top = request.body.prompt_logprobs
         # Nothing comes before the first token, so it has no probability.
         self._prompt_logprobs: list[list[msgspec.Raw | None]] = [[None] for _ in request.choices]
-        self._usage_at_the_end = options is not None and options.usage_at_the_end
-        self._usage_in_each_chunk = options is not None and options.usage_in_each_chunk
+        forced = request.services.config.enable_force_include_usage
+        self._usage_at_the_end = forced or (options is not None and options.usage_at_the_end)
+        self._usage_in_each_chunk = forced or (options is not None and options.usage_in_each_chunk)
         self._parts: dict[int, ChoicePart] = {}
         self._uniform = not (self._logprobs or self._token_ids or self._usage_in_each_chunk)
         self._templates: dict[tuple[int, str], list[bytes]] = {}
