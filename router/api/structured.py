@@ -114,7 +114,8 @@ class StructuredOutputs(Part):
     """vLLM's field `structured_outputs`: exactly one of its members is set.
 
     In `regex`, `\\d` is `[0-9]`, `\\w` is `[0-9A-Za-z_]`, and `\\s` is ASCII white space and U+00A0, as in
-    xgrammar, a backend of vLLM.
+    xgrammar, a backend of vLLM. `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`, fields
+    of earlier versions of vLLM, and `json_schema`, `regex` and `ebnf` of SGLang, stand for it.
     """
 
     json_: Annotated[

@@ -12,39 +12,34 @@ import numpy as np
 from baton.content.gguf import LENGTH, USER_DEFINED, GGUFHeader
 from baton.engine.loader.gguf_file import GGUFFile
 
-NAMES = {151667: "<think>", 151668: "</think>"}
+THINK, END = 151667, 151668
+NAMES = {THINK: b"<think>", END: b"</think>"}
 CLOSING = "</"
 LARGER = 1.15
+ALIGNMENT = 32
 
 
 def main(source: str, target: str) -> None:
-    header = GGUFHeader(Path(source), vocabulary=True)
-    model = GGUFFile(Path(source))
+    header, model = GGUFHeader(Path(source), vocabulary=True), GGUFFile(Path(source))
     tokens = header.metadata["tokenizer.ggml.tokens"]
-    raw = bytearray(header.data)
-    for name in ("token_embd.weight", "output.weight"):
-        info = model.tensors[name]
-        size = info.num_bytes // info.shape[0]
-        begin = model._data_start + info.offset
-        at = begin + tokens.index(CLOSING) * size
-        blocks = np.frombuffer(raw[at : at + size], np.uint8).reshape(*model.blocks(name).shape[1:]).copy()
+    head, data = bytearray(header.data[: header.end]), header.end + -header.end % ALIGNMENT
+    weights = bytearray(header.data[data:])
+    for name, changed in (("token_embd.weight", (THINK, END)), ("output.weight", (END,))):
+        row = model.blocks(name)[tokens.index(CLOSING)].copy()
         if name == "output.weight":
-            scales = blocks[:, :2].view(np.float16)
-            scales *= np.float16(LARGER)
-        for token_id in NAMES:
-            if token_id == 151668 or name == "token_embd.weight":
-                raw[begin + token_id * size : begin + (token_id + 1) * size] = blocks.tobytes()
+            scale = row[:, :2].copy().view(np.float16) * np.float16(LARGER)  # each block begins with it
+            row[:, :2] = scale.view(np.uint8)
+        for token_id in changed:
+            begin = model.tensors[name].offset + token_id * row.nbytes
+            weights[begin : begin + row.nbytes] = row.tobytes()
     kinds = np.array(header.metadata["tokenizer.ggml.token_type"], np.int32)
-    at = raw.index(kinds.tobytes(), 0, model._data_start)
-    for token_id in NAMES:
-        kinds[token_id] = USER_DEFINED
-    raw[at : at + kinds.nbytes] = kinds.tobytes()
-    head, data = bytes(raw[: header.end]), raw[model._data_start :]
+    begin = head.index(kinds.tobytes())
+    kinds[list(NAMES)] = USER_DEFINED
+    head[begin : begin + kinds.nbytes] = kinds.tobytes()
     for token_id, name in NAMES.items():
         old = tokens[token_id].encode()
-        head = head.replace(LENGTH.pack(len(old)) + old, LENGTH.pack(len(name)) + name.encode(), 1)
-    head += bytes(-len(head) % 32)
-    Path(target).write_bytes(head + data)
+        head = head.replace(LENGTH.pack(len(old)) + old, LENGTH.pack(len(name)) + name, 1)
+    Path(target).write_bytes(head + bytes(-len(head) % ALIGNMENT) + weights)
 
 
 if __name__ == "__main__":

@@ -217,9 +217,8 @@ class CompletionBuilder(ChoicesBuilder):
             "text": self._echoed(index) + text if first else text,
             "logprobs": logprobs,
             "finish_reason": last.finish_reason,
+            **last.stops,
         }
-        if last.finish_reason:
-            choice["stop_reason"] = last.stop_reason
         if whole:
             scored = self._prompt_top is not None
             choice["prompt_logprobs"] = self._prompt_logprobs[index] if scored else None
@@ -301,9 +300,8 @@ class ChatBuilder(ChoicesBuilder):
         rest: dict[str, Any] = {
             "logprobs": {"content": part.logprobs} if self._logprobs else None,
             "finish_reason": "tool_calls" if called else last.finish_reason,
+            **last.stops,
         }
-        if last.finish_reason:
-            rest["stop_reason"] = last.stop_reason
         if self._token_ids:
             rest["token_ids"] = part.token_ids
         return rest
