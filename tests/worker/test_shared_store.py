@@ -34,8 +34,8 @@ ROOMY = {"num_blocks": 400}
 """Of an engine, so that nothing is evicted before it is written."""
 
 COSTLY = 1 << 15
-"""Intermediate size of a model whose prompts take a quarter of a second. To read one takes a tenth of that, so
-it pays on a busy machine, too."""
+"""Intermediate size of a model whose prompts take a quarter of a second. To read one takes a tenth of that,
+so it pays on a busy machine, too."""
 
 
 @pytest.fixture
