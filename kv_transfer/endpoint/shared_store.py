@@ -206,12 +206,7 @@ class SharedStore:
     def offer(self, salt: bytes, name: bytes, chunk: int, *, states: bool = False) -> None:
         """The prefix cache has this chunk, at this position in its prompt, or the states after it."""
         for part in range(1, len(self._cut.objects)) if states else (0,):
-            named = label(salt, name, part)
-            if named in self._known or named in self._offers:
-                continue
-            if len(self._offers) >= OFFERS:
-                self._offers.popitem(last=False)
-            self._offers[named] = chunk
+            self._offer(label(salt, name, part), chunk)
 
     # Both
 
@@ -319,7 +314,8 @@ class SharedStore:
                 assert fetch.stop is not None, "objects are ordered when it is known"
                 if not right:
                     self.missed += 1
-                    self._forget(fetch.objects[number])
+                    self._forget(name := fetch.objects[number])
+                    self._offer(name, fetch.first_chunk + number)  # it may have been computed meanwhile
                     # Chunks are of no use without the states after the last one.
                     fetch.stop = 0 if len(fetch.objects) > fetch.chunks else min(fetch.stop, number)
                 if number >= fetch.stop:
@@ -349,6 +345,13 @@ class SharedStore:
         return found
 
     # Offers
+
+    def _offer(self, name: bytes, chunk: int) -> None:
+        if name in self._known or name in self._offers:
+            return
+        if len(self._offers) >= OFFERS:
+            self._offers.popitem(last=False)
+        self._offers[name] = chunk
 
     def _ask(self) -> None:
         """Asks which of the next offers the store lacks."""

@@ -228,8 +228,8 @@ class Worker:
         return torch.cat([x.flatten() for x in flat])
 
     def close(self) -> None:
+        self.until(lambda: self.store.idle, "all copies and writes")
         assert not self.pinned
-        assert self.store.idle
         self.until(lambda: len(self.store._free) == self.units.count, "all units to come back")
         self._end_process()
         self.store.close()
@@ -343,6 +343,26 @@ def test_a_wrong_object_is_a_miss_and_is_written_again(two: tuple[DictStore, Wor
             assert store.objects[first], "its own KV, under the same name"
             store.objects[first] = good
     assert reader.fetched(NAMES[:2]) == 2
+
+
+def test_a_wrong_object_that_is_found_after_the_prompt_was_computed_is_written_again(
+    two: tuple[DictStore, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt did not wait for it. So its KV was offered while the store still had the wrong object."""
+    store, writer, reader = two
+    writer.offer(NAMES[:1])
+    [(key, good)] = store.objects.items()
+    store.objects[key] = bytes(len(good))
+    get, may_read = store.get, threading.Event()
+    monkeypatch.setattr(store, "get", lambda keys, places: may_read.wait() and get(keys, places))
+    reader.fetch(NAMES[:1])
+    reader.until(lambda: reader.store.began(b"f"), "what the store has")
+    reader.store.cancel(b"f")
+    reader.offer(NAMES[:1])
+    assert store.objects[key] == bytes(len(good)), "it seems to be there"
+    may_read.set()
+    reader.until(lambda: reader.store.missed and not reader.store.writes, "the right one")
+    assert writer.fetched(NAMES[:1]) == 1
 
 
 def test_what_a_peer_changes_after_it_was_verified_is_not_used(

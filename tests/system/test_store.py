@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import openai
-import psutil
 import pytest
 
 from baton.bench.harness.workers import prompt_of
@@ -64,10 +63,12 @@ async def test_chats_go_on_after_all_workers_and_then_the_store_were_restarted(
         await restart(2)
         assert [(await turn(client, model, prompt))[0] for prompt in prompts] == expected
         await asyncio.to_thread(served.assert_whole)
+        store = served.role("store 0")
+        assert store is not None
+        processes = [store, *store.children()]
+        assert len(processes) == 3
         await asyncio.to_thread(served.stop, signal.SIGTERM)
-        assert not [
-            each for each in psutil.process_iter(["name"]) if each.info["name"].startswith("mooncake_")
-        ]
+        assert not [each for each in processes if each.is_running()], "of the store"
     finally:
         served.kill()
         machine.remove()

@@ -137,7 +137,7 @@ async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
     store: Mooncake, tmp_path: Path, expected: list[list[int]], victim: str
 ) -> None:
     model = tmp_path / "model"
-    with worker(model, tmp_path / "1", store) as first:
+    with worker(model, tmp_path / "1", store, engine=ROOMY) as first:
         victims = {"worker": first.popen, "master": store.master, "store": store.store}
         async with attached(first) as stream:
             for number, prompt in enumerate(prompts(12)):
