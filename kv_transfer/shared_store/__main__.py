@@ -35,7 +35,7 @@ from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreLayout, StoreOpened, StoreOrder
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreGone, StoreStart, Units, max_age
-from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, part_of
+from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, label, part_of
 from baton.kv_transfer.shared_store.client import CONNECTIONS, ClientProcess
 from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.wait import wait
@@ -46,6 +46,8 @@ HANGS = 20.0
 """Seconds after which a call counts as hung."""
 REST = 1.0
 """After a write beside reads, so many times as long without one: half of the bandwidth is left to them."""
+PROBES = 3
+"""Reads when the process begins. The fastest one counts: the machine may be busy."""
 TICK = 1.0
 
 
@@ -61,6 +63,7 @@ class StoreProcess:
         self._channel = channel
         self._sending = threading.Lock()
         self._session = int.from_bytes(os.urandom(7))
+        # None: to begin, or to remove what is too old.
         self._orders: dict[bool, SimpleQueue[StoreOrder | None]] = {True: SimpleQueue(), False: SimpleQueue()}
         self._calls: dict[int, float] = {}  # since when a connection is in use; time.monotonic()
         self._read_at = 0.0  # the last urgent call, as above
@@ -69,7 +72,7 @@ class StoreProcess:
         """Serves until the engine process is gone."""
         for connection in range(CONNECTIONS):
             threading.Thread(target=self._serve, args=(client, connection), daemon=True).start()
-        self._answer(StoreOpened(self._session))
+        self._orders[True].put(None)
         while True:
             wait([self._channel.fileno()], TICK)
             while orders := self._channel.receive():
@@ -86,6 +89,25 @@ class StoreProcess:
             if time.monotonic() - oldest > HANGS:
                 log.warning("a call to the store has taken %.0f s; connecting again", HANGS)
                 os._exit(1)
+
+    def _probe(self, client: ClientProcess, connection: int) -> float:
+        """How long it takes to read an object, so that no prompt has to wait to find out. 0: the store took
+        none. Engines may use the arena at any time, so the object has memory of its own."""
+        own = memoryview(bytearray(self._units.object_bytes(0)))
+        period, name = self._periods[0], label(b"", os.urandom(16))
+        keys, places = [self._seal.key(name, period)], [(0, own.nbytes)]
+        self._seal.seal(name, period, own)
+        client.memory[: own.nbytes] = own
+        best = math.inf
+        if client.call(connection, "put", keys, places) == [True]:
+            for _ in range(PROBES):
+                began = time.monotonic()
+                [found] = client.call(connection, "get", keys, places)
+                own[:] = client.memory[: own.nbytes]
+                if found and self._seal.open(name, period, own):
+                    best = min(best, time.monotonic() - began)
+            client.call(connection, "remove", keys)
+        return 0.0 if best == math.inf else best
 
     @property
     def _periods(self) -> Sequence[int]:
@@ -105,7 +127,9 @@ class StoreProcess:
             order = self._orders[is_urgent].get()
             self._calls[connection] = began = time.monotonic()
             try:
-                if order is None:
+                if order is None and is_urgent:
+                    self._answer(StoreOpened(self._session, self._probe(client, connection)))
+                elif order is None:
                     client.call(connection, "clear", self._seal.keys.pattern(keep=self._periods))
                 else:
                     self._answer(StoreAnswer(order.ticket, self._do(client, connection, order)))
@@ -123,7 +147,8 @@ class StoreProcess:
         if order.is_put:
             return self._put(client, connection, order)
         done = [False] * len(names)
-        for period in self._periods if order.is_urgent else self._periods[:1]:  # a late offer is one for this period
+        # A late offer is one for this period.
+        for period in self._periods if order.is_urgent else self._periods[:1]:
             left = [i for i, is_done in enumerate(done) if not is_done]
             keys = [self._seal.key(names[i], period) for i in left]
             if not keys:

@@ -58,7 +58,6 @@ class DictStore(StoreBackend):
         return [key in self.objects for key in keys]
 
     def put(self, keys: Sequence[str], places: Sequence[memoryview]) -> list[bool]:
-        self.puts += keys
         if self.full:
             return [False] * len(keys)
         for key, place in zip(keys, places, strict=True):
@@ -87,6 +86,8 @@ class DictStore(StoreBackend):
     def call(self, connection: int, method: str, keys: Any, places: Sequence[tuple[int, int]] = ()) -> Any:
         """As `ClientProcess`."""
         given = [self.memory[at : at + size] for at, size in places]
+        if method == "put" and connection == 0:  # else it is that of a process that begins
+            self.puts += keys
         return getattr(self, method)(keys, *([given] if given else []))
 
 
@@ -277,6 +278,7 @@ def test_what_one_worker_wrote_another_one_reads(two: tuple[DictStore, Worker, W
         assert torch.equal(reader.chunk(name), writer.chunk(name))
     assert not torch.equal(reader.chunk(NAMES[0]), writer.chunk(NAMES[0]))
     assert reader.known == {*NAMES[3:]}
+    assert reader.store.chunk_seconds > 0, "measured when the process began"
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)], ids=str)
@@ -460,8 +462,8 @@ def test_a_new_store_process_does_nothing_of_the_one_before(
     store, writer, reader = two
     writer.offer(NAMES)
     hanging = DictStore()
-    hanging.opened.clear()
     reader.start_process(hanging)
+    hanging.opened.clear()
     reader.fetch(NAMES)
     reader.start_process(store)
     assert reader.event() == kv.FetchFailed(b"f", "gone")
