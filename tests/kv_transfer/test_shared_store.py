@@ -455,6 +455,20 @@ def test_a_fetch_that_is_given_up_gives_its_blocks_back_at_once(
     assert reader.fetched(NAMES) == len(NAMES)
 
 
+def test_how_far_a_fetch_is_says_when_it_will_end(two: tuple[DictStore, Worker, Worker]) -> None:
+    _, writer, reader = two
+    writer.offer(NAMES)
+    reader.fetch(NAMES)
+    assert reader.store.ends(b"f") == 0, "nothing has come"
+    reader.until(lambda: reader.store.ends(b"f"), "some objects")
+    fetch = reader.store._fetches[b"f"]
+    fetch.found_at, fetch.answered_at, fetch.answered, asked = 1.0, 1.5, 4, fetch.answered
+    assert reader.store.ends(b"f") == 1.0 + 0.5 * len(NAMES) / 5
+    fetch.answered = asked
+    assert isinstance(reader.event(), kv.Injected)
+    assert reader.store.ends(b"f") == 0
+
+
 def test_a_new_store_process_does_nothing_of_the_one_before(
     two: tuple[DictStore, Worker, Worker],
 ) -> None:
