@@ -11,8 +11,8 @@ compared with the same answer without any writes.
 Then chats go on for a while, and the workers are restarted in the middle of it, with a store and without one:
 hits, and times to first token of turns that began before, during and after the restart.
 
-On a GPU it is one worker with the 8B Llama shape, and no trace. `second_turn.worst` is the longest time of
-these, over the median of computing.
+On a GPU one worker serves the 8B Llama shape, and there is no trace. `second_turn.worst` is the longest time
+of these, over the median of computing.
 
 `read` is GB/s from the store to blocks of that shape, verified, over those of the store's own client, which
 reads all objects in one call.
@@ -40,10 +40,9 @@ import torch
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
-from baton.bench.harness.cluster import LocalCluster
 from baton.bench.harness.processes import Server, spawn
 from baton.bench.harness.streams import Case, new_session, read
-from baton.bench.harness.workers import Driver, prompt_of, request
+from baton.bench.harness.workers import prompt_of
 from baton.bench.shapes import DENSE, write_shape
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer import Injected, KVLayout, PagedKV
@@ -54,7 +53,6 @@ from baton.kv_transfer.shared_store.client import ClientProcess
 from baton.kv_transfer.spawn import spawn as spawn_child
 from baton.kv_transfer.wait import wait
 from baton.machine.system import free_port
-from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process.inherited import StoreEnds
 
 CHATS, ANSWER, NEW = {"cpu": 9, "cuda": 6}, 40, 32
@@ -98,38 +96,6 @@ class Cluster:
         while self._log.read_text().count(RESTARTED) == before:
             assert self._server.process.poll() is None, self._log.read_text()
             await asyncio.sleep(0.1)
-
-
-class OneWorker:
-    """As `Cluster`, without a router."""
-
-    def __init__(self, running: LocalCluster) -> None:
-        self._running = running
-        [self._worker] = running.workers
-
-    async def turn(self, prompt: Sequence[int], answer: int = ANSWER) -> Turn:
-        decode_id, began = os.urandom(16), time.perf_counter()
-        submit = pb.SubmitDecode(decode_id=decode_id, request=request(prompt, answer))
-        await self._driver.send(pb.RouterMessage(decode=submit))
-        events = await self._driver.tokens(decode_id, answer)
-        gaps = [after - before for (before, _), (after, _) in itertools.pairwise(events)]
-        text = [*prompt, *(event.token_id for _, event in events)]
-        ttft, cached = events[0][0] - began, events[0][1].cached_tokens
-        return Turn(began, ttft, statistics.median(gaps), cached, text)
-
-    async def restart(self) -> None:
-        await self._driver.__aexit__()
-        self._worker.terminate()
-        await asyncio.to_thread(self._worker.wait_life, 2)
-        await self.__aenter__()
-
-    async def __aenter__(self) -> OneWorker:
-        self._driver = Driver(self._worker.lives[-1], self._running.secret)
-        await self._driver.__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._driver.__aexit__()
 
 
 @contextlib.contextmanager
@@ -216,7 +182,7 @@ def reads(url: str, device: str, report: Report) -> None:
 @contextlib.asynccontextmanager
 async def cluster(directory: Path, *flags: str) -> AsyncIterator[Cluster]:
     port, log = free_port(), directory / f"serve{len(flags)}.log"
-    command = [sys.executable, "-m", "baton.cluster.cli", "serve", "--port", str(port), "--dtype", "float32"]
+    command = [sys.executable, "-m", "baton.cluster.cli", "serve", "--port", str(port)]
     server, url = Server("baton serve", [*command, *flags], log, {}), f"http://127.0.0.1:{port}"
     async with new_session() as session:
         try:
@@ -227,7 +193,7 @@ async def cluster(directory: Path, *flags: str) -> AsyncIterator[Cluster]:
             await asyncio.to_thread(server.stop, signal.SIGINT)
 
 
-async def second_turns(serving: Cluster | OneWorker, device: str, report: Report) -> None:
+async def second_turns(serving: Cluster, device: str, report: Report) -> None:
     history, name = HISTORY[device], f"store.{device}"
     firsts = [await serving.turn(prompt_of(history, chat)) for chat in range(CHATS[device])]
     await serving.restart()
@@ -251,14 +217,16 @@ async def second_turns(serving: Cluster | OneWorker, device: str, report: Report
         report.add(Row(f"{name}.second_turn.worst", worst, "of computing", goal=1.02))
 
 
-async def steps_beside_writes(serving: Cluster | OneWorker, device: str, report: Report) -> None:
-    beside, alone = [], []
-    for number in range(WRITING):
+async def steps_beside_writes(serving: Cluster, device: str, report: Report) -> None:
+    """Each answer beside writes has one without before it and one after it."""
+    beside, alone = list[float](), list[float]()
+    for number in range(-1, WRITING):
         prompt = prompt_of(HISTORY[device], 500 + number)
         beside.append((await serving.turn(prompt, STEPS)).gap)
         alone.append((await serving.turn(prompt, STEPS)).gap)
+    around = [(before + after) / 2 for before, after in itertools.pairwise(alone)]
     fields = {"scale": 1e3, "goal": 1.02}
-    report.add_ratio(f"store.{device}.step_beside_writes", beside, "ms", alone, "no writes", **fields)
+    report.add_ratio(f"store.{device}.step_beside_writes", beside[1:], "ms", around, "no writes", **fields)
 
 
 async def trace(serving: Cluster, around: float, name: str, report: Report) -> None:
@@ -301,22 +269,18 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
     with mooncake("2GiB") as url:
         await asyncio.to_thread(reads, url, args.device, report)
     with tempfile.TemporaryDirectory() as name:
+        directory, flags, size = Path(name), ["--dtype", "float32"], "1GiB"
         if args.device == "cuda":
-            model = str(write_shape(DENSE, Path(name)))
-            with mooncake("12GiB") as url, LocalCluster(
-                Path(name), prefill=0, decode=1, router=False, devices=["cuda"],
-                worker_flags=("--kv-store", url, "--model", model, "--load-format", "dummy"),
-            ) as running:  # fmt: skip
-                async with OneWorker(running) as one:
-                    await second_turns(one, "cuda", report)
-                    await steps_beside_writes(one, "cuda", report)
-            return
-        async with cluster(Path(name), "--kv-store", "local") as serving:
-            await second_turns(serving, "cpu", report)
-            await steps_beside_writes(serving, "cpu", report)
-            await trace(serving, around, "store.cpu.trace", report)
-        async with cluster(Path(name)) as serving:
-            await trace(serving, around, "store.cpu.trace_without", report)
+            model, size = write_shape(DENSE, directory, tokenizer=True), "12GiB"
+            flags = ["--prefill", "0", "--model", str(model), "--load-format", "dummy"]
+        async with cluster(directory, *flags, "--kv-store", f"local?size={size}") as serving:
+            await second_turns(serving, args.device, report)
+            await steps_beside_writes(serving, args.device, report)
+            if args.device == "cpu":
+                await trace(serving, around, "store.cpu.trace", report)
+        if args.device == "cpu":
+            async with cluster(directory, *flags) as serving:
+                await trace(serving, around, "store.cpu.trace_without", report)
 
 
 def main() -> int:
