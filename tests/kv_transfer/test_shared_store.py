@@ -408,6 +408,7 @@ def test_the_objects_of_one_tenant_can_be_removed(two: tuple[DictStore, Worker, 
     store, writer, reader = two
     writer.offer(NAMES[:3], salt=b"a" * 16)
     writer.offer(NAMES[:2], salt=b"b" * 16)
+    assert reader.fetched(NAMES[:3], salt=b"b" * 16) == 2, "none of the other tenant"
     assert store.clear(StoreKeys(SECRET).pattern(salt=b"a" * 16)) == 3
     assert reader.fetched(NAMES[:2], salt=b"a" * 16) == 0
     assert reader.fetched(NAMES[:2], salt=b"b" * 16) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from baton.bench.harness.workers import prompt_of
+from baton.cluster.tools import status
 from tests.kv_transfer.conftest import until
 from tests.mooncake import libraries
 
@@ -52,6 +54,8 @@ async def test_chats_go_on_after_all_workers_and_then_the_store_were_restarted(
         assert [text for text, _ in found] == expected
         assert sum(cached for _, cached in found) >= 0.9 * 3 * 384, found
         await asyncio.to_thread(served.assert_whole)
+        workers = (await asyncio.to_thread(served.get, "/status"))["workers"]
+        assert all(re.search(": open, [1-9].* tokens/s", status.store(worker)) for worker in workers), workers
         store = served.role("store 0")
         assert store is not None
         [master] = [each for each in store.children() if each.name() == "mooncake_master"]
