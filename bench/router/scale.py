@@ -83,7 +83,7 @@ class Large(StandIn):
 
     def _take(self, message: pb.RouterMessage, outputs: Outputs) -> None:
         super()._take(message, outputs)
-        for begin in range(0, len(self.chunks), REPORTED) if message.HasField("cache_resync") else ():
+        for begin in range(0, len(self.chunks), REPORTED) if message.hello.cache else ():
             added = self.chunks[begin : begin + REPORTED]
             events = pb.CacheEvents(sequence=1, reset=not begin, added=added)
             outputs.put_nowait(pb.WorkerMessage(cache=events))
@@ -101,6 +101,7 @@ def child(target: Callable[..., None], *args: object) -> Iterator[Connection]:
 
     process = FORK.Process(target=run, daemon=True)
     process.start()
+    theirs.close()  # so that its end is seen here
     try:
         yield ours
     finally:

@@ -133,17 +133,22 @@ class WorkerStream:
         await self._roster.turn()
         async with connect(worker.address, self._config.secret, self._config.cluster_tls) as channel:
             stub = WorkerStub(channel)
-            worker.described(await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT))
+            described = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
+            await self._roster.turn()
+            status = pb.WorkerStatus()
+            status.CopyFrom(described.status)
+            described.ClearField("status")
+            worker.described(described)
             self._roster.accept(worker)
             worker.decode_load = _decode_load(worker)
-            status = await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT)
-            await self._roster.turn()
             worker.report(status)
             messages, self._cache = SendQueue(self._unread), CacheSequence(self._ask_for_snapshot)
-            hello = pb.RouterHello(router_id=self._config.id, report_seconds=self._roster.report_seconds)
+            hello = pb.RouterHello(
+                router_id=self._config.id,
+                report_seconds=self._roster.report_seconds,
+                cache=self._roster.writes_index,
+            )
             messages.put(pb.RouterMessage(hello=hello))
-            if self._roster.writes_index:
-                messages.put(pb.RouterMessage(cache_resync=pb.CacheResync()))
             self._call = stub.Attach(messages.messages())
             worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
             log.info("%s is %s", worker, worker.state)
