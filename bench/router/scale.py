@@ -157,8 +157,9 @@ def processes_of(pid: int) -> list[int]:
 
 
 def memory(pid: int) -> float:
-    """MiB of these processes."""
-    pages = (Path(f"/proc/{each}/smaps_rollup").read_text().splitlines() for each in processes_of(pid))
+    """MiB of the router with all its processes."""
+    every = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    pages = (Path(f"/proc/{each}/smaps_rollup").read_text().splitlines() for each in every)
     return sum(int(line.split()[1]) for page in pages for line in page if line.startswith("Pss:")) / 1024
 
 

@@ -166,15 +166,14 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     saved = cached.most - cached.of(home)
     if not saved:
         return home
-    more = cached.holders()
-    if len(more) > max(1, saved / COPY_TOKENS):
+    if cached.count > max(1, saved / COPY_TOKENS):
         return home
 
     def cost(row: int, hit: int) -> float:
         return wait[row] + snapshot.load(row) + RECOMPUTE * (request.tokens - hit) / snapshot.speed[row]
 
-    best = min(more, key=lambda row: cost(row, cached.most))
-    return best if cost(best, cached.most) < cost(home, cached.of(home)) else home
+    least, best = min((cost(row, cached.most), row) for row in cached.holders())
+    return best if least < cost(home, cached.of(home)) else home
 
 
 def round_robin(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
