@@ -78,14 +78,16 @@ class RouterMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., fetch_prefix: _Optional[_Union[FetchPrefix, _Mapping]] = ..., offer_declined: _Optional[_Union[OfferDeclined, _Mapping]] = ..., cache_resync: _Optional[_Union[CacheResync, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router_id", "report_seconds", "cache")
+    __slots__ = ("router_id", "report_seconds", "describe", "cache")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIBE_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     router_id: bytes
     report_seconds: float
+    describe: bool
     cache: bool
-    def __init__(self, router_id: _Optional[bytes] = ..., report_seconds: _Optional[float] = ..., cache: _Optional[bool] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[bytes] = ..., report_seconds: _Optional[float] = ..., describe: _Optional[bool] = ..., cache: _Optional[bool] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "first_token_within", "waited", "tenant", "traceparent", "name")
@@ -305,7 +307,7 @@ class CacheResync(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "prompt_logprobs", "offer", "cache")
+    __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "prompt_logprobs", "offer", "description", "cache")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +315,7 @@ class WorkerMessage(_message.Message):
     PREFILL_STARTED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     step: StepOutput
     reserved: Reserved
@@ -321,8 +324,9 @@ class WorkerMessage(_message.Message):
     prefill_started: PrefillStarted
     prompt_logprobs: PromptLogprobs
     offer: Offer
+    description: WorkerDescription
     cache: CacheEvents
-    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("tokens",)

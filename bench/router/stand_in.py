@@ -100,7 +100,7 @@ class StandIn:
     ) -> AsyncIterator[pb.WorkerMessage]:
         outputs: Outputs = asyncio.Queue()
         self._attached(outputs)
-        reading = asyncio.create_task(self._read(request_iterator, outputs))
+        reading = asyncio.create_task(self._read(request_iterator, outputs, context))
         try:
             while True:
                 messages = [await outputs.get()]
@@ -115,8 +115,16 @@ class StandIn:
     def _attached(self, outputs: Outputs) -> None:
         self._outputs.add(outputs)
 
-    async def _read(self, messages: AsyncIterator[pb.RouterMessage], outputs: Outputs) -> None:
+    async def _read(
+        self,
+        messages: AsyncIterator[pb.RouterMessage],
+        outputs: Outputs,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
         async for message in messages:
+            if message.hello.describe:
+                described = await self.Describe(pb.DescribeRequest(), context)
+                outputs.put_nowait(pb.WorkerMessage(description=described))
             self._take(message, outputs)
 
     def _take(self, message: pb.RouterMessage, outputs: Outputs) -> None:

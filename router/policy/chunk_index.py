@@ -9,7 +9,6 @@ The reports are in a `ChunkTable`, which the router processes of a host share. O
 them. What a process expects is its own.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -152,10 +152,11 @@ class ChunkTable:
         return self._words[at] if at else 0
 
     def holders(self, chunks: Iterable[int]) -> list[tuple[int, int, int]]:
-        """Returns the workers that have each chunk, as a set of bits, and whether the store has it. Before both
-        is the number of the first chunk for which they hold: most chunks of a prompt have the same workers as
-        the one before. The last entry is the first chunk without a slot, or the end. Written for speed: each
-        choice of a worker reads it."""
+        """Returns the workers that have each chunk, as a set of bits, and whether the store has it.
+
+        Before both is the number of the first chunk for which they hold: most chunks of a prompt have the
+        same workers as the one before. The last entry is the first chunk without a slot, or the end. Written
+        for speed: each choice of a worker reads it."""
         words, found, before, stored, number = self._words, [], None, 0, -1
         for number, chunk in enumerate(chunks):
             chunk = chunk or _ZERO

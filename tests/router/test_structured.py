@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.router.api.structured import Structure
+from baton.router.child_pool import ForkServer
 from baton.router.errors import InvalidRequest
 from baton.router.preparation.child import fork_server
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
@@ -80,11 +82,6 @@ async def test_both_workers_get_the_structure(
         ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "'x' not found"),
         ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", ""),
         ({"structured_outputs": {"grammar": "root ::= " + 5000 * "("}}, "structured_outputs.grammar", ""),
-        (
-            {"structured_outputs": {"regex": "((a{1000}){1000}){1000}"}},
-            "structured_outputs.regex",
-            "too much",
-        ),
         ({"structured_outputs": {"grammar": DEEP}}, "structured_outputs.grammar", "too much"),
         ({"structured_outputs": {"regex": MAX_LENGTH * "ab"}}, "structured_outputs.regex", "characters"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "characters"),
@@ -172,6 +169,20 @@ async def test_classes_of_characters_are_those_of_xgrammar(
         assert [text for text in refused if accepts(grammar, text)] == []
         with pytest.raises(InvalidRequest, match="too much to compile"):
             await checker.check(Structure("regex", r"|".join([r"\d"] * (MAX_LENGTH // 4)), "f"), "")
+
+
+async def test_a_regex_that_takes_long_is_refused():
+    """With a limit that it exceeds on any machine."""
+    limited = "import sys; from baton.router.preparation import grammar_child, pipe; "
+    limited += "grammar_child.CPU_SECONDS = 0.05; "
+    limited += "pipe.fork_children(int(sys.argv[1]), 'test', {'grammars': grammar_child.serve})"
+    server = ForkServer([sys.executable, "-c", limited])
+    checker = GrammarChecker(server)
+    with pytest.raises(InvalidRequest, match="too much to compile"):
+        await checker.check(Structure("regex", "((a{1000}){1000}){1000}", "f"), "")
+    assert (await checker.check(Structure("regex", "a", "f"), "")).text == "a"
+    await checker.close()
+    await server.close()
 
 
 async def test_an_invalid_grammar_of_a_chat_is_refused(cluster: Cluster):
