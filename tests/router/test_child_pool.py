@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import uvloop
 
@@ -162,6 +163,26 @@ async def test_keys_take_turns(make: Make):
     await asyncio.gather(*(add(key) for key in ["flood"] * 20 + ["other"] * 2))
     assert order.index("other") <= 2
     assert order[:6].count("other") == 2
+
+
+async def test_one_process_forks_the_children_of_several_routers_and_is_replaced():
+    server = ForkServer(COMMAND, b"hello")
+    other = ForkServer(COMMAND, b"hello", server.fd)
+    pools = [ChildPool(each, "test", 1) for each in (server, other)]
+    server.start()
+
+    async def parents() -> set[int]:
+        """Of the children that both pools have now."""
+        pids = [(await call(pool, b"a"))[0] for pool in pools]
+        return {psutil.Process(pid).ppid() for pid in pids}
+
+    [first] = await parents()
+    os.kill(first, signal.SIGKILL)
+    [second] = await parents()
+    assert second != first
+    for each in (*pools, other, server):
+        await each.close()
+    assert not psutil.pid_exists(second)
 
 
 async def test_children_work_at_the_same_time(make: Make):
