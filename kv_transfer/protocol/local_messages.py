@@ -321,6 +321,7 @@ class StoreOpened(Local):
     an earlier session."""
 
     session: int  # 0: it is not connected yet
+    chunk_seconds: float = 0.0  # that reading one object took. 0: not known
 
 
 class CopyBlocks(Local):
