@@ -209,7 +209,7 @@ def pytest_runtest_logstart() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" or report.outcome != "passed":
+    if (report.when == "call" or report.outcome != "passed") and not report.skipped:
         _write(report, asked=sent > 0)
 
 
