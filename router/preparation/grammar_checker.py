@@ -5,11 +5,10 @@ A grammar from a client may hang or crash it. Therefore it runs in a child proce
 """
 
 import json
-import sys
 from collections import OrderedDict
 
 from baton.router.api.structured import Structure
-from baton.router.child_pool import ChildDied, ChildPool
+from baton.router.child_pool import ChildDied, ChildPool, ForkServer
 from baton.router.errors import ApiError, InvalidRequest
 
 MAX_LENGTH = 1 << 17
@@ -19,12 +18,11 @@ _CACHED = 64
 
 
 class GrammarChecker:
-    """Owns the child process, and remembers which structures were valid."""
+    """Has a child process, and remembers which structures were valid."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, server: ForkServer) -> None:
         self._valid: OrderedDict[Structure, Structure] = OrderedDict()
-        # Not imported: the compiler takes memory that only the child needs.
-        self._children = ChildPool([sys.executable, "-I", "-m", f"{__package__}.grammar_child", name], 1)
+        self._children = ChildPool(server, "grammars", 1)
 
     async def check(self, given: Structure, key: str) -> Structure:
         """Returns the structure with its text as workers read it. `key` names the client's API key.
