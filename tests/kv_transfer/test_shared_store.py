@@ -20,7 +20,15 @@ from baton.kv_transfer.arena import channel_pair, memory_file
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.endpoint.shared_store import Held, SharedStore, copy_for_store
 from baton.kv_transfer.protocol.local_messages import StoreLayout, StoreOrder
-from baton.kv_transfer.shared_store import MEMORY, StoreBackend, StoreFds, StoreStart, Units, __main__
+from baton.kv_transfer.shared_store import (
+    MEMORY,
+    READERS,
+    StoreBackend,
+    StoreFds,
+    StoreStart,
+    Units,
+    __main__,
+)
 from baton.kv_transfer.shared_store.__main__ import StoreProcess
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, StoreKeys
 from baton.kv_transfer.shared_store.client import ClientProcess
@@ -464,7 +472,8 @@ def test_how_far_a_fetch_is_says_when_it_will_end(two: tuple[DictStore, Worker, 
     reader.until(lambda: reader.store.ends(b"f"), "some objects")
     fetch = reader.store._fetches[b"f"]
     fetch.found_at, fetch.answered_at, fetch.answered, asked = 1.0, 1.5, 4, fetch.answered
-    assert reader.store.ends(b"f") == 1.0 + 0.5 * len(NAMES) / 5
+    in_time = 4 + (READERS - 1) * reader.store._batch
+    assert reader.store.ends(b"f") == 1.0 + 0.5 * max(1.0, len(NAMES) / in_time)
     fetch.answered = asked
     assert isinstance(reader.event(), kv.Injected)
     assert reader.store.ends(b"f") == 0
