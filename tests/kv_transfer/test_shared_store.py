@@ -464,9 +464,13 @@ def test_a_fetch_that_is_given_up_gives_its_blocks_back_at_once(
     assert reader.fetched(NAMES) == len(NAMES)
 
 
-def test_how_far_a_fetch_is_says_when_it_will_end(two: tuple[DictStore, Worker, Worker]) -> None:
-    _, writer, reader = two
+def test_how_far_a_fetch_is_says_when_it_will_end(
+    two: tuple[DictStore, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, writer, reader = two
     writer.offer(NAMES)
+    get, permits = store.get, threading.Semaphore(1)
+    monkeypatch.setattr(store, "get", lambda keys, places: permits.acquire() and get(keys, places))
     reader.fetch(NAMES)
     assert reader.store.ends(b"f") == 0, "nothing has come"
     reader.until(lambda: reader.store.ends(b"f"), "some objects")
@@ -475,6 +479,7 @@ def test_how_far_a_fetch_is_says_when_it_will_end(two: tuple[DictStore, Worker, 
     in_time = 4 + (READERS - 1) * reader.store._batch
     assert reader.store.ends(b"f") == 1.0 + 0.5 * max(1.0, len(NAMES) / in_time)
     fetch.answered = asked
+    permits.release(len(NAMES))
     assert isinstance(reader.event(), kv.Injected)
     assert reader.store.ends(b"f") == 0
 
