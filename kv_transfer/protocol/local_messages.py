@@ -177,7 +177,7 @@ class FetchIn(Local):
     ranges: tuple[tuple[int, int], ...]
     head_start: int
     head_count: int
-    states_of: int | None = None  # positions that the states cover; None: states are not asked for
+    states_at: tuple[int, ...] = ()  # the positions after which states are asked for, ascending
     chunks: tuple[bytes, ...] = ()  # FETCH_CONTENT: of the one range, in place of a prefill
 
 
