@@ -44,6 +44,8 @@ class RouterConfig:
     cluster_tls: TlsFiles | None = None
     """For connections to workers. None: certificates are made from the secret."""
     enable_per_request_metrics: bool = False
+    enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
     allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """If there are any, clients must send one of them."""

@@ -36,6 +36,8 @@ class GrammarChecker:
             error, text = await self._compile(given, key)
             if error is not None:
                 reason = " ".join(error.removesuffix("<non-verbose/>").split())
+                if given.kind == "json_schema":
+                    reason = f"invalid {given.field.rpartition('.')[2]!r} schema: {reason}"
                 raise InvalidRequest(f"{given.field}: {reason}", param=given.field)
             if len(text) > MAX_LENGTH:  # the child makes some texts longer
                 raise InvalidRequest(f"{given.field}: too much to compile", param=given.field)

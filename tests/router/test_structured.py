@@ -75,7 +75,7 @@ async def test_both_workers_get_the_structure(
     [
         ({"response_format": as_format({"type": "strin"})}, "response_format.json_schema.schema", "strin"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", ""),
-        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", ""),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "invalid 'json' schema"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
         ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar", "nothing"),
