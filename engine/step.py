@@ -93,7 +93,7 @@ class Drafting(NamedTuple):
     tokens that follow those sampled. All arrays are empty if there is no head."""
 
     following: Annotated[np.ndarray, Layout(np.int64, ("followed",))]
-    """The token after each token. 0 where the step samples it."""
+    """The token after each token. −1 − i: the one that the step samples in its row i."""
     first_rows: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
     """Of each request that gets guesses, the first sampled row."""
     tables: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
@@ -295,7 +295,7 @@ def arrange(
     if following is not None:
         after = np.append(ids[1:], 0)
         after[ends - 1] = [following.get(i, 0) for i in range(len(ends))]
-        after[sampled_rows] = 0
+        after[sampled_rows] = -1 - np.arange(len(sampled_rows))
         # On the device, each query that decodes has a row in the block tables.
         first_rows = np.searchsorted(sampled_rows, (ends - lengths)[list(guessed)])
         rows = int(ends[num_decodes - 1]) if num_decodes else 0
