@@ -84,6 +84,8 @@ class Ahead(NamedTuple):
     slots: Annotated[np.ndarray, Layout(np.int64, ("decode rows", "ahead"))]
     keys: Annotated[np.ndarray, Layout(np.int32, ("drafted", "ahead"))]
     """Of each sampled row, as in `Draws`."""
+    places: Annotated[np.ndarray, Layout(np.int32, ("decode rows",))]
+    """As in `AttentionMetadata`."""
     drafts: Annotated[np.ndarray, Layout(np.int64, ("drafted",))]
     """For each sampled row, the number of drafts that follow it in its request."""
 
@@ -287,6 +289,7 @@ def arrange(
             token_ids=np.zeros(later.shape, dtype=np.int64),
             slots=blocks * np.int64(block_size) + later % block_size,
             keys=keys,
+            places=(np.arange(rows) - (ends - lengths)[request[:rows]]).astype(np.int32),
             drafts=np.concatenate([NO_ROWS, *(np.arange(count, -1, -1) for count in counts)]),
         )
         ids = _with_drafts(token_ids, drafts, ends - lengths, ends, ahead)
