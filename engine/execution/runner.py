@@ -83,9 +83,10 @@ class Launched:
 
     @property
     def accepted(self) -> list[int]:
-        """For each row, how many of the drafts after it are right. The step must be over, and the engine must
-        have drafts."""
-        return [] if self.sampled is None else self.sampled[:, 1].tolist()
+        """For each row, how many of the drafts after it are right. The step must be over. Empty: the device
+        does not count them."""
+        counts = self.sampled is not None and self.sampled.shape[1] > 1
+        return self.sampled[:, 1].tolist() if counts else []
 
     @property
     def guesses(self) -> list[list[int]]:
