@@ -82,6 +82,8 @@ class DraftRunner:
         self._of_rows: dict[int, torch.cuda.CUDAGraph] = {}
         self._of_guess: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         """By requests, and whether it is their first guess."""
+        self._kept: Any = None
+        """The memory in which graphs pass on what they find. A graph itself keeps no tensor alive."""
 
     def known(self, token_ids: Tensor) -> Tensor:
         """The token ids with those that were guessed after the step before."""
@@ -95,6 +97,7 @@ class DraftRunner:
         tables = torch.zeros_like(static.tensors["block_tables"])
         tokens, places, positions, ends = self._sampled.new_zeros((4, most))
         kept = _Guessed(tokens, places, hidden.clone(), positions, ends, tables)
+        self._kept = hidden, kept
 
         def read(rows: int, _: LayerDone) -> None:
             inputs = static.first(dict.fromkeys(("tokens", "decode rows", "requests", "followed"), rows))

@@ -290,8 +290,10 @@ class StepGraphs:
         return self.static.first({"sampled": rows, "drafted": rows})
 
     def unpadded(self) -> Mapping[str, Tensor]:
-        """The arrays of the last step on the device that graphs of its forward pass read."""
-        return {name: self.static.tensors[name][:count] for name, count in self._lengths.items()}
+        """The arrays of the last step on the device that graphs of its forward pass read. `WORK` is left
+        out."""
+        lengths = {name: count for name, count in self._lengths.items() if name not in WORK}
+        return {name: self.static.tensors[name][:count] for name, count in lengths.items()}
 
     def _padded(self, rows: int) -> int:
         return next(size for size in self.batch_sizes if size >= rows)

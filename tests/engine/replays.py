@@ -3,7 +3,7 @@
 So tests see which memory graphs read and write, and what their padding does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -50,6 +50,19 @@ def capture_on_cpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = engine._runner
     runner.table_width = -(-engine.model_config.max_model_len // engine.block_size)
     runner.capture(64, lambda done: None)
+    if (drafter := runner.drafter) is not None:
+        # A real graph does not keep the memory that it reads and writes.
+        kept = {id(tensor) for tensor in _tensors(drafter._kept)}
+        for graph in (*drafter._of_rows.values(), *drafter._of_guess.values()):
+            cells = cast(Any, graph)._work.func.__closure__
+            assert {id(tensor) for cell in cells for tensor in _tensors(cell.cell_contents)} <= kept
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for part in value if isinstance(value, tuple) else ():
+        yield from _tensors(part)
 
 
 def replayed(engine: Engine) -> int:
