@@ -52,12 +52,13 @@ def build_engine(
     return Engine(config, started, hooks)
 
 
-def _speculation(config: EngineConfig) -> Speculation | None:
+def _speculation(config: EngineConfig, *, has_states: bool) -> Speculation | None:
     """None: no token is drafted."""
     if (wanted := config.speculative_config) is None:
         return None
     drafter = None if wanted.by_device else DRAFTERS[wanted.method](wanted)
-    return Speculation(drafter, wanted.num_speculative_tokens, batch_sizes(config.max_decode_rows))
+    sizes = batch_sizes(config.max_decode_rows)
+    return Speculation(drafter, wanted.num_speculative_tokens, sizes, has_states=has_states)
 
 
 class Engine:
@@ -103,7 +104,7 @@ class Engine:
             full_step=int(min(dense_step, runner.graph_rows)),
             cache=self._prefix_cache(config, started, hooks, pool),
             states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
-            speculation=_speculation(config),
+            speculation=_speculation(config, has_states=started.pool.num_slots > 0),
         )
         overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
         self._steps = StepLoop(

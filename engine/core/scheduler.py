@@ -150,8 +150,11 @@ class Scheduler(RequestLives):
     @property
     def may_look_ahead(self) -> bool:
         """Whether the next step may be scheduled before the tokens of the last one are known. Not if a
-        request needs a step of its own, or if the next step would have to preempt a request."""
+        request needs a step of its own, if the next step would have to preempt a request, or if drafts must
+        know these tokens."""
         if any(live.alone for live in self.running):
+            return False
+        if self.speculation is not None and self.speculation.waits:
             return False
         if self.waiting and self.waiting[0].alone:
             return False

@@ -68,6 +68,7 @@ class Widths(NamedTuple):
     programs: int  # pieces of tiles that are computed at once
     scan: int  # tokens of a chunk of state layers; 0: no layer has states
     ahead: int = 1  # as in `arrange`
+    head: bool = False  # whether there is a draft head
 
     def pieces(self, rows: int) -> int:
         """The most pieces of tiles in a step of so many rows."""
@@ -89,8 +90,8 @@ class Widths(NamedTuple):
             "requests": requests,
             "width": self.table,
             "sampled": requests,
-            "followed": 0,  # what a draft head reads is no input of these graphs
-            "drafting": 0,
+            "followed": rows if self.head else 0,
+            "drafting": requests if self.head else 0,
             "states": requests if self.scan else 0,
             "state rows": rows if self.scan else 0,
             "pieces": self.pieces(rows),
@@ -161,7 +162,7 @@ class StepGraphs:
         self._sampled = sampled
         self._widths = widths
         self._block_size = block_size
-        self._batch_sizes = batch_sizes(requests)
+        self.batch_sizes = batch_sizes(requests)
         with_chunks = chunk_sizes(min(LARGEST, max_num_batched_tokens)) if widths.tile else []
         rows = max([requests, *with_chunks])
         self.hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
@@ -169,28 +170,31 @@ class StepGraphs:
         self._logits = torch.empty((requests, widths.vocabulary), dtype=torch.float32, device=device)
         memory = partial(torch.zeros, dtype=torch.uint8)
         inputs = partial(Inputs, sizes=widths.sizes(rows, requests), work=WORK)
-        self._static = inputs(partial(memory, device=device))
+        self.static = inputs(partial(memory, device=device))
         # Two, because a queued copy may still read one while the next step is written to the other.
         self._staging = [inputs(partial(memory, pin_memory=True)) for _ in range(2)]
         self._forward: dict[Size, list[torch.cuda.CUDAGraph]] = {}
         self._of_logits: dict[int, torch.cuda.CUDAGraph] = {}
         self._choose: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
         self._share: torch.cuda.CUDAGraph | None = None
-        self._static.tensors["slots"].fill_(-1)
+        self.capture = Capture()
+        """For graphs that share the memory pool of these."""
+        self._lengths: dict[str, int] = {}  # of the arrays of the last step
+        self.static.tensors["slots"].fill_(-1)
         del with_chunks[bisect_left(with_chunks, True, key=self._outlasts_launches) :]
         self._sizes = [Size(rows, decodes, True) for rows in with_chunks for decodes in (True, False)]
-        self._sizes += [Size(rows, True, False) for rows in self._batch_sizes]
-        with _no_garbage_collection():
+        self._sizes += [Size(rows, True, False) for rows in self.batch_sizes]
+        with no_garbage_collection():
             self._capture(progress)
 
     def _capture(self, progress: Callable[[float], None]) -> None:
         """Captures the largest sizes first, so that the others fit into the memory that these took."""
-        capture = _Capture()
-        steps = len(self._sizes) + len(self._batch_sizes)
+        capture = self.capture
+        steps = len(self._sizes) + len(self.batch_sizes)
         for done, size in enumerate(sorted(self._sizes, reverse=True)):
             progress(done / steps)
             self._forward[size] = capture(partial(self._run_forward, size))
-        for done, rows in enumerate(reversed(self._batch_sizes), len(self._sizes)):
+        for done, rows in enumerate(reversed(self.batch_sizes), len(self._sizes)):
             progress(done / steps)
             (self._of_logits[rows],) = capture(partial(self._run_logits, rows))
             for variant in Variant if self._ranks.rank == 0 else ():
@@ -249,7 +253,6 @@ class StepGraphs:
         inputs = self._staging[0]
         self._staging.reverse()
         arrays, widths = read_by_device(step), self._widths
-        arrays = {name: values for name, values in arrays.items() if not name.startswith("drafting.")}
         if step.variant is Variant.GREEDY:
             for name in Draws._fields:
                 del arrays[f"draws.{name}"]
@@ -258,8 +261,9 @@ class StepGraphs:
             arrays["tiles"] = tile_work(prefills, rows, widths.tile, widths.programs)
             if widths.scan:
                 arrays["scans"] = scan_work(prefills, rows, widths.scan)
+        self._lengths = {name: len(values) for name, values in arrays.items()}
         inputs.put(arrays)
-        inputs.move_to(self._static)
+        inputs.move_to(self.static)
         *layers, last = self._forward[size]
         for i, layer in enumerate(layers):
             layer.replay()
@@ -283,14 +287,20 @@ class StepGraphs:
 
     def inputs(self, rows: int) -> Mapping[str, Tensor]:
         """The arrays of the last step on the device, those by sampled row cut to `rows`."""
-        return self._static.first({"sampled": rows, "drafted": rows})
+        return self.static.first({"sampled": rows, "drafted": rows})
+
+    def unpadded(self) -> Mapping[str, Tensor]:
+        """The arrays of the last step on the device that graphs of its forward pass read. `WORK` is left
+        out."""
+        lengths = {name: count for name, count in self._lengths.items() if name not in WORK}
+        return {name: self.static.tensors[name][:count] for name, count in lengths.items()}
 
     def _padded(self, rows: int) -> int:
-        return next(size for size in self._batch_sizes if size >= rows)
+        return next(size for size in self.batch_sizes if size >= rows)
 
     def _run_forward(self, size: Size, layer_done: LayerDone) -> None:
         rows, widths = size.rows, self._widths
-        tensors = self._static.first(
+        tensors = self.static.first(
             {
                 "tokens": rows,
                 "state rows": rows,
@@ -305,7 +315,7 @@ class StepGraphs:
         self.hidden[:rows].copy_(hidden)
 
     def _run_logits(self, rows: int, _: LayerDone) -> None:
-        logits = self._logits_of(self.hidden[self._static.tensors["sampled_rows"][:rows]])
+        logits = self._logits_of(self.hidden[self.static.tensors["sampled_rows"][:rows]])
         if self._ranks.rank == 0:
             self._logits[:rows].copy_(logits)
 
@@ -313,7 +323,7 @@ class StepGraphs:
         self._choose_of(self._logits[:rows], variant, self.inputs(rows))
 
 
-class _Capture:
+class Capture:
     """Captures graphs that share one memory pool."""
 
     def __init__(self) -> None:
@@ -358,7 +368,7 @@ def _milliseconds(graphs: list[torch.cuda.CUDAGraph]) -> float:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Pauses the garbage collector: freeing device memory during a capture would crash the process."""
     gc.collect()
     enabled = gc.isenabled()

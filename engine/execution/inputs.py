@@ -63,6 +63,8 @@ def attention_metadata(
     tensors: Mapping[str, Tensor], *, block_size: int, num_decodes: int, prefills: Sequence[tuple[int, int]]
 ) -> AttentionMetadata:
     """The metadata with these tensors, by the names of its fields. One that may be None is None if empty."""
+    if "ahead.places" in tensors:
+        tensors = {**tensors, "places": tensors["ahead.places"]}
     found = {
         field.name: tensors[field.name]
         for field in fields(AttentionMetadata)

@@ -83,9 +83,10 @@ class Launched:
 
     @property
     def accepted(self) -> list[int]:
-        """For each row, how many of the drafts after it are right. The step must be over, and the engine must
-        have drafts."""
-        return [] if self.sampled is None else self.sampled[:, 1].tolist()
+        """For each row, how many of the drafts after it are right. The step must be over. Empty: the device
+        does not count them."""
+        counts = self.sampled is not None and self.sampled.shape[1] > 1
+        return self.sampled[:, 1].tolist() if counts else []
 
     @property
     def guesses(self) -> list[list[int]]:
@@ -157,8 +158,9 @@ class ModelRunner:
             for layer in head[1].taps:
                 model.layers[layer].tapped = True
             attends = partial(self._attends, config=head[1].model)
-            guesses = torch.zeros((max_sampled_rows, ahead - 1), dtype=torch.int64, device=device)
-            self.drafter = DraftRunner(*head, len(cache) - 1, guesses, attends, ranks, block_size)
+            self.drafter = DraftRunner(
+                *head, len(cache) - 1, self.sampled, self._given, ahead - 1, attends, ranks, block_size
+            )
         self.table_width: int | None = None
         """Blocks in a row of the block tables; None: as many as a step needs."""
         if device.type == "cuda":
@@ -182,7 +184,7 @@ class ModelRunner:
         """Runs nothing more: drops the graphs, and leaves the group of ranks."""
         if self.followers is not None:
             self.followers.send(Kind.STOP)
-        self._graphs = None
+        self._graphs = self.drafter = None
         self.ranks.close()
 
     @torch.inference_mode()
@@ -201,6 +203,7 @@ class ModelRunner:
             programs,
             self.chunk_tokens,
             self.ahead,
+            self.drafter is not None,
         )
         self._graphs = StepGraphs(
             (self.forward, self.logits, self.choose),
@@ -212,6 +215,8 @@ class ModelRunner:
             ranks=self.ranks,
             progress=progress,
         )
+        if self.drafter is not None:
+            self.drafter.capture(self._graphs)
         self.mixed_rows = self._graphs.mixed_rows
 
     @property
@@ -237,23 +242,24 @@ class ModelRunner:
     def _launch(self, step: Step, layer_done: LayerDone, began: Event) -> Launched:
         rows, graphs = len(step.sampled_rows), self._graphs
         size = graphs.size(step) if graphs is not None else None
-        replayed = graphs if size is not None else None
-        tensors: Mapping[str, Tensor] = {}
-        if replayed is None or self.drafter is not None:
-            arrays = read_by_device(step)
-            tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
-        if replayed is not None and size is not None:
-            replayed.forward(size, step, layer_done)
-            hidden, scored = replayed.hidden, self._score(replayed.hidden, step)
-            drafting = None if self.drafter is None else SampledStep(step, tensors, hidden, layer_done)
+        tensors: Mapping[str, Tensor]
+        if graphs is not None and size is not None:
+            graphs.forward(size, step, layer_done)
+            hidden, drafting = graphs.hidden, None
+            if self.drafter is not None:
+                tensors = graphs.unpadded() if size.chunks else {}
+                drafting = SampledStep(step, size, tensors, hidden, layer_done)
+            scored = self._score(hidden, step)
             return Launched(rows, step.variant, size, None, None, began, drafting, scored=scored)
+        arrays = read_by_device(step)
+        tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
         attention = attention_metadata(
             tensors, block_size=self.block_size, num_decodes=step.decode_rows, prefills=step.prefills
         )
         hidden = self.forward(tensors, attention, layer_done)
         logits = self.logits(hidden[tensors["sampled_rows"]]).float() if rows else None
         scored = self._score(hidden, step)
-        drafting = None if self.drafter is None else SampledStep(step, tensors, hidden, layer_done)
+        drafting = None if self.drafter is None else SampledStep(step, None, tensors, hidden, layer_done)
         return Launched(rows, step.variant, None, logits, tensors, began, drafting, scored=scored)
 
     def _copy_states(self, slots: np.ndarray) -> None:
@@ -289,7 +295,7 @@ class ModelRunner:
         elif rows:
             self.ranks.broadcast(self.sampled)
         if self.drafter is not None and launched.drafting is not None:
-            launched.guessed = self.drafter.draft(launched.drafting, self.sampled, self._given)
+            launched.guessed = self.drafter.draft(launched.drafting)
             launched.drafting, ended = None, self._record()
         launched.ended = ended
         return ended

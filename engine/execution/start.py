@@ -91,7 +91,7 @@ def start_rank(
         max_sampled_rows=config.max_decode_rows,
         device=device,
         ranks=ranks,
-        ahead=config.ahead,
+        ahead=1 if limits.state_bytes else config.ahead,
         head=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
     )
     use = _measure(config, runner, limits, progress) if on_gpu else None

@@ -80,8 +80,8 @@ class Rehearsal:
         self._block_size = block_size
         self._pool = pool
         self._num_slots = num_slots
-        self._ahead = config.ahead
-        self._drafting = config.max_decode_rows // config.ahead if config.ahead > 1 else 0
+        self._ahead = 1 if num_slots else config.ahead
+        self._drafting = config.max_decode_rows // self._ahead if self._ahead > 1 else 0
         """Requests of a step in which each has all drafts."""
         wanted = config.speculative_config
         self._guesses = config.ahead - 1 if wanted is not None and wanted.by_device else 0

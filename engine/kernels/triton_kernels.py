@@ -24,11 +24,11 @@ from baton.engine.kernels import (
     silu,
 )
 from baton.engine.kernels.attention import latent_kernels, rope
-from baton.engine.kernels.attention.decode import decode_attention
+from baton.engine.kernels.attention.decode import decode_attention, queries_that_share
 from baton.engine.kernels.attention.exact_decode import exact_decode_attention
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
 from baton.engine.kernels.attention.paged import AttentionMetadata
-from baton.engine.kernels.attention.pieces import Pieces, most_pieces, partition
+from baton.engine.kernels.attention.pieces import Pieces, Sharing, most_pieces, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, shape_for, tile_work
 from baton.engine.kernels.launch import multiprocessors
@@ -147,7 +147,10 @@ class TritonKernels(Kernels):
         pieces = None
         if decodes:
             count = most_pieces(decodes, num_kv_heads, self._multiprocessors)
-            pieces = partition(metadata.contexts[:decodes], num_kv_heads, count, span, exact=self.exact)
+            contexts, places, sharing = metadata.contexts[:decodes], metadata.places, None
+            if places is not None and span is None and not self.exact:
+                sharing = Sharing(queries_that_share(num_heads // num_kv_heads), places, contexts)
+            pieces = partition(contexts, num_kv_heads, count, span, exact=self.exact, sharing=sharing)
         tiles = None
         if metadata.tiles is not None or metadata.prefills:
             shape = SHORT if metadata.tiles is not None else shape_for(metadata.prefills)

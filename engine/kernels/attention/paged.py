@@ -86,6 +86,9 @@ class AttentionMetadata:
     contexts: Tensor  # [num_decodes or more] int32: positions that each query that decodes sees
     num_decodes: int
     prefills: Sequence[tuple[int, int]]  # (start, stop) positions of each chunk, on the host
+    places: Tensor | None = None
+    """[num_decodes or more] int32: 0 for the first query of a request that decodes, and 1, 2, … for those
+    after it. None: each request that decodes has one."""
     tiles: Tensor | None = None
     """[pieces, TILE_FIELDS] int32, from `tile_work` with `Kernels.tile_programs`; replaces `prefills` in a
     graph."""
