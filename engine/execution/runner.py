@@ -21,13 +21,14 @@ from baton.engine.execution.commands import Commands, Kind
 from baton.engine.execution.draft_runner import DraftRunner, SampledStep
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
-from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
-from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
+from baton.engine.execution.graphs import Attends, LayerDone, Size, StepGraphs, Widths
+from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
 from baton.engine.kernels import KV, Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, LayerState, StateLayer
-from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.kernels.sampling.drafts import Inputs as DraftInputs
+from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
@@ -190,7 +191,6 @@ class ModelRunner:
         """Captures graphs, which replay steps from now on; the cache must stay where it is."""
         assert self.table_width is not None, "a CPU has no graphs"
         config = self._config
-        # A chunk of latents is expanded or absorbed by its length, which a graph does not know.
         tile = 0 if config.latent else SHORT.tokens(config.num_heads // config.num_kv_heads)
         programs = self._kernels.tile_programs(config.num_kv_heads)
         widths = Widths(
@@ -203,7 +203,7 @@ class ModelRunner:
             self.ahead,
         )
         self._graphs = StepGraphs(
-            (self.forward, self.logits, self.choose),
+            (self.forward, self.logits, self.choose, self._apart),
             self.sampled,
             widths,
             dtype=self._dtype,
@@ -213,6 +213,22 @@ class ModelRunner:
             progress=progress,
         )
         self.mixed_rows = self._graphs.mixed_rows
+
+    def _apart(self, rows: int) -> tuple[Apart, Attends] | None:
+        """Memory for chunks that attend between graphs, and what makes them do so in each layer. None: chunks
+        attend in graphs."""
+        heads, shape = self._config.num_heads, self._config.latent
+        if shape is None:
+            return None
+        empty = partial(torch.zeros, dtype=self._dtype, device=self.device)
+        q, out = (empty((rows, heads, n)) for n in (shape.nope_dim + shape.rope_dim, shape.value_dim))
+        apart = Apart(q, out)
+
+        def attends(attention: AttentionMetadata) -> LayerDone:
+            plan = self._plan_latent(attention, self._config)[bool(attention.num_decodes) :]
+            return lambda layer: apart.layers[layer](plan)
+
+        return apart, attends
 
     @property
     def graph_rows(self) -> float:
@@ -339,8 +355,7 @@ class ModelRunner:
         heads, kv_heads, latents = config.num_heads, config.num_kv_heads, config.latent
         latent_plan: Any = None
         if latents is not None:
-            fp8 = isinstance(self.kv_cache[0], Fp8KV)
-            latent_plan = kernels.plan_latent(attention, heads, latents, self._dtype, fp8=fp8)
+            latent_plan = self._plan_latent(attention, config)
         plans = {
             span: kernels.plan(attention, heads, kv_heads, self._dtype, span)
             for span in {layer.span for layer in self._attention if layer.kind == "attention"}
@@ -371,10 +386,23 @@ class ModelRunner:
         ) -> Tensor:
             kv = self.kv_cache[self._index[layer]]
             kernels.write_latent(q, latent, shared, norm, rotary, kv, attention.slots)
+            apart = attention.apart
+            if apart is None:
+                layer_done(layer)
+                return kernels.latent_attention(q, kv, latent_plan, heads)
+            apart.q[: len(q)] = q
+            apart.layers[layer] = lambda plan: kernels.latent_attention(apart.q, kv, plan, heads, apart.out)
+            # The decodes come before the chunks: their padding may write to rows of these.
+            kernels.latent_attention(q, kv, latent_plan, heads, apart.out)
             layer_done(layer)
-            return kernels.latent_attention(q, kv, latent_plan, heads)
+            return apart.out[: len(q)]
 
         return attend_latent if latents else attend
+
+    def _plan_latent(self, attention: AttentionMetadata, config: ModelConfig) -> Any:
+        assert config.latent is not None, "asked of models with latents only"
+        fp8 = isinstance(self.kv_cache[0], Fp8KV)
+        return self._kernels.plan_latent(attention, config.num_heads, config.latent, self._dtype, fp8=fp8)
 
     def _after(
         self, inputs: Mapping[str, Tensor], attention: AttentionMetadata

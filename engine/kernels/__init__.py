@@ -224,9 +224,12 @@ class Kernels:
         FP8."""
         return latent.LatentPlan(plan_attention(metadata, None, dtype), shape.least_expanded)
 
-    def latent_attention(self, q: Tensor, kv: KV, plan: Any, heads: LatentHeads) -> Tensor:
+    def latent_attention(
+        self, q: Tensor, kv: KV, plan: Any, heads: LatentHeads, out: Tensor | None = None
+    ) -> Tensor:
         """As `attention`, with q [tokens, heads, nope_dim + rope_dim] as `write_latent` leaves it. Returns
-        [tokens, heads, value_dim]."""
+        [tokens, heads, value_dim]: `out`, of which only the rows in the plan change. None: new memory."""
+        assert out is None, "only graphs have memory for it"
         return latent.latent_attention(q, kv, plan, heads)
 
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:

@@ -40,6 +40,7 @@ from baton.engine.kernels.sampling import draft_kernels, race
 from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
 from baton.engine.kernels.state.plan import TritonStatePlan, chunk_tokens, plan_states
+from baton.engine.kernels.upload import upload
 from baton.engine.model_config import LatentConfig, Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -154,8 +155,7 @@ class TritonKernels(Kernels):
             work, programs = metadata.tiles, self.tile_programs(num_kv_heads) if shape is SHORT else 0
             if work is None:
                 tokens = shape.tokens(num_heads // num_kv_heads)
-                made = tile_work(metadata.prefills, decodes, tokens, programs)
-                work = torch.from_numpy(made).to(device, non_blocking=True)
+                (work,) = upload([tile_work(metadata.prefills, decodes, tokens, programs)], device)
             finished = torch.zeros((MOST_WAVES * programs, num_kv_heads), dtype=torch.int32, device=device)
             tiles = Tiles(work, shape, finished if programs else None, self.exact)
         prefills = () if metadata.tiles is not None else metadata.prefills
