@@ -40,8 +40,8 @@ from baton.engine.kernels.state.mamba2 import scan_work
 from baton.engine.layers.ranks import Ranks
 from baton.engine.step import Draws, Layout, Step, Variant
 
-LARGEST = 2048
-"""Most rows of a graph with chunks."""
+LARGEST, LARGEST_ALONE = 2048, 8192
+"""Most rows of a graph with chunks beside decodes, and of one with chunks alone (`largest_graph`)."""
 LONGER = 6
 """If a step takes the device this many times as long as its launches take the host, it needs no graph. Beside
 threads that move KV and hold Python's lock, launches take 2 to 7 times as long as alone."""
@@ -126,7 +126,13 @@ def chunk_sizes(most: int) -> list[int]:
     """Numbers of rows of graphs with chunks. Above 64 rows, at most a fifth of them is padding."""
     # 432 and 480, because cuBLAS is slow with 448 rows, measured on an H200.
     steps = (*range(16, 128, 16), *range(128, 256, 32), 256, 320, 384, 432, 480, *range(512, LARGEST, 128))
+    steps += (*range(LARGEST, LARGEST_ALONE, 512),)
     return [*(rows for rows in steps if rows < most), most]
+
+
+def largest_graph(full_step: int, max_num_batched_tokens: int) -> int:
+    """Most rows of a graph. `full_step`: as in `ModelConfig`. Prompts share a step up to it."""
+    return min(max(LARGEST, min(full_step, LARGEST_ALONE)), max_num_batched_tokens)
 
 
 def size_for(step: Step, sizes: Iterable[Size]) -> Size | None:
@@ -151,7 +157,7 @@ class StepGraphs:
         *,
         dtype: torch.dtype,
         block_size: int,
-        max_num_batched_tokens: int,
+        largest: int,
         ranks: Ranks,
         progress: Callable[[float], None],
     ) -> None:
@@ -166,7 +172,7 @@ class StepGraphs:
         self._widths = widths
         self._block_size = block_size
         self._batch_sizes = batch_sizes(requests)
-        with_chunks = chunk_sizes(min(LARGEST, max_num_batched_tokens))
+        with_chunks = chunk_sizes(largest)
         rows = max([requests, *with_chunks])
         self._apart, self._attends = apart_of(rows) or (None, None)
         self.hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
@@ -183,7 +189,8 @@ class StepGraphs:
         self._share: torch.cuda.CUDAGraph | None = None
         self._static.tensors["slots"].fill_(-1)
         del with_chunks[bisect_left(with_chunks, True, key=self._outlasts_launches) :]
-        self._sizes = [Size(rows, decodes, True) for rows in with_chunks for decodes in (True, False)]
+        self._sizes = [Size(rows, False, True) for rows in with_chunks]
+        self._sizes += [Size(rows, True, True) for rows in with_chunks if rows <= LARGEST]
         self._sizes += [Size(rows, True, False) for rows in self._batch_sizes]
         with _no_garbage_collection():
             self._capture(progress)
@@ -237,10 +244,9 @@ class StepGraphs:
                 self._sizes.remove(size)
                 del self._forward[size]
 
-    @property
-    def mixed_rows(self) -> list[int]:
-        """Rows of the graphs for steps with decodes and chunks, in ascending order."""
-        return sorted(size.rows for size in self._sizes if size.decodes and size.chunks)
+    def rows_with_chunks(self, *, decodes: bool) -> list[int]:
+        """Rows of the graphs for steps with chunks, with or without decodes, in ascending order."""
+        return sorted(size.rows for size in self._sizes if size.chunks and size.decodes == decodes)
 
     def size(self, step: Step) -> Size | None:
         """The size that this step is padded to. None: no graph can replay the step."""

@@ -21,7 +21,7 @@ from baton.engine.execution.commands import Commands, Kind
 from baton.engine.execution.draft_runner import DraftRunner, SampledStep
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
-from baton.engine.execution.graphs import Attends, LayerDone, Size, StepGraphs, Widths
+from baton.engine.execution.graphs import Attends, LayerDone, Size, StepGraphs, Widths, largest_graph
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
 from baton.engine.kernels import KV, Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, LayerState, StateLayer
@@ -142,6 +142,8 @@ class ModelRunner:
         self.mixed_rows: Sequence[int] = ()
         """Rows of the graphs for steps with decodes and chunks, in ascending order. A step with other rows is
         padded to the next of them."""
+        self.graph_rows: float = math.inf
+        """Most tokens of a step of prompts alone that a graph computes. Infinite: there are no graphs."""
         self._record: Callable[[], Event] = partial(record, device)
         self.ranks = ranks
         self.ahead = ahead
@@ -208,11 +210,12 @@ class ModelRunner:
             widths,
             dtype=self._dtype,
             block_size=self.block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
+            largest=largest_graph(config.full_step, max_num_batched_tokens),
             ranks=self.ranks,
             progress=progress,
         )
-        self.mixed_rows = self._graphs.mixed_rows
+        self.mixed_rows = self._graphs.rows_with_chunks(decodes=True)
+        self.graph_rows = max(self._graphs.rows_with_chunks(decodes=False), default=math.inf)
 
     def _apart(self, rows: int) -> tuple[Apart, Attends] | None:
         """Memory for chunks that attend between graphs, and what makes them do so in each layer. None: chunks
@@ -229,11 +232,6 @@ class ModelRunner:
             return lambda layer: apart.layers[layer](plan)
 
         return apart, attends
-
-    @property
-    def graph_rows(self) -> float:
-        """Most tokens of a step with prompts that a graph computes. Infinite: there are no graphs."""
-        return self.mixed_rows[-1] if self.mixed_rows else math.inf
 
     @torch.inference_mode()
     def run(self, step: Step, layer_done: LayerDone) -> Launched:
