@@ -12,12 +12,13 @@ Of one priority, tenants get equal shares of the prompt tokens (`FairShares`).
 from collections.abc import Sequence
 
 from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, may_join, prompt_limit
+from baton.engine.core.chunk_limit import MIXED_STEPS, may_join, prompt_limit
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
+from baton.engine.model_config import FULL_STEP
 
 
 class Scheduler(RequestLives):

@@ -115,6 +115,7 @@ class MoE:
         self.index = experts.layers.index(layer)
         """Among the layers with experts."""
         self.kernels = weights.kernels
+        self.ranks = weights.ranks
 
     @staticmethod
     def _choice(experts: ExpertsConfig, weights: Weights, router: str) -> Choice:
@@ -125,13 +126,15 @@ class MoE:
         groups = experts.groups, experts.groups_chosen
         return Choice(experts.num_chosen, experts.scoring, *groups, experts.scale, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, summed: bool = True) -> Any:
+        """Not `summed`: for the next norm, which with one rank adds up the experts."""
+        summed = summed or self.ranks.size > 1
         shared = None if self.shared is None else self._shared(x, self.shared)
         step = current_step()
         assert step.expert_counts is not None, "the model has experts"
         counts = step.expert_counts[self.index]
         return self.kernels.mix_experts(
-            x, self.router(x), self.experts, counts, slots=step.slots, shared=shared
+            x, self.router(x), self.experts, counts, slots=step.slots, shared=shared, summed=summed
         )
 
     def _shared(self, x: Tensor, expert: GatedMLP) -> Callable[[], Tensor]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.engine.kernels import LinearMethod
+from baton.engine.kernels import LinearMethod, Terms
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights
 
@@ -20,9 +20,11 @@ class RMSNorm:
         self.kernels = weights.kernels
         self.ranks = Ranks() if summed else weights.ranks
 
-    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
+    def __call__(self, residual: Tensor, delta: Tensor | Terms | None = None) -> Tensor:
         """Adds delta to residual, in place, and returns the norm of that. With several ranks delta is a term:
         the sum of all ranks' deltas is added."""
+        if isinstance(delta, Terms):
+            return self.kernels.add_rms_norm(residual, delta, self.weight, self.eps)
         return self.ranks.add_rms_norm(self.kernels, residual, delta, self.weight, self.eps)
 
     def of_sum(self, term: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ class InputNorm:
         self.kernels = weights.kernels
         self.grouped = None if product is None else product.grouped
 
-    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Any:
+    def __call__(self, residual: Tensor, delta: Tensor | Terms | None = None) -> Any:
         """As `RMSNorm`. Returns what the product takes: a tensor, or `Quantized`."""
         norm = self.norm
         if norm is not None and norm.ranks.size == 1:
@@ -50,5 +52,6 @@ class InputNorm:
         if norm is not None:
             x = norm(residual, delta)
         elif delta is not None:
+            assert not isinstance(delta, Terms), "a draft head sums its delta"
             residual.add_(delta)
         return x if self.grouped is None else self.kernels.quantize(x, grouped=self.grouped)

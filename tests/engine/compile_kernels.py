@@ -192,6 +192,8 @@ def main() -> None:
                 counts, experts = torch.zeros(16, dtype=torch.int32), Experts(gate_up, down, choice)
                 kernels.mix_experts(x, logits, experts, counts)
                 kernels.mix_experts(x, logits, experts, counts, shared=x.clone)
+                terms = kernels.mix_experts(x, logits, experts, counts, shared=x.clone, summed=False)
+                kernels.add_rms_norm(x, terms, x[0], 1e-5)
                 for groups, rows in ((1, 1), (16, 1), (16, 128)):
                     of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768 // rows))
                     of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048 // rows))
