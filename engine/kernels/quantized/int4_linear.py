@@ -37,9 +37,10 @@ ALIGNED = 16
 MAX_STAGES = 6
 MULTIPROCESSOR_BYTES, PROGRAM_BYTES = 228 << 10, 1200
 """Shared memory of a multiprocessor, and what a program takes of it beside its tiles."""
-FORMS = {"wide": (128, 128, 2), "tall": (256, 128, 1), "narrow": (128, 64, 2)}
-"""Tilings in FP8: the most rows of x and the rows of W of a program, and how many programs share a
-multiprocessor. While one waits, the others use the tensor cores."""
+MAX_BLOCK_M = 128
+FORMS = {"narrow": 64, "wide": 128}
+"""Tilings in FP8: the rows of W of a program. Two share a multiprocessor: while one waits, the other one uses
+the tensor cores."""
 
 
 def tiling(rows: int, weight: FourBits, multiprocessors: int, form: str | None = None) -> Tiling:
@@ -49,7 +50,7 @@ def tiling(rows: int, weight: FourBits, multiprocessors: int, form: str | None =
         narrow = triton.cdiv(rows, MAX_FEW_ROWS) * triton.cdiv(weight.size, 64) <= 2 * multiprocessors
         most, block_n, each = MAX_FEW_ROWS, 64 if narrow else 128, 3 if narrow else 2
     else:
-        most, block_n, each = FORMS[form]
+        most, block_n, each = MAX_BLOCK_M, FORMS[form], 2
     block_m = min(rows, most)
     tiles = rows // block_m * triton.cdiv(weight.size, block_n)
     most_splits = min(each * multiprocessors // tiles, weight.words.shape[1] // weight.block, MAX_SPLITS)
@@ -70,7 +71,7 @@ class Int4Linear(LinearMethod):
         """bias [out]."""
         self.weight, self._bias, self._multiprocessors = weight, bias, multiprocessors
         self._row_scales = None if weight.size % ALIGNED else weight.row_scales()
-        tiles = MAX_MEASURED_ROWS // 128 * triton.cdiv(weight.size, 64)
+        tiles = MAX_MEASURED_ROWS // MAX_BLOCK_M * triton.cdiv(weight.size, 64)
         self._finished = counters(tiles, weight.words.device)
         self._name = f"int4 {weight.size} x {weight.inner} in groups of {weight.group}"
 
