@@ -90,8 +90,8 @@ class Int4Linear(LinearMethod):
             x = quantize(x, grouped=False)
         if len(x.values) > MAX_MEASURED_ROWS:
             return self.cublas(x)
-        forms = {form: partial(self.triton, form=form) for form in FORMS}
-        return fastest(self._name, x, len(x.values), {**forms, "cublas": self.cublas})
+        kernels = {form: partial(self.triton, form=form) for form in FORMS} | {"cublas": self.cublas}
+        return fastest(self._name, x, len(x.values), kernels)
 
     def silu_mul(self, x: Tensor | Quantized, kernels: Kernels) -> Tensor:
         if isinstance(x, Tensor) and len(x) <= int4_gemv.MAX_ROWS:
@@ -100,7 +100,9 @@ class Int4Linear(LinearMethod):
 
     def cublas(self, x: Quantized) -> Tensor:
         """The product by cuBLAS, of all values of W in FP8. It gives bfloat16 only."""
-        weight, scales = values(self.weight, self._row_scales).T, self._row_scales
+        scales = self._row_scales
+        assert scales is not None, "other matrices are not multiplied in FP8"
+        weight = values(self.weight, scales).T
         y = torch._scaled_mm(
             x.values, weight, x.scales, scales, out_dtype=torch.bfloat16, use_fast_accum=True
         ).to(self.weight.scales.dtype)
