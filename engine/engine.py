@@ -197,17 +197,12 @@ class Engine:
         self._prepare(live)
         return tuple(live.blocks)
 
-    @property
-    def computes_parts(self) -> bool:
-        """Whether `start_part` may be called. Other ranks do not wait for KV inside a step, and states do not
-        come from another engine inside a step."""
-        return self.ranks.size == 1 and not self.states
-
-    def start_part(self, request: EngineRequest, ranges: Iterable[range]) -> Reservation | None:
+    def start_part(self, request: EngineRequest, ranges: Sequence[range]) -> Reservation | None:
         """Reserves blocks for a prompt that this engine shares with others, as for `add` with handover. It
         computes these ranges, each after `begin_range`. The caller writes the KV of the positions between
-        them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. Returns
-        None if there is no room now."""
+        them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. It writes
+        the states after the position before a range earlier: before `Hooks.layer_done` of the layer before
+        returns, those of the first layer before `begin_range`. Returns None if there is no room now."""
         live = self._scheduler.start_part(request, ranges)
         if live is None:
             return None

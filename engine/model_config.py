@@ -370,6 +370,7 @@ class ModelConfig:
         if self.latent is not None:
             sizes = self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim
         layers = self.num_layers - sum(span is not None for span in self.spans)
+        layers -= len(self.state.layers) if self.state is not None else 0
         matrices = self.parameters_read(1) - self.embedding_parameters
         return round(matrices / (self.num_heads * sizes * max(1, layers)))
 

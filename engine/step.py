@@ -151,6 +151,8 @@ class Step:
     request attend together."""
     hands_over: bool
     """KV of some request leaves layer by layer, so `layer_done` must be called."""
+    awaits_kv: bool
+    """Rank 0 waits in `layer_done` for KV from other workers, and the other ranks wait for rank 0."""
     variant: Variant
 
     @property
@@ -238,6 +240,7 @@ def arrange(
     *,
     num_decodes: int,
     hands_over: bool,
+    awaits_kv: bool = False,
     block_size: int,
     table_width: int | None,
     scored: Scored = NOT_SCORED,
@@ -320,6 +323,7 @@ def arrange(
         drafting=drafting,
         num_decodes=num_decodes,
         hands_over=hands_over,
+        awaits_kv=awaits_kv,
         variant=variant,
     )
 

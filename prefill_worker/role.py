@@ -217,8 +217,8 @@ class PrefillRole:
     def _start_part(self, prefill: PrefillAttempt, message: messages.Prefill) -> None:
         request, engine = message.work.request, self.engine
         here = {of.prefill_id for of in message.plan if of.incarnation == self._incarnation}
-        if not engine.computes_parts or here != {request.id}:
-            text = "a worker with one rank, without states, computes one part of a prompt"
+        if here != {request.id}:
+            text = "a worker computes one part of a prompt"
             del self._prefills[prefill.id]
             self._attempts.fail(prefill, Code.INVALID, text)
             return

@@ -1,9 +1,12 @@
 """A pool of child processes for work that may be slow or may crash. Each child takes one request at a time.
 
 To process a client's text may take seconds, and may crash the library that does it. In a child it does not
-block the event loop, and a crash ends only the child. The parent writes requests to stdin, the child writes
-replies to stdout. Both are frames: a length of four bytes, little-endian, then the payload. A child sends an
-empty frame when it is ready, and ends when its stdin is closed.
+block the event loop, and a crash ends only the child. The parent writes requests to a socket, the child
+replies to it. Both are frames: a length of four bytes, little-endian, then the payload. The first frame of a
+child is its pid. It ends when its socket is closed.
+
+Children are forked by a process that has loaded what they need, so a child starts within milliseconds and
+takes little memory. All router processes of a host have one such process. `preparation.pipe` is its side.
 
 Life of a child: started by its first request → request → reply → … → dead → started again by the next
 request.
@@ -11,14 +14,20 @@ request.
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import signal
+import socket
 import struct
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.machine.system import process_end
 from baton.router.admission.fairness import FairQueue
+
+log = logging.getLogger(__name__)
 
 Frame = bytes | bytearray
 _LENGTH = struct.Struct("<I")
@@ -26,6 +35,7 @@ HANG_SECONDS = 60.0
 """Without a reply for so long, a child hangs, and is killed. Its limit of CPU time does not end a child that
 sleeps."""
 _DYING_SECONDS = 1.0
+_RESTART_SECONDS = 0.5
 _SLICE_BYTES = 256 << 10
 """Bytes of one write. To copy a whole body into a transport would block the loop for milliseconds."""
 
@@ -45,80 +55,157 @@ class ChildDied(Exception):
         self.caused_by_request = started and not self.killed
 
 
+class ForkServer:
+    """The process that forks children. It starts with the first of them, and again when it has ended.
+
+    Attributes:
+        fd: of the socket to it, for other processes of this host.
+    """
+
+    def __init__(self, command: Sequence[str], state: bytes = b"", fd: int | None = None) -> None:
+        """`state`: for its stdin. `fd`: the process is another one's."""
+        self._command, self._state = command, state
+        self._running: asyncio.Task[None] | None = None
+        self._its_end: socket.socket | None = None
+        if fd is None:
+            self._socket, self._its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._its_end.setblocking(False)
+        else:
+            self._socket = socket.socket(fileno=os.dup(fd))
+        self._socket.setblocking(False)
+        self.fd = self._socket.fileno()
+
+    def start(self) -> None:
+        if self._its_end is not None and self._running is None:
+            self._running = asyncio.create_task(self._run(self._its_end))
+
+    async def _run(self, its_end: socket.socket) -> None:
+        # A process that reads texts of clients must not have the router's secrets.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        number = its_end.fileno()
+        while True:
+            with os.fdopen(os.memfd_create("state"), "w+b") as state:
+                state.write(self._state)
+                state.seek(0)
+                process = subprocess.Popen(  # noqa: ASYNC220
+                    [*self._command, str(number)], stdin=state, pass_fds=[number], env=env
+                )
+            try:
+                await process_end(process.pid)
+            finally:
+                process.kill()
+                process.wait()
+            log.error("the process that forks children for requests has ended with %s", process.returncode)
+            with contextlib.suppress(BlockingIOError):
+                while True:  # children that it has not forked
+                    for fd in socket.recv_fds(its_end, 64, 2)[1]:
+                        os.close(fd)
+            await asyncio.sleep(_RESTART_SECONDS)
+
+    async def fork(self, kind: str) -> "_Process":
+        """Starts a child of this kind. Raises OSError."""
+        self.start()
+        pairs = socket.socketpair(), socket.socketpair()
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            for own, its in pairs:
+                ours.enter_context(own)
+                theirs.enter_context(its)
+            socket.send_fds(self._socket, [kind.encode()], [its.fileno() for _, its in pairs])
+            streams = [await asyncio.open_unix_connection(sock=own) for own, _ in pairs]
+            ours.pop_all()
+        return _Process(*streams[0], *streams[1])
+
+    async def close(self) -> None:
+        """Ends it with its children, unless it is another process's."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        for own in (self._socket, self._its_end):
+            if own is not None:
+                own.close()
+
+
+@dataclass
+class _Process:
+    """The sockets to one child, and to the process that forked it: that one writes how the child ended. When
+    the router ends that stream, the child is killed."""
+
+    replies: asyncio.StreamReader
+    requests: asyncio.StreamWriter
+    ends: asyncio.StreamReader
+    alive: asyncio.StreamWriter
+    pid: int = 0
+
+    @property
+    def is_dead(self) -> bool:
+        return self.requests.is_closing() or self.replies.at_eof()
+
+    async def ended(self) -> int:
+        """Waits for its end. Returns the exit code. It is killed if the process ends that forked it."""
+        try:
+            return int(await self.ends.read() or -signal.SIGKILL)
+        except OSError:
+            return -signal.SIGKILL
+
+    async def end(self) -> int:
+        """Kills it if it is alive. Returns the exit code."""
+        self.requests.close()
+        with contextlib.suppress(OSError):
+            self.alive.write_eof()
+        code = await self.ended()
+        self.alive.close()
+        return code
+
+
 class Child:
     """One process, started when it is needed. Its owner sends one request at a time."""
 
-    def __init__(self, command: Sequence[str], first_frame: bytes) -> None:
-        self._command = command
-        self._first_frame = first_frame
-        self._process: asyncio.subprocess.Process | None = None
+    def __init__(self, server: ForkServer, kind: str) -> None:
+        self._server = server
+        self._kind = kind
+        self._process: _Process | None = None
 
     async def call(self, parts: Sequence[Frame]) -> bytes:
         """Sends `parts` as one frame and returns the reply. Raises ChildDied."""
-        return await self._exchange(await self.started(), parts, started=True)
-
-    async def started(self) -> asyncio.subprocess.Process:
-        """Returns the process, and starts it if it is not alive. Raises ChildDied."""
-        if self._process is not None and self._is_dead(self._process):
+        if self._process is not None and self._process.is_dead:
             await self.end()
         if self._process is None:
-            # A process that reads texts of clients must not have the router's secrets.
-            env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-            pipe = asyncio.subprocess.PIPE
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command, stdin=pipe, stdout=pipe, env=env
-                )
+                process = self._process = await self._server.fork(self._kind)
             except OSError as error:  # the machine has no memory or no process left
                 raise ChildDied(error.errno or 0, started=False) from error
-            await self._exchange(
-                self._process, [self._first_frame] if self._first_frame else None, started=False
-            )
-        return self._process
+            process.pid = int(await self._exchange(process, None))
+        return await self._exchange(self._process, parts)
 
-    @staticmethod
-    def _is_dead(process: asyncio.subprocess.Process) -> bool:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        return process.returncode is not None or process.stdin.is_closing() or process.stdout.at_eof()
-
-    async def _exchange(
-        self, process: asyncio.subprocess.Process, parts: Sequence[Frame] | None, *, started: bool
-    ) -> bytes:
+    async def _exchange(self, process: _Process, parts: Sequence[Frame] | None) -> bytes:
         """Sends a frame, unless `parts` is None, and reads one."""
-        stdin, stdout = process.stdin, process.stdout
-        assert stdin is not None
-        assert stdout is not None
+        requests, replies, started = process.requests, process.replies, parts is not None
         try:
             async with asyncio.timeout(HANG_SECONDS):
                 if parts is not None:
-                    stdin.write(_LENGTH.pack(sum(map(len, parts))))
+                    requests.write(_LENGTH.pack(sum(map(len, parts))))
                     for part in parts:
                         for begin in range(0, len(part), _SLICE_BYTES):
-                            stdin.write(memoryview(part)[begin : begin + _SLICE_BYTES])
-                            await stdin.drain()
-                return await stdout.readexactly(*_LENGTH.unpack(await stdout.readexactly(_LENGTH.size)))
+                            requests.write(memoryview(part)[begin : begin + _SLICE_BYTES])
+                            await requests.drain()
+                return await replies.readexactly(*_LENGTH.unpack(await replies.readexactly(_LENGTH.size)))
         except TimeoutError:
             await self.end()
             raise ChildDied(-signal.SIGKILL, started=started, hung=True) from None
         except (OSError, asyncio.IncompleteReadError, RuntimeError):  # uvloop: RuntimeError for a closed pipe
-            # The pipe is closed, so the process is about to end. A kill now could lose its exit code:
-            # asyncio's kill reaps a process that has ended meanwhile, and asyncio then reports 255.
+            # The socket is closed, so the process is about to end. A kill now would hide its exit code.
+            code = None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_DYING_SECONDS):
-                    await process.wait()
+                    code = await process.ended()
             await self.end()
-            assert process.returncode is not None
-            raise ChildDied(process.returncode, started=started) from None
+            raise ChildDied(-signal.SIGKILL if code is None else code, started=started) from None
 
     async def end(self) -> None:
         """Kills the process if it is alive."""
         process, self._process = self._process, None
         if process is not None:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            await process.wait()
+            await process.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +218,7 @@ class _Waiting:
 
 
 class ChildPool:
-    """Up to `count` children that run the same command. API keys take turns by the bytes of their requests.
+    """Up to `count` children of one kind. API keys take turns by the bytes of their requests.
 
     With several children, at most `count - 1` work on requests above `long_bytes`. Otherwise two clients with
     long requests would block all others. A free child that may take a long request takes it first, so that
@@ -140,12 +227,10 @@ class ChildPool:
     Wait-for graph: a request waits for a child. A child waits only for its process, which replies or dies.
     """
 
-    def __init__(
-        self, command: Sequence[str], count: int, first_frame: bytes = b"", *, long_bytes: float = math.inf
-    ) -> None:
+    def __init__(self, server: ForkServer, kind: str, count: int, *, long_bytes: float = math.inf) -> None:
         self._count = count
         self._long_bytes = long_bytes if count > 1 else math.inf
-        self._idle = [Child(command, first_frame) for _ in range(count)]
+        self._idle = [Child(server, kind) for _ in range(count)]
         self._waiting: FairQueue[str, _Waiting] = FairQueue()
         self._waiting_long: FairQueue[str, _Waiting] = FairQueue()
         self._busy_long: set[Child] = set()
@@ -170,18 +255,6 @@ class ChildPool:
         self._calls.add(call)
         call.add_done_callback(lambda _: self._called(call, child))
         return await asyncio.shield(call)
-
-    async def start(self) -> None:
-        """Starts all children, so that no request waits for a start. Raises ChildDied."""
-        children = [await self._acquire("", 0) for _ in range(self._count)]
-        try:
-            started = await asyncio.gather(*(child.started() for child in children), return_exceptions=True)
-        finally:
-            for child in children:
-                self._release(child)
-        for failure in started:
-            if isinstance(failure, BaseException):
-                raise failure
 
     async def close(self) -> None:
         """Ends all children. No request may follow."""

@@ -44,6 +44,8 @@ class RouterConfig:
     cluster_tls: TlsFiles | None = None
     """For connections to workers. None: certificates are made from the secret."""
     enable_per_request_metrics: bool = False
+    enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
     allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """If there are any, clients must send one of them."""
@@ -87,6 +89,8 @@ class RouterConfig:
     """Memory of `KeyCounts`, which all processes of the supervisor share."""
     chunks_fd: int | None = None
     """Memory of `ChunkTable`, likewise."""
+    forks_fd: int | None = None
+    """Socket to the `ForkServer`, likewise."""
     index: int = 0
     title: str = "baton"
     """First part of the titles of its processes."""
@@ -111,6 +115,11 @@ class RouterConfig:
         for address in self.workers:
             if not is_address(address):
                 raise ValueError(f"--worker must be HOST:PORT, not {address!r}")
+
+    @property
+    def own_title(self) -> str:
+        """Of the process, without its number among several."""
+        return f"{self.title}: router {self.index}"
 
     @property
     def incarnation(self) -> str:

@@ -64,7 +64,7 @@ Loaded = tuple[ModelTokenizer, SamplingDefaults]
 def main(config: RouterConfig, loaded: Loaded | None = None) -> int:
     """Runs the router until SIGTERM or SIGINT. Raises ValueError for invalid configuration."""
     number = f".{config.process_number}" if config.supervised else ""
-    setproctitle.setproctitle(f"{config.title}: router {config.index}{number}")
+    setproctitle.setproctitle(f"{config.own_title}{number}")
     logging.config.dictConfig(config.logging())
     _return_large_buffers()
     tokenizer, defaults = loaded or load(config)

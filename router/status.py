@@ -91,6 +91,8 @@ def _plain(message: Message) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for described in message.DESCRIPTOR.fields:
         value = getattr(message, described.name)
+        if isinstance(value, Message):
+            continue  # the status in a description: that of the worker is newer
         if described.enum_type is not None:
             known = described.enum_type.values_by_number.get(value)
             value = str(value) if known is None else known.name.lower()

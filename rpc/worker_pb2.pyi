@@ -78,12 +78,16 @@ class RouterMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., fetch_prefix: _Optional[_Union[FetchPrefix, _Mapping]] = ..., offer_declined: _Optional[_Union[OfferDeclined, _Mapping]] = ..., cache_resync: _Optional[_Union[CacheResync, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router_id", "report_seconds")
+    __slots__ = ("router_id", "report_seconds", "describe", "cache")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIBE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     router_id: bytes
     report_seconds: float
-    def __init__(self, router_id: _Optional[bytes] = ..., report_seconds: _Optional[float] = ...) -> None: ...
+    describe: bool
+    cache: bool
+    def __init__(self, router_id: _Optional[bytes] = ..., report_seconds: _Optional[float] = ..., describe: _Optional[bool] = ..., cache: _Optional[bool] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "first_token_within", "waited", "tenant", "traceparent", "name")
@@ -303,7 +307,7 @@ class CacheResync(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "prompt_logprobs", "offer", "cache")
+    __slots__ = ("step", "reserved", "failed", "status", "prefill_started", "prompt_logprobs", "offer", "description", "cache")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +315,7 @@ class WorkerMessage(_message.Message):
     PREFILL_STARTED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     step: StepOutput
     reserved: Reserved
@@ -319,8 +324,9 @@ class WorkerMessage(_message.Message):
     prefill_started: PrefillStarted
     prompt_logprobs: PromptLogprobs
     offer: Offer
+    description: WorkerDescription
     cache: CacheEvents
-    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[StepOutput, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., description: _Optional[_Union[WorkerDescription, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("tokens",)
@@ -433,7 +439,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "content_root", "kv_token_bytes", "fetches_prefixes", "offload_blocks", "tensor_parallel_size", "attention_doubles_at", "num_layers", "numerics")
+    __slots__ = ("first_pool", "index", "incarnation", "model", "model_fingerprint", "layout_fingerprint", "kv_address", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "device", "pid", "metrics_address", "vocab_size", "vocabulary_fingerprint", "served_model_name", "revision", "content_root", "kv_token_bytes", "fetches_prefixes", "offload_blocks", "tensor_parallel_size", "attention_doubles_at", "num_layers", "numerics", "status")
     FIRST_POOL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -462,6 +468,7 @@ class WorkerDescription(_message.Message):
     ATTENTION_DOUBLES_AT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
     first_pool: Pool
     index: int
     incarnation: int
@@ -490,7 +497,8 @@ class WorkerDescription(_message.Message):
     attention_doubles_at: int
     num_layers: int
     numerics: str
-    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., content_root: _Optional[bytes] = ..., kv_token_bytes: _Optional[int] = ..., fetches_prefixes: _Optional[bool] = ..., offload_blocks: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., attention_doubles_at: _Optional[int] = ..., num_layers: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
+    status: WorkerStatus
+    def __init__(self, first_pool: _Optional[_Union[Pool, str]] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., kv_address: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., served_model_name: _Optional[str] = ..., revision: _Optional[str] = ..., content_root: _Optional[bytes] = ..., kv_token_bytes: _Optional[int] = ..., fetches_prefixes: _Optional[bool] = ..., offload_blocks: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., attention_doubles_at: _Optional[int] = ..., num_layers: _Optional[int] = ..., numerics: _Optional[str] = ..., status: _Optional[_Union[WorkerStatus, _Mapping]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -35,7 +35,7 @@ class FakeWorker(StandIn):
         transfer: awaited with the prefill id, after the first token and before the KV is there.
         duplicate, late: send each token twice; repeat old tokens in between.
         change: called with each token before it is sent.
-        before_status: awaited before GetStatus answers.
+        before_description: awaited before Describe answers.
         described: how often Describe was called.
         cache: None, or the chunks that routers are told when they attach.
         attention_doubles_at: as in the description; 0: it computes no parts of prompts.
@@ -71,7 +71,7 @@ class FakeWorker(StandIn):
         """Tokens of a message, as of a step whose drafts were right."""
         self._unsent: dict[bytes, list[pb.TokenEvent]] = {}
         self.change: Callable[[pb.TokenEvent], None] = lambda event: None
-        self.before_status: Callable[[], Awaitable[None]] = _nothing
+        self.before_description: Callable[[], Awaitable[None]] = _nothing
         self.described = 0
         self.cache: set[int] | None = None
         self.cache_sequence = 0
@@ -160,6 +160,7 @@ class FakeWorker(StandIn):
     ) -> pb.WorkerDescription:
         self.described += 1
         self.arrived.set()
+        await self.before_description()
         described = await super().Describe(request, context)
         described.fetches_prefixes = self.cache is not None
         for name in (
@@ -169,12 +170,6 @@ class FakeWorker(StandIn):
         ):  # fmt: skip
             setattr(described, name, getattr(self, name))
         return described
-
-    async def GetStatus(
-        self, request: pb.StatusRequest, context: grpc.aio.ServicerContext
-    ) -> pb.WorkerStatus:
-        await self.before_status()
-        return await super().GetStatus(request, context)
 
     async def SetPool(self, request: pb.SetPoolRequest, context: grpc.aio.ServicerContext) -> pb.WorkerStatus:
         self.flip(request.pool)
@@ -198,7 +193,7 @@ class FakeWorker(StandIn):
                 source.prefill_id = message.retarget.source.prefill_id
                 source.base = len(message.retarget.output_ids)
                 source.changed.set()
-            case "cache_resync":
+            case "hello" | "cache_resync" if kind != "hello" or message.hello.cache:
                 self._wanting_cache.add(outputs)
                 self._put_snapshot(outputs)
         super()._take(message, outputs)

@@ -83,7 +83,7 @@ class Large(StandIn):
 
     def _take(self, message: pb.RouterMessage, outputs: Outputs) -> None:
         super()._take(message, outputs)
-        for begin in range(0, len(self.chunks), REPORTED) if message.HasField("cache_resync") else ():
+        for begin in range(0, len(self.chunks), REPORTED) if message.hello.cache else ():
             added = self.chunks[begin : begin + REPORTED]
             events = pb.CacheEvents(sequence=1, reset=not begin, added=added)
             outputs.put_nowait(pb.WorkerMessage(cache=events))
@@ -101,6 +101,7 @@ def child(target: Callable[..., None], *args: object) -> Iterator[Connection]:
 
     process = FORK.Process(target=run, daemon=True)
     process.start()
+    theirs.close()  # so that its end is seen here
     try:
         yield ours
     finally:
@@ -156,8 +157,9 @@ def processes_of(pid: int) -> list[int]:
 
 
 def memory(pid: int) -> float:
-    """MiB of these processes."""
-    pages = (Path(f"/proc/{each}/smaps_rollup").read_text().splitlines() for each in processes_of(pid))
+    """MiB of the router with all its processes."""
+    every = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    pages = (Path(f"/proc/{each}/smaps_rollup").read_text().splitlines() for each in every)
     return sum(int(line.split()[1]) for page in pages for line in page if line.startswith("Pss:")) / 1024
 
 

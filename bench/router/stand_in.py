@@ -87,6 +87,7 @@ class StandIn:
             model_fingerprint="model=m1", layout_fingerprint="l1", kv_address="127.0.0.1:1",
             metrics_address="127.0.0.1:2",  # no process listens there
             block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
+            status=self.status,
         )  # fmt: skip
 
     async def GetStatus(
@@ -99,7 +100,7 @@ class StandIn:
     ) -> AsyncIterator[pb.WorkerMessage]:
         outputs: Outputs = asyncio.Queue()
         self._attached(outputs)
-        reading = asyncio.create_task(self._read(request_iterator, outputs))
+        reading = asyncio.create_task(self._read(request_iterator, outputs, context))
         try:
             while True:
                 messages = [await outputs.get()]
@@ -114,8 +115,16 @@ class StandIn:
     def _attached(self, outputs: Outputs) -> None:
         self._outputs.add(outputs)
 
-    async def _read(self, messages: AsyncIterator[pb.RouterMessage], outputs: Outputs) -> None:
+    async def _read(
+        self,
+        messages: AsyncIterator[pb.RouterMessage],
+        outputs: Outputs,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
         async for message in messages:
+            if message.hello.describe:
+                described = await self.Describe(pb.DescribeRequest(), context)
+                outputs.put_nowait(pb.WorkerMessage(description=described))
             self._take(message, outputs)
 
     def _take(self, message: pb.RouterMessage, outputs: Outputs) -> None:

@@ -268,6 +268,8 @@ class FrontOptions(ServerTlsOptions):
         "auto|vllm|PATH",
     )
     enable_per_request_metrics: bool = opt(False, "Tell clients how long the parts of their request took.")
+    enable_force_include_usage: bool = opt(False, "Each chunk of a stream has its usage.")
+    return_tokens_as_token_ids: bool = opt(False, "Log probabilities name each token by its id, token_id:N.")
     allowed_origins: list[str] = opt(
         [], "Let pages of these origins use the API in a browser (CORS); * is any.", "ORIGIN", shown="none"
     )

@@ -206,7 +206,8 @@ class Hooks:
     layer_done: Callable[[int, Mapping[bytes, range]], None] = _nothing
     """(layer, positions by request id): K and V of the layer, or its states, are written for these (on CUDA:
     enqueued on the current stream). Called between the launches of two layers, before the attention. This
-    hook may block while it writes the KV that other workers compute of a prompt (`Engine.start_part`)."""
+    hook may block while it writes the KV of the layer, and the states of the next one, that other workers
+    compute of a prompt (`Engine.start_part`)."""
 
     # Of the prefix cache, all tiers included
     cached: Callable[[Iterable[CachedBlock]], None] = _nothing

@@ -40,10 +40,9 @@ LONG = EngineConfig.ttit_target_steps
 model on an H200 this is 15 ms."""
 LATE_STEPS = 10
 """A prompt that would be late by so many long steps, if all steps are long, is behind many others."""
-FIRST = 64
-"""Tokens of the first chunk, while the cost of a prompt token is unknown."""
 LEAST = 16
-"""Fewest tokens of a chunk: a prefill that has started must make progress."""
+"""Fewest tokens of a chunk: a prefill that has started must make progress. Also those of the first one, while
+the cost of a prompt token is unknown."""
 MIXED_STEPS = 31
 """Most steps in a row that both decode and take prompt tokens. The next one only decodes, and the chunk limit
 learns from it what decoding costs now."""
@@ -163,7 +162,7 @@ class ChunkLimit:
         if self._recent_most:
             most = min(most, int(2 * self._recent_most))  # the slope of much larger chunks is a guess
         elif not slope:
-            return min(FIRST, most)
+            return min(LEAST, most)
         tokens = most if spare >= slope * most else int(spare / slope)
         return tokens if tokens >= LEAST else 0
 
@@ -180,9 +179,8 @@ class ChunkLimit:
 
     @property
     def short_tokens(self) -> int:
-        """Most prompt tokens of a short step: at least `LEAST`. `FIRST` before the first step that only
-        decodes."""
-        return max(LEAST, self.fitting(self.short_seconds)) if self.step_seconds else FIRST
+        """Most prompt tokens of a short step: at least `LEAST`."""
+        return max(LEAST, self.fitting(self.short_seconds))
 
     def tokens(self, prompts: Iterable[tuple[int, float]], begins: float, joins_at: float = math.inf) -> int:
         """Most prompt tokens of the next step with decodes: at least `LEAST`.
@@ -191,16 +189,17 @@ class ChunkLimit:
         computed. `begins`: when the step should begin. `joins_at`: when a request from another worker joins,
         which waits until the step is over.
 
-        The result is the fewest tokens with which all prompts are in time. It is bounded by a long step, and
-        by one that ends a short step after a request joins. So a request that joins waits for a short step at
-        most, and for its own, which is short, too. While a prompt would be late by `LATE_STEPS`, both bounds
-        are longer by the prompts of a short step. A target in seconds is kept.
+        The result is the fewest tokens with which all prompts are in time. They are computed a short step
+        before they are due, since a prompt waits for the end of its last step. The result is bounded by a
+        long step, and by one that ends a short step after a request joins. So a request that joins waits for
+        a short step at most, and for its own, which is short, too. While a prompt would be late by
+        `LATE_STEPS`, both bounds are longer by the prompts of a short step. A target in seconds is kept.
         """
         prompts, tokens = list(prompts), self.short_tokens
         late = self._spare_seconds if self._target is None and self._late(prompts, begins) else 0.0
         longest = late + min(self.long_seconds, max(0.0, joins_at - begins) + self.short_seconds)
         most = max(tokens, self.fitting(longest))
-        ahead = 0
+        ahead, begins = 0, begins + self.short_seconds
         for left, due in prompts:
             if tokens >= most:
                 break

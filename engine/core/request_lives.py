@@ -124,11 +124,11 @@ class RequestLives:
         self._begin(live, hits)
         return live
 
-    def start_part(self, request: EngineRequest, ranges: Iterable[range]) -> LiveRequest | None:
+    def start_part(self, request: EngineRequest, ranges: Sequence[range]) -> LiveRequest | None:
         """Gives a request its blocks at once. These ranges of its prompt are computed here, each after
         `begin_range`, and the caller writes the KV of the other positions. None: no room."""
         live = self._new(request)
-        hits = self.memory.hits(live)
+        hits = self.memory.hits(live, before=ranges[0].stop)
         if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
             return None
         self._register(live, self._tag(live))
@@ -137,6 +137,8 @@ class RequestLives:
         live.num_computed = live.num_cached
         uncached = (range(max(found.start, live.num_cached), found.stop) for found in ranges)
         live.ranges = deque(filter(None, uncached))
+        if live.ranges and live.ranges[0].start > live.num_cached:
+            self.memory.forget_restore(live)  # the states come from the worker of the range before
         self._enter(live, Phase.RESERVED)
         return live
 

@@ -41,12 +41,15 @@ class RequestMemory:
         names = self._usable(live, self._cache)
         return self._cache.usable(names[: self._cache.known(names)])
 
-    def hits(self, live: LiveRequest) -> list[int]:
+    def hits(self, live: LiveRequest, before: int | None = None) -> list[int]:
         """Cached blocks of the pool that the request begins with. The states of a reservation come from a
-        prefill worker, so it needs no copy of them."""
+        prefill worker, so it needs no copy of them. Of a part of a prompt, other workers need the states that
+        the model has at `before`, so its positions are computed from an earlier one on."""
         if self._cache is None:
             return []
         names = self._usable(live, self._cache)
+        if before is not None and self._states is not None:
+            names = names[: (before - 1) // self._block_size]
         blocks = self._pool.lookup(names)
         if live.phase is Phase.RESERVED:
             return blocks
@@ -171,7 +174,7 @@ class RequestMemory:
     def free(self, live: LiveRequest) -> None:
         if self._states is not None and live.blocks:
             self._states.release(live.state_slot)
-            self._restores.pop(live.state_slot, None)
+            self.forget_restore(live)
         for _, slot in live.state_copies:
             assert self._copies is not None
             self._copies.release(slot)
@@ -192,6 +195,10 @@ class RequestMemory:
             return count
         start = live.num_computed
         return self._copies.cut(live.num_cached, start, start + count, len(live.token_ids)) - start
+
+    def forget_restore(self, live: LiveRequest) -> None:
+        """The states of a request come from elsewhere, and not from a copy."""
+        self._restores.pop(live.state_slot, None)
 
     def take_restores(self) -> list[tuple[int, int]]:
         """(from, to): the slots of states to copy before the step that is launched now."""

@@ -162,6 +162,7 @@ def build_step(
         draws,
         num_decodes=len(one_by_one),
         hands_over=any(live.handover for live in plan.prompts),
+        awaits_kv=any(live.unverified for live in plan.prompts),
         block_size=block_size,
         table_width=table_width,
         scored=scored,

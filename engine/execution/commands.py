@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -29,6 +29,8 @@ LINE = 64
 """Bytes of a cache line: each rank's count has its own."""
 FULL_SECONDS = 1e-4
 """Between two looks at a full ring."""
+LAYER_SECONDS = 2e-5
+"""Between two looks whether rank 0 goes on with a layer."""
 
 
 class Kind(IntEnum):
@@ -62,9 +64,27 @@ class Commands:
         os.ftruncate(files.commands, size)
         memory = mmap.mmap(files.commands, size)
         self._memory = np.frombuffer(memory, dtype=np.uint8)
-        self._done = self._memory[:slots].view(np.int64).reshape(-1, LINE // 8)[:, 0]  # by rank
+        # By rank, the commands that are done. Of rank 0, the layers of `waited` that may go on.
+        self._done = self._memory[:slots].view(np.int64).reshape(-1, LINE // 8)[:, 0]
         self._slots = self._memory[slots:].reshape(SLOTS, self._slot_bytes)
         self._written = 0
+        self._layers = 0  # of `waited`, on this rank
+
+    def waited(self, rank: int, layer_done: Callable[[int], None]) -> Callable[[int], None]:
+        """`layer_done` for a step that awaits KV: no rank attends before it has returned on rank 0. There it
+        returns when all ranks have the KV of the layer, or when that will not come.
+
+        So a rank waits only for rank 0, and rank 0 for no rank's step: other threads copy the KV."""
+
+        def done(layer: int) -> None:
+            layer_done(layer)
+            self._layers += 1
+            if rank == 0:
+                self._done[0] = self._layers
+            while self._done[0] < self._layers:
+                time.sleep(LAYER_SECONDS)
+
+        return done
 
     # Rank 0
 

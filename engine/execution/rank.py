@@ -49,7 +49,10 @@ class Follower:
                 assert launched is not None, "a step is run before it is sampled"
                 self._runner.sample(launched, None)
             else:
-                launched = self._runner.run(command, layer_done(command))
+                done = layer_done(command)
+                if command.awaits_kv:
+                    done = self._commands.waited(self.ranks.rank, done)
+                launched = self._runner.run(command, done)
         self._runner.stop()
 
 

@@ -226,6 +226,8 @@ class ModelRunner:
         called before the next `run`."""
         if self.followers is not None:
             self.followers.run(step)
+            if step.awaits_kv:
+                layer_done = self.followers.waited(0, layer_done)
         began = self._record()
         self._copy_states(step.restores)
         launched = self._launch(step, layer_done, began)

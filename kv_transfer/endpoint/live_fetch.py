@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.kv_transfer.layout import Range, Slice
+from baton.kv_transfer.layout import KVLayout, Range, Slice
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.transport import Closed, FetchFailed
 
@@ -32,25 +32,48 @@ class LayerPace:
 
 
 class LayersThere:
-    """What is in the blocks of the ranges of a shared prompt, by layer."""
+    """What is in the blocks of the ranges of a shared prompt, by layer, and which states are in their slot.
 
-    def __init__(self, ranges: Sequence[Range], layers: Sequence[int], heads: int) -> None:
+    A layer needs its states before it begins. So they count with the layer before: the first ones with −1."""
+
+    def __init__(self, ranges: Sequence[Range], layout: KVLayout, states_at: Sequence[int]) -> None:
+        """`states_at`: ends of ranges after which states come."""
         self._ranges = ranges
-        # Of each layer and range: heads of positions that are not in their blocks.
-        self._missing = {layer: [heads * (stop - start) for start, stop in ranges] for layer in layers}
+        # Of each layer and range: heads of positions and of states that are not in their place.
+        self._missing = {layer: [0] * len(ranges) for layer in range(-1, layout.num_layers)}
+        for layer in layout.kv_layers:
+            self._missing[layer] = [layout.num_kv_heads * (stop - start) for start, stop in ranges]
+        heads = sum(state.heads for state in layout.states)
+        for layer in layout.state_layers:
+            for i, (_, stop) in enumerate(ranges):
+                self._missing[layer - 1][i] += heads * (stop in states_at)
         self._scatters: deque[tuple[Any, Slice]] = deque()  # under way, with their events
-        self.not_begun = {stop for _, stop in ranges}  # ends of ranges of which no KV came
+        self._no_kv = {stop for _, stop in ranges}  # ends of ranges of which nothing came
+        self.beginning: set[int] = set()  # ends of ranges of which something came, until `began`
+
+    def arrived(self, piece: Slice) -> None:
+        stop = piece.token_start + piece.token_count
+        if stop in self._no_kv:
+            self._no_kv.remove(stop)
+            self.beginning.add(stop)
+
+    def began(self, passed: Callable[[Any], bool]) -> list[int]:
+        """The ends of ranges of which KV came, and all states of the first layer, since the last call."""
+        found = [stop for stop in sorted(self.beginning) if self.has(-1, stop, passed)]
+        self.beginning.difference_update(found)
+        return found
 
     def scattered(self, event: Any, piece: Slice) -> None:
         self._scatters.append((event, piece))
 
     def written(self, piece: Slice) -> None:
-        missing = self._missing[piece.layer]
-        index = next(i for i, (_, stop) in enumerate(self._ranges) if piece.token_start < stop)
-        missing[index] -= piece.token_count * piece.head_count
+        last = piece.token_start + piece.token_count
+        index = next(i for i, (_, stop) in enumerate(self._ranges) if last <= stop)
+        layer = piece.layer if piece.token_count else piece.layer - 1
+        self._missing[layer][index] -= max(1, piece.token_count) * piece.head_count
 
     def has(self, layer: int, stop: int, passed: Callable[[Any], bool]) -> bool:
-        """Whether the layer has all positions below `stop`."""
+        """Whether the layer has all positions below `stop`, and the next layer its states."""
         while self._scatters and passed(self._scatters[0][0]):
             self.written(self._scatters.popleft()[1])
         of_ranges = zip(self._ranges, self._missing[layer], strict=True)
@@ -74,3 +97,8 @@ class LiveFetch:
     complete: local.Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
     last_scatter: Any = None  # event
     outcome: FetchFailed | Closed | None = None  # reported when the last scatter is over
+
+    @property
+    def begins(self) -> bool:
+        """Whether a range may have begun that `poll` has not reported."""
+        return self.layers is not None and bool(self.layers.beginning)

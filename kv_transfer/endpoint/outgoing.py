@@ -29,6 +29,8 @@ class OutgoingPrefill:
     transfer: OutgoingTransfer | None = None
     gathers: int = 0  # enqueued, their events not passed
     ended: str | None = None
+    states_at: tuple[int, ...] = ()  # the positions after which its states are sent
+    is_part: bool = False  # of a shared prompt: a transfer gets states only at the ends of its ranges
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +78,8 @@ class Slicing:
                 continue
             # A part of each request goes in full, whatever positions and heads the peer asks for.
             ranges, heads = [(start, stop)], self._heads[number]
+            if not part.per_token and transfer.prefill.is_part:
+                ranges = [(a, b) for a, b in transfer.ranges if b == stop]
             if part.per_token:
                 ranges = intersect(start, stop, transfer.ranges)
                 heads = list(intersect(*transfer.heads, heads))

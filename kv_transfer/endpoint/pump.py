@@ -12,7 +12,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.content import CHUNK_TOKENS
@@ -246,11 +246,12 @@ class Pump:
             self._prefills[prefill_id] = OutgoingPrefill(prefill_id)
             self._channel.send(local.Offer(prefill_id))
 
-    def open(self, prefill_id: bytes, table: Any, num_tokens: int) -> None:
+    def open(self, prefill_id: bytes, table: Any, num_tokens: int, states_at: Sequence[int] | None) -> None:
         self.expect(prefill_id)
         prefill = self._prefills[prefill_id]
         assert prefill.table is None, "a prefill was opened twice"
-        prefill.table, prefill.num_tokens = table, num_tokens
+        prefill.table, prefill.num_tokens, prefill.is_part = table, num_tokens, states_at is not None
+        prefill.states_at = (num_tokens,) if states_at is None else tuple(states_at)
         if prefill.transfer is not None:
             self._plan_all(prefill.transfer)
 
@@ -263,8 +264,8 @@ class Pump:
         if prefill is None or prefill.ended is not None:
             return  # closed meanwhile
         is_last = stop == prefill.num_tokens
-        if layer in self._layout.state_layers and not is_last:
-            return  # its states are not final
+        if layer in self._layout.state_layers and stop not in prefill.states_at:
+            return  # later positions change its states
         layers = self._kv_layers if layer is None else (layer,)
         prefill.launched = is_last and layers[-1] == self.last_layer
         for i in layers:

@@ -11,8 +11,9 @@ has the rules (Ranks).
 
 A rank may be behind rank 0, so a Copy names the count of layers at which its layer is ready. KV in a prefix
 cache is there on all ranks, because it comes from steps that have ended. A scatter waits for nothing. No step
-under way touches its blocks: a step ends on rank 0 only after all ranks have added to the sums of its last
-layer. Rank 0 starts a step with the KV only after every rank has copied.
+under way touches what it writes: a step ends on rank 0 only after all ranks have added to the sums of its
+last layer. Rank 0 starts a step with the KV only after every rank has copied. If the step waits for the KV of
+a layer inside (`Receiver.wait_for_layer`), no rank uses it before rank 0 has seen all copies.
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ class Receiver:
         self._by_transfer: dict[bytes, LiveFetch] = {}
         self._arrivals: deque[local.Arrived] = deque()  # not yet looked at
         self._oldest = 0.0  # when the first of them came
-        self._began: list[Began] = []  # not reported yet
         self._early: list[Event] = []  # of polls inside a step
         self._ending: list[LiveFetch] = []  # outcome certain, last scatter perhaps not over
         self._at_once = scattered_at_once(end.arena.slot_bytes)
@@ -101,7 +100,7 @@ class Receiver:
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         heads = self._layout.num_kv_heads
         request = local.FetchIn(
-            os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads, num_tokens
+            os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads, (num_tokens,)
         )
         fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot)
         if replaced is not None:  # scatters of the replaced fetch may still write to these blocks
@@ -116,22 +115,26 @@ class Receiver:
         incarnation: int,
         block_ids: Sequence[int],
         ranges: Sequence[Range],
+        states_at: Sequence[int] = (),
+        state_slot: int = 0,
     ) -> None:
         """Fetches these positions (ascending, disjoint, perhaps none) of a prompt that a step of another
-        worker computes. `poll` reports the beginning of each range. Steps may touch the other positions of
-        the blocks meanwhile. A fetch that fails is not tried again."""
+        worker computes, and the states after `states_at`, which are ends of ranges. `poll` reports the
+        beginning of each range. Steps may touch the other positions of the blocks meanwhile. A fetch that
+        fails is not tried again."""
         heads = self._layout.num_kv_heads
         request = local.FetchIn(
-            os.urandom(16), prefill_id, kv_address, incarnation, 0, tuple(ranges), 0, heads
+            os.urandom(16), prefill_id, kv_address, incarnation, 0, tuple(ranges), 0, heads, tuple(states_at)
         )
-        fetch = self._open(fetch_id, request, block_ids, ranges[-1][1] if ranges else 0)
-        fetch.layers = LayersThere(ranges, self._layout.kv_layers, heads)
+        fetch = self._open(fetch_id, request, block_ids, ranges[-1][1] if ranges else 0, state_slot)
+        fetch.layers = LayersThere(ranges, self._layout, states_at)
 
     def wait_for_layer(
         self, fetch_ids: Collection[bytes], layer: int, stop: int, until: float, tick: Callable[[], None]
     ) -> bool:
-        """Waits inside a step until the layer has all positions below `stop` that these fetches bring. False:
-        one of them has ended, or the time `until` (time.monotonic()) has come. `tick` is called often."""
+        """Waits inside a step until the layer has all positions below `stop` that these fetches bring, and
+        the next layer its states. False: one of them has ended, or the time `until` (time.monotonic()) has
+        come. `tick` is called often."""
         while True:
             injected = {event.decode_id for event in self._early if isinstance(event, Injected)}
             missing = [fetch_id for fetch_id in fetch_ids if fetch_id not in injected]
@@ -246,7 +249,7 @@ class Receiver:
     def _polls(self) -> bool:
         """Whether something ends that `fileno` does not show."""
         waiting = self._arrivals or self._copies or self._pulls or self._ending or self._channel.pending
-        return bool(waiting or any(f.complete for f in self._fetches.values()))
+        return bool(waiting or any(f.complete or f.begins for f in self._fetches.values()))
 
     @property
     def idle(self) -> bool:
@@ -270,16 +273,11 @@ class Receiver:
                 if transfer_id in self._by_transfer:
                     self._by_transfer[transfer_id].complete = message
             case local.Arrived():
-                self._note_begin(message)
+                fetch = self._by_transfer.get(message.header.transfer_id)
+                if fetch is not None and fetch.layers is not None:
+                    fetch.layers.arrived(message.header.piece)
                 self._oldest = self._oldest if self._arrivals else time.monotonic()
                 self._arrivals.append(message)
-
-    def _note_begin(self, m: local.Arrived) -> None:
-        fetch, piece = self._by_transfer.get(m.header.transfer_id), m.header.piece
-        stop = piece.token_start + piece.token_count
-        if fetch is not None and fetch.layers is not None and stop in fetch.layers.not_begun:
-            fetch.layers.not_begun.remove(stop)
-            self._began.append(Began(fetch.decode_id, stop))
 
     def _pulled(self) -> None:
         for arrived, whole in self._pulls.ended():
@@ -324,8 +322,8 @@ class Receiver:
             start, stop = next((r for r in fetch.request.ranges if piece.token_start < r[1]), (0, 0))
             assert start <= piece.token_start < piece.token_start + piece.token_count <= stop, piece
         else:
-            stop = fetch.request.states_of
-            assert (piece.token_start, piece.token_count) == (stop, 0), piece
+            stop = piece.token_start
+            assert stop in fetch.request.states_at, piece
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
         fetch.bytes += m.header.length
@@ -394,9 +392,10 @@ class Receiver:
         return None
 
     def _ended(self) -> list[Event]:
-        out: list[Event] = [*self._early, *self._began]
-        self._early, self._began = [], []
+        out, self._early = self._early, []
         for fetch in list(self._fetches.values()):
+            if fetch.layers is not None:
+                out += [Began(fetch.decode_id, stop) for stop in fetch.layers.began(self._pool.passed)]
             if (complete := fetch.complete) is None:
                 continue
             if fetch.frames < complete.frames:

@@ -27,11 +27,21 @@ class Sender:
         """The prefill is accepted but not scheduled yet. Its FETCH waits without a deadline."""
         self._pump.order(self._pump.expect, prefill_id)
 
-    def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> None:
+    def open(
+        self,
+        prefill_id: bytes,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        state_slot: int = 0,
+        states_at: Sequence[int] | None = None,
+    ) -> None:
         """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`. So
-        does the slot of its states, if the layout has states."""
+        does the slot of its states, if the layout has states.
+
+        `states_at`: of a part of a shared prompt, the positions after which its states are sent, if the
+        transfer asks for a range that ends there. None: those after `num_tokens` are sent, in any case."""
         table = self._pump.pool.table(block_ids, num_tokens, state_slot)
-        self._pump.order(self._pump.open, prefill_id, table, num_tokens)
+        self._pump.order(self._pump.open, prefill_id, table, num_tokens, states_at)
 
     def extend(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
         """The prefill has these blocks now: more than at `open`, for an engine that allocates chunk by chunk.
@@ -41,7 +51,7 @@ class Sender:
 
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
         """K and V of [start, stop) are written when the current stream gets here. `layer` None: of all layers
-        with KV. Of a layer with states: they cover [0, stop). They are final if this is the whole prefill."""
+        with KV. Of a layer with states: they cover [0, stop)."""
         pump = self._pump
         if start < stop:
             # After the last layer the pump is woken: no computation may follow, so nothing would hide the

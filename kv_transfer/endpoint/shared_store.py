@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -80,6 +81,7 @@ class _Fetch:
     stop: int | None = None  # so many objects will come. None: not known yet
     asked: int = 0  # objects that were ordered
     answered: int = 0
+    answered_at: float = 0.0  # the last one
     ended: bool = False
 
 
@@ -90,7 +92,7 @@ class SharedStore:
         unanswered: fetches that were given up before the store had said what it has, and has not since.
         written, refused: objects that the store took, or did not.
         missed: objects that it had, and that were wrong or gone when they were read.
-        read_tokens: of chunks that came.
+        chunk_seconds: that the store process needed to read an object when it began. 0: not known.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class SharedStore:
         self._asks = False  # what it has of some offers
         self._next_write = self._paused_until = 0.0  # time.monotonic()
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self.chunk_seconds = 0.0
         self.written = self.refused = self.missed = self.unanswered = 0
         self._describes = StoreLayout(identity, kv.layout, kv.ranks)
         self._channel.send(self._describes)
@@ -197,6 +200,15 @@ class SharedStore:
         fetch = self._fetches.get(fetch_id)
         return fetch is not None and bool(fetch.found_at)
 
+    def ends(self, fetch_id: bytes) -> float:
+        """The time.monotonic() at which all will have come, as fast as some have. 0: not known. The store
+        process reads two objects at a time, so half of the next one counts as read."""
+        fetch = self._fetches.get(fetch_id)
+        if fetch is None or not fetch.answered or fetch.stop is None:
+            return 0.0
+        share = (fetch.answered + 1) / max(fetch.stop, fetch.answered + 1)
+        return fetch.found_at + (fetch.answered_at - fetch.found_at) / share
+
     def poll(self) -> list[Injected | FetchFailed | Closed]:
         events, self._events = self._events, []
         return events
@@ -206,12 +218,7 @@ class SharedStore:
     def offer(self, salt: bytes, name: bytes, chunk: int, *, states: bool = False) -> None:
         """The prefix cache has this chunk, at this position in its prompt, or the states after it."""
         for part in range(1, len(self._cut.objects)) if states else (0,):
-            named = label(salt, name, part)
-            if named in self._known or named in self._offers:
-                continue
-            if len(self._offers) >= OFFERS:
-                self._offers.popitem(last=False)
-            self._offers[named] = chunk
+            self._offer(label(salt, name, part), chunk)
 
     # Both
 
@@ -241,7 +248,8 @@ class SharedStore:
         while messages := self._channel.receive():
             for message in messages:
                 match message:
-                    case StoreOpened(session):
+                    case StoreOpened(session, seconds):
+                        self.chunk_seconds = seconds
                         self._reset(session)
                     case StoreAnswer(ticket, done):
                         if (order := self._orders.pop(ticket, None)) is not None:  # else of the one before
@@ -314,26 +322,25 @@ class SharedStore:
     def _get(self, fetch: _Fetch, numbers: range) -> None:
         units = [self._free.pop() for _ in numbers]
 
+        def came(unit: int) -> None:
+            fetch.answered, fetch.answered_at = fetch.answered + 1, time.monotonic()
+            self._free.append(unit)
+
         def answered(whole: list[bool]) -> None:
             for number, unit, right in zip(numbers, units, whole, strict=True):
                 assert fetch.stop is not None, "objects are ordered when it is known"
                 if not right:
                     self.missed += 1
-                    self._forget(fetch.objects[number])
+                    self._forget(name := fetch.objects[number])
+                    self._offer(name, fetch.first_chunk + number)  # it may have been computed meanwhile
                     # Chunks are of no use without the states after the last one.
                     fetch.stop = 0 if len(fetch.objects) > fetch.chunks else min(fetch.stop, number)
                 if number >= fetch.stop:
-                    fetch.answered += 1
-                    self._free.append(unit)
+                    came(unit)
                     continue
-
-                def scattered(unit: int = unit) -> None:
-                    fetch.answered += 1
-                    self._free.append(unit)
-
                 chunk, part = fetch.first_chunk + number, part_of(fetch.objects[number])
                 _, event = self._scatters.scatter(self._staged(unit, part, chunk, fetch.table))
-                self._copies.append((self._scatters, event, scattered))
+                self._copies.append((self._scatters, event, partial(came, unit)))
 
         self._order(answered, [fetch.objects[number] for number in numbers], units, is_urgent=True)
 
@@ -349,6 +356,13 @@ class SharedStore:
         return found
 
     # Offers
+
+    def _offer(self, name: bytes, chunk: int) -> None:
+        if name in self._known or name in self._offers:
+            return
+        if len(self._offers) >= OFFERS:
+            self._offers.popitem(last=False)
+        self._offers[name] = chunk
 
     def _ask(self) -> None:
         """Asks which of the next offers the store lacks."""

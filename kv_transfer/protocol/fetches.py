@@ -145,7 +145,7 @@ class Fetches:
         source = self._source(request.incarnation)
         heads = request.head_start, request.head_start + request.head_count
         incoming = Incoming(
-            source.layout, request.ranges, heads, slot_bytes=self._slot_bytes, states_of=request.states_of
+            source.layout, request.ranges, heads, slot_bytes=self._slot_bytes, states_at=request.states_at
         )
         transfer = Transfer(request, source, incoming, now, now)
         self.open[transfer.id] = source.transfers[transfer.id] = transfer

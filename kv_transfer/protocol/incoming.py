@@ -34,11 +34,11 @@ class Fault(Refusal):
 class Incoming:
     def __init__(
         self, layout: KVLayout, ranges: Sequence[Range], heads: Range, *, slot_bytes: int,
-        states_of: int | None = None,
+        states_at: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Positions `ranges` (ascending, disjoint) of KV heads `heads`. `layout` is that of the sender, as
-        far as it is known: see `sent_as`. `states_of`: the positions that the states cover, if the layout has
-        states. None: no states were asked for."""
+        far as it is known: see `sent_as`. `states_at`: the positions after which states were asked for, if
+        the layout has states."""
         self.state = TransferState.RESERVED
         self.ranges = tuple(ranges)
         self.heads = heads
@@ -46,7 +46,7 @@ class Incoming:
         self.bytes = 0
         self._commit: Commit | None = None
         self._seen: set[int] = set()  # sequence numbers
-        self._states_of = states_of
+        self._states_at = states_at
         self._slot_bytes = slot_bytes
         self.sent_as(layout)
         # Of each part: heads of a frame → disjoint positions that so came, ascending, neighbours joined. A
@@ -59,11 +59,12 @@ class Incoming:
         self.layout = layout
         tokens = sum(stop - start for start, stop in self.ranges)
         heads = tokens * (self.heads[1] - self.heads[0])
+        states = len(self._states_at)
         # The heads of each part of each layer, and the bytes of one of them.
         parts: dict[Part, Range] = {
-            (number, layer): (heads if part.per_token else part.heads, part.head_bytes)
+            (number, layer): (heads if part.per_token else states * part.heads, part.head_bytes)
             for number, part in enumerate(layout.parts)
-            if part.per_token or self._states_of is not None
+            if part.per_token or states
             for layer in layout.layers_of(number)
         }
         self._most_frames = sum(count for count, _ in parts.values())
@@ -105,7 +106,7 @@ class Incoming:
             was_asked = any(a <= start and stop <= b for a, b in self.ranges)
         else:
             size, heads = kept.head_bytes, (0, kept.heads)
-            was_asked = start == stop == self._states_of
+            was_asked = start == stop and start in self._states_at
         if h.length != piece.head_count * size or h.length == 0:
             raise Fault("frame_length", f"length {h.length} for {piece.token_count} × {piece.head_count}")
         if not heads[0] <= first < last <= heads[1]:
@@ -146,7 +147,7 @@ class Incoming:
         """The sender has only the positions of the one range below `stop`. Raises Fault if frames came that
         contradict this."""
         assert self.live
-        assert self._states_of is None, "states are not fetched by content"
+        assert not self._states_at, "states are not fetched by content"
         [(start, asked)] = self.ranges
         if any(parts[-1][1] > stop for heads in self._covered.values() for parts in heads.values()):
             raise Fault("frame_range", f"a frame came of positions beyond {stop}")

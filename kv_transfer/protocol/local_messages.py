@@ -177,7 +177,7 @@ class FetchIn(Local):
     ranges: tuple[tuple[int, int], ...]
     head_start: int
     head_count: int
-    states_of: int | None = None  # positions that the states cover; None: states are not asked for
+    states_at: tuple[int, ...] = ()  # the positions after which states are asked for, ascending
     chunks: tuple[bytes, ...] = ()  # FETCH_CONTENT: of the one range, in place of a prefill
 
 
@@ -321,6 +321,7 @@ class StoreOpened(Local):
     an earlier session."""
 
     session: int  # 0: it is not connected yet
+    chunk_seconds: float = 0.0  # that reading one object took. 0: not known
 
 
 class CopyBlocks(Local):

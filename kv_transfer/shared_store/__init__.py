@@ -54,7 +54,7 @@ class StoreGone(Exception):
 
 
 class StoreBackend(ABC):
-    """The client of a store. Two threads call it at the same time. Each call returns one result for each key,
+    """The client of a store. Threads call it at the same time. Each call returns one result for each key,
     and raises `StoreGone` if the store cannot be reached. `places` are of the memory that it was given."""
 
     @abstractmethod

@@ -3,8 +3,9 @@
 On stdin come `StoreStart` as one line of JSON, and the cluster secret in hexadecimal. The process starts with
 the engine process, so that the client's library is loaded when the engine says what its KV is.
 
-Two threads call the client process: one for what prompts wait for, one for what is written. If a call hangs,
-or the store does not answer, the process ends, and the service starts it again.
+Threads call the client process: two for what prompts wait for, so that one reads while the other verifies,
+and one for what is written. If a call hangs, or the store does not answer, the process ends, and the service
+starts it again.
 
 Objects belong to a *period*, half of the age limit. Those of this period and the one before are used, and all
 older ones are removed.
@@ -34,8 +35,8 @@ from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreLayout, StoreOpened, StoreOrder
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreGone, StoreStart, Units, max_age
-from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, part_of
-from baton.kv_transfer.shared_store.client import ClientProcess
+from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, label, part_of
+from baton.kv_transfer.shared_store.client import CONNECTIONS, ClientProcess
 from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.wait import wait
 
@@ -45,6 +46,8 @@ HANGS = 20.0
 """Seconds after which a call counts as hung."""
 REST = 1.0
 """After a write beside reads, so many times as long without one: half of the bandwidth is left to them."""
+PROBES = 3
+"""Reads when the process begins. The fastest one counts: the machine may be busy."""
 TICK = 1.0
 
 
@@ -60,15 +63,16 @@ class StoreProcess:
         self._channel = channel
         self._sending = threading.Lock()
         self._session = int.from_bytes(os.urandom(7))
+        # None: to begin, or to remove what is too old.
         self._orders: dict[bool, SimpleQueue[StoreOrder | None]] = {True: SimpleQueue(), False: SimpleQueue()}
-        self._calls: dict[bool, float] = {}  # since when a thread is in a call; time.monotonic()
+        self._calls: dict[int, float] = {}  # since when a connection is in use; time.monotonic()
         self._read_at = 0.0  # the last urgent call, as above
 
     def run(self, client: ClientProcess) -> None:
         """Serves until the engine process is gone."""
-        for is_urgent in self._orders:
-            threading.Thread(target=self._serve, args=(client, is_urgent), daemon=True).start()
-        self._answer(StoreOpened(self._session))
+        for connection in range(CONNECTIONS):
+            threading.Thread(target=self._serve, args=(client, connection), daemon=True).start()
+        self._orders[True].put(None)
         while True:
             wait([self._channel.fileno()], TICK)
             while orders := self._channel.receive():
@@ -86,6 +90,25 @@ class StoreProcess:
                 log.warning("a call to the store has taken %.0f s; connecting again", HANGS)
                 os._exit(1)
 
+    def _probe(self, client: ClientProcess, connection: int) -> float:
+        """How long it takes to read an object, so that no prompt has to wait to find out. 0: the store took
+        none. Engines may use the arena at any time, so the object has memory of its own."""
+        own = memoryview(bytearray(self._units.object_bytes(0)))
+        period, name = self._periods[0], label(b"", os.urandom(16))
+        keys, places = [self._seal.key(name, period)], [(0, own.nbytes)]
+        self._seal.seal(name, period, own)
+        client.memory[: own.nbytes] = own
+        best = math.inf
+        if client.call(connection, "put", keys, places) == [True]:
+            for _ in range(PROBES):
+                began = time.monotonic()
+                [found] = client.call(connection, "get", keys, places)
+                own[:] = client.memory[: own.nbytes]
+                if found and self._seal.open(name, period, own):
+                    best = min(best, time.monotonic() - began)
+            client.call(connection, "remove", keys)
+        return 0.0 if best == math.inf else best
+
     @property
     def _periods(self) -> Sequence[int]:
         """Whose objects are used, the present one first."""
@@ -98,43 +121,48 @@ class StoreProcess:
         with self._sending:
             self._channel.send(answer)
 
-    def _serve(self, client: ClientProcess, is_urgent: bool) -> None:
+    def _serve(self, client: ClientProcess, connection: int) -> None:
+        is_urgent = connection > 0
         while True:
             order = self._orders[is_urgent].get()
-            self._calls[is_urgent] = began = time.monotonic()
+            self._calls[connection] = began = time.monotonic()
             try:
-                if order is None:
-                    client.call(is_urgent, "clear", self._seal.keys.pattern(keep=self._periods))
+                if order is None and is_urgent:
+                    self._answer(StoreOpened(self._session, self._probe(client, connection)))
+                elif order is None:
+                    client.call(connection, "clear", self._seal.keys.pattern(keep=self._periods))
                 else:
-                    self._answer(StoreAnswer(order.ticket, self._do(client, order)))
+                    self._answer(StoreAnswer(order.ticket, self._do(client, connection, order)))
             except StoreGone as error:
                 log.warning("the store is lost: %s", error)
                 os._exit(1)
-            del self._calls[is_urgent]
+            del self._calls[connection]
             if is_urgent:
                 self._read_at = time.monotonic()
             elif self._read_at > began:
                 time.sleep((time.monotonic() - began) * REST)
 
-    def _do(self, client: ClientProcess, order: StoreOrder) -> list[bool]:
-        names, urgent = order.names, order.is_urgent
+    def _do(self, client: ClientProcess, connection: int, order: StoreOrder) -> list[bool]:
+        names = order.names
         if order.is_put:
-            return self._put(client, order)
+            return self._put(client, connection, order)
         done = [False] * len(names)
-        for period in self._periods if urgent else self._periods[:1]:  # a late offer is one for this period
+        # A late offer is one for this period.
+        for period in self._periods if order.is_urgent else self._periods[:1]:
             left = [i for i, is_done in enumerate(done) if not is_done]
             keys = [self._seal.key(names[i], period) for i in left]
             if not keys:
                 break
             if not order.units:
-                found = client.call(urgent, "exists", keys)
+                found = client.call(connection, "exists", keys)
             else:
-                found = self._get(client, [(names[i], order.units[i]) for i in left], keys, period)
+                wanted = [(names[i], order.units[i]) for i in left]
+                found = self._get(client, connection, wanted, keys, period)
             for i, is_done in zip(left, found, strict=True):
                 done[i] = is_done
         return done
 
-    def _put(self, client: ClientProcess, order: StoreOrder) -> list[bool]:
+    def _put(self, client: ClientProcess, connection: int, order: StoreOrder) -> list[bool]:
         period, places = self._periods[0], []
         for name, unit in zip(order.names, order.units, strict=True):
             own, place = self._places(client, name, unit)
@@ -142,13 +170,19 @@ class StoreProcess:
             self._seal.seal(name, period, own)
             client.memory[place[0] :][: place[1]] = own
             places.append(place)
-        return client.call(False, "put", [self._seal.key(name, period) for name in order.names], places)
+        keys = [self._seal.key(name, period) for name in order.names]
+        return client.call(connection, "put", keys, places)
 
     def _get(
-        self, client: ClientProcess, wanted: Sequence[tuple[bytes, int]], keys: Sequence[str], period: int
+        self,
+        client: ClientProcess,
+        connection: int,
+        wanted: Sequence[tuple[bytes, int]],
+        keys: Sequence[str],
+        period: int,
     ) -> list[bool]:
         both = [self._places(client, name, unit) for name, unit in wanted]
-        found = client.call(True, "get", keys, [place for _, place in both])
+        found = client.call(connection, "get", keys, [place for _, place in both])
         whole, wrong = [False] * len(wanted), []
         for i, ((name, _), (own, (at, size))) in enumerate(zip(wanted, both, strict=True)):
             if found[i]:
@@ -157,7 +191,7 @@ class StoreProcess:
             if found[i] is not None and not whole[i]:
                 wrong.append(keys[i])
         if wrong:  # they would keep the right ones out
-            client.call(True, "remove", wrong)
+            client.call(connection, "remove", wrong)
         return whole
 
     def _places(self, client: ClientProcess, name: bytes, unit: int) -> tuple[memoryview, tuple[int, int]]:

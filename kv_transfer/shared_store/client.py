@@ -3,7 +3,7 @@
     store process: `ClientProcess` ── method, keys, places ─▶ client process: a `StoreBackend`
                                    ◀─ results, or an error ─
 
-Each of two connections carries one call at a time. The memory of objects is shared. Any peer of the store may
+Each connection carries one call at a time. The memory of objects is shared. Any peer of the store may
 change it at any time.
 """
 
@@ -29,6 +29,7 @@ from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreBackend, StoreGon
 from baton.kv_transfer.spawn import die_with_parent, spawn
 
 CLIENT_MODULE = "baton.kv_transfer.shared_store.client"
+CONNECTIONS = 3
 RETRY = 2.0
 """Seconds between two attempts to connect."""
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -40,7 +41,7 @@ class ClientStart(msgspec.Struct, frozen=True):
     url: str
     title: str
     parent_pid: int
-    fds: Sequence[int]  # memory, and two connections
+    fds: Sequence[int]  # memory, and connections
 
 
 class ClientProcess:
@@ -54,7 +55,7 @@ class ClientProcess:
     memory: memoryview
 
     def __init__(self, url: str, title: str) -> None:
-        self._fd, pairs = memory_file(), [Pipe() for _ in range(2)]
+        self._fd, pairs = memory_file(), [Pipe() for _ in range(CONNECTIONS)]
         fds = self._fd, *(theirs.fileno() for _, theirs in pairs)
         start = ClientStart(url, title, os.getpid(), fds)
         self._popen: subprocess.Popen[bytes] = spawn(CLIENT_MODULE, msgspec.json.encode(start), pass_fds=fds)

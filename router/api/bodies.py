@@ -31,7 +31,7 @@ from baton.router.api.fields import (
 )
 from baton.router.api.messages import MAX_TOOLS, AllowedToolsChoice, Message, NamedTool, Tool, ToolChoice
 from baton.router.api.sampling import Body, OpenAIBody
-from baton.router.api.structured import ResponseFormat, Structure
+from baton.router.api.structured import ResponseFormat, Structure, with_structured_outputs
 from baton.router.api.validation import CHAT, COMPLETION, GENERATION, TOKENIZE, refusing, validate
 from baton.router.errors import InvalidRequest
 from baton.rpc import inference_pb2 as pb
@@ -83,6 +83,7 @@ class GenerationBody(OpenAIBody):
     response_format: ResponseFormat | None = None
 
     _refuse_unsupported = refusing(GENERATION)
+    _take_old_names = model_validator(mode="before")(classmethod(with_structured_outputs))
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -253,7 +254,7 @@ class ChatOptions(RenderedBody, GenerationBody):
         chosen = {choice.function.name} if isinstance(choice, NamedTool) else set()
         chosen |= choice.names if isinstance(choice, AllowedToolsChoice) else set()
         if not chosen <= set(names):
-            reason = f"tool_choice names {min(chosen.difference(names))!r}, which is not in tools"
+            reason = f"no such tool: Tool {min(chosen.difference(names))!r} not found in tools list"
             raise invalid(reason, "tool_choice")
         if self.offered_tools and self.structure is not None and self.structure.kind != "json_schema":
             reason = (

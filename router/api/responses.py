@@ -123,6 +123,7 @@ class ChatChoice(ResponseModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     stop_reason: str | int | None
+    matched_stop: str | int | None
     token_ids: list[int] | None = None
 
 
@@ -186,6 +187,7 @@ class ChatChunkChoice(ResponseModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
     token_ids: list[int] | None = None
 
 
@@ -204,6 +206,7 @@ class CompletionChunkChoice(ResponseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 

@@ -114,7 +114,8 @@ class StructuredOutputs(Part):
     """vLLM's field `structured_outputs`: exactly one of its members is set.
 
     In `regex`, `\\d` is `[0-9]`, `\\w` is `[0-9A-Za-z_]`, and `\\s` is ASCII white space and U+00A0, as in
-    xgrammar, a backend of vLLM.
+    xgrammar, a backend of vLLM. `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`, fields
+    of earlier versions of vLLM, and `json_schema`, `regex` and `ebnf` of SGLang, stand for it.
     """
 
     json_: Annotated[
@@ -147,3 +148,21 @@ class StructuredOutputs(Part):
         if self.grammar is not None:
             return Structure("grammar", self.grammar, f"{field}.grammar")
         return _JSON_OBJECT
+
+
+_OLD_NAMES = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "json_schema": "json", "regex": "regex", "ebnf": "grammar",
+}  # fmt: skip
+"""Members of `structured_outputs` by the fields of earlier vLLM, and of SGLang."""
+
+
+def with_structured_outputs(cls: type, data: Any) -> Any:
+    """Is a validator of a body: puts `structured_outputs` in place of one of these fields."""
+    given = {name for name in _OLD_NAMES if isinstance(data, dict) and data.get(name) is not None}
+    if not given:
+        return data
+    if len(given) > 1 or data.get("structured_outputs") is not None:
+        raise invalid("only one of its fields and structured_outputs may be set", min(given))
+    name = given.pop()
+    return {**data, name: None, "structured_outputs": {_OLD_NAMES[name]: data[name]}}

@@ -20,7 +20,7 @@ from baton.router.api.jobs import make_jobs
 from baton.router.api.structured import Structure, calls_or_answer
 from baton.router.api.validation import named_as_in
 from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
-from baton.router.preparation.child import Preparer
+from baton.router.preparation.child import Preparer, fork_server
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
 from baton.router.preparation.prepare import Converted, Generated, Prepared, Served
 from baton.router.tools import harmony
@@ -48,9 +48,9 @@ class Frontend:
         self.metrics = services.metrics
         self._model_names = config.model_names
         self._services = services
-        self._checker = GrammarChecker(f"{config.title}: router {config.index} grammars")
-        self._preparer = Preparer(services.tokenizer, f"{config.title}: router {config.index} bodies")
-        self._starting: asyncio.Task[None] | None = None
+        self._forks = fork_server(config.own_title, services.tokenizer, config.forks_fd)
+        self._checker = GrammarChecker(self._forks)
+        self._preparer = Preparer(services.tokenizer, self._forks)
         self._counts = KeyCounts(config.keys_fd, config.processes, config.process_number or 0)
         self._accounts: dict[ApiKey, Account] = {}
         self.use_keys(config.api_keys)
@@ -75,15 +75,13 @@ class Frontend:
         return self._accounts[self._keys.authorize(authorization)]
 
     def start(self) -> None:
-        """Starts the child processes for large bodies now. Otherwise the first large body starts them."""
-        self._starting = asyncio.create_task(self._preparer.start())
+        """Starts the process that forks children now. Otherwise the first large body or grammar starts it."""
+        self._forks.start()
 
     async def close(self) -> None:
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
         await self._checker.close()
         await self._preparer.close()
+        await self._forks.close()
 
     @property
     def capacity(self) -> int:

@@ -217,6 +217,9 @@ class OpenAIResponses:
         key, previous = entry.key.name, peek.previous_response_id
         earlier: tuple[bytes, ...] = ()
         if previous is not None:
+            if not previous.startswith("resp_"):
+                text = f"previous_response_id: must begin with resp_, not {previous[:80]!r}"
+                raise InvalidRequest(text, param="previous_response_id")
             if (key, previous) in self._running:
                 text = f"previous_response_id: response {previous} is not complete yet"
                 raise InvalidRequest(text, param="previous_response_id")

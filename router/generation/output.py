@@ -133,6 +133,17 @@ class Delta:
     first: bool
     """This is the first delta of its choice."""
 
+    @property
+    def stops(self) -> dict[str, str | int | None]:
+        """What ended the choice, as vLLM names it, and as SGLang does, which includes EOS."""
+        if self.finish_reason is None:
+            return {}
+        eos = self.token.token_id if self.finish_reason == "stop" else None
+        return {
+            "stop_reason": self.stop_reason,
+            "matched_stop": eos if self.stop_reason is None else self.stop_reason,
+        }
+
 
 class Choice:
     """The text of one generation: one of the alternative texts of an OpenAI answer.

@@ -9,7 +9,6 @@ The reports are in a `ChunkTable`, which the router processes of a host share. O
 them. What a process expects is its own.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -42,6 +41,11 @@ class Overlap:
             if rows >> row & 1:
                 return tokens
         return 0
+
+    @property
+    def count(self) -> int:
+        """The number of `holders`."""
+        return self._levels[-1][1].bit_count() if self._levels else 0
 
     def holders(self) -> list[int]:
         """The rows with the most cached tokens; empty if nothing is cached."""
@@ -76,7 +80,7 @@ class ChunkIndex:
         self._expecting: dict[int, int] = {}  # chunk → rows that expect it; no empty sets
         self._stored: dict[int, None] = {}  # in the store that workers share, the oldest first
         self._asked: Sequence[int] = ()  # the chunks of the last `overlap`
-        self._values: list[tuple[int, int]] = []  # what the table has of their beginning
+        self._values: list[tuple[int, int, int]] = []  # what is known of them
         self._version = 0  # of the table then
 
     def __len__(self) -> int:
@@ -187,18 +191,33 @@ class ChunkIndex:
         for chunk in expected:
             self._expects_no_more(row, chunk)
 
-    def _known(self, chunks: Sequence[int]) -> list[tuple[int, int]]:
-        """The rows that have each chunk, and whether the store has it, to the first chunk that none has. One
-        choice of workers asks several times for a prompt."""
+    def _known(self, chunks: Sequence[int]) -> list[tuple[int, int, int]]:
+        """As `ChunkTable.holders`, with the workers that expect a chunk. One choice of workers asks several
+        times for a prompt."""
         if chunks is not self._asked or self._version != self.table.version:
             self._asked, self._version = chunks, self.table.version
-            self._values, expecting = list(self.table.holders(chunks)), self._expecting
-            if expecting:
-                reported = itertools.chain(self._values, itertools.repeat((0, 0)))
-                pairs = zip(chunks, reported, strict=False)
-                both = ((rows | expecting.get(chunk, 0), stored) for chunk, (rows, stored) in pairs)
-                self._values = list(itertools.takewhile(any, both))
+            self._values = self.table.holders(chunks)
+            if self._expecting:
+                self._values = self._with_expected(chunks, self._values)
         return self._values
+
+    def _with_expected(
+        self, chunks: Sequence[int], reported: list[tuple[int, int, int]]
+    ) -> list[tuple[int, int, int]]:
+        found, expecting, after, rows, stored = [], self._expecting, iter(reported), 0, 0
+        begin = 0
+        upcoming = next(after)
+        for number, chunk in enumerate(chunks):
+            if upcoming is not None and number == upcoming[0]:
+                (_, rows, stored), upcoming = upcoming, next(after, None)
+            both = rows | expecting.get(chunk, 0)
+            if not (both or stored):
+                break
+            if not found or (both, stored) != found[-1][1:]:
+                found.append((number, both, stored))
+            begin = number + 1
+        found.append((begin, 0, 0))
+        return found
 
     def overlap(
         self, chunks: Sequence[int], tokens: int, block_size: int, among: int, stores: int = 0
@@ -210,8 +229,8 @@ class ChunkIndex:
         unknown prompt costs one lookup. Of the different lengths only the longest `MAX_LEVELS` count.
         """
         levels: list[tuple[int, int]] = []  # (chunks, rows that have at least so many)
-        rows, known = among, self._known(chunks)
-        for depth, (holders, stored) in enumerate(known):
+        rows = among
+        for depth, holders, stored in self._known(chunks):
             if stored:
                 holders |= stores
             if (left := rows & holders) != rows:
@@ -219,8 +238,6 @@ class ChunkIndex:
                 rows = left
                 if not rows:
                     break
-        else:
-            levels.append((len(known), rows))
         found: list[tuple[int, int]] = []
         most = 0
         for depth, rows in levels[-MAX_LEVELS:]:

@@ -151,32 +151,44 @@ class ChunkTable:
         at = self._find(chunk)
         return self._words[at] if at else 0
 
-    def holders(self, chunks: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Yields the workers of each chunk, as a set of bits, and whether the store has it. Ends at the
-        first chunk without a slot. Written for speed: each choice of a worker reads it."""
-        words = self._words
-        for chunk in chunks:
+    def holders(self, chunks: Iterable[int]) -> list[tuple[int, int, int]]:
+        """Returns the workers that have each chunk, as a set of bits, and whether the store has it.
+
+        Before both is the number of the first chunk for which they hold: most chunks of a prompt have the
+        same workers as the one before. The last entry is the first chunk without a slot, or the end. Written
+        for speed: each choice of a worker reads it."""
+        words, found, before, stored, number = self._words, [], None, 0, -1
+        for number, chunk in enumerate(chunks):
             chunk = chunk or _ZERO
             if not (head := words[_HEADS + (chunk >> _SHIFT)]):
-                return
+                break
             at = (head >> _HEAD) + (chunk << 1 & (2 << (head & 0xFF)) - 2)
             if words[at] != chunk and (at := self._find(chunk) - 1) < 0:
-                return
+                break
             value = words[at + 1]
-            if value & _COUNT == 1:
-                yield 1 << (value >> _FIELD & _ROW), value & _STORED
-            else:
-                yield self._rows(value), value & _STORED
+            there = self._row_bytes(value) if value & _COUNT == _RECORD else value
+            if there != before or value & _STORED != stored:
+                before, stored = there, value & _STORED
+                found.append((number, self._rows(value), stored))
+        else:
+            number += 1
+        found.append((number, 0, 0))
+        return found
 
     def _rows(self, value: int) -> int:
         if value & _COUNT == _RECORD:
-            first, width = self._record(value)
-            return int.from_bytes(self._bytes[_WORD * first : _WORD * (first + width)], "little")
+            return int.from_bytes(self._row_bytes(value), "little")
         rows = 0
         for _ in range(value & _COUNT):
             value >>= _FIELD
             rows |= 1 << (value & _ROW)
         return rows
+
+    def _row_bytes(self, value: int) -> bytes:
+        width_log2 = self._words[_WIDTH_LOG2]
+        size = _WORD << width_log2
+        first = _WORD * (_SLOTS_END + width_log2 * _RECORDS_OF_WIDTH) + 3 * size * (value >> _FIELD)
+        return self._memory[first : first + size]
 
     def is_stored(self, value: int) -> bool:
         """Whether the store that workers share has the chunk."""

@@ -5,7 +5,7 @@
 
 import random
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,12 +13,14 @@ import numpy as np
 import xxhash
 
 from baton.router.policy.chunk_index import Overlap
+from baton.router.policy.chunk_table import MAX_ROWS
 
 POINTS_PER_WORKER = 128
 """A worker's share of the sessions varies by 1/√128 = 9 %."""
 
 
 _ARC_BITS = 8
+_ROW = MAX_ROWS - 1
 
 
 class Ring:
@@ -30,34 +32,30 @@ class Ring:
     """
 
     def __init__(self) -> None:
-        # Points and rows. Arrays, because the entries of lists are scattered in memory.
-        self._arcs = [(array("Q"), array("q")) for _ in range(1 << _ARC_BITS)]
+        # Arrays, because the entries of lists are scattered in memory. The last bits of a point are its row.
+        self._arcs = [array("Q") for _ in range(1 << _ARC_BITS)]
         self._size = 0
 
     def add(self, name: str, row: int) -> None:
-        for point in _points(name):
-            points, rows = self._arcs[point >> 64 - _ARC_BITS]
-            place = bisect_right(points, point)
-            points.insert(place, point)
-            rows.insert(place, row)
+        for point in _points(name, row):
+            insort(self._arcs[point >> 64 - _ARC_BITS], point)
         self._size += 1
 
     def remove(self, name: str, row: int) -> None:
-        for point in _points(name):
-            points, rows = self._arcs[point >> 64 - _ARC_BITS]
-            place = rows.index(row, bisect_left(points, point))
-            del points[place], rows[place]
+        for point in _points(name, row):
+            points = self._arcs[point >> 64 - _ARC_BITS]
+            del points[bisect_left(points, point)]
         self._size -= 1
 
     def walk(self, key: int) -> Iterator[int]:
         """Yields the row of every worker once, in the order of preference of a session with this key."""
         first = key >> 64 - _ARC_BITS
-        start = bisect_right(self._arcs[first][0], key)
+        start = bisect_right(self._arcs[first], key | _ROW)
         seen: set[int] = set()
         for arc in range(first, first + len(self._arcs) + 1):  # the first arc's beginning is last
-            _, rows = self._arcs[arc % len(self._arcs)]
-            for place in range(start, len(rows)):
-                if (row := rows[place]) not in seen:
+            points = self._arcs[arc % len(self._arcs)]
+            for place in range(start, len(points)):
+                if (row := points[place] & _ROW) not in seen:
                     seen.add(row)
                     yield row
                     if len(seen) == self._size:
@@ -65,13 +63,13 @@ class Ring:
             start = 0
 
 
-def _points(name: str) -> list[int]:
-    """Returns the first outputs of splitmix64 (Steele 2014), seeded by the name."""
+def _points(name: str, row: int) -> list[int]:
+    """Returns the first outputs of splitmix64 (Steele 2014), seeded by the name, with this row."""
     steps = np.arange(1, POINTS_PER_WORKER + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = np.uint64(xxhash.xxh3_64_intdigest(name.encode())) + steps
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))).tolist()
+    return ((x ^ (x >> np.uint64(31))) & np.uint64(~_ROW & (1 << 64) - 1) | np.uint64(row)).tolist()
 
 
 COMPARED = 3
@@ -168,15 +166,14 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     saved = cached.most - cached.of(home)
     if not saved:
         return home
-    more = cached.holders()
-    if len(more) > max(1, saved / COPY_TOKENS):
+    if cached.count > max(1, saved / COPY_TOKENS):
         return home
 
     def cost(row: int, hit: int) -> float:
         return wait[row] + snapshot.load(row) + RECOMPUTE * (request.tokens - hit) / snapshot.speed[row]
 
-    best = min(more, key=lambda row: cost(row, cached.most))
-    return best if cost(best, cached.most) < cost(home, cached.of(home)) else home
+    least, best = min((cost(row, cached.most), row) for row in cached.holders())
+    return best if least < cost(home, cached.of(home)) else home
 
 
 def round_robin(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:

@@ -293,7 +293,11 @@ class PrefillLoads:
             wait[avoided] = np.inf
         cached = self.index.overlap(request.chunks, request.tokens, self._block_size, among, self._stores)
 
+        below_device = self._stores or self.index.table.has_offloaded
+
         def load(row: int) -> float:
+            if not below_device:
+                return 0.0
             return self._load_seconds(row, request.chunks[: cached.of(row) // CHUNK_TOKENS])
 
         return PrefillSnapshot(self._ring, rows, wait, self._speed, cached, load)

@@ -1,8 +1,8 @@
-"""Prepares bodies, large ones in a child process, which this module is too.
+"""Prepares bodies, large ones in a child process. This module is also the process that forks the children.
 
-The first frame is the tokenizer, and each later frame is a body to prepare: a line of JSON, then the history,
-then the client's bytes. The line is [kind, model names, context length, salt in hexadecimal, bytes of the
-history]. A reply is an array in MessagePack, of which the first entry says what it is.
+A frame is a body to prepare: a line of JSON, then the history, then the client's bytes. The line is [kind,
+model names, context length, salt in hexadecimal, bytes of the history]. A reply is an array in MessagePack,
+of which the first entry says what it is.
 """
 
 import gc
@@ -18,7 +18,7 @@ import msgspec
 from baton.machine.logs import stack_without_text
 from baton.router.admission.keys import ApiKey
 from baton.router.api.bodies import ChatOptions, CompletionOptions
-from baton.router.child_pool import ChildDied, ChildPool
+from baton.router.child_pool import ChildDied, ChildPool, ForkServer
 from baton.router.errors import ApiError, InvalidRequest, all_errors
 from baton.router.preparation import pipe
 from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
@@ -46,10 +46,9 @@ _encode = msgspec.msgpack.encode
 class Preparer:
     """Prepares small bodies on the event loop, and larger ones in child processes, which it owns."""
 
-    def __init__(self, tokenizer: ModelTokenizer, name: str) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, server: ForkServer) -> None:
         self._tokenizer = tokenizer
-        command = [sys.executable, "-m", __name__, name]
-        self._children = ChildPool(command, CHILDREN, tokenizer.state, long_bytes=LONG_BYTES)
+        self._children = ChildPool(server, "bodies", CHILDREN, long_bytes=LONG_BYTES)
 
     async def prepare(
         self, kind: Kind, raw: bytes | bytearray, served: Served, key: ApiKey, history: bytes = b""
@@ -66,15 +65,13 @@ class Preparer:
             limits = f"{CPU_SECONDS} s or {MEMORY_BYTES >> 30} GiB"
             raise InvalidRequest(f"the preparation of this request takes more than {limits}") from died
 
-    async def start(self) -> None:
-        """Starts the children, so that the first large body does not wait for it."""
-        try:
-            await self._children.start()
-        except ChildDied as died:
-            log.warning("a process that prepares large requests did not start: %s", died)
-
     async def close(self) -> None:
         await self._children.close()
+
+
+def fork_server(title: str, tokenizer: ModelTokenizer, fd: int | None = None) -> ForkServer:
+    """The process that forks children, also those of `grammar_checker`. `fd`: as of ForkServer."""
+    return ForkServer([sys.executable, "-m", __name__, title], tokenizer.state, fd)
 
 
 def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes = b"") -> bytes:
@@ -101,14 +98,17 @@ def read_reply(reply: bytes) -> Prepared | bytes:
             raise AssertionError(other)
 
 
-def main(name: str) -> None:
-    pipe.limit(name, MEMORY_BYTES)
-    state = pipe.read()
-    if state is None:
-        return
-    tokenizer = ModelTokenizer.restored(state)
+def main(title: str, control: str) -> None:
+    from baton.router.preparation import grammar_child  # the compiler takes memory that routers do not need
+
+    tokenizer = ModelTokenizer.restored(sys.stdin.buffer.read())
+
+    def serve() -> None:
+        pipe.limit(MEMORY_BYTES)
+        pipe.serve(partial(reply_to, tokenizer), CPU_SECONDS)
+
     gc.freeze()
-    pipe.serve(partial(reply_to, tokenizer), CPU_SECONDS)
+    pipe.fork_children(int(control), title, {"bodies": serve, "grammars": grammar_child.serve})
 
 
 def reply_to(tokenizer: ModelTokenizer, request: bytes) -> bytes:
@@ -145,4 +145,4 @@ def _reply(prepared: Prepared | bytes) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

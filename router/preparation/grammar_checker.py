@@ -5,11 +5,10 @@ A grammar from a client may hang or crash it. Therefore it runs in a child proce
 """
 
 import json
-import sys
 from collections import OrderedDict
 
 from baton.router.api.structured import Structure
-from baton.router.child_pool import ChildDied, ChildPool
+from baton.router.child_pool import ChildDied, ChildPool, ForkServer
 from baton.router.errors import ApiError, InvalidRequest
 
 MAX_LENGTH = 1 << 17
@@ -19,12 +18,11 @@ _CACHED = 64
 
 
 class GrammarChecker:
-    """Owns the child process, and remembers which structures were valid."""
+    """Has a child process, and remembers which structures were valid."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, server: ForkServer) -> None:
         self._valid: OrderedDict[Structure, Structure] = OrderedDict()
-        # Not imported: the compiler takes memory that only the child needs.
-        self._children = ChildPool([sys.executable, "-I", "-m", f"{__package__}.grammar_child", name], 1)
+        self._children = ChildPool(server, "grammars", 1)
 
     async def check(self, given: Structure, key: str) -> Structure:
         """Returns the structure with its text as workers read it. `key` names the client's API key.
@@ -38,6 +36,8 @@ class GrammarChecker:
             error, text = await self._compile(given, key)
             if error is not None:
                 reason = " ".join(error.removesuffix("<non-verbose/>").split())
+                if given.kind == "json_schema":
+                    reason = f"invalid {given.field.rpartition('.')[2]!r} schema: {reason}"
                 raise InvalidRequest(f"{given.field}: {reason}", param=given.field)
             if len(text) > MAX_LENGTH:  # the child makes some texts longer
                 raise InvalidRequest(f"{given.field}: too much to compile", param=given.field)

@@ -2,12 +2,11 @@
 
 A grammar may take minutes to compile, or overflow the compiler's stack. Then this process dies, and
 `router.child_pool` starts another. A request is JSON, [kind, text]. The reply is JSON too: [error or null,
-text for workers]. The process imports little of the router, so it starts fast.
+text for workers].
 """
 
 import json
 import re
-import sys
 import threading
 from typing import Any
 
@@ -40,8 +39,8 @@ _VALUES = {"enum", "const", "default", "examples"}
 _OF_DRAFT_3 = {"divisibleBy", "extends", "disallow"}
 
 
-def main(name: str) -> None:
-    pipe.limit(name, MEMORY_BYTES)
+def serve() -> None:
+    pipe.limit(MEMORY_BYTES)
     alphabet = LLTokenizer("byte")
     threading.stack_size(STACK_BYTES)
 
@@ -101,7 +100,3 @@ def as_latest_draft(text: str) -> str:
     if not isinstance(schema, dict) or "$schema" not in schema:
         return text
     return json.dumps({name: value for name, value in schema.items() if name != "$schema"})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,11 +1,19 @@
-"""The child's side of `child_pool`: its limits, and the frames in its stdin and stdout."""
+"""The other side of `child_pool`: the process that forks, the limits of its children, and their frames.
 
+A child has its socket as stdin and stdout.
+"""
+
+import contextlib
 import os
 import resource
+import selectors
 import signal
+import socket
 import struct
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 from setproctitle import setproctitle
 
@@ -16,13 +24,69 @@ _NICE = 5
 _LENGTH = struct.Struct("<I")
 
 
-def limit(name: str, memory_bytes: int) -> None:
-    """Names this process and limits it."""
-    setproctitle(name)
-    # Without this, a busy child would notice the end of the router only after its request.
+def fork_children(control: int, title: str, kinds: Mapping[str, Callable[[], None]]) -> None:
+    """Forks a child for each message of a router, until no router is there.
+
+    `control`: a socket. A message is a kind of child and two sockets: that of the child, and one for its exit
+    code. When the router ends the latter, the child is killed.
+    """
+    setproctitle(f"{title} forks")
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the router; this process ends with its stdin
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the router
         signal.signal(number, signal.SIG_IGN)
+    asked = socket.socket(fileno=control)
+    alive: dict[int, tuple[int, socket.socket]] = {}  # pid → pidfd, and the socket for its exit code
+    with selectors.DefaultSelector() as selector:
+        selector.register(asked, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                pid, source = key.data or 0, key.fileobj
+                if source is asked:
+                    kind, fds, *_ = socket.recv_fds(asked, 64, 2)
+                    if not kind:
+                        return
+                    its, ends = (socket.socket(fileno=fd) for fd in fds)
+                    with its:
+                        if not (pid := os.fork()):
+                            _become(its, f"{title} {kind.decode()}", kinds[kind.decode()])
+                    alive[pid] = pidfd, _ = os.pidfd_open(pid), ends
+                    selector.register(pidfd, selectors.EVENT_READ, pid)
+                    selector.register(ends, selectors.EVENT_READ, pid)
+                elif pid in alive and source is alive[pid][1]:
+                    selector.unregister(source)
+                    os.kill(pid, signal.SIGKILL)
+                elif pid in alive:
+                    pidfd, ends = alive.pop(pid)
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    selector.unregister(pidfd)
+                    os.close(pidfd)
+                    with contextlib.suppress(KeyError):  # the router wanted its end
+                        selector.unregister(ends)
+                    with ends, contextlib.suppress(OSError):
+                        ends.send(str(code).encode())
+
+
+def _become(its: socket.socket, title: str, serve: Callable[[], None]) -> NoReturn:
+    """In the new process."""
+    code = 1
+    try:
+        setproctitle(title)
+        # Without this, a busy child would notice the end of the router only after its request.
+        die_with_parent()
+        os.dup2(its.fileno(), 0)
+        os.dup2(its.fileno(), 1)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        serve()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    os._exit(code)
+
+
+def limit(memory_bytes: int) -> None:
+    """Limits this process."""
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -30,7 +94,7 @@ def limit(name: str, memory_bytes: int) -> None:
 
 def serve(reply: Callable[[bytes], bytes], cpu_seconds: float) -> None:
     """Replies to requests until the router closes the pipe. A request that takes longer ends the process."""
-    answer = b""  # the first frame tells the router that this process is ready
+    answer = str(os.getpid()).encode()
     while True:
         sys.stdout.buffer.write(_LENGTH.pack(len(answer)) + answer)
         sys.stdout.buffer.flush()

@@ -26,15 +26,18 @@ from aiohttp import web
 
 from baton.machine.system import die_with_parent, process_end, url_host
 from baton.router.admission.key_counts import KeyCounts
+from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.policy.chunk_table import ChunkTable
+from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.sockets import ControlClient, listen, report, reserve
 from baton.router.status import scrape_targets
+from baton.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 
-Loaded = TypeVar("Loaded")
+Loaded = TypeVar("Loaded", bound=tuple[ModelTokenizer, Any])
 
 PING_SECONDS = 2.0
 ANSWER_SECONDS = 0.5
@@ -163,7 +166,7 @@ def _become(config: RouterConfig, run: Callable[[RouterConfig], int]) -> NoRetur
         die_with_parent()
         asyncio._set_running_loop(None)
         gc.freeze()  # an object of the supervisor must not close a descriptor by its number
-        given = (config.ready_fd, config.control_fd, config.keys_fd, config.chunks_fd)
+        given = (config.ready_fd, config.control_fd, config.keys_fd, config.chunks_fd, config.forks_fd)
         kept = sorted(fd for fd in (2, *given, os.sysconf("SC_OPEN_MAX")) if fd is not None)
         for low, high in itertools.pairwise(kept):
             os.closerange(low + 1, high)
@@ -178,10 +181,12 @@ def _become(config: RouterConfig, run: Callable[[RouterConfig], int]) -> NoRetur
 class Supervisor:
     """Owns the processes, the reserved ports, the admin port, and the memory that the processes share."""
 
-    def __init__(self, config: RouterConfig, run: Callable[[RouterConfig], int]) -> None:
-        """`run`: what each process does with its configuration. Returns the exit code."""
+    def __init__(self, config: RouterConfig, run: Callable[[RouterConfig], int], forks: ForkServer) -> None:
+        """`run`: what each process does with its configuration. Returns the exit code. `forks`: starts their
+        children."""
         keys_fd, chunks_fd = (os.memfd_create(f"baton {name}") for name in ("API keys", "chunks"))
-        self._config = replace(config, keys_fd=keys_fd, chunks_fd=chunks_fd)
+        self._forks = forks
+        self._config = replace(config, keys_fd=keys_fd, chunks_fd=chunks_fd, forks_fd=forks.fd)
         self._run = run
         self._reported = False  # to the parent, that all listen
         self._metrics = MergedMetrics()
@@ -214,6 +219,7 @@ class Supervisor:
                 return await self._serve(admin_url)
 
     async def _serve(self, admin_url: str) -> int:
+        self._forks.start()
         lives = [asyncio.create_task(self._keep(n)) for n in range(self._config.processes)]
         reporting = asyncio.create_task(self._report_ready(admin_url))
         reloading = asyncio.create_task(self._reload_keys())
@@ -236,6 +242,7 @@ class Supervisor:
             for process in self._processes.values():
                 process.kill()
             await asyncio.gather(*lives, return_exceptions=True)
+            await self._forks.close()
 
     async def _stop(self, signum: int, lives: list[asyncio.Task[None]]) -> None:
         """Sends the processes the command for this signal, and for later ones, until all have ended."""
@@ -412,7 +419,8 @@ def supervise(
     """Runs the processes until SIGTERM or SIGINT. Raises ValueError for a mistake of the user.
 
     `load`: gives what all processes share. `run`: what each does."""
-    setproctitle.setproctitle(f"{config.title}: router {config.index}")
+    setproctitle.setproctitle(config.own_title)
     logging.config.dictConfig(config.logging())
     loaded = load(config)
-    return asyncio.run(Supervisor(config, lambda own: run(own, loaded)).run())
+    forks = fork_server(config.own_title, loaded[0])
+    return asyncio.run(Supervisor(config, lambda own: run(own, loaded), forks).run())

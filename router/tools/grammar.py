@@ -89,7 +89,11 @@ def or_text(
     """
     if len(mark) == 1:
         calls = grammar_of(written, tools, many=many, spell=spell, specials=specials)
-        rules = ["start: calls | TEXT", f"TEXT: /(\\s*[^\\s{re.escape(mark)}](?s:.*))?/"]
+        rules = [
+            "start: SPACE? calls | TEXT",
+            "SPACE: /\\s+/",
+            f"TEXT: /(\\s*[^\\s{re.escape(mark)}](?s:.*))?/",
+        ]
     else:
         follows = None if written.separator is None else written.separator + mark
         begin, call = written.begin, written.call

@@ -1,6 +1,7 @@
 """The gRPC stream to one worker, which is opened again whenever it ends."""
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -131,30 +132,51 @@ class WorkerStream:
         """Attaches to the worker and receives its messages until the stream ends."""
         worker = self.worker
         await self._roster.turn()
+        messages, self._cache = SendQueue(self._unread), CacheSequence(self._ask_for_snapshot)
+        hello = pb.RouterHello(
+            router_id=self._config.id,
+            report_seconds=self._roster.report_seconds,
+            describe=True,
+            cache=self._roster.writes_index,
+        )
+        messages.put(pb.RouterMessage(hello=hello))
         async with connect(worker.address, self._config.secret, self._config.cluster_tls) as channel:
-            stub = WorkerStub(channel)
-            worker.described(await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT))
-            self._roster.accept(worker)
-            worker.decode_load = _decode_load(worker)
-            status = await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT)
-            await self._roster.turn()
-            worker.report(status)
-            messages, self._cache = SendQueue(self._unread), CacheSequence(self._ask_for_snapshot)
-            hello = pb.RouterHello(router_id=self._config.id, report_seconds=self._roster.report_seconds)
-            messages.put(pb.RouterMessage(hello=hello))
-            if self._roster.writes_index:
-                messages.put(pb.RouterMessage(cache_resync=pb.CacheResync()))
-            self._call = stub.Attach(messages.messages())
-            worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
-            log.info("%s is %s", worker, worker.state)
-            self._roster.availability_changed(worker)
-            try:
-                async for message in self._call:
-                    self._receive(message)
-            except asyncio.CancelledError:
-                if cancelled_from_outside():
-                    raise
-                raise RefusedWorker("it does not read the messages that the router sends") from None
+            with contextlib.closing(messages):
+                stub = WorkerStub(channel)
+                self._call = stub.Attach(messages.messages())
+                received = aiter(self._call)
+                try:
+                    async with asyncio.timeout(CALL_TIMEOUT):
+                        first = await anext(received, None)
+                except TimeoutError:
+                    raise RefusedWorker(f"it does not describe itself within {CALL_TIMEOUT:g} s") from None
+                if first is None:
+                    return
+                await self._roster.turn()
+                self._attach(first.description, messages, stub)
+                if self._roster.writes_index and not hello.cache:  # since a moment ago
+                    self._ask_for_snapshot()
+                try:
+                    async for message in received:
+                        await self._roster.bounded_round()
+                        self._receive(message)
+                except asyncio.CancelledError:
+                    if cancelled_from_outside():
+                        raise
+                    raise RefusedWorker("it does not read the messages that the router sends") from None
+
+    def _attach(self, described: pb.WorkerDescription, messages: SendQueue, stub: WorkerStub) -> None:
+        """The worker may get work from now on, if it fits."""
+        worker, status = self.worker, pb.WorkerStatus()
+        status.CopyFrom(described.status)
+        described.ClearField("status")
+        worker.described(described)
+        self._roster.accept(worker)
+        worker.decode_load = _decode_load(worker)
+        worker.report(status)
+        worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
+        log.info("%s is %s", worker, worker.state)
+        self._roster.availability_changed(worker)
 
     def _unread(self) -> None:
         log.error("%s does not read its messages: the router closes the stream", self.worker)

@@ -1,6 +1,6 @@
 """What the router knows of one worker, its open attempts there, and the messages to it.
 
-    connecting ─ Describe, accept, GetStatus, Attach ─▶ ready ⇄ draining ─ the stream ends ─▶ connecting
+    connecting ─ Attach, description, accept ─▶ ready ⇄ draining ─ the stream ends ─▶ connecting
         └─ the worker does not fit this router ─▶ refused ─ later ─▶ connecting
 
 `stream` opens the stream and receives. All open attempts are lost with the stream, and the worker cancels

@@ -28,6 +28,9 @@ def test_the_list_of_suites_has_each_test_once_with_its_outcome() -> None:
         assert len({group["reason"] for group in suite["not_passed"]}) == len(suite["not_passed"])
         files = {test.partition("::")[0] for test in [*listed, *suite["silent"]]}
         assert all(file.startswith(tuple(suite["files"])) for file in files)
+        assert suite["runs"][0]["tests"] == suite["files"]
+        taken = [test for run in suite["runs"][1:] for test in run["tests"]]
+        assert all(any(known.startswith(test) for known in listed) for test in taken)
         assert f"**{name} {suite['version']}**: {len(listed)} tests" in pages()["../compatibility.md"]
 
 

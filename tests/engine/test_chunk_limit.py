@@ -5,7 +5,7 @@ import math
 import pytest
 
 from baton.engine import MixedStep
-from baton.engine.core.chunk_limit import FIRST, LATE_STEPS, LEAST, LONG, ChunkLimit
+from baton.engine.core.chunk_limit import LATE_STEPS, LEAST, LONG, ChunkLimit
 from tests.engine.conftest import MakeEngine
 
 STEP, TOKEN = 0.010, 0.0001
@@ -27,13 +27,13 @@ def test_nothing_is_known_before_the_first_decode() -> None:
     limit = ChunkLimit(0.02, 2048)
     limit.record(False, 500, 0.05)
     assert limit.mixed_step(limit.long_seconds) == MixedStep(0, 0.0)
-    assert limit.tokens(LATE, 0.0) == limit.short_tokens == FIRST
+    assert limit.tokens(LATE, 0.0) == limit.short_tokens == LEAST
 
 
 def test_the_first_prompt_is_a_small_trial() -> None:
     limit = ChunkLimit(None, 2048)
     limit.record(True, 0, STEP)
-    assert limit.tokens(LATE, 0.0) == limit.short_tokens == FIRST
+    assert limit.tokens(LATE, 0.0) == limit.short_tokens == LEAST
 
 
 def test_until_a_prompt_was_computed_a_token_costs_what_it_did_at_the_start() -> None:
@@ -87,10 +87,11 @@ def test_the_engine_passes_its_targets_on(tiny_engine: MakeEngine, monkeypatch: 
 def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:
     """500 tokens take 50 ms beside the decodes. In 300 ms there is time for 22 steps that decode."""
     limit = fed(ChunkLimit(None, 2048))
+    short = limit.short_seconds
     assert limit.tokens([], 0.0) == limit.tokens([(500, math.inf)], 0.0) == limit.short_tokens
     assert limit.tokens([(500, 5.3)], 5.0) == limit.short_tokens, "short steps suffice"
     for seconds in (0.1, 0.08):
-        found = limit.tokens([(500, 5.0 + seconds)], 5.0)
+        found = limit.tokens([(500, 5.0 + seconds + short)], 5.0)
         assert found == pytest.approx(500 * STEP / (seconds - 500 * TOKEN), abs=2)
     assert limit.tokens([(500, 5.06)], 5.0) == limit.tokens([(500, 4.95)], 5.0) == limit.tokens(LATE, 0.0)
 
@@ -109,17 +110,20 @@ def test_steps_are_longer_while_a_prompt_would_be_late_by_far_in_spite_of_long_s
 
 def test_a_prompt_behind_others_is_in_time_too() -> None:
     limit = fed(ChunkLimit(None, 2048))
-    alone = limit.tokens([(500, 0.2)], 0.0)
-    assert limit.tokens([(500, math.inf), (500, 0.2)], 0.0) == pytest.approx(1000 * STEP / 0.1, abs=2)
-    assert limit.tokens([(500, 0.2), (500, math.inf)], 0.0) == alone
+    due = 0.2 + limit.short_seconds
+    alone = limit.tokens([(500, due)], 0.0)
+    assert limit.tokens([(500, math.inf), (500, due)], 0.0) == pytest.approx(1000 * STEP / 0.1, abs=2)
+    assert limit.tokens([(500, due), (500, math.inf)], 0.0) == alone
 
 
 def test_a_prompt_that_is_in_time_finishes_in_time() -> None:
-    limit, now, left = fed(ChunkLimit(None, 2048)), 0.0, 700
-    while left:
-        chunk = min(left, limit.tokens([(left, 0.14)], now))
-        left, now = left - chunk, now + STEP + chunk * TOKEN
-    assert 0.13 <= now <= 0.14 + STEP
+    """Whichever step is its last one."""
+    for due in (0.14, 0.145, 0.15, 0.155, 0.16):
+        limit, now, left = fed(ChunkLimit(None, 2048)), 0.0, 700
+        while left:
+            chunk = min(left, limit.tokens([(left, due)], now))
+            left, now = left - chunk, now + STEP + chunk * TOKEN
+        assert due - LONG * STEP <= now <= due
 
 
 def test_a_step_ends_a_short_step_after_a_request_joins_at_most() -> None:
@@ -192,11 +196,11 @@ def test_the_limit_uses_the_whole_target_though_the_first_tokens_are_cheap() -> 
 def test_the_limit_at_most_doubles_the_largest_recent_chunk() -> None:
     limit = ChunkLimit(0.015, 8192)
     limit.record(True, 0, STEP)
-    limit.record(True, FIRST, STEP)
-    assert limit.tokens(LATE, 0.0) == 2 * FIRST
+    limit.record(True, 64, STEP)
+    assert limit.tokens(LATE, 0.0) == 128
     limit.record(True, 3, STEP)
     tokens = limit.tokens(LATE, 0.0)
-    assert tokens == pytest.approx(2 * FIRST, rel=0.11), "a short last chunk does not lower the limit"
+    assert tokens == pytest.approx(128, rel=0.11), "a short last chunk does not lower the limit"
 
 
 def test_steps_that_do_not_decode_teach_nothing() -> None:

@@ -265,6 +265,32 @@ def test_a_command_arrives_as_it_was_sent() -> None:
                     assert getattr(got, name).dtype == value.dtype
 
 
+def test_a_rank_goes_on_with_a_layer_when_rank_0_does() -> None:
+    """Rank 0 waits for KV, which other threads copy to all ranks."""
+    files, order = RankFiles.create(2), list[str]()
+    first, other = (Commands(files, tokens=20, requests=4, table_width=6) for _ in range(2))
+    arrived = threading.Semaphore(0)
+    waits = other.waited(1, lambda layer: arrived.release())
+
+    def compute() -> None:
+        for layer in range(3):
+            waits(layer)
+            order.append(f"rank 1, layer {layer}")
+
+    def wait_for_kv(layer: int) -> None:
+        assert arrived.acquire(timeout=10)
+        order.append(f"KV of layer {layer}")
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    go_on = first.waited(0, wait_for_kv)
+    for layer in range(3):
+        go_on(layer)
+    thread.join(10)
+    files.close()
+    assert order == [f"{what} {layer}" for layer in range(3) for what in ("KV of layer", "rank 1, layer")]
+
+
 def step(seed: int) -> Step:
     """A random step of three requests, one of them a chunk of a prompt."""
     rng = np.random.default_rng(seed)

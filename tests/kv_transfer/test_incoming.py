@@ -199,8 +199,8 @@ def hybrid_frames() -> list[Header]:
     return [of_hybrid(piece, seq) for seq, piece in enumerate(pieces)]
 
 
-def hybrid(states_of: int | None = 8) -> Incoming:
-    return Incoming(HYBRID, ((0, 8),), (0, 4), slot_bytes=512, states_of=states_of)
+def hybrid(states_at: tuple[int, ...] = (8,)) -> Incoming:
+    return Incoming(HYBRID, ((0, 8),), (0, 4), slot_bytes=512, states_at=states_at)
 
 
 @given(st.permutations(range(8)))
@@ -212,6 +212,25 @@ def test_a_transfer_is_complete_with_all_of_its_states(order: list[int]) -> None
     done = [it.commit(commit) if i == 7 else take(it, frames[i]) for i in order]
     assert done == [False] * 7 + [True]
     assert it.missing_frames == 0
+
+
+def test_a_transfer_has_the_states_after_several_positions() -> None:
+    it = Incoming(HYBRID, ((0, 4), (6, 8)), (0, 4), slot_bytes=4096, states_at=(4, 8))
+    [*kv] = [piece for tokens in ((0, 4), (6, 8)) for piece in cut(HYBRID, 0, tokens, (0, 4), 4096)]
+    states = [
+        piece
+        for at in (8, 4)
+        for layer in (1, 2)
+        for part, heads in ((1, (0, 4)), (2, (0, 2)))
+        for piece in cut(HYBRID, layer, (0, at), heads, 4096, part)
+    ]
+    frames = [of_hybrid(piece, seq) for seq, piece in enumerate([*states, *kv])]
+    with pytest.raises(Fault, match="positions 6–6 were not asked for"):
+        it.begin(of_hybrid(Slice(1, 0, 2, 6, 0, 1), 0))
+    for h in frames[:-1]:
+        assert not take(it, h)
+    assert not it.commit(Commit(FIRST, len(frames), sum(h.length for h in frames)))
+    assert take(it, frames[-1])
 
 
 @pytest.mark.parametrize("missing", range(7))
@@ -253,7 +272,7 @@ def test_a_frame_of_a_state_that_does_not_belong(bad: Header, kind: str) -> None
 
 
 def test_states_are_not_fetched_by_content() -> None:
-    it = hybrid(states_of=None)
+    it = hybrid(states_at=())
     with pytest.raises(Fault, match="no such layer or state"):
         it.begin(of_hybrid(STATE, 0))
     it.narrow(4)

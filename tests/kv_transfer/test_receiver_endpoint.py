@@ -263,7 +263,7 @@ def share(bench: Bench, until: Any) -> bytes:
         ranges=((4, 12), (20, 40)),
     )
     message = bench.next(until, lm.FetchIn)
-    assert (message.ranges, message.states_of) == (((4, 12), (20, 40)), None)
+    assert (message.ranges, message.states_at) == (((4, 12), (20, 40)), ())
     return message.transfer_id
 
 

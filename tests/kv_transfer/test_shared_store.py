@@ -58,7 +58,6 @@ class DictStore(StoreBackend):
         return [key in self.objects for key in keys]
 
     def put(self, keys: Sequence[str], places: Sequence[memoryview]) -> list[bool]:
-        self.puts += keys
         if self.full:
             return [False] * len(keys)
         for key, place in zip(keys, places, strict=True):
@@ -87,6 +86,8 @@ class DictStore(StoreBackend):
     def call(self, connection: int, method: str, keys: Any, places: Sequence[tuple[int, int]] = ()) -> Any:
         """As `ClientProcess`."""
         given = [self.memory[at : at + size] for at, size in places]
+        if method == "put" and connection == 0:  # else it is that of a process that begins
+            self.puts += keys
         return getattr(self, method)(keys, *([given] if given else []))
 
 
@@ -228,8 +229,8 @@ class Worker:
         return torch.cat([x.flatten() for x in flat])
 
     def close(self) -> None:
+        self.until(lambda: self.store.idle, "all copies and writes")
         assert not self.pinned
-        assert self.store.idle
         self.until(lambda: len(self.store._free) == self.units.count, "all units to come back")
         self._end_process()
         self.store.close()
@@ -277,6 +278,7 @@ def test_what_one_worker_wrote_another_one_reads(two: tuple[DictStore, Worker, W
         assert torch.equal(reader.chunk(name), writer.chunk(name))
     assert not torch.equal(reader.chunk(NAMES[0]), writer.chunk(NAMES[0]))
     assert reader.known == {*NAMES[3:]}
+    assert reader.store.chunk_seconds > 0, "measured when the process began"
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)], ids=str)
@@ -345,6 +347,26 @@ def test_a_wrong_object_is_a_miss_and_is_written_again(two: tuple[DictStore, Wor
     assert reader.fetched(NAMES[:2]) == 2
 
 
+def test_a_wrong_object_that_is_found_after_the_prompt_was_computed_is_written_again(
+    two: tuple[DictStore, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt did not wait for it. So its KV was offered while the store still had the wrong object."""
+    store, writer, reader = two
+    writer.offer(NAMES[:1])
+    [(key, good)] = store.objects.items()
+    store.objects[key] = bytes(len(good))
+    get, may_read = store.get, threading.Event()
+    monkeypatch.setattr(store, "get", lambda keys, places: may_read.wait() and get(keys, places))
+    reader.fetch(NAMES[:1])
+    reader.until(lambda: reader.store.began(b"f"), "what the store has")
+    reader.store.cancel(b"f")
+    reader.offer(NAMES[:1])
+    assert store.objects[key] == bytes(len(good)), "it seems to be there"
+    may_read.set()
+    reader.until(lambda: reader.store.missed and not reader.store.writes, "the right one")
+    assert writer.fetched(NAMES[:1]) == 1
+
+
 def test_what_a_peer_changes_after_it_was_verified_is_not_used(
     two: tuple[DictStore, Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +408,7 @@ def test_the_objects_of_one_tenant_can_be_removed(two: tuple[DictStore, Worker, 
     store, writer, reader = two
     writer.offer(NAMES[:3], salt=b"a" * 16)
     writer.offer(NAMES[:2], salt=b"b" * 16)
+    assert reader.fetched(NAMES[:3], salt=b"b" * 16) == 2, "none of the other tenant"
     assert store.clear(StoreKeys(SECRET).pattern(salt=b"a" * 16)) == 3
     assert reader.fetched(NAMES[:2], salt=b"a" * 16) == 0
     assert reader.fetched(NAMES[:2], salt=b"b" * 16) == 2
@@ -433,6 +456,20 @@ def test_a_fetch_that_is_given_up_gives_its_blocks_back_at_once(
     assert reader.fetched(NAMES) == len(NAMES)
 
 
+def test_how_far_a_fetch_is_says_when_it_will_end(two: tuple[DictStore, Worker, Worker]) -> None:
+    _, writer, reader = two
+    writer.offer(NAMES)
+    reader.fetch(NAMES)
+    assert reader.store.ends(b"f") == 0, "nothing has come"
+    reader.until(lambda: reader.store.ends(b"f"), "some objects")
+    fetch = reader.store._fetches[b"f"]
+    fetch.found_at, fetch.answered_at, fetch.answered, asked = 1.0, 1.5, 4, fetch.answered
+    assert reader.store.ends(b"f") == 1.0 + 0.5 * len(NAMES) / 5
+    fetch.answered = asked
+    assert isinstance(reader.event(), kv.Injected)
+    assert reader.store.ends(b"f") == 0
+
+
 def test_a_new_store_process_does_nothing_of_the_one_before(
     two: tuple[DictStore, Worker, Worker],
 ) -> None:
@@ -440,8 +477,8 @@ def test_a_new_store_process_does_nothing_of_the_one_before(
     store, writer, reader = two
     writer.offer(NAMES)
     hanging = DictStore()
-    hanging.opened.clear()
     reader.start_process(hanging)
+    hanging.opened.clear()
     reader.fetch(NAMES)
     reader.start_process(store)
     assert reader.event() == kv.FetchFailed(b"f", "gone")

@@ -156,7 +156,11 @@ def test_an_invalid_field_of_a_completion_is_named(field, value, reason):
             "tool_choice",
             "by its name",
         ),
-        ({"messages": HELLO, "tools": [tool("f")], "tool_choice": named("g")}, "tool_choice", "not in tools"),
+        (
+            {"messages": HELLO, "tools": [tool("f")], "tool_choice": named("g")},
+            "tool_choice",
+            "not found in tools",
+        ),
         (
             {"messages": HELLO, "tools": [tool("f")], "tool_choice": "required", "ignore_eos": True},
             "ignore_eos",
@@ -200,7 +204,13 @@ def test_unsupported_fields_are_refused_by_name_and_with_their_remedy(kind, rest
         assert error.param == field
         said, _, told = error.message.partition(": ")
         assert (said, told) == (f"{field} is not supported", REMEDIES.get(field, ""))
-    assert {"best_of", "kv_transfer_params", "guided_json", "stop_regex", "request_id"} < fields.keys()
+    assert {"best_of", "kv_transfer_params", "lora_path", "stop_regex", "request_id"} < fields.keys()
+
+
+def test_a_structure_has_one_field():
+    for more in ({"guided_regex": "a"}, {"structured_outputs": {"regex": "a"}}):
+        error = refused(CompletionBody, {"prompt": "x", "regex": "a", **more})
+        assert "only one of its fields" in error.message
 
 
 def test_an_unsupported_member_is_refused_by_name():
@@ -342,6 +352,14 @@ def test_chat_templates_get_tool_calls_and_results_as_objects():
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"choice": ["a+", "b"]}}, "regex", "a\\+|b"),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+        # The names of these fields in earlier versions of vLLM, and in SGLang.
+        ({"guided_json": {"const": 1}}, "json_schema", '{"const": 1}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a+", "b"]}, "regex", "a\\+|b"),
+        ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+        ({"json_schema": '{"const":1}'}, "json_schema", '{"const":1}'),
+        ({"regex": "a+", "ebnf": None}, "regex", "a+"),
+        ({"ebnf": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
     ],
 )
 def test_structure_of_each_structured_output_field(body: dict[str, Any], kind: str | None, text: str | None):

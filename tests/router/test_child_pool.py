@@ -9,28 +9,21 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import uvloop
 
-from baton.router.child_pool import ChildDied, ChildPool
+from baton.router.child_pool import ChildDied, ChildPool, ForkServer
 
-# Replies with its pid, its first frame and the request. The request "die" ends it, and "wait" takes a while.
+# Replies with its pid, the state and the request. The request "die" ends it, and "wait" takes a while.
 # "kill PATH" adds a line to the file and kills the child, if the file has fewer than two lines.
 SCRIPT = """
-import os, struct, sys, time
-length = struct.Struct("<I")
-def read():
-    head = sys.stdin.buffer.read(length.size)
-    return sys.stdin.buffer.read(*length.unpack(head)) if head else sys.exit()
-def write(reply):
-    sys.stdout.buffer.write(length.pack(len(reply)) + reply)
-    sys.stdout.buffer.flush()
-first_frame = read()
-if first_frame == b"never":
+import os, sys, time
+from baton.router.preparation import pipe
+state = sys.stdin.buffer.read()
+if state == b"never":
     sys.exit(3)
-write(b"")
-while True:
-    request = read()
+def reply(request):
     if request == b"die":
         sys.exit(4)
     if request[:5] == b"kill ":
@@ -43,10 +36,12 @@ while True:
         time.sleep(1000)
     if request[:4] == b"wait":
         time.sleep(0.2)
-    write(b"%d %b %b %b" % (os.getpid(), first_frame, request, os.environ.get("BATON_API_KEY", "").encode()))
+    secret = os.environ.get("BATON_API_KEY", "").encode()
+    return b"%d %b %b %b" % (os.getpid(), state, request, secret)
+pipe.fork_children(int(sys.argv[1]), "test", {"test": lambda: pipe.serve(reply, 10.0)})
 """
 
-COMMAND = [sys.executable, "-S", "-c", SCRIPT]
+COMMAND = [sys.executable, "-c", SCRIPT]
 Make = Callable[..., ChildPool]
 
 
@@ -54,8 +49,10 @@ Make = Callable[..., ChildPool]
 async def make() -> AsyncIterator[Make]:
     async with contextlib.AsyncExitStack() as stack:
 
-        def made(count: int = 1, first_frame: bytes = b"hello", long_bytes: float = math.inf) -> ChildPool:
-            pool = ChildPool(COMMAND, count, first_frame, long_bytes=long_bytes)
+        def made(count: int = 1, state: bytes = b"hello", long_bytes: float = math.inf) -> ChildPool:
+            server = ForkServer(COMMAND, state)
+            stack.push_async_callback(server.close)
+            pool = ChildPool(server, "test", count, long_bytes=long_bytes)
             stack.push_async_callback(pool.close)
             return pool
 
@@ -80,15 +77,17 @@ async def test_one_child_serves_all_requests_without_the_secrets_of_the_router(
 @pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
 def test_a_child_that_died_between_requests_is_replaced(loop: Callable[[], asyncio.AbstractEventLoop]):
     async def check() -> None:
-        pool = ChildPool(COMMAND, 1, b"hello")
+        server = ForkServer(COMMAND, b"hello")
+        pool = ChildPool(server, "test", 1)
         first, _ = await call(pool, b"a")
         os.kill(first, signal.SIGSEGV)
         [child] = pool._idle
-        while child._process is not None and not child._is_dead(child._process):  # noqa: ASYNC110
+        while child._process is not None and not child._process.is_dead:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         second, _ = await call(pool, b"a")
         assert second != first
         await pool.close()
+        await server.close()
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(check())
@@ -115,14 +114,13 @@ async def test_a_child_that_hangs_is_replaced_and_the_request_is_not_sent_again(
         await hangs
     assert died.value.caused_by_request
     assert not died.value.killed
-    monkeypatch.undo()  # the next child needs longer to start
     second, rest = await behind
     assert second != first
     assert rest == b"hello b "
 
 
 async def test_a_child_that_does_not_start_is_not_caused_by_the_request(make: Make):
-    pool = make(first_frame=b"never")
+    pool = make(state=b"never")
     for _ in range(2):
         with pytest.raises(ChildDied) as died:
             await call(pool, b"a")
@@ -165,6 +163,26 @@ async def test_keys_take_turns(make: Make):
     await asyncio.gather(*(add(key) for key in ["flood"] * 20 + ["other"] * 2))
     assert order.index("other") <= 2
     assert order[:6].count("other") == 2
+
+
+async def test_one_process_forks_the_children_of_several_routers_and_is_replaced():
+    server = ForkServer(COMMAND, b"hello")
+    other = ForkServer(COMMAND, b"hello", server.fd)
+    pools = [ChildPool(each, "test", 1) for each in (server, other)]
+    server.start()
+
+    async def parents() -> set[int]:
+        """Of the children that both pools have now."""
+        pids = [(await call(pool, b"a"))[0] for pool in pools]
+        return {psutil.Process(pid).ppid() for pid in pids}
+
+    [first] = await parents()
+    os.kill(first, signal.SIGKILL)
+    [second] = await parents()
+    assert second != first
+    for each in (*pools, other, server):
+        await each.close()
+    assert not psutil.pid_exists(second)
 
 
 async def test_children_work_at_the_same_time(make: Make):

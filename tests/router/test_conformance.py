@@ -84,6 +84,7 @@ def _added_up(chunks: list[dict[str, Any]], *, chat: bool) -> dict[str, Any]:
         "index": last["index"],
         "finish_reason": last["finish_reason"],
         "stop_reason": last["stop_reason"],
+        "matched_stop": last["matched_stop"],
         "token_ids": list(chain.from_iterable(c["token_ids"] for c in chunks)),
         "logprobs": _joined([c["logprobs"] for c in chunks]),
     }

@@ -124,6 +124,9 @@ def test_the_token_that_stops_counts_but_adds_no_text(tokenizer: ModelTokenizer)
     text, last = feed(choice, ids, "stop")
     assert (text, choice.finish_reason, choice.num_tokens) == ("One", "stop", 2)
     assert last.stop_reason == ids[-1]
+    for reason, eos in (("stop", ids[-1]), ("length", None)):
+        _, last = feed(make_choice(tokenizer), ids, reason)
+        assert last.stops == {"stop_reason": None, "matched_stop": eos}
 
 
 def test_the_stop_is_part_of_the_text_if_asked(tokenizer: ModelTokenizer):

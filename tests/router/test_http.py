@@ -153,7 +153,7 @@ async def test_a_stop_string_ends_the_request_on_the_workers_too(cluster: Cluste
     result = await cluster.complete(stop=["France is", "Paris"])
     assert result["choices"][0]["text"] == "The capital of "
     assert result["choices"][0]["finish_reason"] == "stop"
-    assert result["choices"][0]["stop_reason"] == "France is"
+    assert result["choices"][0]["stop_reason"] == result["choices"][0]["matched_stop"] == "France is"
     assert result["usage"]["completion_tokens"] == 5
     await cluster.decodes[0].until(lambda w: w.cancelled == [w.submitted[0].decode.decode_id])
 

@@ -24,6 +24,7 @@ import pytest
 
 from baton.bench.harness.processes import spawn
 from baton.content import prompt_hints
+from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.processes import sockets, supervise
 from baton.router.processes.sockets import listen, reserve
@@ -399,13 +400,16 @@ def small_process(broken: Path) -> Callable[[RouterConfig], int]:
     return run
 
 
+IDLE = [sys.executable, "-c", "import signal; signal.pause()"]
+
+
 @pytest.mark.parametrize("failure", ["ends", "no fork"])
 async def test_a_failed_restart_leaves_the_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ):
     broken = tmp_path / "broken"
     config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0)
-    supervisor = supervise.Supervisor(config, small_process(broken))
+    supervisor = supervise.Supervisor(config, small_process(broken), ForkServer(IDLE))
     running = asyncio.create_task(supervisor.run())
     monkeypatch.setattr(supervise, "FIRST_BACKOFF", 0.01)
     fork, forks = os.fork, failure == "ends"
@@ -442,7 +446,7 @@ async def test_a_failed_restart_leaves_the_other_processes(
 async def test_the_admin_port_answers_from_what_is_known(tmp_path: Path, silent: str):
     """While a process is stopped, or waits for the status of a worker."""
     config = RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0)
-    supervisor = supervise.Supervisor(config, small_process(tmp_path / "never"))
+    supervisor = supervise.Supervisor(config, small_process(tmp_path / "never"), ForkServer(IDLE))
     async with supervisor._admin() as admin, aiohttp.ClientSession() as http:
         serving = asyncio.create_task(supervisor._serve(admin))
 

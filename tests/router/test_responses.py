@@ -183,6 +183,8 @@ async def test_stored_responses_belong_to_one_key(tokenizer: ModelTokenizer, tmp
             with pytest.raises(openai.NotFoundError, match="a router process keeps") as refusal:
                 await other.responses.create(input="x", previous_response_id=made.id)
             assert refusal.value.param == "previous_response_id"
+            with pytest.raises(openai.BadRequestError, match="must begin with resp_, not 'bad'"):
+                await mine.responses.create(input="x", previous_response_id="bad")
             with pytest.raises(openai.NotFoundError):
                 await other.responses.delete(made.id)
             with pytest.raises(openai.BadRequestError, match="not made with background"):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +13,11 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.router.api.structured import Structure
+from baton.router.child_pool import ForkServer
 from baton.router.errors import InvalidRequest
+from baton.router.preparation.child import fork_server
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
+from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as ipb
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.stubs import InferenceStub
@@ -71,18 +75,13 @@ async def test_both_workers_get_the_structure(
     [
         ({"response_format": as_format({"type": "strin"})}, "response_format.json_schema.schema", "strin"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", ""),
-        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", ""),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "invalid 'json' schema"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
         ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar", "nothing"),
         ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "'x' not found"),
         ({"structured_outputs": {"grammar": 'root ::= "a'}}, "structured_outputs.grammar", ""),
         ({"structured_outputs": {"grammar": "root ::= " + 5000 * "("}}, "structured_outputs.grammar", ""),
-        (
-            {"structured_outputs": {"regex": "((a{1000}){1000}){1000}"}},
-            "structured_outputs.regex",
-            "too much",
-        ),
         ({"structured_outputs": {"grammar": DEEP}}, "structured_outputs.grammar", "too much"),
         ({"structured_outputs": {"regex": MAX_LENGTH * "ab"}}, "structured_outputs.regex", "characters"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "characters"),
@@ -122,18 +121,20 @@ DRAFT_6 = {"$schema": "http://json-schema.org/draft-06/schema#"}
         (DRAFT_6 | {"unevaluatedProperties": False}, "unevaluatedProperties"),
     ],
 )
-async def test_a_keyword_that_would_have_no_effect_is_refused_by_name(schema: Any, keyword: str):
-    async with running_checker() as checker:
+async def test_a_keyword_that_would_have_no_effect_is_refused_by_name(
+    schema: Any, keyword: str, tokenizer: ModelTokenizer
+):
+    async with running_checker(tokenizer) as checker:
         with pytest.raises(InvalidRequest, match=keyword):
             await checker.check(Structure("json_schema", json.dumps(schema), "f"), "")
 
 
-async def test_names_and_values_are_no_keywords():
+async def test_names_and_values_are_no_keywords(tokenizer: ModelTokenizer):
     schema = {
         "properties": {"extends": {"enum": [{"disallow": 1}]}, "required": {"default": {"divisibleBy": 2}}},
         "required": ["extends"],
     }
-    async with running_checker() as checker:
+    async with running_checker(tokenizer) as checker:
         text = json.dumps(schema)
         assert (await checker.check(Structure("json_schema", text, "f"), "")).text == text
         draft_4 = {"type": "number", "minimum": 3, "exclusiveMinimum": True}
@@ -158,14 +159,30 @@ async def test_names_and_values_are_no_keywords():
         (r"[\\d]", ["d", "\\"], ["3"]),
     ],
 )
-async def test_classes_of_characters_are_those_of_xgrammar(regex: str, taken: list[str], refused: list[str]):
-    async with running_checker() as checker:
+async def test_classes_of_characters_are_those_of_xgrammar(
+    regex: str, taken: list[str], refused: list[str], tokenizer: ModelTokenizer
+):
+    async with running_checker(tokenizer) as checker:
         checked = await checker.check(Structure("regex", regex, "f"), "")
         grammar = LLMatcher.grammar_from_regex(checked.text)
         assert [text for text in taken if not accepts(grammar, text)] == []
         assert [text for text in refused if accepts(grammar, text)] == []
         with pytest.raises(InvalidRequest, match="too much to compile"):
             await checker.check(Structure("regex", r"|".join([r"\d"] * (MAX_LENGTH // 4)), "f"), "")
+
+
+async def test_a_regex_that_takes_long_is_refused():
+    """With a limit that it exceeds on any machine."""
+    limited = "import sys; from baton.router.preparation import grammar_child, pipe; "
+    limited += "grammar_child.CPU_SECONDS = 0.05; "
+    limited += "pipe.fork_children(int(sys.argv[1]), 'test', {'grammars': grammar_child.serve})"
+    server = ForkServer([sys.executable, "-c", limited])
+    checker = GrammarChecker(server)
+    with pytest.raises(InvalidRequest, match="too much to compile"):
+        await checker.check(Structure("regex", "((a{1000}){1000}){1000}", "f"), "")
+    assert (await checker.check(Structure("regex", "a", "f"), "")).text == "a"
+    await checker.close()
+    await server.close()
 
 
 async def test_an_invalid_grammar_of_a_chat_is_refused(cluster: Cluster):
@@ -203,13 +220,15 @@ async def test_structured_outputs_over_grpc(
 
 
 @contextlib.asynccontextmanager
-async def running_checker() -> AsyncIterator[GrammarChecker]:
-    checker = GrammarChecker("baton: test grammars")
+async def running_checker(tokenizer: ModelTokenizer) -> AsyncIterator[GrammarChecker]:
+    server = fork_server("baton: test", tokenizer)
+    checker = GrammarChecker(server)
     yield checker
     await checker.close()
+    await server.close()
 
 
-async def test_a_valid_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+async def test_a_valid_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tokenizer: ModelTokenizer):
     compiled = []
     original = GrammarChecker._compile
 
@@ -218,7 +237,7 @@ async def test_a_valid_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatc
         return await original(self, given, key)
 
     monkeypatch.setattr(GrammarChecker, "_compile", compile_)
-    async with running_checker() as checker:
+    async with running_checker(tokenizer) as checker:
         for text in ("a", "b", "a", "a"):
             await checker.check(Structure("regex", text, "f"), "")
         assert compiled == ["a", "b"]
@@ -230,8 +249,8 @@ async def test_a_valid_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatc
         assert len(checker._valid) < 100
 
 
-async def test_a_cancelled_check_does_not_affect_the_next():
-    async with running_checker() as checker:
+async def test_a_cancelled_check_does_not_affect_the_next(tokenizer: ModelTokenizer):
+    async with running_checker(tokenizer) as checker:
         slow = asyncio.create_task(checker.check(Structure("regex", "((a{1000}){1000}){1000}", "f"), ""))
         while not checker._children._calls:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

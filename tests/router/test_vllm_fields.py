@@ -1,5 +1,6 @@
 """Fields of vLLM that change the prompt, the text or the names of tokens."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,15 @@ async def test_a_request_is_told_how_long_its_parts_took(tokenizer: ModelTokeniz
         _, whole = await silent.post("/v1/chat/completions", **chat)
         assert "metrics" not in whole
         await silent.idle()
+
+
+async def test_options_of_the_router_hold_for_each_request(tokenizer: ModelTokenizer, tmp_path: Path):
+    options = {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
+    async with make_cluster(tokenizer, tmp_path, **options) as cluster:
+        events = await cluster.events("/v1/completions", prompt="Hi", max_tokens=4, logprobs=0)
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert (len(counts), counts[-1]) == (5, 4)
+        assert counts == sorted(counts)
+        names = [event["choices"][0]["logprobs"]["tokens"][0] for event in events[:-1]]
+        assert all(re.fullmatch(r"token_id:\d+", name) for name in names)
+        await cluster.idle()

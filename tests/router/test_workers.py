@@ -148,7 +148,7 @@ async def test_one_of_two_models_that_connect_together_is_refused(tokenizer: Mod
         decode = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids)
         decode.model_fingerprint = "model=m2"
         for worker, other in ((prefill, decode), (decode, prefill)):
-            worker.before_status = lambda other=other: other.until(lambda w: w.described)
+            worker.before_description = lambda other=other: other.until(lambda w: w.described)
             await worker.start()
         rewrite(tmp_path / "workers", [prefill, decode])
         await cluster.until(

@@ -14,6 +14,7 @@ import socket
 import sys
 import types
 import unittest
+import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -23,7 +24,8 @@ from unittest.mock import MagicMock
 import pytest
 
 URL = os.environ["BATON_URL"].rstrip("/")
-with urllib.request.urlopen(URL + "/v1/models") as _page:
+HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["BATON_API_KEY"]}
+with urllib.request.urlopen(urllib.request.Request(URL + "/v1/models", headers=HEADERS)) as _page:
     MODEL = json.load(_page)["data"][0]["id"]
 MOCKED = ("vllm", "sglang", "model_hosting_container_standards", "xgrammar")
 ALIKE = {"regex": re, "pybase64": base64}
@@ -62,8 +64,12 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return _post("/tokenize", prompt=text, add_special_tokens=add_special_tokens)["tokens"]
 
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return _post("/detokenize", tokens=list(ids))["prompt"]
+    def decode(self, ids: list[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        return _post("/detokenize", tokens=list(ids), skip_special_tokens=skip_special_tokens)["prompt"]
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        strings = [_post("/tokenize", prompt=self.decode([i]), return_token_strs=True) for i in ids]
+        return [string["token_strs"][0] for string in strings]
 
     def apply_chat_template(self, messages: Any, tokenize: bool = False, **more: Any) -> Any:
         more = {name: value for name, value in more.items() if name in ("add_generation_prompt", "tools")}
@@ -72,10 +78,23 @@ class Tokenizer:
 
 
 def _post(path: str, **body: Any) -> Any:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
+    request = urllib.request.Request(URL + path, json.dumps(body).encode(), HEADERS)
     with urllib.request.urlopen(request) as response:
         return json.load(response)
+
+
+class ModelConfig:
+    """Takes the place of vLLM's class of this name."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def get_vocab_size(self) -> int:
+        try:
+            Tokenizer().decode([2**31 - 1])
+        except urllib.error.HTTPError as error:  # it says how many tokens there are
+            return int(json.load(error)["error"]["message"].rpartition("has ")[2].split()[0])
+        raise AssertionError("the cluster has a token of every id")
 
 
 class RemoteOpenAIServer:
@@ -130,6 +149,8 @@ KIT = Path("python/sglang/test/kits/matched_stop_kit.py")
 KNOWN: dict[str, Any] = {
     "RemoteOpenAIServer": RemoteOpenAIServer,
     "CustomTestCase": CustomTestCase,
+    "ModelConfig": ModelConfig,
+    "download_weights_from_hf": lambda *_, **__: MODEL,
     "get_tokenizer": lambda *_, **__: Tokenizer(),
     "popen_launch_server": lambda *_, **__: MagicMock(),
     "DEFAULT_URL_FOR_TEST": URL,

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from baton.bench.harness.cluster import LocalCluster, Worker
-from baton.bench.harness.streams import Case, cases, expected, new_session, read
+from baton.bench.harness.streams import Case, Stream, cases, expected, new_session, read
 
-from .recovery import Broken
+from .recovery import Broken, each_has
 
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
@@ -22,17 +22,25 @@ AT_ONCE = cases(9, 8, repeat=8)[1:]
 """Some are of a few tokens, others of some hundred."""
 ASKED = cases(6, 8, repeat=14)[2::3]
 """Prompts of some hundred tokens."""
+ENDING = cases(6, 48, repeat=50)[5:]
+"""A prompt and an answer that last while a worker ends."""
 
 
-@pytest.fixture(scope="module")
+CONNECTORS = "auto", "tcp", "nixl"
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(x, marks=[pytest.mark.long] * (x != "auto")) for x in CONNECTORS]
+)
 def cluster(
-    tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]
 ) -> Iterator[tuple[LocalCluster, dict[Case, list[int]]]]:
     with LocalCluster(
-        tmp_path_factory.mktemp("split"), prefill=2, decode=1, worker_flags=[*FLAGS, *shallow_model],
+        tmp_path_factory.mktemp("split"), prefill=2, decode=1,
+        worker_flags=[*FLAGS, *shallow_model, "--kv-connector", request.param],
         router_flags=["--no-split-prompts"],
     ) as started:  # fmt: skip
-        right = asyncio.run(expected(started.url, [*ASKED, *AT_ONCE], at_once=1))
+        right = asyncio.run(expected(started.url, [*ASKED, *AT_ONCE, *ENDING], at_once=1))
         assert started.router_metric("baton:split_prompts_total") == 0
         started.of("router")[0].flags = started._router_flags = started._router_flags[:-1]
         started.restart_router()
@@ -70,19 +78,33 @@ ENDS: dict[str, Callable[[Worker], None]] = {
     "drain": lambda worker: worker.terminate(),
 }
 SHORT = "kill -9 of the engine"
+STAGES = "it has its part", "KV is under way", "the first token is there"
 
 
 @pytest.mark.parametrize("how", [pytest.param(x, marks=[pytest.mark.long] * (x != SHORT)) for x in ENDS])
 @pytest.mark.parametrize("number", range(3), ids=["first worker", "second worker", "decode worker"])
-async def test_a_worker_ends_while_it_computes_its_part(whole: Broken, number: int, how: str) -> None:
+async def test_a_worker_ends_while_it_computes_its_part(
+    whole: Broken, number: int, how: str, request: pytest.FixtureRequest
+) -> None:
+    """The stages take turns, so that all transports together have each of them with each worker and end."""
     workers = whole.cluster.workers
+    turn = number + [*ENDS].index(how) + CONNECTORS.index(request.node.callspec.params["cluster"])
+    stage = STAGES[turn % len(STAGES)]
 
     def parts() -> float:
         whole.cluster.status()  # a scrape shows the last report, and this makes one
         return sum(worker.metric("baton:prompt_parts_total") for worker in workers)
 
     before = parts()
-    await whole.ride(ASKED[-1:], (lambda _: parts() > before, lambda: ENDS[how](workers[number])))
+
+    def reached(streams: list[Stream]) -> bool:
+        if stage == STAGES[2]:
+            return each_has(1)(streams)
+        return parts() > before and (stage == STAGES[0] or whole.transferring(streams))
+
+    lives = len(workers[number].lives)
+    await whole.ride(ENDING, (reached, lambda: ENDS[how](workers[number])))
+    await asyncio.to_thread(workers[number].wait_life, lives + 1)
 
 
 async def test_many_prompts_at_once(whole: Broken) -> None:

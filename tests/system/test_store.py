@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 
 import openai
-import psutil
 import pytest
 
 from baton.bench.harness.workers import prompt_of
+from baton.cluster.tools import status
 from tests.kv_transfer.conftest import until
 from tests.mooncake import libraries
 
@@ -53,6 +54,8 @@ async def test_chats_go_on_after_all_workers_and_then_the_store_were_restarted(
         assert [text for text, _ in found] == expected
         assert sum(cached for _, cached in found) >= 0.9 * 3 * 384, found
         await asyncio.to_thread(served.assert_whole)
+        workers = (await asyncio.to_thread(served.get, "/status"))["workers"]
+        assert all(re.search(": open, [1-9].* tokens/s", status.store(worker)) for worker in workers), workers
         store = served.role("store 0")
         assert store is not None
         [master] = [each for each in store.children() if each.name() == "mooncake_master"]
@@ -64,10 +67,12 @@ async def test_chats_go_on_after_all_workers_and_then_the_store_were_restarted(
         await restart(2)
         assert [(await turn(client, model, prompt))[0] for prompt in prompts] == expected
         await asyncio.to_thread(served.assert_whole)
+        store = served.role("store 0")
+        assert store is not None
+        processes = [store, *store.children()]
+        assert len(processes) == 3
         await asyncio.to_thread(served.stop, signal.SIGTERM)
-        assert not [
-            each for each in psutil.process_iter(["name"]) if each.info["name"].startswith("mooncake_")
-        ]
+        assert not [each for each in processes if each.is_running()], "of the store"
     finally:
         served.kill()
         machine.remove()

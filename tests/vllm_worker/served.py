@@ -37,8 +37,7 @@ SECRET = "of the tests, and of no other cluster"
 
 
 def save_model(directory: Path) -> Path:
-    """Writes a tiny random Llama, whose tokens are all spelled in ASCII."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """Writes a tiny random Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -48,8 +47,16 @@ def save_model(directory: Path) -> Path:
         bos_token_id=None, eos_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
+    save_tokenizer(directory, VOCABULARY)
+    return directory
+
+
+def save_tokenizer(directory: Path, vocabulary: int) -> None:
+    """Writes one with so many tokens, all spelled in ASCII."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     texts = ["</s>", *map(chr, range(0x21, 0x7F)), "Ġ", "Ċ"]
-    texts += [f"<{i}>" for i in range(len(texts), VOCABULARY)]
+    texts += [f"<{i}>" for i in range(len(texts), vocabulary)]
     tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=[]))
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,7 +64,6 @@ def save_model(directory: Path) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(about))
-    return directory
 
 
 def prompts_of(lengths: Sequence[int], seed: int) -> list[list[int]]:

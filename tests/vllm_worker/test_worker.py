@@ -77,13 +77,29 @@ def test_five_prompts(cluster: VLLMCluster, reference: Reference) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_pairs_with_batons_engine(cluster: VLLMCluster, reference: Reference) -> None:
-    """Chunked prompts, and one that begins as another. Log probabilities are those of one engine."""
-    with joined(cluster, "--max-model-len", "2304", "--num-blocks", "400") as fronts:
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [3, 300],
+        pytest.param([3, 127, 128, 129, 2000, *(41 + 73 * i for i in range(25))], marks=pytest.mark.long),
+    ],
+    ids=["two", "thirty"],
+)
+def test_pairs_with_batons_engine(cluster: VLLMCluster, reference: Reference, lengths: list[int]) -> None:
+    """Chunked prompts, all at once, and then one that begins as another. Log probabilities are those of one
+    engine."""
+    with (
+        joined(cluster, "--max-model-len", "2304", "--num-blocks", "1000") as fronts,
+        ThreadPoolExecutor(30) as pool,
+    ):
         for seed, front in enumerate(fronts, 20):
-            short, long = prompts_of([3, 300], seed)
-            for prompt in (short, long, [*long, 7, 8, 9]):
-                choice = front.ask(prompt=prompt, max_tokens=TOKENS, logprobs=2)
+            prompts = prompts_of(lengths, seed)
+            again = [*max(prompts, key=len), 7, 8, 9]
+
+            def ask(prompt: list[int], front: Front = front) -> dict[str, Any]:
+                return front.ask(prompt=prompt, max_tokens=TOKENS, logprobs=2)
+
+            for prompt, choice in zip([*prompts, again], [*pool.map(ask, prompts), ask(again)], strict=True):
                 assert choice["token_ids"] == (right := reference.tokens(prompt, TOKENS))
                 found = choice["logprobs"]["token_logprobs"]
                 assert found == pytest.approx(reference.logprobs(prompt, right), abs=1e-3)

@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ from tests.cluster_helpers import (
     WorkerStream,
     assert_whole,
     attached,
+    metrics,
     request,
     sampling,
     side_by_side,
     tiny_model,
 )
+from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json
 from tests.kv_transfer import second_wire
 from tests.worker.test_states import HYBRID, LATENTS
@@ -41,6 +43,8 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "enable_prefix_caching": True,
 }
+TWO_RANKS = {"tensor_parallel_size": 2}
+RANKS = pytest.mark.skipif(DEVICE != "cpu", reason="needs two devices")
 Workers = Sequence[WorkerProcess]
 
 
@@ -113,7 +117,7 @@ class Streams(list[WorkerStream]):
         return [token.token_id for token, _ in await self[-1].tokens(decode_id)]
 
 
-@pytest.fixture(scope="module", params=["tcp", "auto"])
+@pytest.fixture(scope="module", params=["tcp", "auto", pytest.param("nixl", marks=pytest.mark.long)])
 def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     """Three that share prompts, and one that never does."""
     roles = dict(enumerate(("prefill", "prefill", "decode", "decode")))
@@ -177,85 +181,96 @@ async def test_parts_wait_behind_other_prompts_and_for_each_other(streams: Strea
         await streams[worker].token(prefill_id)
 
 
+CHAT = (
+    [(0, 64), (1, 128), (0, 192), (1, 250)],
+    [(0, 640), (1, 704), (0, 1088), (1, 1300)],
+    [(1, 1344), (0, 1408), (1, 1472)],
+    [(0, 1024), (1, 1216), (0, 1472), (1, 1536), (0, 1700)],
+    [(0, 1344), (1, 1800)],
+)
+"""Plans of one prompt, which grows. From the second one on, workers have cached the beginning of the next."""
+
+
 @pytest.mark.parametrize(
     ("changes", "engine", "settings"),
     [
         pytest.param(LATENTS, {}, {}, id="latents"),
+        pytest.param(HYBRID, {}, {}, id="states"),
         pytest.param({}, {"kv_cache_dtype": "fp8"}, {}, id="FP8", marks=pytest.mark.long),
         pytest.param({}, {}, {"kv_encrypt": True}, id="encrypted", marks=pytest.mark.long),
+        pytest.param({}, TWO_RANKS, {}, id="equal ranks", marks=RANKS),
+        pytest.param({}, {}, {"first": TWO_RANKS}, id="other ranks", marks=[RANKS, pytest.mark.long]),
+        pytest.param(LATENTS, TWO_RANKS, {}, id="latents of ranks", marks=[RANKS, pytest.mark.long]),
+        pytest.param(HYBRID, {}, {"first": TWO_RANKS}, id="states of ranks", marks=[RANKS, pytest.mark.long]),
     ],
 )
 async def test_each_kind_of_kv_is_shared(
     changes: dict[str, Any], engine: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
+    """`settings`: `first` is what the engine of the first worker has beside `engine`."""
     model = tiny_model(tmp_path / "kind")
     edit_json(model / "config.json", **changes)
+    first = settings.get("first", {})
+    settings = {name: value for name, value in settings.items() if name != "first"}
+    engine = ENGINE | engine | {"num_blocks": 300}
+    engines = [engine | first, engine, engine]
     given = {
-        number: {"role": role, "index": number, "model": model, "engine": ENGINE | engine, **settings}
+        number: {"role": role, "index": number, "model": model, "engine": engines[number], **settings}
         for number, role in enumerate(("prefill", "decode", "decode"))
     }
     with side_by_side(tmp_path, given) as started:
         workers = [started[number].wait_ready() for number in given]
         async with AsyncExitStack() as stack:
             attach = [await stack.enter_async_context(attached(worker)) for worker in workers]
-            streams, token_ids = Streams(workers, attach), prompt(250, seed=9)
-            asked = await streams.share(token_ids, [(0, 64), (1, 128), (0, 192), (1, 250)], 1)
-            assert await streams.answer(asked, 1) == await streams.alone(token_ids)
+            streams, token_ids = Streams(workers, attach), prompt(1900, seed=9)
+            for plan in CHAT:
+                asked = await streams.share(token_ids[: plan[-1][1]], plan, 1)
+                assert await streams.answer(asked, 1) == await streams.alone(token_ids[: plan[-1][1]])
+            assert all(metrics(worker)["vllm:prefix_cache_hits_total"] for worker in workers[:2])
             await assert_whole(*workers)
 
 
-async def test_a_worker_with_states_computes_no_part(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "kind")
-    edit_json(model / "config.json", **HYBRID)
-    engine = {"load_format": "dummy", "num_blocks": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
-    given = {0: {"role": "prefill", "model": model, "engine": engine}}
-    with side_by_side(tmp_path, given) as started:
-        worker = started[0].wait_ready()
-        async with attached(worker) as stream:
-            described = await stream.stub.Describe(pb.DescribeRequest())
-            assert described.attention_doubles_at == 0
-            submitted = await Streams([worker], [stream]).share(prompt(100, seed=1), [(0, 100)], 0)
-            failure = await stream.failure(submitted.parts[0])
-            assert failure.code == pb.FAILURE_CODE_INVALID
-            await stream.cancel(submitted.decode_id)
-            await assert_whole(worker)
-
-
-@pytest.fixture
-def lost(tmp_path: Path) -> Iterator[tuple[Workers, BadNetwork]]:
-    """Two that share prompts, and one that decodes. The second layer from the first one never arrives."""
+@contextmanager
+def behind_a_network(path: Path, **waiting: Any) -> Iterator[tuple[Workers, BadNetwork]]:
+    """Two that share prompts, and one that decodes. KV of the second layer from the first one passes a
+    network. `waiting`: what the engine of the second one has beside `ENGINE`."""
     roles = dict(enumerate(("prefill", "prefill", "decode")))
     given = {
         number: {"role": role, "index": number, "engine": ENGINE, "kv_connector": "tcp"}
         for number, role in roles.items()
     }
-    with side_by_side(tmp_path, given) as started:
+    given[1]["engine"] = ENGINE | waiting
+    with side_by_side(path, given) as started:
         workers = [started[number].wait_ready() for number in roles]
         port = int(workers[0].ready["kv_address"].rpartition(":")[2])
-        with closing(BadNetwork(port, "lose", layer=1, hits=1)) as network:
+        with closing(BadNetwork(port, layer=1)) as network:
             workers[0].ready["kv_address"] = network.address
             yield workers, network
 
 
 ENDS = {
     "deadline": STEP_WAIT,
+    "deadline of two ranks": STEP_WAIT,
     "cancel": STEP_WAIT / 2,
+    "broken lanes": STEP_WAIT / 2,
     "kill -9 of the engine": STEP_WAIT / 2,
     "kill -9 of the transfer process": STEP_WAIT / 2,
     "stop": STEP_WAIT,
 }
-LONG = ("kill -9 of the transfer process", "stop")
+LONG = ("deadline of two ranks", "broken lanes", "kill -9 of the transfer process", "stop")
 
 
 @pytest.mark.parametrize("how", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in ENDS])
-async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(
-    lost: tuple[Workers, BadNetwork], how: str
-) -> None:
+async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(tmp_path: Path, how: str) -> None:
     """Another request in that step keeps its tokens, and no block is left behind."""
-    (first, second, third), network = lost
     token_ids, beside = prompt(300, seed=1), request(prompt(40, seed=2), ENDLESS)
-    async with attached(first) as a, attached(second) as b, attached(third) as d:
-        streams = Streams((first, second, third), (a, b, d))
+    async with AsyncExitStack() as stack:
+        waiting = TWO_RANKS if "ranks" in how else {}
+        workers, network = stack.enter_context(behind_a_network(tmp_path, **waiting))
+        network.fault, network.hits = "cut" if how == "broken lanes" else "lose", 1
+        first = workers[0]
+        a, b, d = [await stack.enter_async_context(attached(worker)) for worker in workers]
+        streams = Streams(workers, (a, b, d))
         other = await b.reserve(beside)
         await b.token(other)
         asked = await streams.share(token_ids, [(0, 192), (1, 300)], 2)
@@ -267,20 +282,36 @@ async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(
             await a.cancel(asked.parts[0])
         elif how == "stop":
             first.child("engine").send_signal(signal.SIGSTOP)
-        elif how != "deadline":
-            first.child(how.split()[-1] if "engine" in how else "transfer").kill()
+        elif "kill" in how:
+            first.child("engine" if "engine" in how else "transfer").kill()
         failure = await b.failure(asked.parts[1])
         assert failure.code == pb.FAILURE_CODE_DROPPED, failure.message
         assert time.monotonic() - began < ENDS[how] + 1
+        is_there = "kill" not in how and how != "stop"
+        if is_there:
+            await a.cancel(asked.parts[0])
         await d.cancel(asked.decode_id)
         tokens = [token.token_id for token, _ in [await b.token(other) for _ in range(30)]]
         await b.cancel(other)
         again = await d.reserve(beside)
         assert [(await d.token(again))[0].token_id for _ in range(31)][1:] == tokens
         await d.cancel(again)
-        await assert_whole(second, third)
-    if how == "stop":
-        first.child("engine").send_signal(signal.SIGCONT)
+        await assert_whole(*workers[0 if is_there else 1 :])
+        if how == "stop":
+            first.child("engine").send_signal(signal.SIGCONT)
+
+
+async def test_a_slow_worker_only_delays_the_first_token(tmp_path: Path) -> None:
+    with behind_a_network(tmp_path) as (workers, network):
+        network.fault, network.hits = "delay", 1000
+        async with AsyncExitStack() as stack:
+            attach = [await stack.enter_async_context(attached(worker)) for worker in workers]
+            streams, token_ids = Streams(workers, attach), prompt(300, seed=4)
+            asked = await streams.share(token_ids, [(0, 64), (1, 128), (0, 192), (1, 300)], 2)
+            assert await streams.answer(asked, 2) == await streams.alone(token_ids)
+            assert network.suffered
+            await assert_whole(*workers)
+            assert metrics(workers[1])["baton:prompt_parts_wait_seconds_total"] > 0
 
 
 async def test_a_worker_shares_a_prompt_with_another_implementation(tmp_path: Path) -> None:

@@ -50,9 +50,10 @@ class World:
         self.engine = engine
         receiver: Any = SimpleNamespace(
             fetch_content=lambda fetch_id, **_: self.asked.append(fetch_id), cancel=self.cancelled.append,
-            began=lambda fetch_id: fetch_id in self.began,
+            began=lambda fetch_id: fetch_id in self.began, ends=lambda fetch_id: self.ends,
         )  # fmt: skip
         self.began: set[bytes] = set()
+        self.ends = 0.0  # of a fetch from a store
         self.fetches = PrefixFetches(engine, receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""))
 
     def put_behind(self) -> None:
@@ -401,6 +402,37 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
     store.handle(Closed(world.asked[0]))
     assert not world.get(b"b", None), "computing is faster"
     assert world.empty
+
+
+def test_a_fetch_that_will_be_late_is_given_up_at_once(world: World) -> None:
+    world.put_behind()
+    assert world.fetches.behind is not None
+    store, _ = world.fetches.behind
+    world.engine.prompt_tokens_per_s = 1000.0  # 0.256 s for all
+    assert world.get(b"a", None)
+    world.began.add(world.asked[0])
+    world.now, world.ends = 0.01, 0.25
+    store.expire()
+    assert not world.added, "it is in time"
+    world.now, world.ends = 0.02, 0.3
+    store.expire()
+    assert (world.added, world.cancelled) == ([b"a"], world.asked)
+    store.handle(Closed(world.asked[0]))
+    assert not world.get(b"b", None), "it would have taken 0.3 s"
+    assert world.empty
+
+
+def test_no_prompt_waits_for_a_store_that_a_probe_found_slow(world: World) -> None:
+    world.put_behind()
+    assert world.fetches.behind is not None
+    store, source = world.fetches.behind
+    world.engine.prompt_tokens_per_s = 1000.0
+    link = store._links.to(source)
+    link.assume(900.0)
+    assert link.expected(1 << 10) == pytest.approx((1 << 10) / 900.0)
+    assert not world.get(b"a", None)
+    link.measured(4 * CHUNK_TOKENS, 0.0, 0.1, now=0.0)
+    assert world.get(b"a", None), "fetches say more than a probe"
 
 
 def test_a_store_that_does_not_answer_is_not_asked_for_a_while(world: World) -> None:

@@ -341,6 +341,6 @@ def _ready(engine: Engine) -> messages.EngineReady:
         num_blocks=engine.num_blocks,
         offload_blocks=sum(tier.num_places for tier in engine.offload),
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.tokenizer)),
-        attention_doubles_at=model.attention_doubles_at if engine.computes_parts else 0,
+        attention_doubles_at=model.attention_doubles_at,
         numerics=engine.numerics,
     )

@@ -8,9 +8,11 @@ that compute them. The *final* part has the last range: it samples, and hands ov
 2. For each other worker with an earlier range it fetches that KV. For each one with a later range it offers
    its own KV, under an id for this pair of workers. So a transfer of one receiver never ends that of another.
 3. A range is computed when KV of the end of each earlier range has come: the steps that compute them have
-   then started.
+   then started. If the first layer has states, those after the range before must have come, too.
 4. Each layer of that step writes its own KV, which leaves at once. Before its attention it waits until the
-   layer has the KV of all earlier ranges.
+   layer has the KV of all earlier ranges, and the next layer its states. These leave after a range, for the
+   worker of the next one. The slot that they leave from is written again when that worker, and those of all
+   ranges until then, have passed the layer.
 5. When the step is over, COMMIT tells the receivers that its inputs were complete. COMMIT waits for no other
    COMMIT.
 6. When COMMIT of each earlier part has come, the prefix cache may have the KV, and the first token leaves.
@@ -20,6 +22,7 @@ Why nothing waits in a circle ("──▶": waits for):
 
     layer of a step   ──▶ transfer of that layer ──▶ steps that started before this one
                           └─▶ arena slots here, which the waiting thread itself empties
+    the same, rank 1… ──▶ the layer on rank 0 ──▶ copies of KV by other threads of all ranks
     start of a range  ──▶ start of each earlier range, and prompts of its worker that have their blocks
     COMMIT            ──▶ the end of the steps of its own part
     token, cache      ──▶ COMMIT of each earlier part
@@ -118,7 +121,8 @@ def start_part(
         for other in others:
             sender.close(pair_id(request.id, other), "gone")
         return None
-    block_ids, cached, _ = reservation
+    block_ids, cached, state_slot = reservation
+    starts, ends = {of.start for of in own}, {of.stop for of in own}
     uncached = [range(max(of.start, cached), of.stop) for of in own if of.stop > cached]
     part = Part(
         request.id,
@@ -142,13 +146,18 @@ def start_part(
                 incarnation=worker.incarnation,
                 block_ids=block_ids,
                 ranges=wanted,
+                states_at=[stop for _, stop in wanted if stop in starts] if engine.states else (),
+                state_slot=state_slot,
             )
         if offered := _before(own, theirs[-1]):
-            part.outputs[pair_id(request.id, other)] = offered[-1].stop
-    opened = {**part.outputs, **({request.id: own[-1].stop} if part.is_final else {})}
-    for opened_id, stop in opened.items():
-        sender.open(opened_id, block_ids, stop)
-        sender.ready(opened_id, None, 0, min(cached, stop))
+            opened_id = pair_id(request.id, other)
+            part.outputs[opened_id] = offered[-1].stop
+            states_at = sorted(ends & {of.start for of in theirs})
+            sender.open(opened_id, block_ids, offered[-1].stop, state_slot, states_at)
+            sender.ready(opened_id, None, 0, min(cached, offered[-1].stop))
+    if part.is_final:
+        sender.open(request.id, block_ids, own[-1].stop, state_slot)
+        sender.ready(request.id, None, 0, cached)
     return part
 
 

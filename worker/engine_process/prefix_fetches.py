@@ -147,6 +147,10 @@ class PrefixFetches:
         longest = SLACK + 2 * computing if computing else LONGEST
         return longest, longest
 
+    def _ends(self, fetch_id: bytes) -> float:
+        """When a fetch will have ended, at the speed that it has. 0: not known."""
+        return 0.0
+
     def _ask(
         self, fetch_id: bytes, missing: MissingPrefix, source: ContentSource, block_ids: Sequence[int]
     ) -> None:
@@ -206,12 +210,13 @@ class PrefixFetches:
         """Computes the prompts that wait for a fetch which takes too long."""
         now = time.monotonic()
         for fetch_id, fetch in self._fetches.items():
-            if not fetch.waiting or now < fetch.begins_by:
+            if not fetch.waiting:
                 continue
             has_begun = self._receiver.began(fetch_id)
-            if not has_begun or now >= fetch.until:
+            ends = max(now, self._ends(fetch_id))
+            if ends >= fetch.until if has_begun else now >= fetch.begins_by:
                 if has_begun:
-                    fetch.link.measured(fetch.tokens, 0.0, now - fetch.started, now)
+                    fetch.link.measured(fetch.tokens, 0.0, ends - fetch.started, now)
                 else:
                     fetch.link.paused_until = now + PAUSE
                 waiting, fetch.waiting = fetch.waiting, {}

@@ -4,8 +4,9 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from baton.content import Tier
+from baton.content import CHUNK_TOKENS, Tier
 from baton.kv_transfer import TransferDeadlines
+from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.machine import Average
 from baton.worker.messages import ContentSource, PrefixLink
 
@@ -23,6 +24,9 @@ MOST = 1000
 RECENT = 60.0
 """Seconds for which a measured fetch is reported to routers. After that they count the link as unknown, and
 try it again."""
+
+LONG = (MAX_CHUNKS * CHUNK_TOKENS).bit_length()
+"""Of the longest fetch."""
 
 
 @dataclass(slots=True)
@@ -74,6 +78,11 @@ class Link:
     def _has_ended(self, now: float) -> bool:
         """Whether the session of the last fetch has probably ended."""
         return now >= self.measured_at + IDLE_CLOSE
+
+    def assume(self, tokens_per_s: float) -> None:
+        """A speed that is not that of a fetch. It counts for all sizes until there are fetches."""
+        self.tokens_per_s.add(CHUNK_TOKENS, CHUNK_TOKENS / tokens_per_s)
+        self.transfers[LONG].add((1 << LONG) / tokens_per_s)
 
     def measured(
         self, tokens: int, waited: float, seconds: float, now: float, connecting: float = 0.0

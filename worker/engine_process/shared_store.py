@@ -41,6 +41,9 @@ class StoreFetches(PrefixFetches):
         end = min(most, max(SLACK, 2 * expected)) if expected else most
         return min(end, max(SLACK, 2 * answer)), end
 
+    def _ends(self, fetch_id: bytes) -> float:
+        return cast("SharedStore", self._receiver).ends(fetch_id)
+
     def _ask(
         self, fetch_id: bytes, missing: MissingPrefix, source: ContentSource, block_ids: Sequence[int]
     ) -> None:
@@ -139,6 +142,8 @@ class StoreTier(SharedStore):
         if self.session != self._seen:  # it may have lost all objects
             self._seen = self.session
             self._again = self._exchange.last_used() if self.session else None
+            if self.chunk_seconds:
+                self._link.assume(CHUNK_TOKENS / self.chunk_seconds)
         if self._again is not None and not self.writes:
             prefix = next(self._again, None)
             if prefix is None:

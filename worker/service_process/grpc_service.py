@@ -57,10 +57,16 @@ class AttachService:
         self, request_iterator: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext
     ) -> None:
         try:
-            router, report_seconds = await _hello(request_iterator)
+            router, hello = await _hello(request_iterator)
+            report_seconds = validation.report_seconds(hello.report_seconds)
         except StreamError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        described = await self._describe() if hello.describe else None
         stream = self._routers.open(report_seconds)
+        if described is not None:
+            stream.put(pb.WorkerMessage(description=described))
+        if hello.cache:
+            stream.put_snapshot(self._backend.cache_snapshot)
         log.info("router %s attached", router)
         reading = asyncio.create_task(self._read(stream, request_iterator))
         writing = asyncio.create_task(stream.write_to(context))
@@ -89,7 +95,12 @@ class AttachService:
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
     ) -> pb.WorkerDescription:
-        return self._description
+        return await self._describe()
+
+    async def _describe(self) -> pb.WorkerDescription:
+        described = pb.WorkerDescription(status=await self._backend.status())
+        described.MergeFrom(self._description)
+        return described
 
     async def GetStatus(
         self, request: pb.StatusRequest, context: grpc.aio.ServicerContext
@@ -187,14 +198,12 @@ class AttachService:
         task.add_done_callback(self._cancels.discard)
 
 
-async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> tuple[str, float]:
-    """Reads the RouterHello that every stream begins with. Returns the router's name for logs, and the least
-    seconds between two reports to it."""
+async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> tuple[str, pb.RouterHello]:
+    """Reads the RouterHello that every stream begins with. Returns the router's name for logs, too."""
     try:
         first = await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT)
     except (TimeoutError, StopAsyncIteration) as error:
         raise StreamError("a stream begins with a RouterHello") from error
     if first.WhichOneof("kind") != "hello":
         raise StreamError("a stream begins with a RouterHello")
-    name = validation.attempt_id(first.hello.router_id, "router_id").hex()[:8]
-    return name, validation.report_seconds(first.hello.report_seconds)
+    return validation.attempt_id(first.hello.router_id, "router_id").hex()[:8], first.hello

@@ -38,7 +38,8 @@ class AnthropicBuilder(BlocksBuilder):
 
     def _begin(self) -> Iterator[Event]:
         nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
-        yield {"type": "message_start", "message": {**self._frame, **nothing, "usage": self._usage()}}
+        usage = self._usage() | {"output_tokens": 0}  # as in vLLM; the last event has all of them
+        yield {"type": "message_start", "message": {**self._frame, **nothing, "usage": usage}}
 
     def _opened(self, block: Block) -> Iterator[Event]:
         empty = _content(block)

@@ -37,7 +37,8 @@ class LogprobEntries:
 
     def __init__(self, request: ActiveRequest) -> None:
         self._tokenizer = request.services.tokenizer
-        self._as_ids = request.body.return_tokens_as_token_ids
+        by_default = request.services.config.return_tokens_as_token_ids
+        self._as_ids = request.body.return_tokens_as_token_ids or by_default
         self._named = bool(request.body.logprob_token_ids)
 
     def of_chat(self, delta: Delta) -> msgspec.Raw:

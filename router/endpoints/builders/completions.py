@@ -54,8 +54,9 @@ class ChoicesBuilder:
         self._prompt_top = request.body.prompt_logprobs
         # Nothing comes before the first token, so it has no probability.
         self._prompt_logprobs: list[list[msgspec.Raw | None]] = [[None] for _ in request.choices]
-        self._usage_at_the_end = options is not None and options.usage_at_the_end
-        self._usage_in_each_chunk = options is not None and options.usage_in_each_chunk
+        forced = request.services.config.enable_force_include_usage
+        self._usage_at_the_end = forced or (options is not None and options.usage_at_the_end)
+        self._usage_in_each_chunk = forced or (options is not None and options.usage_in_each_chunk)
         self._parts: dict[int, ChoicePart] = {}
         self._uniform = not (self._logprobs or self._token_ids or self._usage_in_each_chunk)
         self._templates: dict[tuple[int, str], list[bytes]] = {}
@@ -216,9 +217,8 @@ class CompletionBuilder(ChoicesBuilder):
             "text": self._echoed(index) + text if first else text,
             "logprobs": logprobs,
             "finish_reason": last.finish_reason,
+            **last.stops,
         }
-        if last.finish_reason:
-            choice["stop_reason"] = last.stop_reason
         if whole:
             scored = self._prompt_top is not None
             choice["prompt_logprobs"] = self._prompt_logprobs[index] if scored else None
@@ -300,9 +300,8 @@ class ChatBuilder(ChoicesBuilder):
         rest: dict[str, Any] = {
             "logprobs": {"content": part.logprobs} if self._logprobs else None,
             "finish_reason": "tool_calls" if called else last.finish_reason,
+            **last.stops,
         }
-        if last.finish_reason:
-            rest["stop_reason"] = last.stop_reason
         if self._token_ids:
             rest["token_ids"] = part.token_ids
         return rest
