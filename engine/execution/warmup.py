@@ -35,7 +35,7 @@ from baton.engine.step import (
 )
 
 TOP_LOGPROBS = 20
-PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for n in (48, 384, 768, 192)]
+PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for n in (48, 96, 384, 768, 192)]
 """(prompt length, variant): matrix products choose other kernels for these numbers of rows, or measure them
 (`engine.kernels.fastest`), and sampling has other kernels for these variants. The last one also takes the
 memory in which attention converts FP8 blocks (`engine.kernels.attention.gather_kv`): the largest steps may

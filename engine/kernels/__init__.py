@@ -257,14 +257,16 @@ class Kernels:
 class LinearMethod:
     """The base of products y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
 
-    grouped: bool | None = None
-    """Whether x is in FP8 with a scale for each group of columns, or for each row. None: x is in the model's
-    dtype."""
+    def quantizes(self, rows: int) -> bool | None:
+        """Whether x of so many rows is best in FP8 with a scale for each group of columns, or for each row.
+        None: in the model's dtype."""
+        return None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Any) -> Tensor:
+        """x: a tensor, or as `quantizes` says `Quantized`."""
         raise NotImplementedError
 
-    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def silu_mul(self, x: Any, kernels: Kernels) -> Tensor:
         """`Kernels.silu_mul` of the product. A format may have one kernel for both."""
         return kernels.silu_mul(self(x))
 

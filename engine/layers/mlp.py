@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Choice, Experts, FourBits, Fp8Experts
+from baton.engine.kernels import Choice, Experts, FourBits, Fp8Experts, Quantized
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, whole
@@ -41,12 +41,12 @@ class GatedMLP:
         self.kernels = weights.kernels
         self.gelu = gelu
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Any) -> Tensor:
         return self.down(self._inner(x))
 
-    def _inner(self, x: Tensor) -> Any:
+    def _inner(self, x: Any) -> Any:
         """What the down product takes: a tensor, or `Quantized`."""
-        grouped = self.down.grouped
+        grouped = self.down.quantizes(len(x.values if isinstance(x, Quantized) else x))
         if grouped is None and not self.gelu:
             return self.input.silu_mul(x, self.kernels)
         return self.kernels.silu_mul(self.input(x), grouped, gelu=self.gelu)

@@ -41,17 +41,17 @@ class InputNorm:
     def __init__(self, weights: Weights, norm: RMSNorm | None, product: LinearMethod | None) -> None:
         self.norm = norm
         self.kernels = weights.kernels
-        self.grouped = None if product is None else product.grouped
+        self.product = product or LinearMethod()
 
     def __call__(self, residual: Tensor, delta: Tensor | Terms | None = None) -> Any:
         """As `RMSNorm`. Returns what the product takes: a tensor, or `Quantized`."""
-        norm = self.norm
+        norm, grouped = self.norm, self.product.quantizes(len(residual))
         if norm is not None and norm.ranks.size == 1:
-            return self.kernels.add_rms_norm(residual, delta, norm.weight, norm.eps, self.grouped)
+            return self.kernels.add_rms_norm(residual, delta, norm.weight, norm.eps, grouped)
         x = residual
         if norm is not None:
             x = norm(residual, delta)
         elif delta is not None:
             assert not isinstance(delta, Terms), "a draft head sums its delta"
             residual.add_(delta)
-        return x if self.grouped is None else self.kernels.quantize(x, grouped=self.grouped)
+        return x if grouped is None else self.kernels.quantize(x, grouped=grouped)

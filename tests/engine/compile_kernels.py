@@ -62,7 +62,7 @@ def main() -> None:
     from baton.engine.kernels.exact_linear import ExactLinear
     from baton.engine.kernels.peer_copy import PeerCopy
     from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
-    from baton.engine.kernels.quantized.int4_linear import Int4Linear
+    from baton.engine.kernels.quantized.int4_linear import FORMS, Int4Linear
     from baton.engine.kernels.quantized.reference import four_bits, of_experts
     from baton.engine.kernels.sampling import draft_kernels, drafts, race
     from baton.engine.kernels.sampling.thresholds import thresholds
@@ -169,8 +169,13 @@ def main() -> None:
         scales = torch.zeros(4096, 4096 // size)
         for zeros in (scales, scales + 1):
             int4 = Int4Linear(four_bits(codes, scales, zeros, dtype), None, 132)
-            for tokens in (1, 2, 4, 16, 64, 256):
+            for tokens in (1, 2, 4, 16):
                 int4(torch.zeros(tokens, 4096, dtype=dtype))
+            for tokens, form in itertools.product((64, 128, 256), FORMS):
+                x = TritonKernels(torch.device("cpu"), 128).quantize(
+                    torch.zeros(tokens, 4096, dtype=dtype), grouped=False
+                )
+                int4.triton(x, form)
 
     print("-- sums over ranks")
     for ranks, rank in ((2, 0), (2, 1), (4, 3)):
