@@ -47,8 +47,9 @@ class ContextLengthExceeded(InvalidRequest):
     @classmethod
     def of_prompt(cls, field: str, size: int, unit: str, most: int, context: int) -> "ContextLengthExceeded":
         """Returns the error for a prompt of `size` units, of which a prompt may have `most`."""
-        text = f"{field}: prompt is too long: {size} {unit} > {most} maximum, because this model's maximum"
-        return cls(f"{text} context length is {context} tokens with the output", param=field)
+        text = f"{field}: prompt is too long: {size} {unit} > {most} maximum. With its output it is longer"
+        text += f" than the model's context length: this model's maximum context length is {context} tokens"
+        return cls(text, param=field)
 
 
 class Unauthorized(ApiError):

@@ -35,7 +35,7 @@ DOCUMENTED = "|".join([
     r"structured_outputs: must have one",
     r"no text can follow them|must not be empty$",  # a text may have no token
     r"at least 1 item, not \[\]$",  # instructions or earlier messages count as well
-    r"tools has .* twice|must have each token once|tool_choice names",
+    r"tools has .* twice|must have each token once|not found in tools list|must begin with resp_",
     # Grammars, and the arguments of a call, in fields that are text.
     r"^(structured_outputs|response_format|text\.format|output_config\.format)",
     r"tools\[\d+\]\.(function\.parameters|input_schema|parameters): |arguments must be a JSON object",

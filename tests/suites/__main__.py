@@ -96,3 +96,7 @@ def main(name: str, directory: str, model: str, *chosen: str) -> int:
     for kind, count in kinds.most_common():
         print(f"{count:5} {kind}")
     return 1 if kinds["new"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
