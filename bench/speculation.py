@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,10 @@ from baton.engine.core.draft_counts import StepCosts
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.kernels import Kernels
+from baton.engine.layers.ranks import whole
+from baton.engine.layers.weights import Weights
+from baton.engine.models.draft_heads import DRAFT_HEADS, DraftHead, Eagle3, HeadConfig
+from baton.engine.models.llama import Llama
 
 TEXT = (
     "The harbour of the old town opens to the north. In winter the fishing boats stay inside for weeks, and "
@@ -55,6 +59,8 @@ BATCHES = 1, 8, 32, 64, 128, 256
 GOALS = {1: (1.08, 2.2), 8: (1.12, 2.1), 32: (1.25, 1.8)}
 """By batch: a step with four tokens over one with one, and tokens/s over those without drafts."""
 NEVER = 0.98
+KNOWN = 32_000
+"""Tokens that an EAGLE-3 head knows."""
 
 
 def on_cpu(report: Report, *, short: bool) -> None:
@@ -194,8 +200,18 @@ def on_cuda(report: Report, *, short: bool, method: str = "ngram") -> None:
         engine.close()
 
 
+class _Published(Eagle3):
+    """Knows as many tokens as published heads do."""
+
+    def __init__(self, config: HeadConfig, weights: Weights, target: Llama) -> None:
+        super().__init__(config, weights, target)
+        self.project = weights.linear(["lm_head"], [whole(KNOWN)], whole(config.model.hidden_size))
+        self.token_ids = torch.arange(KNOWN, device=target.norm.weight.device)
+
+
 def _eagle(model: Path) -> Path:
     """The shape of an EAGLE-3 head for this model. Its weights are random."""
+    cast(dict[str, type[DraftHead]], DRAFT_HEADS)["eagle3"] = _Published
     head = model / "head"
     head.mkdir()
     settings = json.loads((model / "config.json").read_text())

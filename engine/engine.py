@@ -10,7 +10,7 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, Reservation, StepResult
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.chunk_limit import FULL_STEP, ChunkLimit
+from baton.engine.core.chunk_limit import ChunkLimit
 from baton.engine.core.drafters import DRAFTERS
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
@@ -52,12 +52,13 @@ def build_engine(
     return Engine(config, started, hooks)
 
 
-def _speculation(config: EngineConfig) -> Speculation | None:
+def _speculation(config: EngineConfig, *, has_states: bool) -> Speculation | None:
     """None: no token is drafted."""
     if (wanted := config.speculative_config) is None:
         return None
     drafter = None if wanted.by_device else DRAFTERS[wanted.method](wanted)
-    return Speculation(drafter, wanted.num_speculative_tokens, batch_sizes(config.max_decode_rows))
+    sizes = batch_sizes(config.max_decode_rows)
+    return Speculation(drafter, wanted.num_speculative_tokens, sizes, has_states=has_states)
 
 
 class Engine:
@@ -92,18 +93,16 @@ class Engine:
             config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps, started.largest
         )
         self._meters = Meters(limit, started.largest)
-        # With more tokens, products bound a step, not reading the weights; without a graph, its launches do.
-        dense_step = FULL_STEP * model.num_parameters / model.parameters_read(1)
         pool = BlockPool(self.num_blocks, self.block_size)
         self._scheduler = Scheduler(
             pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
-            full_step=int(min(dense_step, runner.graph_rows)),
+            full_step=int(min(model.full_step, runner.graph_rows)),  # without a graph, launches bound a step
             cache=self._prefix_cache(config, started, hooks, pool),
             states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
-            speculation=_speculation(config),
+            speculation=_speculation(config, has_states=started.pool.num_slots > 0),
         )
         overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
         self._steps = StepLoop(

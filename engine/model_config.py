@@ -8,6 +8,10 @@ from typing import Any
 MOST_HEAD_DIM = 1024
 """More would be a mistake, for which tables of rotary angles might not fit the memory."""
 
+FULL_STEP = 512
+"""Rows with which a product is bound by arithmetic, and not by reading its weights. From there on its time
+grows with the rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -361,6 +365,12 @@ class ModelConfig:
         """As `num_parameters`, but only with the experts that a step of `tokens` tokens is expected to read.
         With one token: the *active* parameters."""
         return self._parameters(self.experts.read_by(tokens) if self.experts else 0)
+
+    @property
+    def full_step(self) -> int:
+        """Tokens of a step from which on it gains nothing from more: each expert has `FULL_STEP` of them."""
+        experts = self.experts
+        return FULL_STEP * experts.num_experts // experts.num_chosen if experts else FULL_STEP
 
     @property
     def attention_doubles_at(self) -> int:

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import takewhile
 from operator import attrgetter
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_type_hints
 
@@ -84,6 +85,8 @@ class Ahead(NamedTuple):
     slots: Annotated[np.ndarray, Layout(np.int64, ("decode rows", "ahead"))]
     keys: Annotated[np.ndarray, Layout(np.int32, ("drafted", "ahead"))]
     """Of each sampled row, as in `Draws`."""
+    places: Annotated[np.ndarray, Layout(np.int32, ("decode rows",))]
+    """As in `AttentionMetadata`."""
     drafts: Annotated[np.ndarray, Layout(np.int64, ("drafted",))]
     """For each sampled row, the number of drafts that follow it in its request."""
 
@@ -93,7 +96,7 @@ class Drafting(NamedTuple):
     tokens that follow those sampled. All arrays are empty if there is no head."""
 
     following: Annotated[np.ndarray, Layout(np.int64, ("followed",))]
-    """The token after each token. 0 where the step samples it."""
+    """The token after each token. −1 − i: the one that the step samples in its row i."""
     first_rows: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
     """Of each request that gets guesses, the first sampled row."""
     tables: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
@@ -228,6 +231,11 @@ class Draft(NamedTuple):
     row: int = 0
     """As in `Ahead.after`, if there is slack."""
 
+    def right(self, tokens: Sequence[int]) -> int:
+        """How many drafts are right, if the step samples these tokens before them. There is no slack."""
+        same = (guess == token for guess, token in zip(self.guesses, tokens, strict=False))
+        return sum(takewhile(bool, same))
+
 
 def arrange(
     token_ids: Sequence[int],
@@ -277,28 +285,31 @@ def arrange(
     state_copies = np.zeros(0 if state_slots is None else len(positions), dtype=np.int32)
     for row, slot in copies:
         state_copies[row] = slot + 1
+    counts = np.array([drafts[i].count if i in drafts else 0 for i in sampled], dtype=np.int64)
+    behind = np.concatenate([NO_ROWS, *(np.arange(count, -1, -1) for count in counts)])
+    sampled_rows = np.repeat(ends[list(sampled)] - 1, counts + 1) - behind
+    ids = _with_drafts(token_ids, drafts, ends)
     if keys is None:
-        ids, ahead = np.array(token_ids, dtype=np.int64), NOT_AHEAD
-        sampled_rows = ends[list(sampled)] - 1
+        ahead = NOT_AHEAD
     else:
         rows = int(ends[num_decodes - 1]) if num_decodes else 0
         later = positions[:rows, None] + np.arange(keys.shape[1])
         blocks = padded[request[:rows, None], np.minimum(later // block_size, padded.shape[1] - 1)]
-        counts = np.array([drafts[i].count if i in drafts else 0 for i in sampled], dtype=np.int64)
         ahead = Ahead(
             after=np.full(rows, -1, dtype=np.int64),
-            token_ids=np.zeros(later.shape, dtype=np.int64),
+            token_ids=np.repeat(ids[:rows, None], keys.shape[1], axis=1),
             slots=blocks * np.int64(block_size) + later % block_size,
             keys=keys,
-            drafts=np.concatenate([NO_ROWS, *(np.arange(count, -1, -1) for count in counts)]),
+            places=(np.arange(rows) - (ends - lengths)[request[:rows]]).astype(np.int32),
+            drafts=behind,
         )
-        ids = _with_drafts(token_ids, drafts, ends - lengths, ends, ahead)
-        sampled_rows = np.repeat(ends[list(sampled)] - 1, counts + 1) - ahead.drafts
+        _look_ahead(drafts, ends - lengths, ends, ahead)
+        ids[:rows] = ahead.token_ids[:, 0]
     drafting = NO_DRAFTING
     if following is not None:
         after = np.append(ids[1:], 0)
         after[ends - 1] = [following.get(i, 0) for i in range(len(ends))]
-        after[sampled_rows] = 0
+        after[sampled_rows] = -1 - np.arange(len(sampled_rows))
         # On the device, each query that decodes has a row in the block tables.
         first_rows = np.searchsorted(sampled_rows, (ends - lengths)[list(guessed)])
         rows = int(ends[num_decodes - 1]) if num_decodes else 0
@@ -328,21 +339,22 @@ def arrange(
     )
 
 
-def _with_drafts(
-    token_ids: Sequence[int],
-    drafts: Mapping[int, Draft],
-    begins: np.ndarray,
-    ends: np.ndarray,
-    ahead: Ahead,
-) -> np.ndarray:
-    """The token ids of a step. Also writes those of `ahead`. Request i has the rows [begins[i], ends[i])."""
+def _with_drafts(token_ids: Sequence[int], drafts: Mapping[int, Draft], ends: np.ndarray) -> np.ndarray:
+    """The token ids of a step whose requests end at these rows, if the step before accepts no draft."""
+    if not drafts:
+        return np.array(token_ids, dtype=np.int64)
     given = np.ones(ends[-1], dtype=bool)
-    for i, draft in drafts.items():
-        given[ends[i] - draft.count : ends[i]] = False
     ids = np.zeros(ends[-1], dtype=np.int64)
+    for i, draft in drafts.items():
+        rows = slice(ends[i] - draft.count, ends[i])
+        given[rows], ids[rows] = False, draft.guesses[: draft.count]
     ids[given] = token_ids
-    rows = len(ahead.after)
-    ahead.token_ids[:] = ids[:rows, None]
+    return ids
+
+
+def _look_ahead(drafts: Mapping[int, Draft], begins: np.ndarray, ends: np.ndarray, ahead: Ahead) -> None:
+    """Writes the token ids of `ahead`, and what comes after drafts. Request i has the rows [begins[i],
+    ends[i])."""
     for i, (guesses, count, slack, row) in drafts.items():
         begin, first, columns = begins[i], ends[i] - count, slack + 1
         for j in range(count):
@@ -351,8 +363,6 @@ def _with_drafts(
         if slack:
             ahead.token_ids[begin, :columns] -= np.arange(columns)
             ahead.after[begin : ends[i]] = row
-    ids[:rows] = ahead.token_ids[:, 0]
-    return ids
 
 
 NO_PAIRS = np.zeros((0, 2), dtype=np.int64)

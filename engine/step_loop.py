@@ -198,30 +198,39 @@ class StepLoop:
             live.slack -= count
             if live.phase is Phase.GONE:
                 continue  # the request ended while this step was under way
-            right = accepted[first] if count else 0
+            # The device has counted the right drafts only if the next step may be launched before.
+            drafted = tokens[first : first + count]
+            right = accepted[first] if accepted else plan.drafts[live].right(drafted) if count else 0
+            verified = plan.verified(live, right)
             for row in range(first, first + right + 1):
-                if row in plan.refused:
-                    result.refused.append((live.id, plan.refused[row]))
-                    self._leave_batch(live)
-                elif tokens[row] == NOT_FINITE:
-                    result.failed.append((live.id, "the model's logits are not finite numbers"))
-                    self._leave_batch(live)
-                elif tokens[row] == NO_CHOICE:
-                    result.refused.append((live.id, "its sampling parameters leave no token to choose from"))
-                    self._leave_batch(live)
-                else:
+                if not self._fails(plan, live, row, tokens[row], result):
                     learn = live.learn if row == first else live.learn_after_draft
                     position = learn(tokens[row])
                     if not live.unverified:
-                        self._scheduler.memory.publish(live, position)
+                        self._scheduler.memory.publish(live, min(position, verified))
                     wrong = (count - right) * (row == first + right)
                     result.outputs.append(self.emit(live, position, logprobs.get(row), row > first, wrong))
                     if live.phase is Phase.RUNNING:
                         continue
                 count = right = row - first  # the request has ended, so later drafts are no tokens
                 break
+            self._scheduler.memory.choose_states(live, newest=verified > live.num_computed)
+            live.num_computed = min(live.num_computed, verified)
             if speculation is not None:
                 speculation.record(live, count, right, guesses[first] if guesses else ())
+
+    def _fails(self, plan: Schedule, live: LiveRequest, row: int, token: int, result: StepResult) -> bool:
+        """Whether there is no token in this row. This ends the request."""
+        if row in plan.refused:
+            result.refused.append((live.id, plan.refused[row]))
+        elif token == NOT_FINITE:
+            result.failed.append((live.id, "the model's logits are not finite numbers"))
+        elif token == NO_CHOICE:
+            result.refused.append((live.id, "its sampling parameters leave no token to choose from"))
+        else:
+            return False
+        self._leave_batch(live)
+        return True
 
     def emit(
         self,

@@ -36,6 +36,7 @@ HANG_SECONDS = 60.0
 sleeps."""
 _DYING_SECONDS = 1.0
 _RESTART_SECONDS = 0.5
+_CHECK_SECONDS = 10.0
 _SLICE_BYTES = 256 << 10
 """Bytes of one write. To copy a whole body into a transport would block the loop for milliseconds."""
 
@@ -56,7 +57,8 @@ class ChildDied(Exception):
 
 
 class ForkServer:
-    """The process that forks children. It starts with the first of them, and again when it has ended.
+    """The process that forks children. It starts with the first of them, and again when it ends or hangs.
+    Requests wait meanwhile.
 
     Attributes:
         fd: of the socket to it, for other processes of this host.
@@ -69,7 +71,6 @@ class ForkServer:
         self._its_end: socket.socket | None = None
         if fd is None:
             self._socket, self._its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._its_end.setblocking(False)
         else:
             self._socket = socket.socket(fileno=os.dup(fd))
         self._socket.setblocking(False)
@@ -84,22 +85,30 @@ class ForkServer:
         env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
         number = its_end.fileno()
         while True:
-            with os.fdopen(os.memfd_create("state"), "w+b") as state:
-                state.write(self._state)
-                state.seek(0)
-                process = subprocess.Popen(  # noqa: ASYNC220
-                    [*self._command, str(number)], stdin=state, pass_fds=[number], env=env
-                )
+            process = None
             try:
-                await process_end(process.pid)
+                with os.fdopen(os.memfd_create("state"), "w+b") as state:
+                    state.write(self._state)
+                    state.seek(0)
+                    process = subprocess.Popen(  # noqa: ASYNC220
+                        [*self._command, str(number)], stdin=state, pass_fds=[number], env=env
+                    )
+                ending = asyncio.create_task(process_end(process.pid))
+                while not (await asyncio.wait({ending}, timeout=_CHECK_SECONDS))[0]:
+                    async with asyncio.timeout(HANG_SECONDS):
+                        child = await self.fork("check")
+                        await child.ended()
+                        await child.end()
+                why = "has ended"
+            except TimeoutError:
+                why = "hangs"
+            except OSError as error:  # the machine has no memory or no process left
+                why = f"cannot start: {error}"
             finally:
-                process.kill()
-                process.wait()
-            log.error("the process that forks children for requests has ended with %s", process.returncode)
-            with contextlib.suppress(BlockingIOError):
-                while True:  # children that it has not forked
-                    for fd in socket.recv_fds(its_end, 64, 2)[1]:
-                        os.close(fd)
+                if process is not None:
+                    process.kill()
+                    process.wait()
+            log.error("the process that forks children for requests %s; it starts again", why)
             await asyncio.sleep(_RESTART_SECONDS)
 
     async def fork(self, kind: str) -> "_Process":
@@ -149,10 +158,12 @@ class _Process:
 
     async def end(self) -> int:
         """Kills it if it is alive. Returns the exit code."""
+        code = -signal.SIGKILL
         self.requests.close()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, TimeoutError):
             self.alive.write_eof()
-        code = await self.ended()
+            async with asyncio.timeout(_DYING_SECONDS):
+                code = await self.ended()
         self.alive.close()
         return code
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.bench.kernels.cases import Case, Cases, Make, nbytes
+from baton.engine.kernels import Terms
 from baton.engine.kernels.moe.combine import combine
 from baton.engine.kernels.moe.experts import Choice
 from baton.engine.kernels.moe.grouped_linear import grouped_linear
@@ -61,7 +62,7 @@ class MoeCases(Cases[MoeShape]):
 
         def ours() -> object:
             y = grouped_linear(x, weight, shuffled, dtype=x.dtype, weighted=False, gated=gated)
-            return y if gated else combine(y, shuffled.weights, None, weighted=True)
+            return y if gated else combine(Terms(y, shuffled.weights, None, True))
 
         def theirs() -> object:
             return torch._grouped_mm(ordered, weight.transpose(1, 2), offs=ends)

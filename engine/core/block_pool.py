@@ -170,7 +170,8 @@ class BlockPool:
 class StatePool:
     """The slots of the states of a model with state layers: owns all that no request owns.
 
-    A request has one slot as long as it has blocks: it gets and returns both together."""
+    A request has one slot as long as it has blocks: it gets and returns both together. With drafts it has
+    another one until the step that verifies them is over."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

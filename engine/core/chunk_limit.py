@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import MixedStep
+from baton.engine.model_config import FULL_STEP
 from baton.machine import Average
 
 DECAY = 0.9
@@ -46,10 +47,6 @@ the cost of a prompt token is unknown."""
 MIXED_STEPS = 31
 """Most steps in a row that both decode and take prompt tokens. The next one only decodes, and the chunk limit
 learns from it what decoding costs now."""
-
-FULL_STEP = 512
-"""Prompt tokens with which products, and not reading the weights, bound a step of a dense model. From there
-on the time of a step grows with its tokens."""
 
 
 def prompt_limit(tokens: int, decodes: int, mixed_steps: int, rows: Sequence[int]) -> int:

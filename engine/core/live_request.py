@@ -88,6 +88,8 @@ class LiveRequest:
     state_slot: int = 0
     """Slot of the states of the request, if the model has state layers. Valid while the request has
     blocks."""
+    kept_slot: int | None = None
+    """Slot with its states before the step under way, which has drafts. None: the step has none."""
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     """Copies of its states that launched steps write and that have no name yet: position, slot."""
     decodes: bool = False

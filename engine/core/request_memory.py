@@ -63,7 +63,7 @@ class RequestMemory:
 
     def has_room_for(self, live: LiveRequest, tokens: int) -> bool:
         """Gives a request blocks for so many tokens behind its next one, if they are spare."""
-        lacking = self.blocks_for(live.num_computed + 1 + tokens) - len(live.blocks)
+        lacking = self.blocks_for(len(live.token_ids) + tokens) - len(live.blocks)
         if lacking > 0:
             if self._pool.free - lacking < self.watermark:
                 return False
@@ -173,6 +173,7 @@ class RequestMemory:
 
     def free(self, live: LiveRequest) -> None:
         if self._states is not None and live.blocks:
+            self.choose_states(live, newest=True)
             self._states.release(live.state_slot)
             self.forget_restore(live)
         for _, slot in live.state_copies:
@@ -186,6 +187,32 @@ class RequestMemory:
             self._cache.remnant_kept(self._names(live, self._cache), end)
         live.num_verified = 0
         del live.blocks[:]
+
+    # States of drafts
+
+    def keep_states(self, live: LiveRequest) -> bool:
+        """Lets the next step compute with a copy of the states, for which there must be a slot."""
+        assert self._states is not None
+        if not self._states.free:
+            return False
+        live.kept_slot, live.state_slot = live.state_slot, self._states.allocate()
+        self._restores[live.state_slot] = live.kept_slot
+        return True
+
+    def choose_states(self, live: LiveRequest, *, newest: bool) -> None:
+        """Ends what `keep_states` began: the request goes on with the copy, or with what was kept."""
+        if live.kept_slot is not None:
+            assert self._states is not None
+            chosen, other = live.state_slot, live.kept_slot
+            live.state_slot, other = (chosen, other) if newest else (other, chosen)
+            self._states.release(other)
+            live.kept_slot = None
+
+    def most_drafts(self, live: LiveRequest, chunk: range) -> int:
+        """Drafts behind a chunk, so that no copy of the states is taken after one of them."""
+        if self._copies is None:
+            return len(live.token_ids)
+        return self._copies.next_position(live.num_cached, chunk.start, len(live.token_ids)) - chunk.stop - 1
 
     # Copies of states
 

@@ -12,12 +12,13 @@ Of one priority, tenants get equal shares of the prompt tokens (`FairShares`).
 from collections.abc import Sequence
 
 from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, may_join, prompt_limit
+from baton.engine.core.chunk_limit import MIXED_STEPS, may_join, prompt_limit
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
+from baton.engine.model_config import FULL_STEP
 
 
 class Scheduler(RequestLives):
@@ -150,8 +151,11 @@ class Scheduler(RequestLives):
     @property
     def may_look_ahead(self) -> bool:
         """Whether the next step may be scheduled before the tokens of the last one are known. Not if a
-        request needs a step of its own, or if the next step would have to preempt a request."""
+        request needs a step of its own, if the next step would have to preempt a request, or if drafts must
+        know these tokens."""
         if any(live.alone for live in self.running):
+            return False
+        if self.speculation is not None and self.speculation.waits:
             return False
         if self.waiting and self.waiting[0].alone:
             return False

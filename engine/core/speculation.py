@@ -4,6 +4,10 @@
 
 A token is a function of seed, position and logits. So a draft is accepted exactly if it is the token that the
 step samples before it: drafts change no stream, only its speed (Leviathan 2023, for such a sampler).
+
+A state cannot be cut to fewer tokens. So a request with states keeps those before its drafts. If a draft is
+wrong, it goes on with these, and the next step computes the right tokens again. Its drafts come only after
+tokens that the host knows.
 """
 
 from collections.abc import Sequence
@@ -26,10 +30,15 @@ PRIOR = 0.5
 class Speculation:
     """Chooses the drafts of each step, and learns from what became of them."""
 
-    def __init__(self, drafter: Drafter | None, most: int, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, drafter: Drafter | None, most: int, sizes: Sequence[int], *, has_states: bool = False
+    ) -> None:
         """`drafter` None: a draft head on the device. `most`: drafts of a request in a step. `sizes`: as in
-        `StepCosts`; the last one is the most tokens of a step with drafts."""
+        `StepCosts`; the last one is the most tokens of a step with drafts. `has_states`: of the model."""
         self.drafter = drafter
+        self.waits = False
+        """The next step may have drafts if the tokens of the step under way are known before."""
+        self._has_states = has_states
         self.costs = StepCosts(sizes)
         self._steps = self._drafts = self._accepted = 0
         self._most = most
@@ -45,22 +54,30 @@ class Speculation:
         for live in plan.chunks:
             if live.slack:
                 plan.drafts[live] = Draft((), 0, live.slack, live.row)
-        plan.guesses = self._guesses
+        plan.guesses, self.waits = self._guesses, False
         if plan.prompts or plan.preempted:
             return  # prompts fill the step
         self._tested *= FORGET
         self._right *= FORGET
         requests = [live for live in plan.chunks if live.num_left == 1]
         limits = [self._limit(live) for live in requests]
-        counts = draft_counts(
-            [self._acceptance(live) for live in requests], limits, len(plan.chunks), self.costs
-        )
+        if self._has_states:
+            requests = [live for live, chunk in plan.chunks.items() if chunk.stop == len(live.token_ids)]
+            limits = [
+                min(self._limit(live), memory.most_drafts(live, plan.chunks[live])) for live in requests
+            ]
+        rows = sum(map(len, plan.chunks.values()))
+        counts = draft_counts([self._acceptance(live) for live in requests], limits, rows, self.costs)
         if self.drafter is None:
             plan.guesses = self._guesses = max(counts, default=0)
         for live, count in zip(requests, counts, strict=True):
             # The guesses of a draft head have KV, too.
             most = live.longest - len(live.token_ids)
-            if count and memory.has_room_for(live, min(live.slack + count + plan.guesses, most)):
+            if count <= 0 or not memory.has_room_for(live, min(live.slack + count + plan.guesses, most)):
+                continue
+            if self._has_states:
+                self._propose_known(live, count, plan, memory)
+            else:
                 self._propose(live, count, plan)
 
     def _limit(self, live: LiveRequest) -> int:
@@ -96,11 +113,21 @@ class Speculation:
         plan.drafts[live] = Draft(guesses, count, live.slack, live.row)
         live.guesses, live.guessed_from = guesses, len(live.token_ids)
 
+    def _propose_known(self, live: LiveRequest, count: int, plan: Schedule, memory: RequestMemory) -> None:
+        """As `_propose`, for a request with states."""
+        assert self.drafter is not None, "a model with states has no draft head"
+        guesses = self.drafter.propose(live, (), count)
+        self.waits = self.waits or bool(guesses)
+        if guesses and not live.pending and memory.keep_states(live):
+            plan.drafts[live] = Draft(guesses, len(guesses))
+            live.guesses, live.guessed_from = guesses, len(live.token_ids)
+
     def learn_cost(self, plan: Schedule, seconds: float) -> None:
         """Learns how long a step took that only decodes. The time of a draft head is that of drafts."""
         has_drafts = len(plan.sampled) > len(plan.chunks)
         if self.drafter is not None or has_drafts == (plan.guesses > 0):
-            self.costs.record(len(plan.sampled), seconds)
+            drafts = sum(draft.count for draft in plan.drafts.values())
+            self.costs.record(sum(map(len, plan.chunks.values())) + drafts, seconds)
 
     def record(self, live: LiveRequest, count: int, accepted: int, guesses: Sequence[int] = ()) -> None:
         """Learns that the first `accepted` of `count` drafts were right. `guesses`: what a draft head says of

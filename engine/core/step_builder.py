@@ -80,6 +80,13 @@ class Schedule:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts.values()))
 
+    def verified(self, live: LiveRequest, right: int) -> int:
+        """The end of the positions of a request that stay computed, before its tokens are known, of which
+        `right` are drafts. It may be behind all positions."""
+        if live.kept_slot is None or right == self.drafts[live].count:
+            return len(live.token_ids) + right
+        return self.chunks[live].start
+
     @property
     def waits(self) -> bool:
         """A grammar must know a token of the step before, or adjustments must know how many there are, or
@@ -130,7 +137,8 @@ def build_step(
     one_by_one: list[_Chunk] = []
     together: list[_Chunk] = []
     for live, positions in plan.chunks.items():
-        decodes = live not in plan.prompts and len(positions) <= most
+        drafts_behind = plan.drafts[live].count if live in plan.drafts else 0
+        decodes = live not in plan.prompts and len(positions) + drafts_behind <= most
         (one_by_one if decodes else together).append((live, positions))
     # Decodes are sorted by length: attention groups requests of similar length.
     chunks = sorted(one_by_one, key=lambda chunk: chunk[1].stop) + together

@@ -3,17 +3,20 @@
     all tokens of the step, each with the token after it ─▶ KV, so that later guesses find it
     the last right token of each request ─▶ a guess ─▶ with that guess, another one ─▶ …
 
+Graphs replay the first line if a graph has replayed the step and it has no prompts, by its rows. They replay
+each guess, by the requests. Requests that pad a graph have no room; their guesses go to a row of their own.
 The next step overwrites the KV of the guesses. Nothing here waits for the device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from baton.engine.execution.graphs import LayerDone
+from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, no_garbage_collection
 from baton.engine.execution.inputs import attention_metadata
 from baton.engine.execution.sampler import to_host
 from baton.engine.kernels.attention.paged import AttentionMetadata
@@ -28,11 +31,24 @@ class SampledStep:
     """A step, and what the draft head takes of it."""
 
     step: Step
+    size: Size | None
+    """Of the graph that has replayed it."""
     inputs: Mapping[str, Tensor]
     """The arrays of the step on the device."""
     hidden: Tensor
     """[tokens or more, (1 + taps) · hidden_size]: what the model gave, and the inputs of the taps."""
     layer_done: LayerDone
+
+
+class _Guessed(NamedTuple):
+    """The newest guess of each request, and what the next one needs."""
+
+    tokens: Tensor  # [requests] int64
+    places: Tensor  # [requests] int64: of the guess among all guesses
+    hidden: Tensor  # [requests, hidden_size], behind which the token is
+    positions: Tensor  # [requests] int64, of the hidden state
+    ends: Tensor  # [requests] int64: the last position in its blocks; −1: it pads a graph
+    tables: Tensor  # [requests, width] int32
 
 
 class DraftRunner:
@@ -43,67 +59,134 @@ class DraftRunner:
         head: DraftHead,
         config: HeadConfig,
         layer: int,
-        guesses: Tensor,
+        sampled: Tensor,
+        given: Tensor,
+        most: int,
         attends: Callable[[AttentionMetadata, LayerDone], Any],
         ranks: Ranks,
         block_size: int,
     ) -> None:
-        """`layer`: its index in the cache. `guesses` [sampled rows, most guesses] int64: those of each
-        request are written to its first sampled row. `attends`: what its layer calls to attend."""
+        """`layer`: its index in the cache. `sampled` and `given` are those of the runner. `most` guesses for
+        a request. `attends`: what its layer calls to attend."""
         self.taps = len(config.taps)
         self._head = head
         self._config = config.model
         self._layer = layer
-        self._guesses = guesses
+        self._sampled = sampled
+        self._given = given
+        self._guesses = sampled.new_zeros((len(sampled) + 1, most))
+        """Those of each request are in the row of its first sampled row. The last row is for padding."""
         self._attends = attends
         self._ranks = ranks
         self._block_size = block_size
+        self._of_rows: dict[int, torch.cuda.CUDAGraph] = {}
+        self._of_guess: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        """By requests, and whether it is their first guess."""
+        self._kept: Any = None
+        """The memory in which graphs pass on what they find. A graph itself keeps no tensor alive."""
 
     def known(self, token_ids: Tensor) -> Tensor:
         """The token ids with those that were guessed after the step before."""
         index = (-GUESSED - token_ids).clamp_min(0)
         return torch.where(token_ids <= -GUESSED, self._guesses.view(-1)[index], token_ids)
 
-    def draft(self, sampled_step: SampledStep, sampled: Tensor, given: Tensor) -> Tensor | None:
-        """Enqueues the work. `sampled` and `given` are those of the runner. Returns the guesses on the host,
-        [sampled rows, count], once the step is over. None: there are none."""
-        step, inputs = sampled_step.step, sampled_step.inputs
-        positions, slots, contexts = _moved(inputs, given[1])
+    def capture(self, graphs: StepGraphs) -> None:
+        """Captures graphs for the steps that these graphs replay."""
+        most, static = graphs.batch_sizes[-1], graphs.static
+        hidden = graphs.hidden.new_zeros((most, self._config.hidden_size))
+        tables = torch.zeros_like(static.tensors["block_tables"])
+        tokens, places, positions, ends = self._sampled.new_zeros((4, most))
+        kept = _Guessed(tokens, places, hidden.clone(), positions, ends, tables)
+        self._kept = hidden, kept
+
+        def read(rows: int, _: LayerDone) -> None:
+            inputs = static.first(dict.fromkeys(("tokens", "decode rows", "requests", "followed"), rows))
+            found = self._read(inputs, graphs.hidden, rows, [], lambda _: None)
+            hidden[:rows].copy_(found)
+
+        def guess(requests: int, is_first: bool, _: LayerDone) -> None:
+            now = _Guessed(*(values[:requests] for values in kept))
+            inputs = static.first({"drafting": requests})
+            found = self._first(inputs, hidden) if is_first else self._next(now)
+            for values, new in zip(now, found, strict=True):
+                if new is not values:
+                    values.copy_(new)
+
+        with no_garbage_collection():
+            for rows in reversed(graphs.batch_sizes):
+                (self._of_rows[rows],) = graphs.capture(partial(read, rows))
+                for is_first in (True, False)[: self._guesses.shape[1]]:
+                    (self._of_guess[rows, is_first],) = graphs.capture(partial(guess, rows, is_first))
+
+    def draft(self, sampled_step: SampledStep) -> Tensor | None:
+        """Enqueues the work. Returns the guesses on the host, [sampled rows, count], once the step is over.
+        None: there are none."""
+        step, size = sampled_step.step, sampled_step.size
+        requests, count = len(step.drafting.first_rows), step.drafting.count
+        if size is not None and not size.chunks:
+            self._of_rows[size.rows].replay()
+            if not count or not requests:
+                return None
+            padded = min(rows for rows in self._of_rows if rows >= requests)
+            for number in range(count):
+                self._of_guess[padded, not number].replay()
+        else:
+            inputs, hidden = sampled_step.inputs, sampled_step.hidden
+            hidden = self._read(inputs, hidden, step.decode_rows, step.prefills, sampled_step.layer_done)
+            if not count or not requests:
+                return None
+            found = self._first(inputs, hidden)
+            for _ in range(1, count):
+                found = self._next(found)
+        return to_host(self._guesses[: len(step.sampled_rows), :count])
+
+    def _read(
+        self,
+        inputs: Mapping[str, Tensor],
+        of_model: Tensor,
+        decode_rows: int,
+        prefills: Sequence[tuple[int, int]],
+        layer_done: LayerDone,
+    ) -> Tensor:
+        """Writes the KV of all tokens of the step. Returns their hidden states."""
+        positions, slots, contexts = _moved(inputs, self._given[1])
         attention = attention_metadata(
             {**inputs, "slots": slots, "contexts": contexts},
             block_size=self._block_size,
-            num_decodes=step.decode_rows,
-            prefills=step.prefills,
+            num_decodes=decode_rows,
+            prefills=prefills,
         )
-        rows = inputs["sampled_rows"]
-        newest = sampled[: len(rows), 0].clamp_min(0)  # a request whose token is negative fails
-        token_ids = inputs["drafting.following"].index_copy(0, rows, newest)
+        following = inputs["drafting.following"]
+        newest = self._sampled[(-1 - following).clamp_min(0), 0].clamp_min(0)  # a negative one is an error
         size = self._config.hidden_size if self.taps else 0
-        of_model = self._head.first(sampled_step.hidden[: len(token_ids), size:].contiguous())
-        hidden = self._compute(token_ids, of_model, positions, attention, sampled_step.layer_done)
-        if not step.drafting.count or not len(step.drafting.first_rows):
-            return None
-        first, tables, room = (inputs[f"drafting.{name}"] for name in ("first_rows", "tables", "room"))
-        last = rows[first + sampled[first, 1]]  # of the tokens that are right
-        hidden, positions, tables = hidden[last], positions[last], inputs["block_tables"][tables]
-        end = room.clamp_max(self._config.max_model_len) - 1
-        self._guess(0, first, hidden)
-        for number in range(1, step.drafting.count):
-            # A guess without a place takes the last one of its request. Later guesses may be worse for it.
-            positions = torch.minimum(positions + 1, end)
-            block = tables.gather(1, (positions // self._block_size)[:, None])[:, 0].long()
-            attention = AttentionMetadata(
-                block_size=self._block_size,
-                slots=block * self._block_size + positions % self._block_size,
-                block_tables=tables,
-                contexts=(positions + 1).int(),
-                num_decodes=len(first),
-                prefills=[],
-            )
-            token_ids = self._guesses[first, number - 1]
-            hidden = self._compute(token_ids, hidden, positions, attention, lambda _: None)
-            self._guess(number, first, hidden)
-        return to_host(self._guesses[: len(rows), : step.drafting.count])
+        of_model = self._head.first(of_model[: len(following), size:].contiguous())
+        token_ids = torch.where(following < 0, newest, following)
+        return self._compute(token_ids, of_model, positions, attention, layer_done)
+
+    def _first(self, inputs: Mapping[str, Tensor], hidden: Tensor) -> _Guessed:
+        """The first guesses after a step, from the hidden states of its tokens."""
+        rows, tables, room = (inputs[f"drafting.{name}"] for name in ("first_rows", "tables", "room"))
+        last = inputs["sampled_rows"][rows + self._sampled[rows, 1]]  # of the tokens that are right
+        places = torch.where(room > 0, rows, len(self._sampled)) * self._guesses.shape[1]
+        ends = room.clamp_max(self._config.max_model_len) - 1
+        positions = inputs["positions"][last] + self._given[1, last.clamp_max(self._given.shape[1] - 1)]
+        return self._guess(places, hidden[last], positions, ends, inputs["block_tables"][tables])
+
+    def _next(self, before: _Guessed) -> _Guessed:
+        # A guess without a place takes the last one of its request. Later guesses may be worse for it.
+        positions = torch.minimum(before.positions + 1, before.ends).clamp_min(0)
+        block = before.tables.gather(1, (positions // self._block_size)[:, None])[:, 0].long()
+        used = before.ends >= 0
+        attention = AttentionMetadata(
+            block_size=self._block_size,
+            slots=torch.where(used, block * self._block_size + positions % self._block_size, -1),
+            block_tables=before.tables,
+            contexts=torch.where(used, positions + 1, 0).int(),
+            num_decodes=len(positions),
+            prefills=[],
+        )
+        hidden = self._compute(before.tokens, before.hidden, positions, attention, lambda _: None)
+        return self._guess(before.places + 1, hidden, positions, before.ends, before.tables)
 
     def _compute(
         self,
@@ -120,13 +203,16 @@ class DraftRunner:
         with computing(CurrentStep(attention.num_decodes, attention.slots, counts)):
             return self._head(self._layer, token_ids, hidden, positions, attend)
 
-    def _guess(self, number: int, first: Tensor, hidden: Tensor) -> None:
-        """Guess `number` of the requests with these first rows. Rank 0 guesses for all ranks."""
-        logits = self._head.logits(hidden)
+    def _guess(
+        self, places: Tensor, hidden: Tensor, positions: Tensor, ends: Tensor, tables: Tensor
+    ) -> _Guessed:
+        """What follows these hidden states. Rank 0 guesses for all ranks."""
+        logits, guesses = self._head.logits(hidden), self._guesses.view(-1)
         if self._ranks.rank == 0:
-            chosen, known = logits.float().argmax(dim=-1), self._head.token_ids
-            self._guesses[first, number] = chosen if known is None else known[chosen]
+            chosen, known = logits.argmax(dim=-1), self._head.token_ids
+            guesses[places] = chosen if known is None else known[chosen]
         self._ranks.broadcast(self._guesses)
+        return _Guessed(guesses[places], places, hidden, positions, ends, tables)
 
 
 def _moved(inputs: Mapping[str, Tensor], shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:

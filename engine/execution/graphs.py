@@ -12,6 +12,7 @@ they write nothing and attend to nothing.
 
 A forward pass with chunks is cut in each layer, at the point where the KV of the layer is written: it is one
 graph more than there are layers. `layer_done` is called between two graphs, so that KV can be handed over.
+Chunks of latents attend there, too, launched anew for each step (`Apart`).
 
 With several ranks, all of them capture and replay the same graphs in the same order, but only rank 0 has
 *choose*. The sums over ranks are part of the graphs.
@@ -33,21 +34,21 @@ import torch
 from torch import Tensor
 
 from baton.engine.execution.inputs import Inputs, attention_metadata, read_by_device
-from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import TILE_FIELDS, most_pieces, tile_work
 from baton.engine.kernels.state.mamba2 import scan_work
 from baton.engine.layers.ranks import Ranks
 from baton.engine.step import Draws, Layout, Step, Variant
 
-LARGEST = 2048
-"""Most rows of a graph with chunks."""
+LARGEST, LARGEST_ALONE = 2048, 8192
+"""Most rows of a graph with chunks beside decodes, and of one with chunks alone (`largest_graph`)."""
 LONGER = 6
 """If a step takes the device this many times as long as its launches take the host, it needs no graph. Beside
 threads that move KV and hold Python's lock, launches take 2 to 7 times as long as alone."""
 CHUNKS = 16
 """Most chunks of a graph. Each chunk may leave one tile of attention partly empty."""
 
-LayerDone = Callable[[int], None]
+LayerDone = Callable[[int], Any]
 
 
 Forward = Callable[[Mapping[str, Tensor], AttentionMetadata, LayerDone], Tensor]
@@ -56,6 +57,8 @@ Logits = Callable[[Tensor], Tensor]
 """From hidden states to [rows, vocabulary], in the model's dtype."""
 Choose = Callable[[Tensor, Variant, Mapping[str, Tensor]], None]
 """From logits and the arrays of a step to the tokens of the runner."""
+Attends = Callable[[AttentionMetadata], LayerDone]
+"""From the chunks of a step to what lets them attend in a layer."""
 
 
 class Widths(NamedTuple):
@@ -64,10 +67,11 @@ class Widths(NamedTuple):
     table: int  # blocks
     hidden: int
     vocabulary: int
-    tile: int  # tokens of a tile of attention; 0: no graph has chunks
+    tile: int  # tokens of a tile of attention; 0: chunks attend between graphs
     programs: int  # pieces of tiles that are computed at once
     scan: int  # tokens of a chunk of state layers; 0: no layer has states
     ahead: int = 1  # as in `arrange`
+    head: bool = False  # whether there is a draft head
 
     def pieces(self, rows: int) -> int:
         """The most pieces of tiles in a step of so many rows."""
@@ -89,8 +93,8 @@ class Widths(NamedTuple):
             "requests": requests,
             "width": self.table,
             "sampled": requests,
-            "followed": 0,  # what a draft head reads is no input of these graphs
-            "drafting": 0,
+            "followed": rows if self.head else 0,
+            "drafting": requests if self.head else 0,
             "states": requests if self.scan else 0,
             "state rows": rows if self.scan else 0,
             "pieces": self.pieces(rows),
@@ -123,7 +127,13 @@ def chunk_sizes(most: int) -> list[int]:
     """Numbers of rows of graphs with chunks. Above 64 rows, at most a fifth of them is padding."""
     # 432 and 480, because cuBLAS is slow with 448 rows, measured on an H200.
     steps = (*range(16, 128, 16), *range(128, 256, 32), 256, 320, 384, 432, 480, *range(512, LARGEST, 128))
+    steps += (*range(LARGEST, LARGEST_ALONE, 512),)
     return [*(rows for rows in steps if rows < most), most]
+
+
+def largest_graph(full_step: int, max_num_batched_tokens: int) -> int:
+    """Most rows of a graph. `full_step`: as in `ModelConfig`. Prompts share a step up to it."""
+    return min(max(LARGEST, min(full_step, LARGEST_ALONE)), max_num_batched_tokens)
 
 
 def size_for(step: Step, sizes: Iterable[Size]) -> Size | None:
@@ -142,55 +152,61 @@ class StepGraphs:
 
     def __init__(
         self,
-        parts: tuple[Forward, Logits, Choose],
+        parts: tuple[Forward, Logits, Choose, Callable[[int], tuple[Apart, Attends] | None]],
         sampled: Tensor,
         widths: Widths,
         *,
         dtype: torch.dtype,
         block_size: int,
-        max_num_batched_tokens: int,
+        largest: int,
         ranks: Ranks,
         progress: Callable[[float], None],
     ) -> None:
-        """Captures the parts of steps of up to len(sampled) sampled rows.
+        """Captures the parts of steps of up to len(sampled) sampled rows. The last part gives what chunks
+        need that attend between graphs, for so many rows. None: they attend in graphs.
 
         `sampled` is the runner's: each step writes there what it samples, and the next step reads it."""
         device, requests = sampled.device, len(sampled)
-        self._forward_of, self._logits_of, self._choose_of = parts
+        self._forward_of, self._logits_of, self._choose_of, apart_of = parts
         self._ranks = ranks
         self._sampled = sampled
         self._widths = widths
         self._block_size = block_size
-        self._batch_sizes = batch_sizes(requests)
-        with_chunks = chunk_sizes(min(LARGEST, max_num_batched_tokens)) if widths.tile else []
+        self.batch_sizes = batch_sizes(requests)
+        with_chunks = chunk_sizes(largest)
         rows = max([requests, *with_chunks])
+        self._apart, self._attends = apart_of(rows) or (None, None)
         self.hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
         """Of the rows of the last step, valid until the next one."""
         self._logits = torch.empty((requests, widths.vocabulary), dtype=torch.float32, device=device)
         memory = partial(torch.zeros, dtype=torch.uint8)
         inputs = partial(Inputs, sizes=widths.sizes(rows, requests), work=WORK)
-        self._static = inputs(partial(memory, device=device))
+        self.static = inputs(partial(memory, device=device))
         # Two, because a queued copy may still read one while the next step is written to the other.
         self._staging = [inputs(partial(memory, pin_memory=True)) for _ in range(2)]
         self._forward: dict[Size, list[torch.cuda.CUDAGraph]] = {}
         self._of_logits: dict[int, torch.cuda.CUDAGraph] = {}
         self._choose: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
         self._share: torch.cuda.CUDAGraph | None = None
-        self._static.tensors["slots"].fill_(-1)
+        self.capture = Capture()
+        """For graphs that share the memory pool of these."""
+        self._lengths: dict[str, int] = {}  # of the arrays of the last step
+        self.static.tensors["slots"].fill_(-1)
         del with_chunks[bisect_left(with_chunks, True, key=self._outlasts_launches) :]
-        self._sizes = [Size(rows, decodes, True) for rows in with_chunks for decodes in (True, False)]
-        self._sizes += [Size(rows, True, False) for rows in self._batch_sizes]
-        with _no_garbage_collection():
+        self._sizes = [Size(rows, False, True) for rows in with_chunks]
+        self._sizes += [Size(rows, True, True) for rows in with_chunks if rows <= LARGEST]
+        self._sizes += [Size(rows, True, False) for rows in self.batch_sizes]
+        with no_garbage_collection():
             self._capture(progress)
 
     def _capture(self, progress: Callable[[float], None]) -> None:
         """Captures the largest sizes first, so that the others fit into the memory that these took."""
-        capture = _Capture()
-        steps = len(self._sizes) + len(self._batch_sizes)
+        capture = self.capture
+        steps = len(self._sizes) + len(self.batch_sizes)
         for done, size in enumerate(sorted(self._sizes, reverse=True)):
             progress(done / steps)
             self._forward[size] = capture(partial(self._run_forward, size))
-        for done, rows in enumerate(reversed(self._batch_sizes), len(self._sizes)):
+        for done, rows in enumerate(reversed(self.batch_sizes), len(self._sizes)):
             progress(done / steps)
             (self._of_logits[rows],) = capture(partial(self._run_logits, rows))
             for variant in Variant if self._ranks.rank == 0 else ():
@@ -232,10 +248,9 @@ class StepGraphs:
                 self._sizes.remove(size)
                 del self._forward[size]
 
-    @property
-    def mixed_rows(self) -> list[int]:
-        """Rows of the graphs for steps with decodes and chunks, in ascending order."""
-        return sorted(size.rows for size in self._sizes if size.decodes and size.chunks)
+    def rows_with_chunks(self, *, decodes: bool) -> list[int]:
+        """Rows of the graphs for steps with chunks, with or without decodes, in ascending order."""
+        return sorted(size.rows for size in self._sizes if size.chunks and size.decodes == decodes)
 
     def size(self, step: Step) -> Size | None:
         """The size that this step is padded to. None: no graph can replay the step."""
@@ -249,21 +264,30 @@ class StepGraphs:
         inputs = self._staging[0]
         self._staging.reverse()
         arrays, widths = read_by_device(step), self._widths
-        arrays = {name: values for name, values in arrays.items() if not name.startswith("drafting.")}
         if step.variant is Variant.GREEDY:
             for name in Draws._fields:
                 del arrays[f"draws.{name}"]
+        prefills, rows = step.prefills, step.decode_rows
         if size.chunks:
-            prefills, rows = step.prefills, step.decode_rows
-            arrays["tiles"] = tile_work(prefills, rows, widths.tile, widths.programs)
+            if widths.tile:
+                arrays["tiles"] = tile_work(prefills, rows, widths.tile, widths.programs)
             if widths.scan:
                 arrays["scans"] = scan_work(prefills, rows, widths.scan)
+        self._lengths = {name: len(values) for name, values in arrays.items()}
         inputs.put(arrays)
-        inputs.move_to(self._static)
+        inputs.move_to(self.static)
+        between = [layer_done]
+        if size.chunks and self._attends is not None:
+            tensors = self.static.tensors
+            attention = attention_metadata(
+                tensors, block_size=self._block_size, num_decodes=rows, prefills=prefills
+            )
+            between.append(self._attends(attention))
         *layers, last = self._forward[size]
         for i, layer in enumerate(layers):
             layer.replay()
-            layer_done(i)
+            for work in between:
+                work(i)
         last.replay()
 
     def logits(self, rows: int) -> Tensor:
@@ -283,14 +307,20 @@ class StepGraphs:
 
     def inputs(self, rows: int) -> Mapping[str, Tensor]:
         """The arrays of the last step on the device, those by sampled row cut to `rows`."""
-        return self._static.first({"sampled": rows, "drafted": rows})
+        return self.static.first({"sampled": rows, "drafted": rows})
+
+    def unpadded(self) -> Mapping[str, Tensor]:
+        """The arrays of the last step on the device that graphs of its forward pass read. `WORK` is left
+        out."""
+        lengths = {name: count for name, count in self._lengths.items() if name not in WORK}
+        return {name: self.static.tensors[name][:count] for name, count in lengths.items()}
 
     def _padded(self, rows: int) -> int:
-        return next(size for size in self._batch_sizes if size >= rows)
+        return next(size for size in self.batch_sizes if size >= rows)
 
     def _run_forward(self, size: Size, layer_done: LayerDone) -> None:
         rows, widths = size.rows, self._widths
-        tensors = self._static.first(
+        tensors = self.static.first(
             {
                 "tokens": rows,
                 "state rows": rows,
@@ -299,13 +329,19 @@ class StepGraphs:
             }
         )
         decodes = min(rows, len(self._sampled)) if size.decodes else 0
-        attention = attention_metadata(tensors, block_size=self._block_size, num_decodes=decodes, prefills=[])
+        attention = attention_metadata(
+            tensors,
+            block_size=self._block_size,
+            num_decodes=decodes,
+            prefills=[],
+            apart=self._apart if size.chunks else None,
+        )
         cut = layer_done if size.chunks else lambda _: None
         hidden = self._forward_of(tensors, attention, cut)
         self.hidden[:rows].copy_(hidden)
 
     def _run_logits(self, rows: int, _: LayerDone) -> None:
-        logits = self._logits_of(self.hidden[self._static.tensors["sampled_rows"][:rows]])
+        logits = self._logits_of(self.hidden[self.static.tensors["sampled_rows"][:rows]])
         if self._ranks.rank == 0:
             self._logits[:rows].copy_(logits)
 
@@ -313,7 +349,7 @@ class StepGraphs:
         self._choose_of(self._logits[:rows], variant, self.inputs(rows))
 
 
-class _Capture:
+class Capture:
     """Captures graphs that share one memory pool."""
 
     def __init__(self) -> None:
@@ -358,7 +394,7 @@ def _milliseconds(graphs: list[torch.cuda.CUDAGraph]) -> float:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Pauses the garbage collector: freeing device memory during a capture would crash the process."""
     gc.collect()
     enabled = gc.isenabled()

@@ -12,37 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
+from baton.engine.kernels.upload import aligned
 from baton.engine.step import ARRAYS, Draws, Layout, Step
-
-ALIGNMENT = 16
-"""Bytes. Triton compiles a kernel anew for pointers that are aligned differently."""
 
 ON_DEVICE = {name: layout for name, layout in ARRAYS.items() if layout.on_device}
 """The arrays of a step that the device reads."""
 _read = attrgetter(*ON_DEVICE)
-
-
-def aligned(size: int) -> int:
-    """`size` rounded up to the alignment."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """One tensor on the device for each array. On a GPU this only queues the copy; torch keeps the pinned
-    memory until the copy is over."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    offsets = np.cumsum([0, *(aligned(array.nbytes) for array in arrays)]).tolist()
-    packed = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
-    host = packed.numpy()
-    for array, at in zip(arrays, offsets, strict=False):
-        host[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
-    moved = packed.to(device, non_blocking=True)
-    return [
-        moved[at : at + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, at in zip(arrays, offsets, strict=False)
-    ]
 
 
 def read_by_device(step: Step) -> dict[str, np.ndarray]:
@@ -60,15 +36,24 @@ def read_by_device(step: Step) -> dict[str, np.ndarray]:
 
 
 def attention_metadata(
-    tensors: Mapping[str, Tensor], *, block_size: int, num_decodes: int, prefills: Sequence[tuple[int, int]]
+    tensors: Mapping[str, Tensor],
+    *,
+    block_size: int,
+    num_decodes: int,
+    prefills: Sequence[tuple[int, int]],
+    apart: Apart | None = None,
 ) -> AttentionMetadata:
     """The metadata with these tensors, by the names of its fields. One that may be None is None if empty."""
+    if "ahead.places" in tensors:
+        tensors = {**tensors, "places": tensors["ahead.places"]}
     found = {
         field.name: tensors[field.name]
         for field in fields(AttentionMetadata)
         if field.name in tensors and (len(tensors[field.name]) or field.default is MISSING)
     }
-    return AttentionMetadata(block_size=block_size, num_decodes=num_decodes, prefills=prefills, **found)
+    return AttentionMetadata(
+        block_size=block_size, num_decodes=num_decodes, prefills=prefills, apart=apart, **found
+    )
 
 
 def draws_of(tensors: Mapping[str, Tensor]) -> Draws[Tensor]:

@@ -209,7 +209,7 @@ def size_pool(
         num_copies = _num_copies(config, limits, room - num_slots * limits.least_kv)
         num_blocks = (room - num_copies * limits.state_bytes) // limits.block_bytes
     else:
-        num_slots = config.max_num_seqs if limits.state_bytes else 0
+        num_slots = _wanted_slots(config) if limits.state_bytes else 0
         num_blocks = config.num_blocks
         taken = num_slots * limits.state_bytes + num_blocks * limits.block_bytes
         num_copies = _num_copies(config, limits, room - taken)
@@ -223,11 +223,16 @@ def size_pool(
     return size
 
 
+def _wanted_slots(config: EngineConfig) -> int:
+    """States for all requests of a step, and those before their drafts."""
+    return config.max_num_seqs * (1 if config.speculative_config is None else 2)
+
+
 def _num_slots(config: EngineConfig, limits: CacheLimits, room: int) -> int:
     """States for all requests of a step, if there is room for them and for some KV of each."""
     if not limits.state_bytes:
         return 0
-    num_slots = min(config.max_num_seqs, room // (limits.state_bytes + limits.least_kv))
+    num_slots = min(_wanted_slots(config), room // (limits.state_bytes + limits.least_kv))
     if num_slots < 1:
         raise ValueError(
             f"the states of one request take {limits.state_bytes / MIB:.1f} MiB, and its KV beside them "

@@ -21,13 +21,14 @@ from baton.engine.execution.commands import Commands, Kind
 from baton.engine.execution.draft_runner import DraftRunner, SampledStep
 from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_load import ExpertLoad
-from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
-from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
+from baton.engine.execution.graphs import Attends, LayerDone, Size, StepGraphs, Widths, largest_graph
+from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
 from baton.engine.kernels import KV, Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, LayerState, StateLayer
-from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.kernels.sampling.drafts import Inputs as DraftInputs
+from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
@@ -83,9 +84,10 @@ class Launched:
 
     @property
     def accepted(self) -> list[int]:
-        """For each row, how many of the drafts after it are right. The step must be over, and the engine must
-        have drafts."""
-        return [] if self.sampled is None else self.sampled[:, 1].tolist()
+        """For each row, how many of the drafts after it are right. The step must be over. Empty: the device
+        does not count them."""
+        counts = self.sampled is not None and self.sampled.shape[1] > 1
+        return self.sampled[:, 1].tolist() if counts else []
 
     @property
     def guesses(self) -> list[list[int]]:
@@ -141,6 +143,8 @@ class ModelRunner:
         self.mixed_rows: Sequence[int] = ()
         """Rows of the graphs for steps with decodes and chunks, in ascending order. A step with other rows is
         padded to the next of them."""
+        self.graph_rows: float = math.inf
+        """Most tokens of a step of prompts alone that a graph computes. Infinite: there are no graphs."""
         self._record: Callable[[], Event] = partial(record, device)
         self.ranks = ranks
         self.ahead = ahead
@@ -157,8 +161,9 @@ class ModelRunner:
             for layer in head[1].taps:
                 model.layers[layer].tapped = True
             attends = partial(self._attends, config=head[1].model)
-            guesses = torch.zeros((max_sampled_rows, ahead - 1), dtype=torch.int64, device=device)
-            self.drafter = DraftRunner(*head, len(cache) - 1, guesses, attends, ranks, block_size)
+            self.drafter = DraftRunner(
+                *head, len(cache) - 1, self.sampled, self._given, ahead - 1, attends, ranks, block_size
+            )
         self.table_width: int | None = None
         """Blocks in a row of the block tables; None: as many as a step needs."""
         if device.type == "cuda":
@@ -182,7 +187,7 @@ class ModelRunner:
         """Runs nothing more: drops the graphs, and leaves the group of ranks."""
         if self.followers is not None:
             self.followers.send(Kind.STOP)
-        self._graphs = None
+        self._graphs = self.drafter = None
         self.ranks.close()
 
     @torch.inference_mode()
@@ -190,7 +195,6 @@ class ModelRunner:
         """Captures graphs, which replay steps from now on; the cache must stay where it is."""
         assert self.table_width is not None, "a CPU has no graphs"
         config = self._config
-        # A chunk of latents is expanded or absorbed by its length, which a graph does not know.
         tile = 0 if config.latent else SHORT.tokens(config.num_heads // config.num_kv_heads)
         programs = self._kernels.tile_programs(config.num_kv_heads)
         widths = Widths(
@@ -201,23 +205,38 @@ class ModelRunner:
             programs,
             self.chunk_tokens,
             self.ahead,
+            self.drafter is not None,
         )
         self._graphs = StepGraphs(
-            (self.forward, self.logits, self.choose),
+            (self.forward, self.logits, self.choose, self._apart),
             self.sampled,
             widths,
             dtype=self._dtype,
             block_size=self.block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
+            largest=largest_graph(config.full_step, max_num_batched_tokens),
             ranks=self.ranks,
             progress=progress,
         )
-        self.mixed_rows = self._graphs.mixed_rows
+        if self.drafter is not None:
+            self.drafter.capture(self._graphs)
+        self.mixed_rows = self._graphs.rows_with_chunks(decodes=True)
+        self.graph_rows = max(self._graphs.rows_with_chunks(decodes=False), default=math.inf)
 
-    @property
-    def graph_rows(self) -> float:
-        """Most tokens of a step with prompts that a graph computes. Infinite: there are no graphs."""
-        return self.mixed_rows[-1] if self.mixed_rows else math.inf
+    def _apart(self, rows: int) -> tuple[Apart, Attends] | None:
+        """Memory for chunks that attend between graphs, and what makes them do so in each layer. None: chunks
+        attend in graphs."""
+        heads, shape = self._config.num_heads, self._config.latent
+        if shape is None:
+            return None
+        empty = partial(torch.zeros, dtype=self._dtype, device=self.device)
+        q, out = (empty((rows, heads, n)) for n in (shape.nope_dim + shape.rope_dim, shape.value_dim))
+        apart = Apart(q, out)
+
+        def attends(attention: AttentionMetadata) -> LayerDone:
+            plan = self._plan_latent(attention, self._config)[bool(attention.num_decodes) :]
+            return lambda layer: apart.layers[layer](plan)
+
+        return apart, attends
 
     @torch.inference_mode()
     def run(self, step: Step, layer_done: LayerDone) -> Launched:
@@ -237,23 +256,24 @@ class ModelRunner:
     def _launch(self, step: Step, layer_done: LayerDone, began: Event) -> Launched:
         rows, graphs = len(step.sampled_rows), self._graphs
         size = graphs.size(step) if graphs is not None else None
-        replayed = graphs if size is not None else None
-        tensors: Mapping[str, Tensor] = {}
-        if replayed is None or self.drafter is not None:
-            arrays = read_by_device(step)
-            tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
-        if replayed is not None and size is not None:
-            replayed.forward(size, step, layer_done)
-            hidden, scored = replayed.hidden, self._score(replayed.hidden, step)
-            drafting = None if self.drafter is None else SampledStep(step, tensors, hidden, layer_done)
+        tensors: Mapping[str, Tensor]
+        if graphs is not None and size is not None:
+            graphs.forward(size, step, layer_done)
+            hidden, drafting = graphs.hidden, None
+            if self.drafter is not None:
+                tensors = graphs.unpadded() if size.chunks else {}
+                drafting = SampledStep(step, size, tensors, hidden, layer_done)
+            scored = self._score(hidden, step)
             return Launched(rows, step.variant, size, None, None, began, drafting, scored=scored)
+        arrays = read_by_device(step)
+        tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
         attention = attention_metadata(
             tensors, block_size=self.block_size, num_decodes=step.decode_rows, prefills=step.prefills
         )
         hidden = self.forward(tensors, attention, layer_done)
         logits = self.logits(hidden[tensors["sampled_rows"]]).float() if rows else None
         scored = self._score(hidden, step)
-        drafting = None if self.drafter is None else SampledStep(step, tensors, hidden, layer_done)
+        drafting = None if self.drafter is None else SampledStep(step, None, tensors, hidden, layer_done)
         return Launched(rows, step.variant, None, logits, tensors, began, drafting, scored=scored)
 
     def _copy_states(self, slots: np.ndarray) -> None:
@@ -289,7 +309,7 @@ class ModelRunner:
         elif rows:
             self.ranks.broadcast(self.sampled)
         if self.drafter is not None and launched.drafting is not None:
-            launched.guessed = self.drafter.draft(launched.drafting, self.sampled, self._given)
+            launched.guessed = self.drafter.draft(launched.drafting)
             launched.drafting, ended = None, self._record()
         launched.ended = ended
         return ended
@@ -341,8 +361,7 @@ class ModelRunner:
         heads, kv_heads, latents = config.num_heads, config.num_kv_heads, config.latent
         latent_plan: Any = None
         if latents is not None:
-            fp8 = isinstance(self.kv_cache[0], Fp8KV)
-            latent_plan = kernels.plan_latent(attention, heads, latents, self._dtype, fp8=fp8)
+            latent_plan = self._plan_latent(attention, config)
         plans = {
             span: kernels.plan(attention, heads, kv_heads, self._dtype, span)
             for span in {layer.span for layer in self._attention if layer.kind == "attention"}
@@ -373,10 +392,23 @@ class ModelRunner:
         ) -> Tensor:
             kv = self.kv_cache[self._index[layer]]
             kernels.write_latent(q, latent, shared, norm, rotary, kv, attention.slots)
+            apart = attention.apart
+            if apart is None:
+                layer_done(layer)
+                return kernels.latent_attention(q, kv, latent_plan, heads)
+            apart.q[: len(q)] = q
+            apart.layers[layer] = lambda plan: kernels.latent_attention(apart.q, kv, plan, heads, apart.out)
+            # The decodes come before the chunks: their padding may write to rows of these.
+            kernels.latent_attention(q, kv, latent_plan, heads, apart.out)
             layer_done(layer)
-            return kernels.latent_attention(q, kv, latent_plan, heads)
+            return apart.out[: len(q)]
 
         return attend_latent if latents else attend
+
+    def _plan_latent(self, attention: AttentionMetadata, config: ModelConfig) -> Any:
+        assert config.latent is not None, "asked of models with latents only"
+        fp8 = isinstance(self.kv_cache[0], Fp8KV)
+        return self._kernels.plan_latent(attention, config.num_heads, config.latent, self._dtype, fp8=fp8)
 
     def _after(
         self, inputs: Mapping[str, Tensor], attention: AttentionMetadata

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from baton.engine.execution.inputs import upload
 from baton.engine.kernels import SMALLEST_TEMPERATURE, Kernels
+from baton.engine.kernels.upload import upload
 from baton.engine.step import (
     NO_CHOICE,
     NOT_FINITE,

@@ -14,7 +14,7 @@ import torch
 
 from baton.content import content_root
 from baton.engine.api.config import EngineConfig
-from baton.engine.execution.graphs import LARGEST
+from baton.engine.execution.graphs import largest_graph
 from baton.engine.execution.memory_plan import (
     CacheLimits,
     MemoryUse,
@@ -91,10 +91,10 @@ def start_rank(
         max_sampled_rows=config.max_decode_rows,
         device=device,
         ranks=ranks,
-        ahead=config.ahead,
+        ahead=1 if limits.state_bytes else config.ahead,
         head=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
     )
-    use = _measure(config, runner, limits, progress) if on_gpu else None
+    use = _measure(config, runner, limits, model_config.full_step, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
         runner.open(pool.num_blocks, pool.num_slots + pool.num_copies)
@@ -150,6 +150,7 @@ def _measure(
     config: EngineConfig,
     runner: ModelRunner,
     limits: CacheLimits,
+    full_step: int,
     progress: Callable[[str, float], None],
 ) -> MemoryUse:
     """The memory of the largest step beside the weights. All layers of a kind share one small cache
@@ -166,6 +167,7 @@ def _measure(
     free, total = torch.cuda.mem_get_info(device)
     graphs = 0
     if config.cuda_graphs:
-        # All graphs share one memory pool, which must hold a step of decodes and a step of LARGEST rows.
-        graphs = decode + most * LARGEST // max(LARGEST, config.max_num_batched_tokens)
+        # All graphs share one memory pool, which must hold a step of decodes and the largest one with chunks.
+        rows = largest_graph(full_step, config.max_num_batched_tokens)
+        graphs = decode + most * rows // config.max_num_batched_tokens
     return MemoryUse(total, free, weights, most, graphs, config.other_bytes)

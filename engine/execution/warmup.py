@@ -35,7 +35,7 @@ from baton.engine.step import (
 )
 
 TOP_LOGPROBS = 20
-PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for n in (48, 384, 768, 192)]
+PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for n in (48, 96, 384, 768, 192)]
 """(prompt length, variant): matrix products choose other kernels for these numbers of rows, or measure them
 (`engine.kernels.fastest`), and sampling has other kernels for these variants. The last one also takes the
 memory in which attention converts FP8 blocks (`engine.kernels.attention.gather_kv`): the largest steps may
@@ -80,8 +80,8 @@ class Rehearsal:
         self._block_size = block_size
         self._pool = pool
         self._num_slots = num_slots
-        self._ahead = config.ahead
-        self._drafting = config.max_decode_rows // config.ahead if config.ahead > 1 else 0
+        self._ahead = 1 if num_slots else config.ahead
+        self._drafting = config.max_decode_rows // self._ahead if self._ahead > 1 else 0
         """Requests of a step in which each has all drafts."""
         wanted = config.speculative_config
         self._guesses = config.ahead - 1 if wanted is not None and wanted.by_device else 0

@@ -37,7 +37,7 @@ from baton.engine.kernels.attention.paged import (
     parts,
     plan_attention,
 )
-from baton.engine.kernels.moe.experts import Choice, Experts, mix, route
+from baton.engine.kernels.moe.experts import Choice, Experts, Terms, mix, route
 from baton.engine.kernels.quantized.reference import (
     FLOATS,
     FP8,
@@ -78,6 +78,7 @@ __all__ = [
     "Mamba2",
     "Quantized",
     "StateLayer",
+    "Terms",
     "kernels_for",
     "parts",
 ]
@@ -107,11 +108,17 @@ class Kernels:
     accepted = staticmethod(drafts.accepted)
 
     def add_rms_norm(
-        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, grouped: bool | None = None
+        self,
+        residual: Tensor,
+        delta: Tensor | Terms | None,
+        weight: Tensor,
+        eps: float,
+        grouped: bool | None = None,
     ) -> Any:
         """Adds delta to residual [rows, size], in place. Returns the RMSNorm of the sum (Zhang & Sennrich
         2019) times weight [size]. Without delta, residual is only read. `grouped`: as in `quantize`, which
         the result goes through. None: it is not quantized."""
+        assert not isinstance(delta, Terms), "this class adds up the experts itself"
         if delta is not None:
             residual.add_(delta)
         y = self._rms_norm(residual, weight, eps)
@@ -141,7 +148,8 @@ class Kernels:
         *,
         slots: Tensor | None = None,
         shared: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
+        summed: bool = True,
+    ) -> Any:
         """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
         x [tokens, size]. Each token chooses its experts by logits [tokens, experts]. counts [experts] int32
@@ -149,7 +157,8 @@ class Kernels:
 
         slots [tokens]: a row with slot −1 pads a graph. It has no expert, and its result is undefined. None:
         no row is padding. Inputs of weights in FP8 are quantized. The result of `shared` [tokens, size],
-        which is called last, is added."""
+        which is called last, is added. Not `summed`: the result is for `add_rms_norm`, which adds up terms.
+        """
         routing = route(logits, experts.choice)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
         gate_up, down = experts.gate_up, experts.down
@@ -224,9 +233,12 @@ class Kernels:
         FP8."""
         return latent.LatentPlan(plan_attention(metadata, None, dtype), shape.least_expanded)
 
-    def latent_attention(self, q: Tensor, kv: KV, plan: Any, heads: LatentHeads) -> Tensor:
+    def latent_attention(
+        self, q: Tensor, kv: KV, plan: Any, heads: LatentHeads, out: Tensor | None = None
+    ) -> Tensor:
         """As `attention`, with q [tokens, heads, nope_dim + rope_dim] as `write_latent` leaves it. Returns
-        [tokens, heads, value_dim]."""
+        [tokens, heads, value_dim]: `out`, of which only the rows in the plan change. None: new memory."""
+        assert out is None, "only graphs have memory for it"
         return latent.latent_attention(q, kv, plan, heads)
 
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
@@ -245,14 +257,16 @@ class Kernels:
 class LinearMethod:
     """The base of products y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
 
-    grouped: bool | None = None
-    """Whether x is in FP8 with a scale for each group of columns, or for each row. None: x is in the model's
-    dtype."""
+    def quantizes(self, rows: int) -> bool | None:
+        """Whether x of so many rows is best in FP8 with a scale for each group of columns, or for each row.
+        None: in the model's dtype."""
+        return None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Any) -> Tensor:
+        """x: a tensor, or as `quantizes` says `Quantized`."""
         raise NotImplementedError
 
-    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def silu_mul(self, x: Any, kernels: Kernels) -> Tensor:
         """`Kernels.silu_mul` of the product. A format may have one kernel for both."""
         return kernels.silu_mul(self(x))
 

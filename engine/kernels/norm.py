@@ -15,25 +15,29 @@ from torch import Tensor
 from baton.engine.kernels import Quantized
 from baton.engine.kernels.fp8 import empty_like, group_columns, store_quantized
 from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.moe.combine import sum_of_terms
+from baton.engine.kernels.moe.experts import Terms
 
 MAX_WARPS = 8
 ELEMENTS_PER_WARP = 512  # 16 per thread: two or four 16-byte loads
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, grouped: bool | None = None
+    residual: Tensor, delta: Tensor | Terms | None, weight: Tensor, eps: float, grouped: bool | None = None
 ) -> Tensor | Quantized:
     rows, size = residual.shape
     assert residual.stride(1) == 1, "the kernel assumes dense rows"
-    assert delta is None or (
-        delta.shape == residual.shape and delta.is_contiguous() and residual.is_contiguous()
-    ), "the kernel adds element by element"
+    added, *terms = delta if isinstance(delta, Terms) else (delta, None, None, False)
+    assert added is None or (added.shape[1] == size and added.is_contiguous() and residual.is_contiguous()), (
+        "the kernel adds element by element"
+    )
     out, scales = empty_like(residual, size, grouped=grouped)
     block = triton.next_power_of_2(size)
     warps = min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
     _add_rms_norm[(rows,)](
         residual,
-        residual if delta is None else delta,
+        residual if added is None else added,
+        *terms[:2],
         weight,
         out,
         scales,
@@ -43,6 +47,8 @@ def add_rms_norm(
         BLOCK=block,
         GROUP=group_columns(block, grouped=grouped),
         ADD=delta is not None,
+        CHOSEN=delta.weights.shape[1] if isinstance(delta, Terms) else 0,
+        WEIGHTED=terms[2],
         num_warps=warps,
         **launch_options(),
     )
@@ -53,6 +59,8 @@ def add_rms_norm(
 def _add_rms_norm(
     residual,
     delta,
+    term_weights,
+    shared,
     weight,
     out,
     scales,
@@ -62,6 +70,8 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     ADD: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):
     inputs_ready()
     columns = tl.arange(0, BLOCK)
@@ -70,7 +80,11 @@ def _add_rms_norm(
     at = row * size + columns
     x = tl.load(residual + row * stride + columns, mask=inside, other=0.0)
     if ADD:
-        x = (x.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        if CHOSEN:
+            added = sum_of_terms(delta, term_weights, shared, row, columns, size, CHOSEN, WEIGHTED)
+        else:
+            added = tl.load(delta + at, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
         tl.store(residual + at, x, mask=inside)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +25,16 @@ from baton.engine.kernels import (
     silu,
 )
 from baton.engine.kernels.attention import latent_kernels, rope
-from baton.engine.kernels.attention.decode import decode_attention
+from baton.engine.kernels.attention.decode import decode_attention, queries_that_share
 from baton.engine.kernels.attention.exact_decode import exact_decode_attention
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
 from baton.engine.kernels.attention.paged import AttentionMetadata
-from baton.engine.kernels.attention.pieces import Pieces, most_pieces, partition
+from baton.engine.kernels.attention.pieces import Pieces, Sharing, most_pieces, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, shape_for, tile_work
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.moe.combine import combine
+from baton.engine.kernels.moe.experts import Terms
 from baton.engine.kernels.moe.grouped_linear import grouped_linear
 from baton.engine.kernels.moe.shuffle import shuffle
 from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
@@ -40,6 +42,7 @@ from baton.engine.kernels.sampling import draft_kernels, race
 from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
 from baton.engine.kernels.state.plan import TritonStatePlan, chunk_tokens, plan_states
+from baton.engine.kernels.upload import upload
 from baton.engine.model_config import LatentConfig, Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -103,7 +106,8 @@ class TritonKernels(Kernels):
         *,
         slots: Tensor | None = None,
         shared: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
+        summed: bool = True,
+    ) -> Any:
         gate_up, down, choice = experts.gate_up, experts.down, experts.choice
         on_input = choice.scoring is Scoring.SIGMOID_ON_INPUT
         count = len(gate_up if isinstance(gate_up, Tensor) else gate_up[0])
@@ -127,7 +131,8 @@ class TritonKernels(Kernels):
         y = grouped_linear(inner, down, shuffled, experts.down_bias, dtype=x.dtype, weighted=False)
         if on_input and choice.num_chosen == 1 and count == len(counts):
             return y if shared is None else y.add_(shared())
-        return combine(y, shuffled.weights, None if shared is None else shared(), weighted=not on_input)
+        terms = Terms(y, shuffled.weights, None if shared is None else shared(), not on_input)
+        return combine(terms) if summed else terms
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: KV, slots: Tensor
@@ -147,15 +152,17 @@ class TritonKernels(Kernels):
         pieces = None
         if decodes:
             count = most_pieces(decodes, num_kv_heads, self._multiprocessors)
-            pieces = partition(metadata.contexts[:decodes], num_kv_heads, count, span, exact=self.exact)
+            contexts, places, sharing = metadata.contexts[:decodes], metadata.places, None
+            if places is not None and span is None and not self.exact:
+                sharing = Sharing(queries_that_share(num_heads // num_kv_heads), places, contexts)
+            pieces = partition(contexts, num_kv_heads, count, span, exact=self.exact, sharing=sharing)
         tiles = None
         if metadata.tiles is not None or metadata.prefills:
             shape = SHORT if metadata.tiles is not None else shape_for(metadata.prefills)
             work, programs = metadata.tiles, self.tile_programs(num_kv_heads) if shape is SHORT else 0
             if work is None:
                 tokens = shape.tokens(num_heads // num_kv_heads)
-                made = tile_work(metadata.prefills, decodes, tokens, programs)
-                work = torch.from_numpy(made).to(device, non_blocking=True)
+                (work,) = upload([tile_work(metadata.prefills, decodes, tokens, programs)], device)
             finished = torch.zeros((MOST_WAVES * programs, num_kv_heads), dtype=torch.int32, device=device)
             tiles = Tiles(work, shape, finished if programs else None, self.exact)
         prefills = () if metadata.tiles is not None else metadata.prefills

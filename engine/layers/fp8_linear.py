@@ -46,9 +46,12 @@ class Fp8Linear(LinearMethod):
     """A product of quantized activations with FP8 weights."""
 
     def __init__(self, weight: Scaled, bias: Tensor | None, weights: Weights) -> None:
-        self.grouped = self._grouped = len(weight.scales) > 1
+        self._grouped = len(weight.scales) > 1
         self._kernels = weights.kernels
         self._product = weights.kernels.fp8_linear(*weight, bias, weights.dtype)
+
+    def quantizes(self, rows: int) -> bool:
+        return self._grouped
 
     def __call__(self, x: Tensor | Quantized) -> Tensor:
         if isinstance(x, Tensor):

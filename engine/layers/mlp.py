@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Choice, Experts, FourBits, Fp8Experts
+from baton.engine.kernels import Choice, Experts, FourBits, Fp8Experts, Quantized
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, whole
@@ -41,12 +41,12 @@ class GatedMLP:
         self.kernels = weights.kernels
         self.gelu = gelu
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Any) -> Tensor:
         return self.down(self._inner(x))
 
-    def _inner(self, x: Tensor) -> Any:
+    def _inner(self, x: Any) -> Any:
         """What the down product takes: a tensor, or `Quantized`."""
-        grouped = self.down.grouped
+        grouped = self.down.quantizes(len(x.values if isinstance(x, Quantized) else x))
         if grouped is None and not self.gelu:
             return self.input.silu_mul(x, self.kernels)
         return self.kernels.silu_mul(self.input(x), grouped, gelu=self.gelu)
@@ -115,6 +115,7 @@ class MoE:
         self.index = experts.layers.index(layer)
         """Among the layers with experts."""
         self.kernels = weights.kernels
+        self.ranks = weights.ranks
 
     @staticmethod
     def _choice(experts: ExpertsConfig, weights: Weights, router: str) -> Choice:
@@ -125,13 +126,15 @@ class MoE:
         groups = experts.groups, experts.groups_chosen
         return Choice(experts.num_chosen, experts.scoring, *groups, experts.scale, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, summed: bool = True) -> Any:
+        """Not `summed`: for the next norm, which with one rank adds up the experts."""
+        summed = summed or self.ranks.size > 1
         shared = None if self.shared is None else self._shared(x, self.shared)
         step = current_step()
         assert step.expert_counts is not None, "the model has experts"
         counts = step.expert_counts[self.index]
         return self.kernels.mix_experts(
-            x, self.router(x), self.experts, counts, slots=step.slots, shared=shared
+            x, self.router(x), self.experts, counts, slots=step.slots, shared=shared, summed=summed
         )
 
     def _shared(self, x: Tensor, expert: GatedMLP) -> Callable[[], Tensor]:

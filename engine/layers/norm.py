@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.engine.kernels import LinearMethod
+from baton.engine.kernels import LinearMethod, Terms
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights
 
@@ -20,9 +20,11 @@ class RMSNorm:
         self.kernels = weights.kernels
         self.ranks = Ranks() if summed else weights.ranks
 
-    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
+    def __call__(self, residual: Tensor, delta: Tensor | Terms | None = None) -> Tensor:
         """Adds delta to residual, in place, and returns the norm of that. With several ranks delta is a term:
         the sum of all ranks' deltas is added."""
+        if isinstance(delta, Terms):
+            return self.kernels.add_rms_norm(residual, delta, self.weight, self.eps)
         return self.ranks.add_rms_norm(self.kernels, residual, delta, self.weight, self.eps)
 
     def of_sum(self, term: Tensor) -> Tensor:
@@ -39,16 +41,17 @@ class InputNorm:
     def __init__(self, weights: Weights, norm: RMSNorm | None, product: LinearMethod | None) -> None:
         self.norm = norm
         self.kernels = weights.kernels
-        self.grouped = None if product is None else product.grouped
+        self.product = product or LinearMethod()
 
-    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Any:
+    def __call__(self, residual: Tensor, delta: Tensor | Terms | None = None) -> Any:
         """As `RMSNorm`. Returns what the product takes: a tensor, or `Quantized`."""
-        norm = self.norm
+        norm, grouped = self.norm, self.product.quantizes(len(residual))
         if norm is not None and norm.ranks.size == 1:
-            return self.kernels.add_rms_norm(residual, delta, norm.weight, norm.eps, self.grouped)
+            return self.kernels.add_rms_norm(residual, delta, norm.weight, norm.eps, grouped)
         x = residual
         if norm is not None:
             x = norm(residual, delta)
         elif delta is not None:
+            assert not isinstance(delta, Terms), "a draft head sums its delta"
             residual.add_(delta)
-        return x if self.grouped is None else self.kernels.quantize(x, grouped=self.grouped)
+        return x if grouped is None else self.kernels.quantize(x, grouped=grouped)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import HeadNorm, LatentHeads, LatentNorm, LinearMethod
+from baton.engine.kernels import HeadNorm, LatentHeads, LatentNorm, LinearMethod, Terms
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, RMSNorm
@@ -105,8 +105,8 @@ class LlamaLayer:
         self.after_mlp = norm(norms.after_mlp, summed=False)
 
     def __call__(
-        self, layer: int, residual: Tensor, delta: Tensor | None, rotary: Tensor, attend: Any
-    ) -> Tensor:
+        self, layer: int, residual: Tensor, delta: Tensor | Terms | None, rotary: Tensor, attend: Any
+    ) -> Tensor | Terms:
         """`attend`: what the mixer calls. `delta` [tokens, hidden_size] is the output of the layer before.
         The first norm adds it to `residual`, in place. Returns this layer's output, which is not added yet.
         With several ranks both are terms of sums over ranks, unless the layer normalizes what it adds."""
@@ -116,8 +116,10 @@ class LlamaLayer:
         mixed = self.mixer(layer, x, rotary, attend)
         if self.after_mixer is not None:
             mixed = self.after_mixer.of_sum(mixed)
-        out = self.mlp(self.mlp_norm(residual, mixed))
-        return out if self.after_mlp is None else self.after_mlp.of_sum(out)
+        x = self.mlp_norm(residual, mixed)
+        if self.after_mlp is not None:
+            return self.after_mlp.of_sum(self.mlp(x))
+        return self.mlp(x, summed=False) if isinstance(self.mlp, MoE) else self.mlp(x)
 
 
 class Llama:

@@ -35,7 +35,7 @@ from baton.kv_transfer.protocol.local_messages import (
     StoreOrder,
 )
 from baton.kv_transfer.protocol.messages import FirstToken
-from baton.kv_transfer.shared_store import StoreFds, Units
+from baton.kv_transfer.shared_store import READERS, StoreFds, Units
 from baton.kv_transfer.shared_store.chunk_object import label, name_of, part_of
 from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
 
@@ -112,6 +112,7 @@ class SharedStore:
         self._layout = kv.layout
         self._block_size = kv.block_size
         self._cut = units = Units(kv.layout, kv.ranks)
+        self._batch = max(1, units.count // READERS)  # objects that are read by one call
         self._channel = Channel(socket.socket(fileno=fds.store), StoreAnswer | StoreOpened)
 
         def pool(ranks: Sequence[int]) -> Pool:
@@ -201,13 +202,13 @@ class SharedStore:
         return fetch is not None and bool(fetch.found_at)
 
     def ends(self, fetch_id: bytes) -> float:
-        """The time.monotonic() at which all will have come, as fast as some have. 0: not known. The store
-        process reads two objects at a time, so half of the next one counts as read."""
+        """The time.monotonic() at which all will have come, as fast as some have. 0: not known. When the
+        first answer comes, the other readers are about to have theirs."""
         fetch = self._fetches.get(fetch_id)
         if fetch is None or not fetch.answered or fetch.stop is None:
             return 0.0
-        share = (fetch.answered + 1) / max(fetch.stop, fetch.answered + 1)
-        return fetch.found_at + (fetch.answered_at - fetch.found_at) / share
+        come = fetch.answered + (READERS - 1) * self._batch
+        return fetch.found_at + (fetch.answered_at - fetch.found_at) * max(1.0, fetch.stop / come)
 
     def poll(self) -> list[Injected | FetchFailed | Closed]:
         events, self._events = self._events, []
@@ -297,7 +298,7 @@ class SharedStore:
 
     def _go_on(self, fetch: _Fetch, stop: int, now: float) -> None:
         while fetch.asked < stop and self._free and not self._channel.full:
-            count = min(stop - fetch.asked, len(self._free), max(1, self._cut.count // 4))
+            count = min(stop - fetch.asked, len(self._free), self._batch)
             self._get(fetch, range(fetch.asked, fetch.asked + count))
             fetch.asked += count
         scattering = fetch.answered < fetch.asked

@@ -43,6 +43,8 @@ STORE_MODULE = "baton.kv_transfer.shared_store"
 MEMORY = 64 << 20
 """Bytes of units. They bound what is under way to the store and from it."""
 FEWEST_UNITS, MOST_UNITS = 4, 64
+READERS = 4
+"""Threads that read at the same time. One connection of TCP does not carry what a store can give."""
 
 
 EXIT_UNUSABLE = 2

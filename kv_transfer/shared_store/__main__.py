@@ -3,9 +3,9 @@
 On stdin come `StoreStart` as one line of JSON, and the cluster secret in hexadecimal. The process starts with
 the engine process, so that the client's library is loaded when the engine says what its KV is.
 
-Threads call the client process: two for what prompts wait for, so that one reads while the other verifies,
-and one for what is written. If a call hangs, or the store does not answer, the process ends, and the service
-starts it again.
+Threads call the client process: `READERS` for what prompts wait for, so that some read while another one
+verifies, and one for what is written. If a call hangs, or the store does not answer, the process ends, and
+the service starts it again.
 
 Objects belong to a *period*, half of the age limit. Those of this period and the one before are used, and all
 older ones are removed.
@@ -34,9 +34,9 @@ from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreLayout, StoreOpened, StoreOrder
-from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreGone, StoreStart, Units, max_age
+from baton.kv_transfer.shared_store import EXIT_UNUSABLE, READERS, StoreGone, StoreStart, Units, max_age
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, label, part_of
-from baton.kv_transfer.shared_store.client import CONNECTIONS, ClientProcess
+from baton.kv_transfer.shared_store.client import ClientProcess
 from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.wait import wait
 
@@ -46,8 +46,8 @@ HANGS = 20.0
 """Seconds after which a call counts as hung."""
 REST = 1.0
 """After a write beside reads, so many times as long without one: half of the bandwidth is left to them."""
-PROBES = 3
-"""Reads when the process begins. The fastest one counts: the machine may be busy."""
+PROBES = 8
+"""Objects that the process writes and reads when it begins."""
 TICK = 1.0
 
 
@@ -70,7 +70,7 @@ class StoreProcess:
 
     def run(self, client: ClientProcess) -> None:
         """Serves until the engine process is gone."""
-        for connection in range(CONNECTIONS):
+        for connection in range(1 + READERS):
             threading.Thread(target=self._serve, args=(client, connection), daemon=True).start()
         self._orders[True].put(None)
         while True:
@@ -92,22 +92,25 @@ class StoreProcess:
 
     def _probe(self, client: ClientProcess, connection: int) -> float:
         """How long it takes to read an object, so that no prompt has to wait to find out. 0: the store took
-        none. Engines may use the arena at any time, so the object has memory of its own."""
-        own = memoryview(bytearray(self._units.object_bytes(0)))
-        period, name = self._periods[0], label(b"", os.urandom(16))
-        keys, places = [self._seal.key(name, period)], [(0, own.nbytes)]
-        self._seal.seal(name, period, own)
-        client.memory[: own.nbytes] = own
-        best = math.inf
-        if client.call(connection, "put", keys, places) == [True]:
-            for _ in range(PROBES):
-                began = time.monotonic()
-                [found] = client.call(connection, "get", keys, places)
-                own[:] = client.memory[: own.nbytes]
-                if found and self._seal.open(name, period, own):
-                    best = min(best, time.monotonic() - began)
-            client.call(connection, "remove", keys)
-        return 0.0 if best == math.inf else best
+        none. Engines may use the arena at any time, so these objects have memory of their own."""
+        period, size = self._periods[0], self._units.object_bytes(0)
+        names = [label(b"", os.urandom(16)) for _ in range(min(PROBES, self._units.count))]
+        keys = [self._seal.key(name, period) for name in names]
+        places = [(number * size, size) for number in range(len(names))]
+        own = memoryview(bytearray(size))
+        for name, (at, _) in zip(names, places, strict=True):
+            self._seal.seal(name, period, own)
+            client.memory[at:][:size] = own
+        best = 0.0
+        if all(client.call(connection, "put", keys, places)):
+            for _ in range(2):  # the first one finds pages and connections missing
+                began, right = time.monotonic(), all(client.call(connection, "get", keys, places))
+                for name, (at, _) in zip(names, places, strict=True):
+                    own[:] = client.memory[at:][:size]
+                    right = right and self._seal.open(name, period, own)
+                best = (time.monotonic() - began) / len(names) if right else 0.0
+        client.call(connection, "remove", keys)
+        return best
 
     @property
     def _periods(self) -> Sequence[int]:

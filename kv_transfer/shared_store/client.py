@@ -25,11 +25,17 @@ import msgspec
 import setproctitle
 
 from baton.kv_transfer.arena import memory_file
-from baton.kv_transfer.shared_store import EXIT_UNUSABLE, StoreBackend, StoreGone, load_backend, parse
+from baton.kv_transfer.shared_store import (
+    EXIT_UNUSABLE,
+    READERS,
+    StoreBackend,
+    StoreGone,
+    load_backend,
+    parse,
+)
 from baton.kv_transfer.spawn import die_with_parent, spawn
 
 CLIENT_MODULE = "baton.kv_transfer.shared_store.client"
-CONNECTIONS = 3
 RETRY = 2.0
 """Seconds between two attempts to connect."""
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -55,7 +61,7 @@ class ClientProcess:
     memory: memoryview
 
     def __init__(self, url: str, title: str) -> None:
-        self._fd, pairs = memory_file(), [Pipe() for _ in range(CONNECTIONS)]
+        self._fd, pairs = memory_file(), [Pipe() for _ in range(1 + READERS)]
         fds = self._fd, *(theirs.fileno() for _, theirs in pairs)
         start = ClientStart(url, title, os.getpid(), fds)
         self._popen: subprocess.Popen[bytes] = spawn(CLIENT_MODULE, msgspec.json.encode(start), pass_fds=fds)

@@ -28,7 +28,7 @@ def fork_children(control: int, title: str, kinds: Mapping[str, Callable[[], Non
     """Forks a child for each message of a router, until no router is there.
 
     `control`: a socket. A message is a kind of child and two sockets: that of the child, and one for its exit
-    code. When the router ends the latter, the child is killed.
+    code. When the router ends the latter, the child is killed. A child of another kind ends at once.
     """
     setproctitle(f"{title} forks")
     die_with_parent()
@@ -48,7 +48,7 @@ def fork_children(control: int, title: str, kinds: Mapping[str, Callable[[], Non
                     its, ends = (socket.socket(fileno=fd) for fd in fds)
                     with its:
                         if not (pid := os.fork()):
-                            _become(its, f"{title} {kind.decode()}", kinds[kind.decode()])
+                            _become(its, f"{title} {kind.decode()}", kinds.get(kind.decode(), lambda: None))
                     alive[pid] = pidfd, _ = os.pidfd_open(pid), ends
                     selector.register(pidfd, selectors.EVENT_READ, pid)
                     selector.register(ends, selectors.EVENT_READ, pid)

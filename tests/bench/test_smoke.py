@@ -46,8 +46,20 @@ from tests.mooncake import libraries
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
-ON_GPU = ("disagg", "engine", "flip", "kernels", "kv", "overlap", "reuse", "speculation", "split", "vllm")
-ON_CPU = ("chaos", "router", "routing_sim", "store")
+ON_GPU = (
+    "disagg",
+    "engine",
+    "flip",
+    "kernels",
+    "kv",
+    "overlap",
+    "reuse",
+    "speculation",
+    "split",
+    "store",
+    "vllm",
+)
+ON_CPU = ("chaos", "router", "routing_sim")
 ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",

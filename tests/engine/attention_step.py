@@ -27,6 +27,7 @@ def placed(metadata: AttentionMetadata, put: Callable[[Tensor], Tensor]) -> Atte
         block_tables=put(metadata.block_tables),
         contexts=put(metadata.contexts),
         tiles=None if metadata.tiles is None else put(metadata.tiles),
+        places=None if metadata.places is None else put(metadata.places),
     )
 
 
@@ -46,8 +47,9 @@ class Step:
         with_sinks: bool = False,
         scale: float | None = None,
         decodes: Sequence[tuple[int, int]] = (),
+        ahead: int = 1,
     ) -> None:
-        """`decodes`: spans that decode. Those of one token do, too."""
+        """`decodes`: spans that decode. Those of one token do, too. `ahead`: as in `arrange`."""
         self.scale = head_dim**-0.5 if scale is None else scale
         self.heads, self.dtype, self.span = heads, dtype, span
         self.sinks = normal(heads[0], seed=seed + 97).to(dtype) if with_sinks else None
@@ -68,6 +70,7 @@ class Step:
             [0] * sum(stop - start for start, stop in spans), starts, stops,
             [array("i", table.tolist()) for table in tables], [], Variant.GREEDY, Draws(*[none] * 5),
             num_decodes=len(decodes), hands_over=False, block_size=block_size, table_width=width,
+            keys=None if ahead == 1 else np.zeros((0, ahead), np.int32),
         )  # fmt: skip
         tensors = {name: torch.from_numpy(values) for name, values in read_by_device(step).items()}
         self.metadata = attention_metadata(

@@ -62,7 +62,7 @@ def main() -> None:
     from baton.engine.kernels.exact_linear import ExactLinear
     from baton.engine.kernels.peer_copy import PeerCopy
     from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
-    from baton.engine.kernels.quantized.int4_linear import Int4Linear
+    from baton.engine.kernels.quantized.int4_linear import FORMS, Int4Linear
     from baton.engine.kernels.quantized.reference import four_bits, of_experts
     from baton.engine.kernels.sampling import draft_kernels, drafts, race
     from baton.engine.kernels.sampling.thresholds import thresholds
@@ -106,8 +106,9 @@ def main() -> None:
         qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
         q = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
         sinks = None if span is None else x[0, :heads]
-        plan = kernels.plan(metadata, heads, kv_heads, dtype, span)
-        kernels.attention(q, kv, plan, sinks, head_dim**-0.5)
+        for places in (None, torch.zeros(65, dtype=torch.int32)):
+            plan = kernels.plan(replace(metadata, places=places), heads, kv_heads, dtype, span)
+            kernels.attention(q, kv, plan, sinks, head_dim**-0.5)
         if not fp8_kv and dtype is not torch.float32:
             exact = TritonKernels(torch.device("cpu"), head_dim, exact=True)
             exact.attention(q, kv, exact.plan(metadata, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
@@ -168,8 +169,13 @@ def main() -> None:
         scales = torch.zeros(4096, 4096 // size)
         for zeros in (scales, scales + 1):
             int4 = Int4Linear(four_bits(codes, scales, zeros, dtype), None, 132)
-            for tokens in (1, 2, 4, 16, 64, 256):
+            for tokens in (1, 2, 4, 16):
                 int4(torch.zeros(tokens, 4096, dtype=dtype))
+            for tokens, form in itertools.product((64, 128, 256), FORMS):
+                x = TritonKernels(torch.device("cpu"), 128).quantize(
+                    torch.zeros(tokens, 4096, dtype=dtype), grouped=False
+                )
+                int4.triton(x, form)
 
     print("-- sums over ranks")
     for ranks, rank in ((2, 0), (2, 1), (4, 3)):
@@ -191,6 +197,8 @@ def main() -> None:
                 counts, experts = torch.zeros(16, dtype=torch.int32), Experts(gate_up, down, choice)
                 kernels.mix_experts(x, logits, experts, counts)
                 kernels.mix_experts(x, logits, experts, counts, shared=x.clone)
+                terms = kernels.mix_experts(x, logits, experts, counts, shared=x.clone, summed=False)
+                kernels.add_rms_norm(x, terms, x[0], 1e-5)
                 for groups, rows in ((1, 1), (16, 1), (16, 128)):
                     of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768 // rows))
                     of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048 // rows))

@@ -5,11 +5,11 @@ from typing import Any
 
 from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.chunk_limit import FULL_STEP
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.step_builder import Schedule
+from baton.engine.model_config import FULL_STEP
 
 BLOCK = 4
 ROOT = b"root"

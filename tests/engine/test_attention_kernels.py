@@ -31,6 +31,53 @@ def test_requests_with_one_two_five_and_300_tokens(triton_kernels: Kernels) -> N
     Step([(15, 16), *several, (10, 310)], (4, 2), dtype=F16, decodes=several).check(triton_kernels, DEVICE)
 
 
+@pytest.mark.parametrize(
+    ("heads", "dtype", "few"),
+    [((4, 2), F16, 32), ((4, 2), F32, 0), ((3, 1), F16, 0), ((8, 1), F16, 32), ((2, 2), F16, 0)],
+)
+def test_queries_of_a_request_that_decodes_share_its_keys(
+    triton_kernels: Kernels,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    few: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests with up to eight queries, whose contexts end before, in and behind a tile of keys, or a piece
+    of several. Up to 16 query heads share keys."""
+    from baton.engine.kernels.attention import decode, pieces
+
+    monkeypatch.setattr(decode, "FEW_REQUESTS", few)
+    monkeypatch.setattr(pieces, "PIECES_PER_SM", 6)
+    spans = [(15, 16), (0, 3), (62, 66), (30, 38), (350, 354), (94, 97), (2, 3), (10, 50)]
+    step = Step(spans, heads, 64, 16, dtype, decodes=spans[:-1], ahead=8)
+    assert step.metadata.places is not None
+    assert step.metadata.places.tolist() == [0, *range(3), *range(4), *range(8), *range(4), *range(3), 0]
+    step.check(triton_kernels, DEVICE)
+
+
+@pytest.mark.parametrize("queries", [2, 4])
+def test_requests_that_share_pieces(kernel_device: str, queries: int) -> None:
+    from baton.engine.kernels.attention.pieces import Sharing, most_pieces, partition
+
+    contexts, places = [5, 199, 200, 201, 202, 203, 64, 65, 0], [0, 0, 1, 2, 3, 4, 0, 1, 0]
+    on_device = [
+        torch.tensor(values, dtype=torch.int32, device=kernel_device) for values in (contexts, places)
+    ]
+    most = most_pieces(len(contexts), 2, 3)
+    pieces = partition(on_device[0], 2, most, sharing=Sharing(queries, on_device[1], on_device[0]))
+    first, work = pieces.first.tolist(), pieces.work.tolist()
+    covered = {}
+    for i, place in enumerate(places):
+        own = work[first[i] : first[i + 1]]
+        assert bool(own) == (place % queries == 0)
+        if own:
+            assert [start for _, start, _ in own] == [0, *(stop for _, _, stop in own[:-1])]
+            covered[i] = own[-1][2]
+    assert covered == (
+        {0: 5, 1: 200, 3: 202, 5: 203, 6: 65, 8: 0} if queries == 2 else {0: 5, 1: 202, 5: 203, 6: 65, 8: 0}
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_a_batch_padded_as_for_a_graph(triton_kernels: Kernels, dtype: torch.dtype) -> None:
     """Padding rows have no slot, padding requests no context, padding tiles are zeros. They write nothing and

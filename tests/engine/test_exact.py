@@ -5,7 +5,7 @@ any shape add in the order of the columns, as `wgmma` does. On a GPU the same te
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -276,11 +276,24 @@ def exact_engine(shallow_model_path: Path) -> Engine:
     )
 
 
-def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(
-    exact_engine: Engine,
+def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(exact_engine: Engine) -> None:
+    assert different_tokens(exact_engine) == 0
+
+
+@pytest.mark.skipif(ON_GPU, reason="the ranks are threads of one CPU")
+def test_three_ranks_give_the_same_tokens_in_any_batch_and_after_a_recovery(
+    shallow_model_path: Path, ranks: Callable[..., Engine]
 ) -> None:
-    """Greedy and seeded. Together, prompts are cut into other chunks, share steps with decodes, and begin
-    with cached blocks."""
+    """Without the mode, a few of these tokens differ: the test can fail."""
+    sizes: Any = {"dtype": "bfloat16", "max_num_batched_tokens": 64, "num_threads": 3, "quantization": "none"}
+    assert different_tokens(ranks(shallow_model_path, 3, batch_invariant=True, **sizes)) == 0
+    assert different_tokens(ranks(shallow_model_path, 3, **sizes)) > 0
+
+
+def different_tokens(engine: Engine) -> int:
+    """How many tokens of requests together, and after a recovery, are not those of the same request alone.
+    Greedy and seeded. Together, prompts are cut into other chunks, share steps with decodes, and begin with
+    cached blocks."""
     prompts = [
         [(7 * i + 3 * j * j) % 900 + 5 for j in range(length)] for i, length in enumerate((3, 20, 75, 150))
     ]
@@ -290,13 +303,14 @@ def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(
         return request_of(i, prompts[i], list(output), max_tokens=12, ignore_eos=True, **sampled)
 
     def tokens(*requests: Any) -> list[list[int]]:
-        results = run(exact_engine, list(requests))
+        results = run(engine, list(requests))
         return [list(request.output_ids) + results[request.id].tokens for request in requests]
 
     alone = [tokens(asked(i))[0] for i in range(4)]
-    assert tokens(*map(asked, range(4))) == alone
-    assert tokens(*(asked(i, alone[i][: 3 + i]) for i in range(4))) == alone
-    exact_engine.assert_whole()
+    found = tokens(*map(asked, range(4))) + tokens(*(asked(i, alone[i][: 3 + i]) for i in range(4)))
+    engine.assert_whole()
+    pairs = zip(found, alone + alone, strict=True)
+    return sum(a != b for ours, right in pairs for a, b in zip(ours, right, strict=True))
 
 
 def test_numerics_are_a_part_of_content_names(exact_engine: Engine, shallow_model_path: Path) -> None:

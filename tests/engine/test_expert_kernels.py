@@ -175,6 +175,33 @@ def test_the_sums_over_parts_of_the_experts_add_up(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("grouped", [None, False])
+def test_the_norm_behind_experts_adds_them_up(
+    triton_kernels: Kernels, dtype: torch.dtype, shared: bool, grouped: bool | None
+) -> None:
+    """With the bits of the sum, the residual add and the norm one after the other."""
+    x, gate_up, down, residual, beside, weight = (
+        normal(*shape, seed=i).to(dtype).to(DEVICE)
+        for i, shape in enumerate([(50, 64), (6, 48, 64), (6, 64, 24), (50, 64), (50, 64), (64,)])
+    )
+    logits = expert_logits(50, LEANINGS["even"]).to(DEVICE)
+    experts = Experts(gate_up, down, Choice(3, Scoring.NORMALIZED_SOFTMAX))
+    streams, found = [], []
+    for summed in (True, False):
+        counts = torch.zeros(6, dtype=torch.int32, device=DEVICE)
+        delta = triton_kernels.mix_experts(
+            x, logits, experts, counts, shared=(lambda: beside) if shared else None, summed=summed
+        )
+        streams.append(residual.clone())
+        normed = triton_kernels.add_rms_norm(streams[-1], delta, weight, 1e-5, grouped)
+        found.append(normed if isinstance(normed, Tensor) else normed.values.float() * normed.scales)
+    assert torch.equal(*streams)
+    assert not torch.equal(streams[0], residual)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chosen", [1, 3])
 def test_experts_with_biases_and_a_clamped_activation(
     triton_kernels: Kernels, dtype: torch.dtype, chosen: int

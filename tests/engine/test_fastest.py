@@ -1,10 +1,13 @@
 """The choice among kernels by measurement."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from baton.engine.kernels import fastest
 from baton.engine.kernels.fastest import Choices, Kernel
 
 KERNELS: dict[str, Kernel] = {"slow": lambda x: x + 1, "fast": lambda x: x + 2}
@@ -48,3 +51,53 @@ def test_without_a_place_for_the_file_each_engine_measures(tmp_path: Path) -> No
     assert ours.among("a", 1, torch.ones(1), KERNELS) is KERNELS["fast"]
     assert ours.among("a", 1, torch.ones(1), KERNELS) is KERNELS["fast"]
     assert len(measured) == 2
+
+
+def test_a_kernel_must_be_clearly_faster_than_the_first(tmp_path: Path) -> None:
+    for share, chosen in ((0.97, "first"), (0.9, "other")):
+        taken = {"first": 1.0, "other": share}
+        kernels: dict[str, Kernel] = dict.fromkeys(taken, torch.neg)
+        times = iter(taken.values())
+        path = tmp_path / f"{share}.json"
+        Choices(path, lambda kernel, x, times=times: next(times)).among("a", 1, torch.ones(1), kernels)
+        assert f'"{chosen}"' in path.read_text()
+
+
+class Device:
+    """A GPU that runs what the host launches, in order. Times in microseconds."""
+
+    def __init__(self) -> None:
+        self.host = self.idle_from = 0.0
+
+    def launch(self, on_host: float, on_device: float) -> None:
+        self.host += on_host
+        self.idle_from = max(self.idle_from, self.host) + on_device
+
+    def event(self, *, enable_timing: bool) -> Any:
+        assert enable_timing
+        event = SimpleNamespace(at=0.0)
+
+        def record() -> None:
+            event.at = max(self.idle_from, self.host)
+
+        def synchronize() -> None:
+            self.host = max(self.host, event.at)
+
+        event.record, event.synchronize = record, synchronize
+        event.query = lambda: event.at <= self.host
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+
+@pytest.mark.parametrize("launch", [20.0, 150.0, 2000.0])
+def test_the_time_of_a_launch_by_the_host_is_not_that_of_the_kernel(
+    launch: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host takes longer to launch this kernel than the device to run it."""
+    device = Device()
+    flushed = SimpleNamespace(zero_=lambda: device.launch(5.0, 16.0))
+    cuda = SimpleNamespace(Event=device.event)
+    monkeypatch.setattr(
+        fastest, "torch", SimpleNamespace(empty=lambda *_, **__: flushed, cuda=cuda, uint8=None)
+    )
+    assert fastest._seconds(lambda x: device.launch(launch, 11.0), None) == 11.0  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.engine.kernels import Choice, Experts, FourBits, Kernels
-from baton.engine.kernels.quantized.reference import four_bits, of_experts
+from baton.engine.kernels.quantized.reference import four_bits, of_experts, spread
 from baton.engine.layers.weights import Groups
 from baton.engine.model_config import Scoring
 from tests.device import DEVICE
@@ -26,17 +26,19 @@ DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
         (128, 640, 130, 17, True),
         (128, 8320, 20, 2, True),  # wide, and a second pass over the columns
         (128, 512, 64, 130, False),
-        (128, 256, 400, 70, True),  # half of a block at a time
+        (128, 256, 400, 70, True),
+        (32, 160, 48, 40, False),
         (64, 256, 64, 257, True),
+        (64, 256, 40, 33, True),  # no rows of W that cuBLAS takes in FP8
     ],
 )
 def test_int4_products(
     size: int, columns: int, out: int, rows: int, symmetric: bool, dtype: torch.dtype, triton_kernels: Kernels
 ) -> None:
-    """By each of the kernels: up to 2 rows, few rows, which may be split, and many rows. SwiGLU at the end of
-    a product gives the same as SwiGLU of its result."""
+    """By each of the kernels: up to 2 rows, few rows, which may be split, and more rows, in FP8. SwiGLU at
+    the end of a product gives the same as SwiGLU of its result."""
     from baton.engine.kernels.quantized.four_bits import values
-    from baton.engine.kernels.quantized.int4_linear import Int4Linear
+    from baton.engine.kernels.quantized.int4_linear import ALIGNED, FORMS, MAX_FEW_ROWS, Int4Linear
 
     codes, scales, zeros = random_groups(out, columns, size).on(torch.device(DEVICE))[:3]
     rounded = Groups(codes, scales.to(dtype).float(), zeros.mul_(not symmetric).to(dtype).float(), 4)
@@ -49,12 +51,26 @@ def test_int4_products(
             found, rounded.values().to(dtype), rtol=ulp, atol=8 * ulp * scales.max().item()
         )
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    expected = x.float() @ weight.float().T + bias.float()
+    in_fp8 = rows > MAX_FEW_ROWS and out % ALIGNED == 0
+    assert linear.quantizes(rows) is (False if in_fp8 else None)
+    multiplied, quantized = x.float(), triton_kernels.quantize(x, grouped=False)
+    if in_fp8:
+        of_rows = linear.weight.row_scales()
+        small = values(linear.weight, of_rows)
+        # Where it rounds up to a power of two, the interpreter gives half of it.
+        wrong = (small.float() * of_rows.T - weight).abs() > 2**-4 * weight.abs() + of_rows.T / 2
+        assert wrong.float().mean() <= (0.05 if DEVICE == "cpu" else 0)
+        weight, multiplied = small.float() * of_rows.T, spread(*quantized)
+    expected = multiplied @ weight.float().T + bias.float()
     error = 2e-3
     if rows <= 2:  # it sums in float16
         error += 0.006 * expected.square().mean().sqrt().item()
     for _ in range(2):  # the second one finds the counters of the splits as the first one left them
         torch.testing.assert_close(linear(x).float(), expected, rtol=2 * ulp, atol=error)
+    if in_fp8:
+        for form in FORMS:
+            found = linear.triton(quantized, form).float()
+            torch.testing.assert_close(found, expected, rtol=2 * ulp, atol=error)
     gated = linear.silu_mul(x, triton_kernels)
     torch.testing.assert_close(gated, triton_kernels.silu_mul(linear(x)), rtol=2 * ulp, atol=0)
 

@@ -4,23 +4,29 @@
 
 import os
 import random
+from array import array
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import baton.kv_transfer as kv
 from baton.cluster.tools.sizing import MODELS
 from baton.content.cache_kinds import FP8
 from baton.engine import EngineRequest, SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
-from baton.engine.kernels import Kernels
+from baton.engine.execution.inputs import attention_metadata, read_by_device
+from baton.engine.kernels import AttentionMetadata, Kernels
+from baton.engine.kernels.upload import upload
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import LatentConfig
 from baton.engine.models import cache_bytes_per_token
+from baton.engine.step import Draws, Step, Variant, arrange
 from tests.device import DEVICE
 from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, run, save_tiny, tokens_of
@@ -179,6 +185,45 @@ def test_chunks_are_expanded_from_the_length_that_pays(nope: int, rank: int, val
     assert shape.least_expanded == least
     saved = 2 * rank - nope - value
     assert (least - 1) * saved <= rank * (nope + value) < least * saved
+
+
+@torch.inference_mode()
+def test_chunks_that_attend_between_graphs(
+    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Short chunks are absorbed, long ones expanded. Padding of the decodes is in the rows of the chunks."""
+    for module in ("baton.engine.execution.start", "baton.engine.layers.weights"):
+        monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim, exact=False: triton_kernels)
+    save_tiny(tmp_path, "DeepseekV3")
+    runner = load(tmp_path, device=DEVICE, block_size=16, num_blocks=9)._runner
+    tables = [array("i", blocks) for blocks in ([2], [4, 0], [8, 1], [3, 5, 6])]
+    nothing = Draws(*(np.zeros(0, np.float32) for _ in Draws._fields))
+
+    def tensors(starts: list[int], stops: list[int], decodes: int) -> tuple[Step, dict[str, torch.Tensor]]:
+        tokens = [3 + i for start, stop in zip(starts, stops, strict=True) for i in range(start, stop)]
+        step = arrange(
+            tokens, starts, stops, tables, [], Variant.GREEDY, nothing,
+            num_decodes=decodes, hands_over=False, block_size=16, table_width=4,
+        )  # fmt: skip
+        arrays = read_by_device(step)
+        return step, dict(zip(arrays, upload(list(arrays.values()), torch.device(DEVICE)), strict=True))
+
+    def attention(step: Step, of: dict[str, torch.Tensor]) -> AttentionMetadata:
+        return attention_metadata(of, block_size=16, num_decodes=step.decode_rows, prefills=step.prefills)
+
+    step, before = tensors([0] * 4, [8, 20, 17, 3], 0)
+    runner.forward(before, attention(step, before), lambda _: None)
+    step, now = tensors([8, 20, 17, 3], [9, 21, 22, 43], 2)
+    expected = runner.forward(now, attention(step, now), lambda _: None)
+    apart = runner._apart(len(step.token_ids))
+    assert apart is not None
+    memory, attends = apart
+    memory.out.fill_(torch.nan)
+    padded = now | {
+        "contexts": F.pad(now["contexts"], (0, 6)), "block_tables": F.pad(now["block_tables"], (0, 0, 0, 4))
+    }  # fmt: skip
+    graph = attention_metadata(padded, block_size=16, num_decodes=8, prefills=[], apart=memory)
+    torch.testing.assert_close(runner.forward(now, graph, attends(attention(step, now))), expected)
 
 
 def test_absorbed_and_expanded_attention_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,8 +73,8 @@ def test_int4_weights_rounded_on_load(
         monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     monkeypatch.setattr(Int4OnLoad, "tied", output_in_fp8)
     engine = engine_of(quantization="int4", device=DEVICE, dtype="bfloat16" if on_gpu else "float32")
-    # On a GPU: dequantized for cuBLAS, then the kernel for few rows, then the one for up to 2 rows.
-    for chunk, decoded in ((640, 0), (48, 64)) if on_gpu else ((640, 0),):
+    # On a GPU: products in FP8, the kernel for few rows, and the one for up to 2 rows.
+    for chunk, decoded in ((640, 0), (48, 64), (24, 0)) if on_gpu else ((640, 0),):
         found = quality(logits(engine, chunk, decoded), reference)
         assert found.perplexity <= 1.09 * quality(reference, reference).perplexity
         assert found.equal >= 0.8
@@ -132,9 +132,9 @@ def test_kv_that_is_converted(
 
 @pytest.mark.gpu
 def test_packed_weights_on_a_gpu(engine_of: Callable[..., Engine], reference: Tensor) -> None:
-    """The default from Hopper on. Dequantized for a long chunk, then the kernel for few rows."""
+    """The default from Hopper on. More than 32 rows multiply in FP8, so they have the bounds of FP8."""
     engine = engine_of(dtype="auto", device=DEVICE)
-    for chunk in (640, 48):
+    for chunk, perplexity, equal in ((640, 1.02, 0.92), (48, 1.02, 0.92), (24, 1.01, 0.94)):
         found = quality(logits(engine, chunk), reference)
-        assert found.perplexity <= 1.01 * quality(reference, reference).perplexity
-        assert found.equal >= 0.94
+        assert found.perplexity <= perplexity * quality(reference, reference).perplexity
+        assert found.equal >= equal

@@ -62,11 +62,12 @@ def tokens_of(engine: Engine, *, by_graph: bool = False) -> list[int]:
     return tokens
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A model, and the tokens that transformers finds the most likely."""
+@pytest.fixture(scope="module", params=["Llama", "DeepseekV3"])
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, list[int]]:
+    """A model, and the tokens that transformers finds the most likely. Chunks of latents attend between
+    graphs."""
     path = tmp_path_factory.mktemp("model")
-    reference = save_tiny(path, "Llama", max_position_embeddings=512)
+    reference = save_tiny(path, request.param, max_position_embeddings=512)
     expected: list[int] = []
     for length, tokens in zip(LENGTHS, TOKENS, strict=True):
         with torch.inference_mode():

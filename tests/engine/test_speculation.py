@@ -136,9 +136,45 @@ def test_other_models(tiny_of: TinyOf, tiny_engine: MakeEngine, late_engine: Mak
     engine.assert_whole()
 
 
-def test_layers_with_states_are_refused(tiny_of: TinyOf, tiny_engine: MakeEngine) -> None:
-    with pytest.raises(ValueError, match="--speculative-config: BambaForCausalLM has layers with states"):
-        tiny_engine(model=str(tiny_of("Bamba")), speculative_config=THREE)
+SEATS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 8}
+COPIES: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "num_blocks": 512}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "wrong", "overlap"),
+    [
+        pytest.param("Bamba", {"num_blocks": 512}, 0.0, True, id="right"),
+        pytest.param("Qwen3Next", {"num_blocks": 512}, 1.0, True, id="wrong"),
+        pytest.param("Bamba", {**PREEMPTING, "num_blocks": 24}, 0.3, True, id="preemption"),
+        pytest.param("Qwen3Next", COPIES, 0.3, False, id="prefix cache"),
+        pytest.param("Bamba", COPIES, 0.3, True, id="prefix cache, overlap"),
+        pytest.param("Qwen3Next", SEATS, 0.3, False, id="few seats"),
+    ],
+)
+def test_a_model_with_states(
+    tiny_of: TinyOf,
+    tiny_engine: MakeEngine,
+    late_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    config: dict[str, Any],
+    wrong: float,
+    overlap: bool,
+) -> None:
+    """Requests go on from the states before wrong drafts. No copy of states is one after a draft."""
+    monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)
+    path, requests = str(tiny_of(kind)), [*crowd(), *endings()]
+    expected = run(tiny_engine(model=path, num_blocks=512), requests)
+    engine = (late_engine if overlap else tiny_engine)(model=path, speculative_config=THREE, **config)
+    draft_always(engine, answers_of(expected), wrong)
+    for _ in range(2):
+        assert_same(run(engine, requests), expected)
+        engine.assert_whole()
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.drafts > 30
+    if wrong in (0.0, 1.0):
+        assert stats.accepted == (stats.drafts if not wrong else 0)
 
 
 def lookup(tokens: Sequence[int], count: int, drafts: Sequence[int] = (), **config: Any) -> list[int]:

@@ -9,7 +9,18 @@ import torch
 from baton.engine import Engine, EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.step_builder import Schedule, build_step
-from baton.engine.execution.graphs import CHUNKS, WORK, Size, Widths, batch_sizes, chunk_sizes, size_for
+from baton.engine.execution.graphs import (
+    CHUNKS,
+    LARGEST,
+    LARGEST_ALONE,
+    WORK,
+    Size,
+    Widths,
+    batch_sizes,
+    chunk_sizes,
+    largest_graph,
+    size_for,
+)
 from baton.engine.execution.inputs import Inputs, read_by_device
 from baton.engine.kernels import parts
 from tests.device import DEVICE
@@ -34,6 +45,21 @@ def test_at_most_a_fifth_of_the_rows_is_padding_above_64() -> None:
     for rows in range(65, 1025):
         padded = next(size for size in sizes if size >= rows)
         assert padded - rows <= padded / 5
+
+
+@pytest.mark.parametrize(
+    ("full_step", "budget", "rows"),
+    [
+        pytest.param(512, 16384, LARGEST, id="dense"),
+        pytest.param(512 * 64 // 4, 16384, 8192, id="experts"),
+        pytest.param(4096, 16384, 4096, id="few experts"),
+        pytest.param(1 << 16, 16384, LARGEST_ALONE, id="many experts"),
+        pytest.param(8192, 4000, 4000, id="a small budget"),
+    ],
+)
+def test_prompts_that_share_a_step_have_a_graph(full_step: int, budget: int, rows: int) -> None:
+    assert largest_graph(full_step, budget) == rows
+    assert chunk_sizes(rows)[-1] == rows
 
 
 SIZES = [Size(rows, *kind) for rows in (8, 64) for kind in ((True, True), (True, False), (False, True))]

@@ -20,7 +20,15 @@ from baton.kv_transfer.arena import channel_pair, memory_file
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.endpoint.shared_store import Held, SharedStore, copy_for_store
 from baton.kv_transfer.protocol.local_messages import StoreLayout, StoreOrder
-from baton.kv_transfer.shared_store import MEMORY, StoreBackend, StoreFds, StoreStart, Units, __main__
+from baton.kv_transfer.shared_store import (
+    MEMORY,
+    READERS,
+    StoreBackend,
+    StoreFds,
+    StoreStart,
+    Units,
+    __main__,
+)
 from baton.kv_transfer.shared_store.__main__ import StoreProcess
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, StoreKeys
 from baton.kv_transfer.shared_store.client import ClientProcess
@@ -456,16 +464,22 @@ def test_a_fetch_that_is_given_up_gives_its_blocks_back_at_once(
     assert reader.fetched(NAMES) == len(NAMES)
 
 
-def test_how_far_a_fetch_is_says_when_it_will_end(two: tuple[DictStore, Worker, Worker]) -> None:
-    _, writer, reader = two
+def test_how_far_a_fetch_is_says_when_it_will_end(
+    two: tuple[DictStore, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, writer, reader = two
     writer.offer(NAMES)
+    get, permits = store.get, threading.Semaphore(1)
+    monkeypatch.setattr(store, "get", lambda keys, places: permits.acquire() and get(keys, places))
     reader.fetch(NAMES)
     assert reader.store.ends(b"f") == 0, "nothing has come"
     reader.until(lambda: reader.store.ends(b"f"), "some objects")
     fetch = reader.store._fetches[b"f"]
     fetch.found_at, fetch.answered_at, fetch.answered, asked = 1.0, 1.5, 4, fetch.answered
-    assert reader.store.ends(b"f") == 1.0 + 0.5 * len(NAMES) / 5
+    in_time = 4 + (READERS - 1) * reader.store._batch
+    assert reader.store.ends(b"f") == 1.0 + 0.5 * max(1.0, len(NAMES) / in_time)
     fetch.answered = asked
+    permits.release(len(NAMES))
     assert isinstance(reader.event(), kv.Injected)
     assert reader.store.ends(b"f") == 0
 

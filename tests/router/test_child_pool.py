@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -119,7 +120,10 @@ async def test_a_child_that_hangs_is_replaced_and_the_request_is_not_sent_again(
     assert rest == b"hello b "
 
 
-async def test_a_child_that_does_not_start_is_not_caused_by_the_request(make: Make):
+async def test_a_child_that_does_not_start_is_not_caused_by_the_request(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", 0.2)
     pool = make(state=b"never")
     for _ in range(2):
         with pytest.raises(ChildDied) as died:
@@ -165,7 +169,9 @@ async def test_keys_take_turns(make: Make):
     assert order[:6].count("other") == 2
 
 
-async def test_one_process_forks_the_children_of_several_routers_and_is_replaced():
+async def test_one_process_forks_the_children_of_several_routers_and_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+):
     server = ForkServer(COMMAND, b"hello")
     other = ForkServer(COMMAND, b"hello", server.fd)
     pools = [ChildPool(each, "test", 1) for each in (server, other)]
@@ -176,13 +182,32 @@ async def test_one_process_forks_the_children_of_several_routers_and_is_replaced
         pids = [(await call(pool, b"a"))[0] for pool in pools]
         return {psutil.Process(pid).ppid() for pid in pids}
 
+    monkeypatch.setattr("baton.router.child_pool._CHECK_SECONDS", 0.1)
     [first] = await parents()
+    waiting = asyncio.create_task(call(pools[0], b"wait"))
+    await asyncio.sleep(0.05)
     os.kill(first, signal.SIGKILL)
+    assert (await waiting)[1] == b"hello wait "
     [second] = await parents()
-    assert second != first
+    checked, fork = asyncio.Event(), ForkServer.fork
+
+    def noted(server: ForkServer, kind: str) -> Any:
+        if kind == "check":
+            checked.set()
+        return fork(server, kind)
+
+    monkeypatch.setattr(ForkServer, "fork", noted)
+    monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", 2)
+    await checked.wait()  # with this limit
+    os.kill(second, signal.SIGSTOP)  # its children go on
+    while psutil.pid_exists(second):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", 60)
+    [third] = await parents()
+    assert len({first, second, third}) == 3
     for each in (*pools, other, server):
         await each.close()
-    assert not psutil.pid_exists(second)
+    assert not psutil.pid_exists(third)
 
 
 async def test_children_work_at_the_same_time(make: Make):

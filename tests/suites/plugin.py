@@ -55,7 +55,7 @@ def _mock(module: str, name: str) -> Any:
         raise AttributeError(name)
     if name.startswith("DEFAULT_") and name.endswith("_FOR_TEST") and "MODEL" in name:
         return MODEL
-    return KNOWN.get(name) or MagicMock(name=f"{module}.{name}")
+    return KNOWN[name] if name in KNOWN else MagicMock(name=f"{module}.{name}")
 
 
 class Tokenizer:
@@ -150,6 +150,7 @@ KNOWN: dict[str, Any] = {
     "RemoteOpenAIServer": RemoteOpenAIServer,
     "CustomTestCase": CustomTestCase,
     "ModelConfig": ModelConfig,
+    "ROCM_EXTRA_ARGS": [],
     "download_weights_from_hf": lambda *_, **__: MODEL,
     "get_tokenizer": lambda *_, **__: Tokenizer(),
     "popen_launch_server": lambda *_, **__: MagicMock(),
@@ -209,7 +210,7 @@ def pytest_runtest_logstart() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" or report.outcome != "passed":
+    if (report.when == "call" or report.outcome != "passed") and not report.skipped:
         _write(report, asked=sent > 0)
 
 

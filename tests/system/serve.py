@@ -62,7 +62,7 @@ class Serve:
         return titled(self.process.pid, f"baton {self.port}: {name}")
 
     def processes(self) -> dict[str, set[int]]:
-        """Pids by title: "decode 0 engine". A router has two processes with the title "router 0 bodies"."""
+        """Pids by title: "decode 0 engine". Requests start children, such as "router 0 bodies"."""
         found = defaultdict(set, {"serve": {self.process.pid}})
         for process, line in command_lines(self.process.pid).items():
             title = line.partition("\0")[0].strip()

@@ -51,7 +51,7 @@ CHILDREN = ("router 0 bodies", "router 0 grammars")
 PROCESSES = (
     "decode 0", "prefill 0", "router 0", "decode 0 engine", "prefill 0 engine", "router 0 bodies",
     "router 0 grammars", "decode 0 rank 1", "prefill 0 transfer", "router 0.0", "decode 0 transfer",
-    "router 0.1", "decode 0 rank 2", JANITOR,
+    "router 0.1", "decode 0 rank 2", "router 0 forks", JANITOR,
 )  # fmt: skip
 """All of a cluster but `baton serve`, by title. Neighbours are not of one role: a role that ends again soon
 waits before its next start."""

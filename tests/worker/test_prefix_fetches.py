@@ -382,17 +382,13 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
     world.put_behind()
     assert world.fetches.behind is not None
     store, source = world.fetches.behind
-    limits = store._limits
-    assert limits(0.0, 0.0) == (SLACK, prefix_fetches.LONGEST)
-    assert limits(0.0, 1.0) == (SLACK, 1.0)
-    assert limits(0.1, 1.0) == (SLACK, 0.2)
-    assert limits(0.9, 1.0) == (SLACK, 1.0), "no later than it would be computed"
-    assert limits(SLACK / 10, 1.0) == (SLACK, SLACK)
-    assert limits(SLACK / 10, SLACK / 4) == (SLACK / 4, SLACK / 4), "nor if that takes no time"
-    store._links.to(source).waited.add(0.2)
-    assert limits(0.3, 1.0) == (0.4, 0.6), "this store needs so long to say what it has"
-    assert limits(0.3, 0.35) == (0.35, 0.35)
-    store._links.to(source).waited.scale(0.0)
+    limit, link = store._limit, store._links.to(source)
+    assert limit(0.0, 0.0) == limit(0.0, 1.0) == SLACK, "nothing is known"
+    assert limit(0.1, 1.0) == 0.2
+    assert limit(0.9, 1.0) == 1.0, "no later than it would be computed"
+    assert limit(SLACK / 10, 1.0) == SLACK
+    assert limit(SLACK / 10, SLACK / 4) == SLACK / 4, "nor if that takes no time"
+    link.assume(2000.0)
     world.engine.prompt_tokens_per_s = 1000.0
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
@@ -407,7 +403,8 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
 def test_a_fetch_that_will_be_late_is_given_up_at_once(world: World) -> None:
     world.put_behind()
     assert world.fetches.behind is not None
-    store, _ = world.fetches.behind
+    store, source = world.fetches.behind
+    store._links.to(source).assume(2000.0)
     world.engine.prompt_tokens_per_s = 1000.0  # 0.256 s for all
     assert world.get(b"a", None)
     world.began.add(world.asked[0])

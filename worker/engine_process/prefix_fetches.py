@@ -53,7 +53,6 @@ class _Fetch:
     tier: Tier
     link: Link
     started: float  # time.monotonic(), and the next
-    begins_by: float
     until: float
     waiting: dict[bytes, _Waiting] = field(default_factory=dict)  # by request id
 
@@ -127,8 +126,8 @@ class PrefixFetches:
         block_ids = exchange.start_import(fetch_id, missing)
         if block_ids is None:
             return False
-        begins, ends = self._limits(link.expected(tokens), seconds)
-        fetch = _Fetch(missing.first_chunk, key, tokens, source.tier, link, now, now + begins, now + ends)
+        until = now + self._limit(link.expected(tokens), seconds)
+        fetch = _Fetch(missing.first_chunk, key, tokens, source.tier, link, now, until)
         fetch.waiting[request.id] = _Waiting(request, None, then)
         self._fetches[fetch_id] = self._open[key] = fetch
         self._ask(fetch_id, missing, source, block_ids)
@@ -141,11 +140,10 @@ class PrefixFetches:
     def _missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
         return exchange.missing(request, MAX_CHUNKS)
 
-    def _limits(self, expected: float, computing: float) -> tuple[float, float]:
-        """Seconds in which a fetch must begin, and must end, from the seconds that it should take and those
-        to compute its tokens. 0: not known."""
-        longest = SLACK + 2 * computing if computing else LONGEST
-        return longest, longest
+    def _limit(self, expected: float, computing: float) -> float:
+        """Seconds in which a fetch must end, from the seconds that it should take and those to compute its
+        tokens. 0: not known."""
+        return SLACK + 2 * computing if computing else LONGEST
 
     def _ends(self, fetch_id: bytes) -> float:
         """When a fetch will have ended, at the speed that it has. 0: not known."""
@@ -212,10 +210,9 @@ class PrefixFetches:
         for fetch_id, fetch in self._fetches.items():
             if not fetch.waiting:
                 continue
-            has_begun = self._receiver.began(fetch_id)
             ends = max(now, self._ends(fetch_id))
-            if ends >= fetch.until if has_begun else now >= fetch.begins_by:
-                if has_begun:
+            if ends >= fetch.until:
+                if self._receiver.began(fetch_id):
                     fetch.link.measured(fetch.tokens, 0.0, ends - fetch.started, now)
                 else:
                     fetch.link.paused_until = now + PAUSE

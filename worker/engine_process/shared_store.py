@@ -34,12 +34,9 @@ class StoreFetches(PrefixFetches):
     def _missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
         return exchange.missing(request, MAX_CHUNKS, remnant=True)
 
-    def _limits(self, expected: float, computing: float) -> tuple[float, float]:
-        """A fetch may take twice what it should, but no longer than computing. The same holds for what the
-        store needs to say what it has."""
-        most, answer = computing or LONGEST, self._links.to(SOURCE).waited.value
-        end = min(most, max(SLACK, 2 * expected)) if expected else most
-        return min(end, max(SLACK, 2 * answer)), end
+    def _limit(self, expected: float, computing: float) -> float:
+        """A fetch may take twice what it should, but no longer than computing."""
+        return min(computing or LONGEST, max(SLACK, 2 * expected))
 
     def _ends(self, fetch_id: bytes) -> float:
         return cast("SharedStore", self._receiver).ends(fetch_id)

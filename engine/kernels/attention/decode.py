@@ -4,8 +4,9 @@
 
 `first` is 0, or the first position in the layer's span.
 
-Only the query heads of one group share keys (GQA packing). So the time goes into reading the cache once. The
-whole GPU reads it, also if contexts are few or of unequal length (Flash-Decoding, Dao 2023):
+Only the query heads of one group share keys (GQA packing), and a few successive queries of one request: a
+token and its drafts. So the time goes into reading the cache once. The whole GPU reads it, also if contexts
+are few or of unequal length (Flash-Decoding, Dao 2023):
 
 1. `partition`, once per step: cuts the contexts of the batch into pieces (`pieces`). A long context gets many
    pieces, a short one only one.
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from baton.engine.kernels import KV, parts
 from baton.engine.kernels.attention.online_softmax import (
+    LEAST,
     LOG2_E,
     any_tile,
     cache_of,
@@ -34,7 +36,7 @@ from baton.engine.kernels.attention.online_softmax import (
     of_pairs,
     whole_tile,
 )
-from baton.engine.kernels.attention.pieces import BLOCK_N, Pieces, add_up, combine
+from baton.engine.kernels.attention.pieces import BLOCK_N, Pieces, Sharing, combine, of_query, queries_from
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.model_config import Span
 
@@ -42,9 +44,15 @@ from baton.engine.model_config import Span
 BYTES_PER_WARP = 256  # of a key
 STAGES = 7
 ROWS = 8  # least size of a side of a tensor core product; a group of query heads is padded to it
+SHARED_ROWS = 16  # padded query heads of all queries that share keys
 
 COMBINED_LAST = 16  # results that the last program takes at once, of all query heads of a group
 FEW_REQUESTS = 32  # up to these, `combine` runs
+
+
+def queries_that_share(group: int) -> int:
+    """The most queries of a request that share keys, with so many heads each."""
+    return max(1, SHARED_ROWS // triton.next_power_of_2(group))
 
 
 def decode_attention(
@@ -59,13 +67,14 @@ def decode_attention(
 ) -> None:
     """Writes out. q and out [requests, num_heads, head_dim] have dense heads; block_tables [requests, blocks]
     int32; `span` is that of `pieces`; sinks [num_heads]. `scale` multiplies the products of queries and
-    keys."""
+    keys. Requests share pieces only without a span."""
     requests, num_heads, head_dim = q.shape
     shape, cache, slots = cache_of(kv, BLOCK_N)
     group = num_heads // shape.kv_heads
     count = len(pieces.work)
-    partial = torch.empty((count, num_heads, head_dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
+    queries, places, contexts = pieces.sharing or Sharing(1, pieces.first, pieces.first)
+    partial = torch.empty((count, queries, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((count, queries, num_heads), dtype=torch.float32, device=q.device)
     few = requests <= FEW_REQUESTS
     _split[(shape.kv_heads, count)](
         q,
@@ -73,6 +82,8 @@ def decode_attention(
         block_tables,
         pieces.work,
         pieces.first,
+        contexts,
+        places,
         partial,
         lse,
         pieces.finished,
@@ -83,9 +94,11 @@ def decode_attention(
         out.stride(0),
         block_tables.stride(0),
         slots,
+        requests,
         SHAPE=shape,
         GROUP=group,
-        ROWS=max(ROWS, triton.next_power_of_2(group)),
+        QUERIES=queries,
+        ROWS=max(ROWS, queries * triton.next_power_of_2(group)),
         COMBINED=0 if few else max(1, COMBINED_LAST // triton.next_power_of_2(group)),
         BLOCK_N=BLOCK_N,
         SPAN=span is not None,
@@ -98,7 +111,7 @@ def decode_attention(
         combine(partial, lse, pieces, out)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "requests"])
 def _split(
     q,
     keys,
@@ -109,6 +122,8 @@ def _split(
     block_tables,
     work,
     first,
+    contexts,
+    places,
     partial,
     lse,
     finished,
@@ -119,8 +134,10 @@ def _split(
     out_stride,
     table_stride,
     slots,
+    requests,
     SHAPE: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     COMBINED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -129,18 +146,16 @@ def _split(
 ):
     inputs_ready()
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
-    kv_head = tl.program_id(0)  # the heads of a piece run at once, since they are neighbours in memory
-    piece = tl.program_id(1)
+    # The heads of a piece run at once, since they are neighbours in memory.
+    kv_head, piece = tl.program_id(0), tl.program_id(1)
     request = tl.load(work + piece * 3).to(tl.int64)
     if request < 0:
         return
     begin, stop = tl.load(work + piece * 3 + 1), tl.load(work + piece * 3 + 2)
-    rows_of_q = tl.arange(0, ROWS)
-    dims = tl.arange(0, HEAD_DIM)
-    used = rows_of_q < GROUP
-    heads = kv_head * GROUP + rows_of_q
-    in_row = heads[:, None] * HEAD_DIM + dims[None, :]
-    queries = tl.load(q + request * q_stride + in_row, mask=used[:, None], other=0.0)
+    shared = queries_from(places, request, requests, QUERIES) if QUERIES > 1 else 1
+    query, heads, used = _queries(kv_head, shared, GROUP, QUERIES, ROWS)
+    in_row = heads[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    queries = tl.load(q + (request + query)[:, None] * q_stride + in_row, mask=used[:, None], other=0.0)
     first_piece = tl.load(first + request)
     pieces = tl.load(first + request + 1) - first_piece
 
@@ -154,40 +169,50 @@ def _split(
     queries = tl.trans(queries)
     if SINKS:
         sink = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
-        m = tl.where(piece == first_piece, sink, m)
-        total = tl.where(piece == first_piece, 1.0, total)
+        m, total = tl.where(piece == first_piece, sink, m), tl.where(piece == first_piece, 1.0, total)
     if SPAN:
         unaligned = begin % BLOCK_N
         if unaligned != 0:
             tile, inside = any_tile(cache, table, begin - unaligned, stop, SHAPE, BLOCK_N)
             seen = inside & (tl.arange(0, BLOCK_N) >= unaligned)
-            m, total, acc, upper_acc = attend(queries, tile, seen, m, total, acc, upper_acc, scale, SHAPE.fp8)
+            m, total, acc, upper_acc = attend(
+                queries, tile, seen[:, None], m, total, acc, upper_acc, scale, SHAPE.fp8
+            )
             begin = tl.minimum(begin - unaligned + BLOCK_N, stop)
-    last = begin + (stop - begin) // BLOCK_N * BLOCK_N
+    # Each query sees all positions before this one.
+    whole = tl.maximum(tl.minimum(tl.load(contexts + request), stop), begin) if QUERIES > 1 else stop
+    last = begin + (whole - begin) // BLOCK_N * BLOCK_N
     for start in tl.range(begin, last, BLOCK_N):
         tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
         m, total, acc, upper_acc = attend(queries, tile, None, m, total, acc, upper_acc, scale, SHAPE.fp8)
-    if last < stop:
-        tile, inside = any_tile(cache, table, last, stop, SHAPE, BLOCK_N)
-        m, total, acc, upper_acc = attend(queries, tile, inside, m, total, acc, upper_acc, scale, SHAPE.fp8)
+    for start in tl.range(last, stop, BLOCK_N, num_stages=1):
+        tile, inside = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
+        seen = inside[:, None]
+        if QUERIES > 1:
+            seen &= (start + tl.arange(0, BLOCK_N))[:, None] < (tl.load(contexts + request) + query)[None, :]
+        m, total, acc, upper_acc = attend(queries, tile, seen, m, total, acc, upper_acc, scale, SHAPE.fp8)
     result = tl.interleave(tl.trans(acc), tl.trans(upper_acc)) if SHAPE.fp8 else tl.trans(acc)
-    result /= tl.where(total == 0.0, 1.0, total)[:, None]  # 0: the piece of a padding request
-    to_row, count = out + request * out_stride, finished + request * SHAPE.kv_heads + kv_head
+    total = tl.where(total == 0.0, 1.0, total)  # 0: no key, as for a padding request
+    result /= total[:, None]
     if pieces == 1:
-        tl.store(to_row + in_row, result.to(out.dtype.element_ty), mask=used[:, None])
+        to = out + (request + query)[:, None] * out_stride + in_row
+        tl.store(to, result.to(out.dtype.element_ty), mask=used[:, None])
     else:
-        to = piece.to(tl.int64) * SHAPE.kv_heads * GROUP
-        tl.store(partial + to * HEAD_DIM + in_row, result, mask=used[:, None])
-        tl.store(lse + to + heads, m + tl.log2(total), mask=used)
+        at = (piece.to(tl.int64) * QUERIES + query) * SHAPE.kv_heads * GROUP
+        tl.store(partial + at[:, None] * HEAD_DIM + in_row, result, mask=used[:, None])
+        tl.store(lse + at + heads, m + tl.log2(total), mask=used)
         if COMBINED:
             _combine_last(
                 partial,
                 lse,
-                count,
-                to_row,
+                finished + request * SHAPE.kv_heads + kv_head,
+                out + request * out_stride,
+                out_stride,
                 first_piece,
                 pieces,
+                shared,
                 kv_head,
+                QUERIES,
                 SHAPE.kv_heads,
                 GROUP,
                 HEAD_DIM,
@@ -196,14 +221,25 @@ def _split(
 
 
 @triton.jit
+def _queries(kv_head, shared, GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr):
+    """The query and the query head of each row of a program, and whether there is such a row."""
+    row = tl.arange(0, ROWS)
+    query, in_group = row // (ROWS // QUERIES), row % (ROWS // QUERIES)
+    return query, kv_head * GROUP + in_group, (in_group < GROUP) & (query < shared)
+
+
+@triton.jit
 def _combine_last(
     partial,
     lse,
     count,
     to_row,
+    out_stride,
     first,
     pieces,
+    shared,
     kv_head,
+    QUERIES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -215,14 +251,17 @@ def _combine_last(
         tl.store(count, 0)
         own = tl.arange(0, triton.next_power_of_2(GROUP))
         heads, used = kv_head * GROUP + own, own < GROUP
-        add_up(partial, lse, to_row, first, pieces, heads, used, KV_HEADS * GROUP, HEAD_DIM, COMBINED)
+        HEADS: tl.constexpr = KV_HEADS * GROUP
+        for query in range(shared):
+            to = to_row + query * out_stride
+            of_query(partial, lse, to, first, pieces, query, heads, used, QUERIES, HEADS, HEAD_DIM, COMBINED)
 
 
 @triton.jit
 def attend(queries, tile, seen, m, total, acc, upper_acc, scale, FP8: tl.constexpr):
     """Adds a tile, for queries [head_dim, rows]. Keys and dimensions are the large sides of the products, so
-    that few rows waste little of them. Only the keys in `seen` [keys] count; None: all. Returns the new m,
-    total, acc and upper_acc."""
+    that few rows waste little of them. Only the keys in `seen` [keys, rows or 1] count; None: all. Returns
+    the new m, total, acc and upper_acc."""
     k, v, k_scale, v_scale = tile
     shift, inverse = logarithm(v_scale, FP8)
     upper = v
@@ -236,8 +275,8 @@ def attend(queries, tile, seen, m, total, acc, upper_acc, scale, FP8: tl.constex
     else:
         scores *= scale
     if seen is not None:
-        scores = tl.where(seen[:, None], scores, float("-inf"))
-    new_m = tl.maximum(m, tl.max(scores, axis=0))
+        scores = tl.where(seen, scores, float("-inf"))
+    new_m = tl.maximum(tl.maximum(m, tl.max(scores, axis=0)), LEAST)
     weights = tl.exp2(scores - new_m[None, :])
     shrink = tl.exp2(m - new_m)
     total = total * shrink + tl.sum(weights * inverse[:, None] if FP8 else weights, axis=0)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels import Fp8KV
+from baton.engine.kernels.upload import upload
 
 MOST_POSITIONS = 32768
 """Most positions of all chunks of a step. The scratch memory always has room for so many, so the rehearsal of
@@ -45,7 +46,7 @@ def plan_gather(
         table[:count] = np.arange(first, first + count)
         first += count
     blocks = [table[:count] for table, count in zip(block_tables[num_decodes:], counts, strict=True)]
-    return Gathered(torch.cat(blocks), torch.from_numpy(tables).to(block_tables.device, non_blocking=True))
+    return Gathered(torch.cat(blocks), *upload([tables], block_tables.device))
 
 
 def gather(kv: Fp8KV, blocks: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,6 +32,7 @@ from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import SHORT, Shape, tile_work
 from baton.engine.kernels.fp8 import scale_of
 from baton.engine.kernels.launch import inputs_ready, launch_options, on_hopper
+from baton.engine.kernels.upload import upload
 from baton.engine.model_config import LatentConfig
 
 WARPS = 4
@@ -162,10 +163,7 @@ def _expanded_chunks(
     work = tile_work(spans, 0, shape.tokens(1), 0)
     most = max(map(_padded, (stop for _, stop in spans))) // SCRATCH_BLOCK
     tables = np.array(first[:-1], dtype=np.int32)[:, None] + np.arange(most, dtype=np.int32)
-    of, at, on_device, blocks = (
-        torch.from_numpy(x).to(device, non_blocking=True)
-        for x in (np.concatenate(requests), np.concatenate(positions), work, tables)
-    )
+    of, at, on_device, blocks = upload([*map(np.concatenate, (requests, positions)), work, tables], device)
     slots = metadata.block_tables[of, at // size].long() * size + at % size
     return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, None))
 
@@ -180,12 +178,14 @@ def _pieces(start: int, stop: int, block_n: int, programs: int, device: torch.de
     rows = np.repeat(np.arange(len(contexts), dtype=np.int32), counts)
     begins = (np.arange(first[-1], dtype=np.int32) - first[rows]) * length
     work = np.stack((rows, begins, np.minimum(begins + length, contexts[rows])), axis=1)
-    on_device = [torch.from_numpy(x).to(device, non_blocking=True) for x in (work, first)]
+    on_device = upload([work, first], device)
     return Pieces(on_device[0], on_device[1], on_device[0])  # no program counts the pieces that are finished
 
 
-def latent_attention(q: Tensor, kv: KV, plan: LatentPlan, heads: LatentHeads) -> Tensor:
-    out = q.new_empty(len(q), *heads.values.shape[:2])
+def latent_attention(
+    q: Tensor, kv: KV, plan: LatentPlan, heads: LatentHeads, out: Tensor | None = None
+) -> Tensor:
+    out = q.new_empty(len(q), *heads.values.shape[:2]) if out is None else out
     for part in plan:
         if isinstance(part, Absorbed):
             _absorbed(q[part.rows], kv, part, heads, out[part.rows])

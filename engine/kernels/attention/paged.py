@@ -21,10 +21,10 @@ the softmax like a key, but has no value.
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +71,17 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """What chunks of latents read and write between two graphs. Their kernels depend on the lengths of the
+    chunks, which a graph does not know. All layers share the memory."""
+
+    q: Tensor  # [rows, heads, nope_dim + rope_dim]: the graph before writes it
+    out: Tensor  # [rows, heads, value_dim]: the graph after reads it
+    layers: dict[int, Callable[[Any], Any]] = field(default_factory=dict)
+    """Attention of each layer, as a function of its plan."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where one step reads and writes KV. Queries that decode come first, in the rows [0, num_decodes), each
     as a request of its own. The chunks of prefills follow, one after the other.
@@ -86,9 +97,14 @@ class AttentionMetadata:
     contexts: Tensor  # [num_decodes or more] int32: positions that each query that decodes sees
     num_decodes: int
     prefills: Sequence[tuple[int, int]]  # (start, stop) positions of each chunk, on the host
+    places: Tensor | None = None
+    """[num_decodes or more] int32: 0 for the first query of a request that decodes, and 1, 2, … for those
+    after it. None: each request that decodes has one."""
     tiles: Tensor | None = None
     """[pieces, TILE_FIELDS] int32, from `tile_work` with `Kernels.tile_programs`; replaces `prefills` in a
     graph."""
+    apart: Apart | None = None
+    """In a graph of a model with latents, where the chunks are. None: there is no graph, or no chunk."""
     state_slots: Tensor | None = None  # [requests] int32: their states; None: no layer has states
     scans: Tensor | None = None  # [chunks, 6] int32, from `scan_work`; replaces `prefills` for states
     state_copies: Tensor | None = None

@@ -8,6 +8,7 @@ of its softmax sum, lse(i). Those of a request give, in their order:
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -35,6 +36,16 @@ class Pieces:
     first: Tensor
     """[requests + 1] int32: request i has the pieces [first[i], first[i + 1])."""
     finished: Tensor  # [requests, KV heads] int32: pieces that are finished; 0 between layers
+    sharing: "Sharing | None" = None  # None: each request has pieces of its own
+
+
+class Sharing(NamedTuple):
+    """Requests with successive places are queries of one request, and share the pieces of the first of them.
+    These go up to the context of the last one. The others have none."""
+
+    queries: int  # at most so many
+    places: Tensor  # [requests] int32, as in `AttentionMetadata`
+    contexts: Tensor  # [requests] int32
 
 
 def most_pieces(requests: int, num_kv_heads: int, multiprocessors: int) -> int:
@@ -49,6 +60,7 @@ def partition(
     *,
     block_n: int = BLOCK_N,
     exact: bool = False,
+    sharing: Sharing | None = None,
 ) -> Pieces:
     """Cuts contexts [requests] int32 into up to so many pieces, at multiples of `block_n`, from the first
     position in the span on.
@@ -59,9 +71,11 @@ def partition(
     requests = len(contexts)
     new = contexts.new_empty
     fields = EXACT_FIELDS.value if exact else FIELDS
-    result = Pieces(new(pieces, fields), new(requests + 1), new(requests, num_kv_heads))
+    work, first, finished = new(pieces, fields), new(requests + 1), new(requests, num_kv_heads)
+    result = Pieces(work, first, finished, sharing)
     _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
         contexts,
+        contexts if sharing is None else sharing.places,
         result.work,
         result.first,
         result.finished,
@@ -71,6 +85,7 @@ def partition(
         BLOCK_N=EXACT_N if exact else block_n,
         FIELDS=fields,
         EXACT=exact,
+        QUERIES=1 if sharing is None else sharing.queries,
         REQUESTS=max(16, triton.next_power_of_2(requests)),
         PIECES=PARTITION_PIECES,
         **span_options(span),
@@ -80,15 +95,18 @@ def partition(
 
 
 def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor) -> None:
-    """Writes out [requests, heads, size], for requests of several pieces. partial [pieces, heads, size] and
-    lse [pieces, heads] float32 have their results."""
+    """Writes out [requests, heads, size], for requests of several pieces. partial [pieces, queries, heads,
+    size] and lse [pieces, queries, heads] float32 have their results."""
     requests, heads, size = out.shape
+    sharing = pieces.sharing
     _combine[(requests, heads)](
         partial,
         lse,
         pieces.first,
+        pieces.first if sharing is None else sharing.places,
         out,
         out.stride(0),
+        QUERIES=1 if sharing is None else sharing.queries,
         HEADS=heads,
         HEAD_DIM=size,
         COMBINED=max(1, COMBINED * MOST_HEAD // max(MOST_HEAD, size)),
@@ -97,9 +115,21 @@ def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor) -> None:
     )
 
 
+@triton.jit
+def queries_from(places, row, rows, QUERIES: tl.constexpr):
+    """How many requests from this one on share its pieces. 0: it shares those of one before it."""
+    place = tl.load(places + row, mask=row < rows, other=0)
+    count = (place % QUERIES == 0).to(tl.int32)
+    for j in tl.static_range(1, QUERIES):
+        other = tl.load(places + row + j, mask=row + j < rows, other=0)
+        count += ((count > 0) & (other == place + j)).to(tl.int32)
+    return count
+
+
 @triton.jit(do_not_specialize=["requests", "pieces"])
 def _partition(
     contexts,
+    places,
     work,
     first,
     finished,
@@ -109,6 +139,7 @@ def _partition(
     BLOCK_N: tl.constexpr,
     FIELDS: tl.constexpr,
     EXACT: tl.constexpr,
+    QUERIES: tl.constexpr,
     REQUESTS: tl.constexpr,
     PIECES: tl.constexpr,
     SPAN: tl.constexpr,
@@ -116,9 +147,11 @@ def _partition(
 ):
     requests_of = tl.arange(0, REQUESTS)
     context = tl.load(contexts + requests_of, mask=requests_of < requests, other=0)
+    shared = queries_from(places, requests_of, requests, QUERIES) if QUERIES > 1 else context * 0 + 1
+    context += tl.maximum(shared - 1, 0)
     unit = segment_of(context) if EXACT else context * 0 + BLOCK_N
     units = tl.cdiv(context, unit) - first_seen(context - 1, SPAN, CHUNKED) // unit
-    units = tl.where(requests_of < requests, tl.maximum(units, 1), 0)
+    units = tl.where((requests_of < requests) & (shared > 0), tl.maximum(units, 1), 0)
     # Bisection for the shortest length, in tiles, that gives at most `pieces` pieces.
     low = 1
     high = tl.maximum(tl.max(units * (unit // BLOCK_N), axis=0), 1)
@@ -137,6 +170,8 @@ def _partition(
     before = tl.sum(tl.where(past, count[None, :], 0), axis=1)
     taken = request < REQUESTS
     last = tl.load(contexts + request, mask=taken & (request < requests), other=0)
+    if QUERIES > 1:
+        last += tl.maximum(queries_from(places, request, requests, QUERIES) - 1, 0)
     seen = first_seen(last - 1, SPAN, CHUNKED)
     unit = segment_of(last) if EXACT else BLOCK_N
     length = tl.cdiv(high * BLOCK_N, unit) * unit
@@ -166,20 +201,46 @@ def _combine(
     partial,
     lse,
     first,
+    places,
     out,
     out_stride,
+    QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COMBINED: tl.constexpr,
 ):
     inputs_ready()
     request = tl.program_id(0)
-    begin = tl.load(first + request)
-    pieces = tl.load(first + request + 1) - begin
+    query = tl.load(places + request) % QUERIES if QUERIES > 1 else 0
+    begin = tl.load(first + request - query)
+    pieces = tl.load(first + request - query + 1) - begin
     if pieces > 1:
         head = tl.program_id(1) + tl.arange(0, 1)
         to_row = out + request.to(tl.int64) * out_stride
-        add_up(partial, lse, to_row, begin, pieces, head, head < HEADS, HEADS, HEAD_DIM, COMBINED)
+        of_query(
+            partial, lse, to_row, begin, pieces, query, head, head < HEADS, QUERIES, HEADS, HEAD_DIM, COMBINED
+        )
+
+
+@triton.jit
+def of_query(
+    partial,
+    lse,
+    to_row,
+    first,
+    pieces,
+    query,
+    heads,
+    used,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
+    """As `add_up`, for a query of those that share pieces."""
+    heads += query * HEADS  # of all queries, one after the other
+    to_row -= query * HEADS * HEAD_DIM
+    add_up(partial, lse, to_row, first, pieces, heads, used, QUERIES * HEADS, HEAD_DIM, COMBINED)
 
 
 @triton.jit

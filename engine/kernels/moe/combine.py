@@ -1,4 +1,4 @@
-"""Adds up the rows of a token's experts.
+"""Adds up the rows of a token's experts. The norm after them does so, too (`engine.kernels.norm`).
 
     out[token] = Σ weight[token, i] · y[token, i] + shared[token]
 
@@ -11,23 +11,21 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.moe.experts import Terms
 
 BLOCK = 1024  # columns of a program
 
 
-def combine(y: Tensor, weights: Tensor, shared: Tensor | None, *, weighted: bool) -> Tensor:
-    """y [pairs, size], weights [tokens, chosen], shared [tokens, size]. Returns [tokens, size]. If
-    not `weighted`, the weights only say which rows to add."""
-    (tokens, chosen), size = weights.shape, y.shape[1]
-    out = y.new_empty(tokens, size)
+def combine(terms: Terms) -> Tensor:
+    """Returns [tokens, size]."""
+    (tokens, chosen), size = terms.weights.shape, terms.rows.shape[1]
+    out = terms.rows.new_empty(tokens, size)
     _combine[(tokens, triton.cdiv(size, BLOCK))](
-        y,
-        weights,
-        shared,
+        *terms[:3],
         out,
         size,
         CHOSEN=chosen,
-        WEIGHTED=weighted,
+        WEIGHTED=terms.weighted,
         BLOCK=BLOCK,
         num_warps=4,
         **launch_options(),
@@ -49,13 +47,20 @@ def _combine(
     inputs_ready()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = sum_of_terms(y, weights, shared, token, column, size, CHOSEN, WEIGHTED)
+    tl.store(out + token * size + column, total, mask=column < size)
+
+
+@triton.jit
+def sum_of_terms(rows, weights, shared, token, column, size, CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Some columns of the sum of a token's terms, rounded."""
     inside = column < size
-    acc = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros(column.shape, tl.float32)
     for i in tl.static_range(CHOSEN):
         pair = token * CHOSEN + i
-        weight = tl.load(weights + pair) + tl.zeros([BLOCK], tl.float32)
-        row = tl.load(y + pair * size + column, mask=inside & (weight > 0), other=0.0).to(tl.float32)
+        weight = tl.load(weights + pair) + tl.zeros(column.shape, tl.float32)
+        row = tl.load(rows + pair * size + column, mask=inside & (weight > 0), other=0.0).to(tl.float32)
         acc += row * weight if WEIGHTED else row
     if shared is not None:
         acc += tl.load(shared + token * size + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * size + column, acc.to(out.dtype.element_ty), mask=inside)
+    return acc.to(rows.dtype.element_ty)

@@ -53,6 +53,15 @@ class Routing(NamedTuple):
     on_input: bool  # the weights multiply the inputs of the experts, not their outputs
 
 
+class Terms(NamedTuple):
+    """A mixture of experts, not added up yet."""
+
+    rows: Tensor  # [pairs, size]: of the experts of each token
+    weights: Tensor  # [tokens, chosen] float32: of each pair; 0: its row is not read
+    shared: Tensor | None  # [tokens, size]: of the shared expert
+    weighted: bool  # False: the weights only say which rows to add
+
+
 def route(logits: Tensor, choice: Choice) -> Routing:
     """Chooses experts by their logits [tokens, experts]."""
     num_chosen, scoring, groups, groups_chosen, scale, bias = choice

@@ -289,8 +289,8 @@ def _add_four_bits(
         column = BLOCK_K * step + 3 * WORDS * block
         group = (first_group + 4 * WORDS * block // GROUP).to(tl.int32)
         codes = words.load([first_row.to(tl.int32), BLOCK_K * step])
-        of_scales = of_planes(scales, group, first_n, GROUP, BLOCK_N, WORDS)
-        of_zeros = of_planes(zeros, group, first_n, GROUP, BLOCK_N, WORDS)
+        of_scales = of_planes(scales, group, first_n, None, GROUP, BLOCK_N, WORDS)
+        of_zeros = of_planes(zeros, group, first_n, None, GROUP, BLOCK_N, WORDS)
         x0 = _columns(x_at, column, real, k, inner)
         x1 = _columns(x_at, column + WORDS, real, k, inner)
         x2 = _columns(x_at, column + 2 * WORDS, real, k, inner)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import FourBits
+from baton.engine.kernels import FP8, FourBits
 from baton.engine.kernels.launch import COMPILED
 
 BLOCK_N = 64
@@ -32,15 +32,16 @@ def tiles(
     )
 
 
-def values(weight: FourBits, out: Tensor | None = None) -> Tensor:
-    """One matrix [out, in] in x's dtype."""
+def values(weight: FourBits, row_scales: Tensor | None = None) -> Tensor:
+    """One matrix [out, in] in x's dtype; or in FP8, if its rows have scales [1, out]."""
     words, scales, zeros, size, inner, group, floats, block = weight
-    if out is None:
-        out = torch.empty(size, inner, dtype=scales.dtype, device=words.device)
+    dtype = scales.dtype if row_scales is None else FP8
+    out = torch.empty(size, inner, dtype=dtype, device=words.device)
     _values[(triton.cdiv(size, BLOCK_N), words.shape[1] // block)](
         words,
         scales,
         zeros,
+        row_scales,
         out,
         size,
         inner,
@@ -108,27 +109,45 @@ def plane(words, scales, zeros, PLANE: tl.constexpr, FLOATS: tl.constexpr):
 
 
 @triton.jit
-def _of_plane(
-    tiles, row, first_n, PLANE: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr
-):
-    return tl.reshape(tiles.load([row + PLANE * WORDS // GROUP, first_n]), (BLOCK_N,))
+def by_row(scales, row_scales):
+    """Scales or zeros [n] of W in FP8, whose rows have scales: in float16. `row_scales` None: as they are."""
+    if row_scales is not None:
+        scales = (scales.to(tl.float32) / row_scales).to(tl.float16)
+    return scales
 
 
 @triton.jit
-def of_planes(tiles, row, first_n, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
-    """The scales or zeros of the planes of a block, from row `row` on. Planes of one group share theirs."""
+def _of_plane(
+    tiles,
+    row,
+    first_n,
+    row_scales,
+    PLANE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    return by_row(tl.reshape(tiles.load([row + PLANE * WORDS // GROUP, first_n]), (BLOCK_N,)), row_scales)
+
+
+@triton.jit
+def of_planes(
+    tiles, row, first_n, row_scales, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr
+):
+    """The scales or zeros of the planes of a block, from row `row` on, `by_row`. Planes of one group share
+    theirs."""
     if tiles is None:
         found = None
     else:
-        at0 = _of_plane(tiles, row, first_n, 0, GROUP, BLOCK_N, WORDS)
+        at0 = _of_plane(tiles, row, first_n, row_scales, 0, GROUP, BLOCK_N, WORDS)
         at1, at2 = at0, at0
         if WORDS % GROUP == 0:
-            at1 = _of_plane(tiles, row, first_n, 1, GROUP, BLOCK_N, WORDS)
+            at1 = _of_plane(tiles, row, first_n, row_scales, 1, GROUP, BLOCK_N, WORDS)
         if 2 * WORDS % GROUP == 0:
-            at2 = _of_plane(tiles, row, first_n, 2, GROUP, BLOCK_N, WORDS)
+            at2 = _of_plane(tiles, row, first_n, row_scales, 2, GROUP, BLOCK_N, WORDS)
         at3 = at2
         if WORDS % GROUP == 0:
-            at3 = _of_plane(tiles, row, first_n, 3, GROUP, BLOCK_N, WORDS)
+            at3 = _of_plane(tiles, row, first_n, row_scales, 3, GROUP, BLOCK_N, WORDS)
         found = at0, at1, at2, at3
     return found
 
@@ -141,11 +160,25 @@ def add_block(acc, words, scales, zeros, x0, x1, x2, x3, FLOATS: tl.constexpr):
     acc = tl.dot(plane(words, scales, zeros, 1, FLOATS), tl.trans(x1), acc)
     acc = tl.dot(plane(words, scales, zeros, 2, FLOATS), tl.trans(x2), acc)
     acc = tl.dot(plane(words, scales, zeros, 3, FLOATS), tl.trans(x3), acc)
+    return outside_loop(acc)
+
+
+@triton.jit
+def outside_loop(acc):
+    """The same sum. If Triton saw that it goes round the loop, it would cut each product into instructions,
+    and wait for each. Now planes are converted while the tensor cores multiply those before them."""
     if COMPILED:
-        # If Triton saw that the sum goes round the loop, it would cut each product into instructions, and
-        # wait for each. Now a plane is converted while the tensor cores multiply the one before it.
         acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, is_pure=True, pack=1)
     return acc
+
+
+@triton.jit
+def two_planes(words, scales, zeros, FIRST: tl.constexpr, FLOATS: tl.constexpr, DTYPE: tl.constexpr):
+    """Adjacent planes [n, 2 · k] of words [n, k]. No number moves: in the layout of an operand, a thread has
+    all of them."""
+    a = plane(words, scales, zeros, FIRST, FLOATS).to(DTYPE)
+    b = plane(words, scales, zeros, FIRST + 1, FLOATS).to(DTYPE)
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (words.shape[0], 2 * words.shape[1]))
 
 
 @triton.jit
@@ -153,6 +186,7 @@ def _values(
     words,
     scales,
     zeros,
+    row_scales,
     out,
     size,
     inner,
@@ -167,15 +201,18 @@ def _values(
     in_w, row = n < size, n[:, None].to(tl.int64)
     at = words + row * (tl.num_programs(1) * WORDS) + block * WORDS + k[None, :]
     codes = tl.load(at, mask=in_w[:, None], other=0)
+    of_rows = None
+    if row_scales is not None:
+        of_rows = tl.load(row_scales + n, mask=in_w, other=1.0)
     for i in tl.static_range(4):
         column = (4 * block + i) * WORDS
         in_group = in_w & (column < inner)
         at = column // GROUP * stride + n
-        scale = tl.load(scales + at, mask=in_group, other=0.0)
+        scale = by_row(tl.load(scales + at, mask=in_group, other=0.0), of_rows)
         zero = None
         if zeros is not None:
-            zero = _four(tl.load(zeros + at, mask=in_group, other=0.0))
-        w = plane(codes, _four(scale), zero, i, FLOATS)
+            zero = _four(by_row(tl.load(zeros + at, mask=in_group, other=0.0), of_rows))
+        w = plane(codes, _four(scale), zero, i, FLOATS).to(out.dtype.element_ty)
         tl.store(out + row * inner + column + k[None, :], w, mask=in_group[:, None])
 
 

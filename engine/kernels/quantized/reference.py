@@ -34,10 +34,8 @@ class Fp8Experts(NamedTuple):
         return torch.stack([spread(values, scales.T) for values, scales in zip(*self, strict=True)])
 
 
-MAX_WORDS, MAX_WORDS_OF_WIDE, WIDE = 64, 32, 128 * 132
-"""Words of a block: at most a group, so that a plane of codes has one scale. Products of few rows take 10 %
-less time with 64. Many rows take 10 % less with 32, where a matrix has more rows than WIDE: these occupy each
-multiprocessor of an H200 twice, and tiles of 32 words leave room for that."""
+MAX_WORDS = 64
+"""Words of a block: at most a group, so that a plane of codes has one scale. 32 take 10 % more time."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOATS = torch.tensor((*MAGNITUDES, *(-value for value in MAGNITUDES)))
 """The values of codes in MXFP4 (OCP Microscaling 2023)."""
@@ -61,6 +59,14 @@ class FourBits(NamedTuple):
     floats: bool
     block: int  # words: n
 
+    def row_scales(self) -> Tensor:
+        """[1, out] float32: for W in FP8. The largest number that a row may have becomes the largest one."""
+        largest = self.scales.float().abs() * (6 if self.floats else 8)
+        if self.zeros is not None:
+            largest += self.zeros.float().abs()
+        most = largest.amax(dim=-2, keepdim=True)[..., : self.size]
+        return most.clamp_min(2.0**-100) / torch.finfo(FP8).max
+
     def exact(self) -> Tensor:
         """[… out, in] float32."""
         words = self.words.int().unflatten(-1, (-1, 1, self.block)) >> torch.arange(0, 16, 4)[:, None].to(
@@ -83,7 +89,7 @@ def four_bits(
     """codes [out, in] uint8 of 0 to 15; scales and zeros [out, groups]. dtype: of x."""
     size, inner = codes.shape
     group = inner // scales.shape[1]
-    words = min(group, MAX_WORDS if size <= WIDE else MAX_WORDS_OF_WIDE)
+    words = min(group, MAX_WORDS)
     planes = F.pad(codes, (0, -inner % (4 * words))).unflatten(1, (-1, 4, words)).to(torch.int16).unbind(2)
     packed = (planes[0] | planes[1] << 4 | planes[2] << 8 | planes[3] << 12).flatten(1)
     by_group = _by_group(zeros.to(dtype)) if zeros.any() else None

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.state.mamba2 import scan_work
+from baton.engine.kernels.upload import upload
 
 TOKENS = 64
 TOKENS_FLOAT32 = 32  # more do not fit into registers and shared memory
@@ -33,8 +34,7 @@ def plan_states(metadata: AttentionMetadata, dtype: torch.dtype, multiprocessors
     assert slots is not None, "each request of a model with states has a slot"
     scans, tokens = metadata.scans, chunk_tokens(dtype)
     if metadata.prefills:
-        work = scan_work(metadata.prefills, decodes, tokens)
-        scans = torch.from_numpy(work).to(device, non_blocking=True)
+        (scans,) = upload([scan_work(metadata.prefills, decodes, tokens)], device)
     prompts = len(metadata.prefills)
     if metadata.scans is not None:
         prompts = min(len(slots), len(metadata.scans))
