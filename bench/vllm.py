@@ -19,8 +19,7 @@ no side:
 
     ttft       until the first token, ÷ alone
     handover   from the first token to the second; with a proxy from the answer of P to the first token of D
-    prefill    P's answer with BatonConnector ÷ that of a server without connector: the cost of the hooks. Of
-               `workers`: as `ttft`, of requests for one token, whose KV no second engine of the GPU takes
+    prefill    P's answer with BatonConnector ÷ that of a server without connector: the cost of the hooks
     decode.*   time between tokens ÷ alone: of a server with CUDA graphs in pieces, and with full graphs
     hidden     share of the transfer that the prefill hides
 
@@ -271,7 +270,6 @@ class Deployment:
         sides = [side for side in self.sides if side not in ("to_vllm", "from_vllm")]
         answers: dict[str, list[Answer]] = {side: [] for side in sides}
         one: Times = []
-        firsts: Times = []
         for i in range(rounds + 2):
             for side in sides:
                 answer = await self.ask(side, draw(PROMPT))
@@ -281,24 +279,21 @@ class Deployment:
             await self.post("alone", draw(PROMPT), {"max_tokens": 1})
             if i >= 2:
                 one.append(time.perf_counter() - began)
-            if "workers" in sides and i >= 2:
-                firsts.append((await self.ask("workers", draw(PROMPT), 1)).times[0])
         alone = [answer.times[0] for answer in answers["alone"]]
         for side in sides:
             name = prefix if side == "workers" else f"{prefix}.{side}"
             proxied = side in ("proxied", "nixl")
-            ttft = [answer.times[proxied] for answer in answers[side]]
+            firsts = [answer.times[proxied] for answer in answers[side]]
             if side == "alone":
                 report.add(Row(f"{name}.ttft", 1e3 * statistics.median(alone), "ms"))
                 continue
-            report.add_ratio(f"{name}.ttft", ttft, "ms", alone, "alone", scale=1e3)
+            report.add_ratio(f"{name}.ttft", firsts, "ms", alone, "alone", scale=1e3)
             report.add_median(f"{name}.handover", [a.handover for a in answers[side]], "ms", scale=1e3)
             if proxied:
                 answered = [answer.times[0] for answer in answers[side]]
                 goal = 1.05 if side == "proxied" and self._cuda else None
                 report.add_ratio(f"{name}.prefill", answered, "ms", one, "alone", scale=1e3, goal=goal)
         if "workers" in sides:
-            report.add_ratio(f"{prefix}.prefill", firsts, "ms", alone, "alone", scale=1e3)
             for role in ("prefill", "decode"):
                 report.detail[f"means of {role}"] = await self.means(f"vllm-{role}")
             hidden = report.detail["means of decode"]["baton:kv_hidden_share"]

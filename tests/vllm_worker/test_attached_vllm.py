@@ -117,11 +117,9 @@ class Worker:
 
 
 @contextlib.asynccontextmanager
-async def pair(
-    model: Path, ranks: int, both: dict[str, Any], **decode_options: Any
-) -> AsyncIterator[tuple[Worker, Worker]]:
-    prefill = Worker(model, "kv_producer", ranks, graphs=True, **both)
-    decode = Worker(model, "kv_consumer", ranks, **both, **decode_options)
+async def pair(model: Path, ranks: int, **decode_options: Any) -> AsyncIterator[tuple[Worker, Worker]]:
+    prefill = Worker(model, "kv_producer", ranks, graphs=True)
+    decode = Worker(model, "kv_consumer", ranks, **decode_options)
     try:
         await asyncio.gather(prefill.start(), decode.start())
         yield prefill, decode
@@ -130,26 +128,22 @@ async def pair(
 
 
 TOKENS = 40
-WHOLE: dict[str, Any] = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
-"""Prompts in one step each. By default they are computed in chunks, and scheduling is asynchronous."""
 SAMPLED: dict[str, Any] = {"temperature": 2.0, "max_tokens": 1, "ignore_eos": True}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("ranks", "both", "options"),
+    ("ranks", "options"),
     [
-        (1, {}, {}),
-        pytest.param(1, {"async_scheduling": False}, {}, marks=pytest.mark.long),
-        pytest.param(1, WHOLE, {}, marks=pytest.mark.long),
-        pytest.param(1, {"async_scheduling": False, **WHOLE}, {}, marks=pytest.mark.long),
-        pytest.param(1, {}, {"block_size": 32, "num_gpu_blocks_override": 48}, marks=pytest.mark.long),
-        pytest.param(2, {}, {}, marks=pytest.mark.long),
+        (1, {}),
+        pytest.param(1, {"async_scheduling": False}, marks=pytest.mark.long),
+        pytest.param(1, {"block_size": 32, "num_gpu_blocks_override": 48}, marks=pytest.mark.long),
+        pytest.param(2, {}, marks=pytest.mark.long),
     ],
     ids=str,
 )
 async def test_a_decode_goes_on_after_the_first_token(
-    tmp_path: Path, ranks: int, both: dict[str, Any], options: dict[str, Any]
+    tmp_path: Path, ranks: int, options: dict[str, Any]
 ) -> None:
     """Decode would sample another token: it is greedy. Blocks are few, so vLLM preempts requests. Others are
     in its batch that have no first token. Two prompts begin with a block that one step computes."""
@@ -158,7 +152,7 @@ async def test_a_decode_goes_on_after_the_first_token(
     prompts[:2] = [block + prompts[0], block + prompts[1]]
     others = prompts_of([50, 120], 2)
     few = {"num_gpu_blocks_override": 12, "max_model_len": 1024}
-    async with pair(model, ranks, both, **few | options) as (prefill, decode):
+    async with pair(model, ranks, **few | options) as (prefill, decode):
         prefill_ids, decode_ids = ([os.urandom(16) for _ in prompts] for _ in range(2))
         prefills: list[Request] = [
             (prompt, SAMPLED, prefill.sends(x)) for prompt, x in zip(prompts, prefill_ids, strict=True)

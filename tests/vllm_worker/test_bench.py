@@ -35,5 +35,4 @@ def test_the_bench_of_vllm(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in report["results"]}
     assert rows["vllm.cpu.different"]["value"] == 0
     assert report["detail"]["different"].keys() == {"alone", "proxied", "workers"}
-    assert rows["vllm.cpu.prefill"]["ratio"] > 0
     assert rows["vllm.cpu.handover"]["value"] > 0 < rows["vllm.cpu.proxied.ttft"]["ratio"]
