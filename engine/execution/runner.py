@@ -86,8 +86,9 @@ class Launched:
     def accepted(self) -> list[int]:
         """For each row, how many of the drafts after it are right. The step must be over. Empty: the device
         does not count them."""
-        counts = self.sampled is not None and self.sampled.shape[1] > 1
-        return self.sampled[:, 1].tolist() if counts else []
+        if self.sampled is None or self.sampled.shape[1] == 1:
+            return []
+        return self.sampled[:, 1].tolist()
 
     @property
     def guesses(self) -> list[list[int]]:

@@ -164,12 +164,22 @@ def test_a_model_with_states(
     """Requests go on from the states before wrong drafts. No copy of states is one after a draft."""
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)
     path, requests = str(tiny_of(kind)), [*crowd(), *endings()]
-    expected = run(tiny_engine(model=path, num_blocks=512), requests)
+    plain = tiny_engine(model=path, num_blocks=512)
+    expected = run(plain, requests)
     engine = (late_engine if overlap else tiny_engine)(model=path, speculative_config=THREE, **config)
     draft_always(engine, answers_of(expected), wrong)
     for _ in range(2):
         assert_same(run(engine, requests), expected)
         engine.assert_whole()
+    if "enable_prefix_caching" in config:
+        # Prompts that begin with the copies made while others decoded.
+        longer = [
+            request_of(700 + n, [*request.prompt_ids, *expected[request.id].tokens[:-1]], max_tokens=4)
+            for n, request in enumerate(requests)
+        ]
+        right = run(plain, longer)
+        draft_always(engine, answers_of(right), wrong)
+        assert_same(run(engine, longer), right)
     stats = engine.stats().speculation
     assert stats is not None
     assert stats.drafts > 30

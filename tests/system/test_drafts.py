@@ -43,6 +43,17 @@ async def test_answers_to_one_prompt_are_those_without_drafts(
     assert 0 <= accepted < 3 * length
     assert accepted + rejected > 0
 
+    # A stop string ends the text also if tokens behind it come in the same message.
+    text = answers.choices[0].text
+    middle = range(len(text) // 2, len(text) - 3)
+    stop = next(text[i : i + 3] for i in middle if text[i : i + 3].isascii())
+    ended = await client_of_broken.completions.create(
+        model=answers.model, prompt=prompt, max_tokens=length, temperature=0.5, seed=7, stop=[stop],
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert ended.choices[0].text == text[: text.index(stop)]
+    assert ended.choices[0].finish_reason == "stop"
+
 
 @pytest.mark.long
 async def test_kills_while_a_head_drafts(
