@@ -160,7 +160,7 @@ async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
                 found = [await generate(stream, prompt) for prompt in prompts(12)]
         assert [tokens for tokens, _ in found] == expected
         if victim in ("worker", "store process"):
-            assert sum(cached for _, cached in found) >= 6 * 384, "what was written is found"
+            assert sum(cached for _, cached in found) >= 2 * 384, "what was written is found"
 
 
 @pytest.mark.long
