@@ -18,9 +18,6 @@ from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit, m
 from baton.router.workers.worker import POOL_NAMES, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 
-ROUND_SECONDS = 0.01
-"""For messages of workers in one round of the event loop."""
-
 
 class _Limits(NamedTuple):
     """What a worker sets for all requests."""
@@ -69,7 +66,6 @@ class Roster:
         """`table`: the chunk table that all router processes of this host share."""
         self.changed = asyncio.Event()
         self._turns = asyncio.Lock()
-        self._round = 0.0  # time of the first message of this round of the loop
         self.on_capacity: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
         self.listed: dict[str, Worker] = {}
@@ -92,20 +88,6 @@ class Roster:
         at the same time do not stall it."""
         async with self._turns:
             await asyncio.sleep(0)
-
-    async def bounded_round(self) -> None:
-        """Waits while this round of the event loop has handled messages for long. Messages of many workers
-        may come at the same time, and timers and new requests must not wait for all of them."""
-        now = time.monotonic()
-        while self._round and now - self._round > ROUND_SECONDS:
-            await asyncio.sleep(0)
-            now = time.monotonic()
-        if not self._round:
-            self._round = now
-            asyncio.get_running_loop().call_soon(self._end_round)
-
-    def _end_round(self) -> None:
-        self._round = 0.0
 
     def ready(self, pool: "pb.Pool") -> list[Worker]:
         """The workers that take the new work of a pool."""

@@ -158,7 +158,6 @@ class WorkerStream:
                     self._ask_for_snapshot()
                 try:
                     async for message in received:
-                        await self._roster.bounded_round()
                         self._receive(message)
                 except asyncio.CancelledError:
                     if cancelled_from_outside():

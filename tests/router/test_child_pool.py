@@ -16,7 +16,8 @@ import uvloop
 
 from baton.router.child_pool import ChildDied, ChildPool, ForkServer
 
-# Replies with its pid, the state and the request. The request "die" ends it, and "wait" takes a while.
+# Replies with its pid, the state and the request. The request "die" ends it, "wait" takes a while, and
+# "hang PATH" makes this file first.
 # "kill PATH" adds a line to the file and kills the child, if the file has fewer than two lines.
 SCRIPT = """
 import os, sys, time
@@ -33,7 +34,9 @@ def reply(request):
             if len(file.readlines()) < 2:
                 print(file=file, flush=True)
                 os.kill(os.getpid(), 9)
-    if request == b"hang":
+    if request[:4] == b"hang":
+        if request[5:]:
+            open(request[5:], "x").close()
         time.sleep(1000)
     if request[:4] == b"wait":
         time.sleep(0.2)
@@ -43,6 +46,15 @@ pipe.fork_children(int(sys.argv[1]), "test", {"test": lambda: pipe.serve(reply, 
 """
 
 COMMAND = [sys.executable, "-c", SCRIPT]
+ROUTER = f"""
+import asyncio, sys
+from baton.router.child_pool import ChildPool, ForkServer
+async def main():
+    pool = ChildPool(ForkServer({COMMAND!r}, b"hello"), "test", 1)
+    print((await pool.call("", b"a")).split()[0].decode(), flush=True)
+    await pool.call("", b"hang " + sys.argv[1].encode())
+asyncio.run(main())
+"""
 Make = Callable[..., ChildPool]
 
 
@@ -154,6 +166,23 @@ async def test_a_cancelled_request_does_not_confuse_replies(make: Make):
     still_waiting.cancel()
     assert await call(pool, b"c") == (first, b"hello c ")
     await asyncio.gather(cancelled, still_waiting, return_exceptions=True)
+
+
+async def test_a_busy_child_dies_with_its_router(tmp_path: Path):
+    """So does the process that forked it. The router is killed, and ends nothing itself."""
+    hangs = tmp_path / "hangs"
+    router = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ROUTER, str(hangs), stdout=asyncio.subprocess.PIPE
+    )
+    assert router.stdout is not None
+    child = psutil.Process(int(await router.stdout.readline()))
+    family = [child, *child.parents()[:1]]
+    while not hangs.exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    router.kill()
+    await router.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=10)
+    assert alive == []
 
 
 async def test_keys_take_turns(make: Make):

@@ -5,10 +5,8 @@ import contextlib
 import functools
 import io
 import json
-import os
 import signal
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,6 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from baton.kv_transfer.wait import wait
 from baton.router.active_request import ActiveRequests
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
 from baton.router.api.bodies import ChatBody, ChatOptions, CompletionBody
@@ -366,29 +363,6 @@ async def test_grpc_authorizes_before_it_parses(tokenizer: ModelTokenizer, tmp_p
                 with pytest.raises(grpc.aio.AioRpcError) as refusal:
                     _ = [message async for message in generate(b"\xff\xff", metadata=metadata)]
                 assert refusal.value.code().name == code
-
-
-PARENT = """
-import os, signal, subprocess, sys
-subprocess.Popen([sys.executable, "-m", "baton.router.preparation.child", "test"], stdin=0)
-os.close(1)
-signal.pause()
-"""
-
-
-def test_a_busy_child_dies_with_its_router(tokenizer: ModelTokenizer) -> None:
-    """Its stdin stays open here, so only the death of its parent ends it."""
-    reader, writer = os.pipe()
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=reader, stdout=subprocess.PIPE) as parent:
-        os.close(reader)
-        assert parent.stdout is not None
-        with open(writer, "wb") as stdin:
-            stdin.write(struct.pack("<I", len(tokenizer.state)) + tokenizer.state)
-            stdin.flush()
-            assert parent.stdout.read(4) == bytes(4), "the child is ready"
-            parent.kill()
-            assert wait([parent.stdout.fileno()], 10), "the child is dead"
-            assert parent.stdout.read() == b""
 
 
 def test_an_echo_of_ids_that_are_cut_off(tokenizer: ModelTokenizer):
