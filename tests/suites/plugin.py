@@ -71,9 +71,10 @@ class Tokenizer:
         strings = [_post("/tokenize", prompt=self.decode([i]), return_token_strs=True) for i in ids]
         return [string["token_strs"][0] for string in strings]
 
-    def apply_chat_template(self, messages: Any, tokenize: bool = False, **more: Any) -> Any:
-        more = {name: value for name, value in more.items() if name in ("add_generation_prompt", "tools")}
-        ids = _post("/tokenize", messages=messages, **more)["tokens"]
+    def apply_chat_template(self, conversation: Any, tokenize: bool = False, **more: Any) -> Any:
+        taken = ("add_generation_prompt", "continue_final_message", "tools")
+        more = {name: value for name, value in more.items() if name in taken}
+        ids = _post("/tokenize", messages=conversation, **more)["tokens"]
         return ids if tokenize else self.decode(ids)
 
 
