@@ -226,8 +226,8 @@ async def test_each_kind_of_kv_is_shared(
             for plan in CHAT:
                 asked = await streams.share(token_ids[: plan[-1][1]], plan, 1)
                 assert await streams.answer(asked, 1) == await streams.alone(token_ids[: plan[-1][1]])
-            assert all(metrics(worker)["vllm:prefix_cache_hits_total"] for worker in workers[:2])
             await assert_whole(*workers)
+            assert all(metrics(worker)["vllm:prefix_cache_hits_total"] for worker in workers[:2])
 
 
 @contextmanager
