@@ -157,7 +157,7 @@ KIMI_ROPE = {
     "beta_slow": 1.0,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 8,
+    "original_max_position_embeddings": 64,
 }
 
 
