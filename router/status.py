@@ -70,7 +70,7 @@ def scrape_targets(status: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 async def _worker(worker: Worker, *, ask: bool) -> dict[str, Any]:
-    status = await worker.current_status() if ask else worker.status
+    status = (await worker.ask() if ask else None) or worker.status
     described = worker.description
     return {
         "address": worker.address,

@@ -8,9 +8,6 @@ the chunk before. That costs a little time and never a wrong token, since worker
 
 Chunks are spread over tables, and a table that is full is copied into a larger one. Their limits differ, so
 they are not full at the same time. A slot keeps its chunk until then, also without workers.
-
-A worker has the same row in all processes. Each process marks the rows of the workers that it is attached to.
-A row without marks is free.
 """
 
 import fcntl
@@ -19,11 +16,10 @@ import os
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import xxhash
 
 from baton.content import Tier
+from baton.router.policy.host_rows import MAX_ROWS, HostRows
 
-MAX_ROWS = 1 << 14
 _WORD, _ROW_BITS = 8, 64
 _TABLES, _SHIFT = 1 << 8, 64 - 8
 _FIRST_SLOTS_LOG2 = 4
@@ -32,10 +28,9 @@ _LEAST_FULL = 0.4
 _PAGE = mmap.PAGESIZE
 
 # Places of words. The memory is as large as it may ever get; untouched pages take none.
-_VERSION, _CHUNKS, _WIDTH_LOG2, _OFFLOADED, _TOP = range(5)
+_VERSION, _CHUNKS, _WIDTH_LOG2, _OFFLOADED = range(4)
 _HEADS = 512
-_IDS = _HEADS + 512
-_SLOTS = _IDS + MAX_ROWS
+_SLOTS = _HEADS + 512
 _SLOTS_END = _SLOTS + (1 << 30)
 _RECORDS_OF_WIDTH = 1 << 27
 _WIDTHS = (MAX_ROWS // _ROW_BITS).bit_length()
@@ -49,7 +44,7 @@ _ZERO = (1 << 64) - 1
 """Stands for the chunk 0, since a slot with 0 is empty."""
 _HEAD = 8  # bits of a head with the logarithm of the number of slots; the others are the first place
 
-_ROWS_LOCK, _WRITER_LOCK = 0, 1  # bytes of the file
+_WRITER_LOCK = 1  # a byte of the file; `HostRows` locks another one
 
 
 def _field(value: int, row: int) -> int:
@@ -67,21 +62,23 @@ def _without(value: int, place: int) -> int:
 
 
 class ChunkTable:
-    """The memory, and what its writer keeps for itself."""
+    """The memory, and what its writer keeps for itself.
+
+    Attributes:
+        rows: of the workers, behind the chunks in the memory.
+    """
 
     def __init__(self, fd: int | None = None, processes: int = 1, number: int = 0) -> None:
         """`fd`: of the memory that the supervisor made. None: there is only this process, which writes."""
-        self._fd, self._number = fd, number
+        self._fd = fd
         own = os.memfd_create("baton chunks") if fd is None else fd
-        size = _END * _WORD + MAX_ROWS * processes
-        os.ftruncate(own, size)
-        self._memory = mmap.mmap(own, size)
+        os.ftruncate(own, _END * _WORD + HostRows.size(processes))
+        self._memory = mmap.mmap(own, _END * _WORD)
+        self.rows = HostRows(own, _END * _WORD, processes, number, alone=fd is None)
         if fd is None:
             os.close(own)
-        self._bytes = memoryview(self._memory)
-        self._words = self._bytes[: _END * _WORD].cast("Q")
-        self._array = np.frombuffer(self._memory, np.uint64, _END)
-        self._marks = np.frombuffer(self._memory, np.bool_, offset=_END * _WORD).reshape(MAX_ROWS, processes)
+        self._words = memoryview(self._memory).cast("Q")
+        self._array = np.frombuffer(self._memory, np.uint64)
         self._bits = [1 << row for row in range(_ROW_BITS)]
         self._used = [0] * _TABLES  # slots with a chunk
         self._limits = [0] * _TABLES  # of these; then the table is copied
@@ -89,34 +86,6 @@ class ChunkTable:
         self._end = _SLOTS
         self._free_records: list[int] = []
         self._records = 0
-
-    # ------------------------------------------------------------ rows
-
-    def take_row(self, worker: str) -> int:
-        """Returns the row that the worker has in all processes, or gives it a free one."""
-        words, id = self._words, xxhash.xxh3_64_intdigest(worker.encode())
-        if self._fd is not None:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, _ROWS_LOCK)  # the kernel frees it at a death
-        try:
-            top = words[_TOP]
-            marks = self._marks[:top]
-            used, own = marks.any(axis=1), marks[:, self._number]
-            same = np.flatnonzero((self._array[_IDS : _IDS + top] == id) & used & ~own)
-            row = int(next(iter(same), next(iter(np.flatnonzero(~used)), top)))
-            if row == MAX_ROWS:
-                raise ValueError(f"a router knows at most {MAX_ROWS} workers at a time")
-            words[_IDS + row], words[_TOP], self._marks[row, self._number] = id, max(top, row + 1), True
-        finally:
-            if self._fd is not None:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, _ROWS_LOCK)
-        return row
-
-    def leave_row(self, row: int) -> None:
-        self._marks[row, self._number] = False
-
-    def ended(self, number: int) -> None:
-        """A process has ended. Called by the supervisor."""
-        self._marks[:, number] = False
 
     def may_write(self) -> bool:
         """Whether this process is the one that writes, from now to its end. A new writer finds no chunks."""

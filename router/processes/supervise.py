@@ -191,7 +191,7 @@ class Supervisor:
         self._reported = False  # to the parent, that all listen
         self._metrics = MergedMetrics()
         self._key_counts = KeyCounts(keys_fd, config.processes)
-        self._chunks = ChunkTable(chunks_fd, config.processes)
+        self._rows = ChunkTable(chunks_fd, config.processes).rows
         self._processes: dict[int, _Process] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._reloading = asyncio.Event()
@@ -301,7 +301,7 @@ class Supervisor:
             del self._processes[number]
             self._metrics.ended(str(number))
             self._key_counts.ended(number)
-            self._chunks.ended(number)
+            self._rows.ended(number)
         if process.ready is not None:
             return True, process.error or f"ended with {code}"
         return False, process.error or f"router process {number} ended with {code} before it listened"

@@ -32,12 +32,17 @@ from baton.router.workers.checks import RouterModel
 from baton.router.workers.roster import Roster
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import POOL_NAMES, Worker
+from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 WRITER_SECONDS = 1.0
-"""How often a process looks whether the one that writes the index has ended."""
+"""How often a process looks whether the one that writes for all has ended."""
+READ_SECONDS = 0.02
+"""How often a process reads the reports that another one passes on. Workers report every 50 ms, or less often."""
+SILENT_SECONDS = 3 * LONGEST_REPORT
+"""After so long without a report a process asks the worker itself: the one that writes may not reach it."""
 WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
 WINDOW_CHANGE = 0.1
@@ -102,7 +107,7 @@ class WorkerPool(Roster):
 
     def __init__(self, config: RouterConfig, model: RouterModel) -> None:
         super().__init__(model, ChunkTable(config.chunks_fd, config.processes, config.process_number or 0))
-        self.writes_index = config.chunks_fd is None
+        self.writes = config.chunks_fd is None
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
         self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
@@ -117,7 +122,7 @@ class WorkerPool(Roster):
 
     async def run(self) -> None:
         """Follows discovery until cancelled, then closes every stream."""
-        writing = asyncio.create_task(self._write_index())
+        sharing = asyncio.create_task(self._share())
         try:
             async for addresses in self._config.discovered().watch():
                 for address in addresses - self.listed.keys():
@@ -128,19 +133,39 @@ class WorkerPool(Roster):
                     self.retire(address)
             await asyncio.Event().wait()
         finally:
-            writing.cancel()
+            sharing.cancel()
             await asyncio.gather(*(stream.close() for stream in {*self._streams.values(), *self._retired}))
 
-    async def _write_index(self) -> None:
-        """Waits until no other process of this host writes the index. Then asks the workers for chunks."""
-        if self.writes_index:
+    async def _share(self) -> None:
+        """Reads reports while another process of this host writes. Then writes, and asks the workers for
+        reports and chunks."""
+        if self.writes:
             return
-        while not self.loads.index.table.may_write():  # noqa: ASYNC110
-            await asyncio.sleep(WRITER_SECONDS)
-        self.writes_index = True
+        asking: set[asyncio.Task[None]] = set()
+        while not self.loads.index.table.may_write():
+            until = time.monotonic() + WRITER_SECONDS
+            while time.monotonic() < until:
+                await asyncio.sleep(READ_SECONDS)
+                self._read_reports()
+            silent = time.monotonic() - SILENT_SECONDS
+            for worker in self.by_row.values():
+                if worker.reported_at < silent:
+                    asking.add(task := asyncio.create_task(self._ask(worker)))
+                    task.add_done_callback(asking.discard)
+        self.writes = True
         log.info("process %s writes the index of cached chunks", self._config.process_number)
         for worker in self.by_row.values():
             worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
+
+    def _read_reports(self) -> None:
+        for row, incarnation, status in self.loads.index.table.rows.reports():
+            worker = self.by_row.get(row)
+            if worker is not None and worker.description.incarnation == incarnation:
+                self.reported(worker, status)
+
+    async def _ask(self, worker: Worker) -> None:
+        if (status := await worker.ask()) is not None and worker.attached:
+            self.reported(worker, status)
 
     def _open(self, address: str) -> None:
         worker = Worker(address, self.loads, lambda: self.on_capacity(), self.breaker_changed)

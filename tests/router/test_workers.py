@@ -275,7 +275,7 @@ async def test_invalid_rates_count_as_unknown(cluster: Cluster, caplog: pytest.L
     for made in cluster.pool.connections:
         status = made.status
         assert (status.prefill_tokens_per_s, status.step_seconds, status.chunk_seconds) == (0, 0, 0)
-        assert (await made.current_status()).chunk_seconds == 0
+        assert (await made.ask()).chunk_seconds == 0
     assert cluster.pool.prefill_window(64) < math.inf
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     assert sum("impossible rates" in record.message for record in caplog.records) == 2
