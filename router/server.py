@@ -49,8 +49,8 @@ NEVER = 1 << 30
 """A threshold of collections of garbage but the youngest. A full one passes all objects of all requests: with
 10,000 streams it would stall all of them for more than 0.1 s. A request leaves no garbage for it."""
 YOUNG_PERIOD = 0.02
-"""Between two collections of the youngest objects. Python collects when it has made 700 more than it freed. But
-each token frees as many old ones as it makes, so a collection of its own passes some of all streams: 15 ms."""
+"""Between two collections of the youngest objects. A token frees as many objects as it makes, so Python's own
+collections, one for 700 objects more, are rare and pass some of each stream: 15 ms with 10,000."""
 COLLECTION_PERIOD, FEW_REQUESTS = 60.0, 100
 ERROR_SECONDS = 5.0
 """Time to send clients the error that ends their request."""

@@ -13,7 +13,7 @@ they are not full at the same time. A slot keeps its chunk until then, also with
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -79,7 +79,6 @@ class ChunkTable:
             os.close(own)
         self._words = memoryview(self._memory).cast("Q")
         self._array = np.frombuffer(self._memory, np.uint64)
-        self._bits = [1 << row for row in range(_ROW_BITS)]
         self._used = [0] * _TABLES  # slots with a chunk
         self._limits = [0] * _TABLES  # of these; then the table is copied
         self._free: dict[int, list[int]] = {}  # log2 of slots → places
@@ -215,15 +214,13 @@ class ChunkTable:
             chunk = chunk or _ZERO
             table = chunk >> _SHIFT
             while True:
-                if not (head := words[_HEADS + table]):
-                    self._copy(table, head)
-                    continue
-                first, mask = head >> _HEAD, (2 << (head & 0xFF)) - 2
-                step = chunk << 1 & mask
-                while (found := words[first + step]) and found != chunk:
-                    step = step + 2 & mask
-                if found or used[table] < limits[table]:
-                    break
+                if head := words[_HEADS + table]:
+                    first, mask = head >> _HEAD, (2 << (head & 0xFF)) - 2
+                    step = chunk << 1 & mask
+                    while (found := words[first + step]) and found != chunk:
+                        step = step + 2 & mask
+                    if found or used[table] < limits[table]:
+                        break
                 self._copy(table, head)
             at = first + step + 1
             value = words[at] if found else 0
@@ -296,8 +293,8 @@ class ChunkTable:
     def clear(self, row: int) -> None:
         """Removes all chunks of a worker: 5 ms for a million chunks of all workers."""
         array, removed = self._array, 0
-        for first, size in self._tables():
-            values = array[first + 1 : first + 2 * size : 2]
+        for head in filter(None, self._words[_HEADS : _HEADS + _TABLES].tolist()):
+            values = array[(head >> _HEAD) + 1 : (head >> _HEAD) + (2 << (head & 0xFF)) : 2]
             for place in range(_FIELD, 64, _FIELD):
                 count = values & np.uint64(_COUNT)
                 there = (count < _RECORD) & (count * np.uint64(_FIELD) >= place)
@@ -317,8 +314,10 @@ class ChunkTable:
 
     def store(self, chunk: int, *, stored: bool) -> None:
         """The store that workers share has the chunk, or has it no more."""
-        at = self._find(chunk) or (self._insert(chunk) if stored else 0)
-        if at:
+        if stored and not self._find(chunk):
+            self.add(0, [chunk])
+            self.discard(0, [chunk])  # its slot stays
+        if at := self._find(chunk):
             self._words[at] = self._words[at] & ~_STORED | stored * _STORED
 
     def _put(self, value: int, row: int, tier: Tier | None) -> None:
@@ -326,7 +325,7 @@ class ChunkTable:
         (first, width), (word, bit) = self._record(value), divmod(row, _ROW_BITS)
         there = tier is not None, tier is Tier.HOST, tier is Tier.DISK
         for at, is_there in zip(range(first + word, first + 3 * width, width), there, strict=True):
-            self._words[at] = self._words[at] & ~self._bits[bit] | is_there * self._bits[bit]
+            self._words[at] = self._words[at] & ~(1 << bit) | is_there << bit
 
     def _new_record(self, row: int) -> int:
         """Returns a value with an empty record that has place for this row."""
@@ -347,21 +346,6 @@ class ChunkTable:
             self._array[then : then + 2 * width * area].reshape(area, 2 * width)[:, :width] = old
             self._words[_WIDTH_LOG2] += 1
             self._remove(first, first + width * area)
-
-    def _insert(self, chunk: int) -> int:
-        """Gives a chunk a slot. Returns the place of its value."""
-        chunk = chunk or _ZERO
-        words, table = self._words, chunk >> _SHIFT
-        if self._used[table] >= self._limits[table]:
-            self._copy(table, words[_HEADS + table])
-        head = words[_HEADS + table]
-        first, mask = head >> _HEAD, (1 << (head & 0xFF)) - 1
-        step = chunk
-        while words[at := first + 2 * (step & mask)]:
-            step += 1
-        words[at] = chunk
-        self._used[table] += 1
-        return at + 1
 
     def _copy(self, table: int, head: int) -> None:
         """Copies the chunks that workers or the store have, with place for more."""
@@ -407,9 +391,3 @@ class ChunkTable:
         begin, stop = -(-first * _WORD // _PAGE) * _PAGE, end * _WORD // _PAGE * _PAGE
         if begin < stop:
             self._memory.madvise(mmap.MADV_REMOVE, begin, stop - begin)
-
-    def _tables(self) -> Iterator[tuple[int, int]]:
-        """The first word and the number of slots of each table."""
-        for head in self._words[_HEADS : _HEADS + _TABLES].tolist():
-            if head:
-                yield head >> _HEAD, 1 << (head & 0xFF)

@@ -83,7 +83,7 @@ class HostRows:
             self._checks[row] = xxhash.xxh3_64_intdigest(data)
 
     def reports(self) -> Iterator[tuple[int, int, pb.WorkerStatus]]:
-        """The reports that were written since the last call, each with the row and incarnation of its worker."""
+        """What was written since the last call: the row and incarnation of the worker, and its report."""
         top = int(self._top[0])
         new = (self._checks[:top] != self._seen[:top]) & self._marks[:top, self._number]
         for row in np.flatnonzero(new).tolist():

@@ -6,7 +6,6 @@ import math
 import random
 import time
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier, prompt_hints
 from baton.router.config import RouterConfig
@@ -29,26 +28,19 @@ from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest, Prefil
 from baton.router.policy.prefill_loads import PrefillWork
 from baton.router.policy.split import MOST_WORKERS, PromptCost, Split, SplitWorker, may_gain, split
 from baton.router.workers.checks import RouterModel
+from baton.router.workers.prefixes import PrefixSource, prefix_source
 from baton.router.workers.roster import Roster
+from baton.router.workers.sharing import share
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import POOL_NAMES, Worker
-from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-WRITER_SECONDS = 1.0
-"""How often a process looks whether the one that writes for all has ended."""
-READ_SECONDS = 0.02
-"""How often a process reads the reports that another one passes on. Workers report every 50 ms, or less often."""
-SILENT_SECONDS = 3 * LONGEST_REPORT
-"""After so long without a report a process asks the worker itself: the one that writes may not reach it."""
 WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
 WINDOW_CHANGE = 0.1
 """It is updated at once if a pool has grown or shrunk by more than this part: not at each change of many."""
-DRAWN = 2
-"""Holders of a prefix to compare. More would all ask the fastest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +71,6 @@ class Place:
     why: Placement
 
 
-class PrefixSource(NamedTuple):
-    """A worker with more of a prompt than another one, and the slowest tier with a part of it."""
-
-    holder: Worker
-    tier: Tier
-
-    def seconds(self, asker: Worker, tokens: int) -> float:
-        """Time in which the asker fetches so many tokens, by its recent measurements. 0: it has none."""
-        link = asker.prefix_links.get((self.holder.description.incarnation, self.tier))
-        return link.wait + tokens / link.tokens_per_s if link is not None else 0.0
-
-    def message(self) -> pb.ContentSource:
-        described = self.holder.description
-        return pb.ContentSource(
-            kv_address=described.kv_address,
-            incarnation=described.incarnation,
-            tier=pb.Tier.Name(self.tier),
-        )
-
-
 class WorkerPool(Roster):
     """Owns the streams to the workers. Runs on the event loop, and never waits for a worker.
 
@@ -122,7 +94,7 @@ class WorkerPool(Roster):
 
     async def run(self) -> None:
         """Follows discovery until cancelled, then closes every stream."""
-        sharing = asyncio.create_task(self._share())
+        sharing = asyncio.create_task(share(self, self._config.process_number or 0))
         try:
             async for addresses in self._config.discovered().watch():
                 for address in addresses - self.listed.keys():
@@ -135,37 +107,6 @@ class WorkerPool(Roster):
         finally:
             sharing.cancel()
             await asyncio.gather(*(stream.close() for stream in {*self._streams.values(), *self._retired}))
-
-    async def _share(self) -> None:
-        """Reads reports while another process of this host writes. Then writes, and asks the workers for
-        reports and chunks."""
-        if self.writes:
-            return
-        asking: set[asyncio.Task[None]] = set()
-        while not self.loads.index.table.may_write():
-            until = time.monotonic() + WRITER_SECONDS
-            while time.monotonic() < until:
-                await asyncio.sleep(READ_SECONDS)
-                self._read_reports()
-            silent = time.monotonic() - SILENT_SECONDS
-            for worker in self.by_row.values():
-                if worker.reported_at < silent:
-                    asking.add(task := asyncio.create_task(self._ask(worker)))
-                    task.add_done_callback(asking.discard)
-        self.writes = True
-        log.info("process %s writes the index of cached chunks", self._config.process_number)
-        for worker in self.by_row.values():
-            worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
-
-    def _read_reports(self) -> None:
-        for row, incarnation, status in self.loads.index.table.rows.reports():
-            worker = self.by_row.get(row)
-            if worker is not None and worker.description.incarnation == incarnation:
-                self.reported(worker, status)
-
-    async def _ask(self, worker: Worker) -> None:
-        if (status := await worker.ask()) is not None and worker.attached:
-            self.reported(worker, status)
 
     def _open(self, address: str) -> None:
         worker = Worker(address, self.loads, lambda: self.on_capacity(), self.breaker_changed)
@@ -405,38 +346,12 @@ class WorkerPool(Roster):
         """Where `worker` finds more of a prompt than in its own prefix cache; None if nowhere.
 
         Workers with KV of another dtype have other names for it."""
-        source = self.prefix_source(worker, chunks, tokens) if self._config.prefix_fetches else None
+        source = None
+        if self._config.prefix_fetches:
+            source = prefix_source(self, worker, chunks, tokens, self._rng)
         if source is None or source.holder.description.content_root != worker.description.content_root:
             return None
         return source.message()
-
-    def prefix_source(self, worker: Worker, chunks: list[int], tokens: int) -> PrefixSource | None:
-        """A worker of any pool that has more of a prompt cached than `worker`.
-
-        None: there is no such worker, or fetching takes more than twice as long as computing. The bound is
-        loose, because the worker decides in the end: it knows better what a few tokens of a long prompt cost.
-
-        Only reported chunks count: a worker that will compute the prompt has nothing to send yet. A few
-        workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
-        """
-        if not worker.attached:
-            return None
-        index = self.loads.index
-        cached = index.overlap(chunks, tokens, CHUNK_TOKENS, self.attached_rows)
-        own = cached.of(worker.row)
-        best, most_saved = None, -math.inf
-        for found, rows in cached.levels():
-            if found < own + CHUNK_TOKENS:
-                break
-            wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
-            have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
-            for holder in have if len(have) <= DRAWN else self._rng.sample(have, DRAWN):
-                source = PrefixSource(self.by_row[holder], index.slowest_tier(holder, wanted))
-                computing = self.loads.seconds(worker.row, found - own)
-                saved = computing - source.seconds(worker, found - own)
-                if saved > max(most_saved, -computing):
-                    best, most_saved = source, saved
-        return best
 
     def offered(self, worker: Worker, offer: pb.Offer) -> None:
         """Tells the worker that would compute prompts with this prefix to fetch it. Declines the offer if

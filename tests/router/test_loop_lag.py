@@ -4,6 +4,10 @@ import asyncio
 import gc
 import time
 
+import pytest
+
+from baton.router import server
+from baton.router.active_request import ActiveRequests
 from baton.router.server import observe_lag
 
 from .conftest import Cluster
@@ -44,6 +48,21 @@ async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
         gc.garbage.clear()
         gc.enable()
     assert not left & {"ActiveRequest", "Generation", "Turn", "Attempt", "TokenQueue", "StopStrings"}
+
+
+async def test_a_collection_does_not_pass_some_of_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python alone would collect no garbage here, since as many objects are freed as are made."""
+    monkeypatch.setattr(server, "YOUNG_PERIOD", 1e-6)
+    collecting = asyncio.create_task(server.collect_garbage(ActiveRequests()))
+    streams: list[list[int]] = [[] for _ in range(50_000)]
+    gc.collect()
+    most = 0
+    for first in range(0, len(streams), 500):
+        streams[first : first + 500] = [[] for _ in range(500)]
+        most = max(most, len(gc.get_objects(generation=0)))
+        await asyncio.sleep(0.001)
+    collecting.cancel()
+    assert most < 5_000
 
 
 async def test_a_stall_of_the_event_loop_is_measured() -> None:

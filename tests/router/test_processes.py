@@ -275,7 +275,7 @@ async def test_one_process_gets_the_reports_for_all_and_another_one_after_its_de
         await until_all_go_to(1 - instead)
 
     def writers() -> list[int]:
-        return [int(n) for n in re.findall(r"process (\d) writes the index", routers.log.read_text())]
+        return [int(n) for n in re.findall(r"process (\d) gets the reports", routers.log.read_text())]
 
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 3)
     async with asyncio.timeout(20):
