@@ -2,7 +2,7 @@
 
 streams  keeps thousands of streams open for minutes. A stream that ends is replaced. `lost` are streams that
          ended early, or with another number of tokens than they asked for.
-workers  lets fake workers join, a quarter of them fail and come back, and half of them leave.
+workers  lets fake workers join, report, a quarter of them fail and come back, and half of them leave.
 memory   fills the index with reports, for one router process and for several. Memory is PSS: what several
          processes share counts once.
 
@@ -57,6 +57,8 @@ SPARE = 1.25
 """Seats for each stream."""
 OPENED_PER_S = 400
 START_S = 120.0
+REPORT_S, REPORTS_S = 1.0, 20.0
+"""Between two reports of a worker, and in which reports are measured."""
 PAUSE_S = 0.25
 """Between two looks at the metrics, which take the router some ten milliseconds."""
 PARTS, FIRST_PORT = 4, 21_000
@@ -70,9 +72,17 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Large(StandIn):
-    """A stand-in with seats for hundreds of requests, and with chunks to report."""
+    """A stand-in with seats for hundreds of requests, and with chunks and a status to report."""
 
     chunks: Sequence[int] = ()
+    reported: set[Outputs]
+
+    async def report(self) -> None:
+        """Sends the status to one process of each router."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            for outputs in self._outputs & self.reported:
+                outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
@@ -83,6 +93,8 @@ class Large(StandIn):
 
     def _take(self, message: pb.RouterMessage, outputs: Outputs) -> None:
         super()._take(message, outputs)
+        if message.WhichOneof("kind") in ("hello", "cache_resync") and not message.hello.shares_reports:
+            self.reported.add(outputs)
         for begin in range(0, len(self.chunks), REPORTED) if message.hello.cache else ():
             added = self.chunks[begin : begin + REPORTED]
             events = pb.CacheEvents(sequence=1, reset=not begin, added=added)
@@ -117,13 +129,15 @@ def fakes(
 
     async def serve(pipe: Connection) -> None:
         lanes, rng = Lanes(), random.Random(ports[0])
-        addresses = []
+        addresses, reporting = [], []
         for i, port in enumerate(ports):
             role = pb.POOL_PREFILL if i < prefills else pb.POOL_DECODE
             worker = Large(role, lanes, list(range(1000, 1400)), secret=secret.encode())
             worker.status.blocks_free = worker.status.blocks_total = 1 << 20
             worker.step_seconds = step if role == pb.POOL_DECODE else 0.0
+            worker.reported = set()
             worker.chunks = [rng.getrandbits(64) for _ in range(chunks)]
+            reporting.append(asyncio.create_task(worker.report()))
             addresses.append((await worker.start(port)).address)
         pipe.send(addresses)
         await asyncio.Event().wait()
@@ -175,8 +189,9 @@ def longest_wait(pids: Sequence[int], seconds: float) -> float:
 
 
 def loop_seconds(pid: int) -> float:
-    """CPU time of the first thread, which has the event loop."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+    """CPU time of the first threads, which have the event loops."""
+    pages = [Path(f"/proc/{each}/schedstat").read_text() for each in processes_of(pid)]
+    return sum(int(page.split()[0]) for page in pages) / 1e9
 
 
 def until(done: Callable[[], bool], what: str) -> float:
@@ -311,7 +326,7 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
         for own, part in zip((failing, *[stack] * (PARTS - 1)), parts, strict=True):
             own.enter_context(fakes(secret, part, len(part) // 2))
         flags = "--workers-file", file.name, "--model", EMBEDDED_NAME
-        _, url, pid = stack.enter_context(router(secret, 1, *flags))
+        _, url, pid = stack.enter_context(router(secret, args.processes, *flags))
 
         def ready() -> int:
             return int(sum(v for labels, v in samples(url, "baton:workers") if labels["state"] == "ready"))
@@ -326,12 +341,17 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
             name = f"router.workers{args.workers}.{name}"
             report.add(Row(f"{name}.known", took, "s"))
             report.add(Row(f"{name}.cpu", cpu_seconds(pid) - cpu, "s"))
-            report.add(Row(f"{name}.loop", loop_seconds(pid) - loop, "s", goal=0.5))
+            report.add(Row(f"{name}.loop", (loop_seconds(pid) - loop) / args.processes, "s", goal=0.5))
             since = lags(url)
             since.subtract(before)
             add_stalls(report, name, since)
 
         phase("join", lambda: list_workers(ports), len(ports))
+        time.sleep(REPORTS_S / 2)
+        cpu = cpu_seconds(pid)
+        time.sleep(REPORTS_S)
+        reports = (cpu_seconds(pid) - cpu) / REPORTS_S
+        report.add(Row(f"router.workers{args.workers}.reports", reports, "cores"))
         phase("fail", failing.close, len(ports) - len(parts[0]))
         again = fakes(secret, parts[0], len(parts[0]) // 2)
         phase("recover", lambda: failing.enter_context(again), len(ports))
@@ -373,9 +393,9 @@ def main() -> int:
     p.add_argument("--seconds", type=float, default=300.0, help="with all streams (default: %(default)s)")
     p.add_argument("--workers", type=int, default=1_000, help="that join (default: %(default)s)")
     p.add_argument("--chunks", type=int, default=500_000, help="in the index (default: %(default)s)")
-    p.add_argument("--processes", type=int, help="of the router (default: 2, and 4 to measure memory)")
+    p.add_argument("--processes", type=int, help="of the router (default: workers 1, streams 2, memory 4)")
     args = p.parse_args()
-    args.processes = args.processes or (4 if args.what == "memory" else 2)
+    args.processes = args.processes or {"workers": 1, "streams": 2, "memory": 4}[args.what]
     if args.short:
         args.streams, args.seconds = args.streams // 10, 10.0
     report = Report.of("router.scale", args)
