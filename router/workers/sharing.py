@@ -28,7 +28,10 @@ async def share(roster: Roster, process: int) -> None:
         until = time.monotonic() + WRITER_SECONDS
         while time.monotonic() < until:
             await asyncio.sleep(READ_SECONDS)
-            _read(roster)
+            try:
+                _read(roster)
+            except Exception:  # a task that ends here would never read again
+                log.exception("a defect in the router: a report is lost")
         for worker in roster.by_row.values():
             if worker.reported_at < until - WRITER_SECONDS - SILENT_SECONDS:
                 asking.add(task := asyncio.create_task(_ask(roster, worker)))
@@ -47,5 +50,6 @@ def _read(roster: Roster) -> None:
 
 
 async def _ask(roster: Roster, worker: Worker) -> None:
+    await roster.turn()  # many may be silent
     if (status := await worker.ask()) is not None and worker.attached:
         roster.reported(worker, status)
