@@ -35,7 +35,7 @@ from baton.router.endpoints.grpc_server import GrpcEndpoint
 from baton.router.endpoints.http_server import HttpEndpoints, HttpRunner
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
-from baton.router.processes.sockets import BACKLOG, listen, report, serve_commands
+from baton.router.processes.sockets import BACKLOG, listen, report, serve_commands, waited_for_cpu
 from baton.router.status import router_state, router_status
 from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -169,7 +169,8 @@ async def running(
     )
     await runner.setup()
     following = asyncio.create_task(pool.run(), name="workers")
-    lag = asyncio.create_task(observe_lag(services.metrics.loop_lag.observe), name="lag")
+    observed = services.metrics.loop_lag.observe, services.metrics.own_loop_lag.observe
+    lag = asyncio.create_task(observe_lag(*observed), name="lag")
     collecting = asyncio.create_task(collect_garbage(services.active), name="garbage")
     try:
         context = None if config.tls is None else config.tls.server_context()
@@ -286,13 +287,16 @@ async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float
         wait.cancel()
 
 
-async def observe_lag(observe: Callable[[float], None]) -> None:
-    """Measures how late timers run. A stall of the event loop delays all streams and all new requests."""
-    loop = asyncio.get_running_loop()
+async def observe_lag(observe: Callable[[float], None], observe_own: Callable[[float], None]) -> None:
+    """Measures how late timers run. A stall of the event loop delays all streams and all new requests. `own`
+    is without the wait for a CPU: what may have been before the timer was due still counts."""
+    loop, waited = asyncio.get_running_loop(), waited_for_cpu(os.getpid())
     while True:
         due = loop.time() + LAG_PERIOD
         await asyncio.sleep(LAG_PERIOD)
-        observe(max(0.0, loop.time() - due))
+        lag, before, waited = max(0.0, loop.time() - due), waited, waited_for_cpu(os.getpid())
+        observe(lag)
+        observe_own(max(0.0, lag - max(0.0, waited - before - LAG_PERIOD)))
 
 
 async def collect_garbage(active: ActiveRequests) -> None:

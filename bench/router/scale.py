@@ -7,7 +7,7 @@ memory   fills the index with reports, for one router process and for several. M
          processes share counts once.
 
 A stall is a late timer of the router's own event loop (`baton:event_loop_lag_seconds`), so a pause of this
-client is none. The client and the fake workers have a lower priority than the router.
+client is none. The client and the fake workers have a CPU while no other process wants it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from baton.bench.harness.cluster import LocalCluster
 from baton.bench.router.ends import REQUEST_HEAD, cpu_seconds, prompt_of
 from baton.bench.router.stand_in import Lanes, Outputs, StandIn
 from baton.cluster.model import EMBEDDED_NAME
-from baton.router.processes.sockets import waited_for_cpu
 from baton.rpc import worker_pb2 as pb
 
 STALL_S = 0.05
@@ -108,7 +107,7 @@ def child(target: Callable[..., None], *args: object) -> Iterator[Connection]:
 
     def run() -> None:
         gc.disable()
-        os.nice(10)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         target(*args, theirs)
 
     process = FORK.Process(target=run, daemon=True)
@@ -177,17 +176,6 @@ def memory(pid: int) -> float:
     return sum(int(line.split()[1]) for page in pages for line in page if line.startswith("Pss:")) / 1024
 
 
-def longest_wait(pids: Sequence[int], seconds: float) -> float:
-    """The most seconds without a CPU that a process had in one of the periods that make up `seconds`."""
-    waited, longest, end = [0.0] * len(pids), 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        before, waited = waited, [waited_for_cpu(pid) for pid in pids]
-        grown = (now - then for now, then in zip(waited, before, strict=True) if then)
-        longest = max(longest, *grown, 0.0)
-        time.sleep(STALL_S)
-    return longest
-
-
 def loop_seconds(pid: int) -> float:
     """CPU time of the first threads, which have the event loops."""
     pages = [Path(f"/proc/{each}/schedstat").read_text() for each in processes_of(pid)]
@@ -210,16 +198,23 @@ def samples(url: str, family: str) -> list[tuple[dict[str, str], float]]:
     return [(sample.labels, sample.value) for each in found for sample in each.samples]
 
 
-def lags(url: str) -> Counter[float]:
-    found = samples(url, "baton:event_loop_lag_seconds")
-    return Counter({float(labels["le"]): int(value) for labels, value in found if "le" in labels})
+def lags(url: str) -> dict[str, Counter[float]]:
+    """How late the timers were, and how late without the wait for a CPU (`own_`)."""
+    found = {own: samples(url, f"baton:event_loop_{own}lag_seconds") for own in ("", "own_")}
+    return {
+        own: Counter({float(labels["le"]): int(value) for labels, value in lag if "le" in labels})
+        for own, lag in found.items()
+    }
 
 
-def add_stalls(report: Report, name: str, since: Counter[float]) -> None:
-    """Adds the stalls over `STALL_S`, and what the longest one took at most."""
-    longest = min(le for le, count in since.items() if count == since[math.inf])
-    report.add(Row(f"{name}.stalls_over_50ms", since[math.inf] - since[STALL_S], "stalls", goal=0))
-    report.add(Row(f"{name}.longest_stall_at_most", 1e3 * longest, "ms", goal=1e3 * STALL_S))
+def add_stalls(report: Report, name: str, url: str, before: dict[str, Counter[float]]) -> None:
+    """Adds the stalls over `STALL_S` since then, and what the longest one took at most."""
+    for own, since in lags(url).items():
+        since.subtract(before[own])
+        longest = min(le for le, count in since.items() if count == since[math.inf])
+        over = since[math.inf] - since[STALL_S]
+        report.add(Row(f"{name}.{own}stalls_over_50ms", over, "stalls", goal=0))
+        report.add(Row(f"{name}.longest_{own}stall_at_most", 1e3 * longest, "ms", goal=1e3 * STALL_S))
 
 
 # ---------------------------------------------------------------- streams
@@ -283,7 +278,7 @@ async def load(url: str, streams: int, tokens: int, seen: SynchronizedArray[int]
 
 def measure_streams(args: argparse.Namespace, report: Report) -> None:
     secret, seen = secrets.token_hex(16), FORK.Array("q", 5, lock=False)
-    decodes = -(-int(SPARE * args.streams) // SEATS)
+    name, decodes = f"router.streams{args.streams}", -(-int(SPARE * args.streams) // SEATS)
     with (
         fakes(secret, [0] * (1 + decodes), 1, step=args.step) as workers,
         router(secret, args.processes, *to(workers)) as (cluster, admin, pid),
@@ -294,21 +289,17 @@ def measure_streams(args: argparse.Namespace, report: Report) -> None:
             time.sleep(2 * args.step)
             seen[_OWN_STALL_US] = 0
             before, tokens, began, cpu = lags(admin), seen[_TOKENS], time.perf_counter(), cpu_seconds(pid)
-            starved = longest_wait(processes_of(pid), args.seconds)
+            time.sleep(args.seconds)
             passed, tokens, cpu = time.perf_counter() - began, seen[_TOKENS] - tokens, cpu_seconds(pid) - cpu
-            since = lags(admin)
-            since.subtract(before)
+            add_stalls(report, name, admin, before)
             taken = memory(pid) - base
             pipe.send(None)
             report.detail["lost"] = pipe.recv()
-    name = f"router.streams{args.streams}"
     report.add(Row(f"{name}.lost", seen[_LOST], "streams", goal=0))
     report.add(Row(f"{name}.done", seen[_DONE], "streams"))
     report.add(Row(f"{name}.tokens_per_s", tokens / passed, "tokens/s"))
     report.add(Row(f"{name}.cpu_per_token", 1e6 * cpu / tokens, "µs"))
     report.add(Row(f"{name}.memory", 1024 * taken / args.streams, "KiB/stream"))
-    add_stalls(report, name, since)
-    report.add(Row(f"{name}.longest_wait_for_a_cpu", 1e3 * starved, "ms"))
     report.add(Row(f"{name}.longest_stall_of_client", seen[_OWN_STALL_US] / 1e3, "ms"))
     for why, count in report.detail["lost"]:
         print(f"lost {count}: {why}", file=sys.stderr)
@@ -342,11 +333,16 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
             report.add(Row(f"{name}.known", took, "s"))
             report.add(Row(f"{name}.cpu", cpu_seconds(pid) - cpu, "s"))
             report.add(Row(f"{name}.loop", (loop_seconds(pid) - loop) / args.processes, "s", goal=0.5))
-            since = lags(url)
-            since.subtract(before)
-            add_stalls(report, name, since)
+            add_stalls(report, name, url, before)
 
-        phase("join", lambda: list_workers(ports), len(ports))
+        def join() -> None:
+            """Each process joins all workers. For several at once the two cores would be too slow."""
+            for end in range(1, args.processes + 1):
+                joined = ports[: len(ports) * end // args.processes]
+                list_workers(joined)
+                until(lambda wanted=len(joined): ready() == wanted, "a part of the workers")
+
+        phase("join", join, len(ports))
         time.sleep(REPORTS_S / 2)
         cpu = cpu_seconds(pid)
         time.sleep(REPORTS_S)

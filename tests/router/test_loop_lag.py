@@ -67,8 +67,23 @@ async def test_a_collection_does_not_pass_some_of_each_stream(monkeypatch: pytes
 
 async def test_a_stall_of_the_event_loop_is_measured() -> None:
     observed: asyncio.Queue[float] = asyncio.Queue()
-    measuring = asyncio.create_task(observe_lag(observed.put_nowait))
+    own: list[float] = []
+    measuring = asyncio.create_task(observe_lag(observed.put_nowait, own.append))
     await observed.get()
     time.sleep(STALL)  # noqa: ASYNC251 - the stall
     assert await observed.get() >= STALL / 2
     measuring.cancel()
+    assert max(own) >= STALL / 2
+
+
+async def test_the_wait_for_a_cpu_is_no_lag_of_the_router_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    observed: asyncio.Queue[float] = asyncio.Queue()
+    own: list[float] = []
+    waits = iter([0.0, 0.0, STALL / 2])
+    monkeypatch.setattr(server, "waited_for_cpu", lambda pid: next(waits, STALL / 2))
+    measuring = asyncio.create_task(observe_lag(observed.put_nowait, own.append))
+    await observed.get()
+    time.sleep(STALL)  # noqa: ASYNC251 - half of it without a CPU
+    lag = await observed.get()
+    measuring.cancel()
+    assert own[1] == pytest.approx(lag - STALL / 2 + server.LAG_PERIOD)
