@@ -340,7 +340,7 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
             for end in range(1, args.processes + 1):
                 joined = ports[: len(ports) * end // args.processes]
                 list_workers(joined)
-                until(lambda wanted=len(joined): ready() == wanted, "a part of the workers")
+                until(lambda part=joined: ready() == len(part), "a part of the workers")
 
         phase("join", join, len(ports))
         time.sleep(REPORTS_S / 2)
