@@ -130,11 +130,7 @@ def report_of(plan: Plan, harvest: Harvest, started: str) -> Report:
     """The records of the clients as rows and detail. `started`: the time of day."""
     options = plan.options
     summary = summarize(
-        harvest.records,
-        options.objectives,
-        warm_up=options.warmup,
-        ramp=options.arrivals == "ramp",
-        attainment=options.attainment,
+        harvest.records, options.objectives, warm_up=options.warmup, attainment=options.attainment
     )
     rows = summary.rows
 

@@ -222,16 +222,6 @@ def test_arrivals_have_their_rate_and_variation(arrivals: Arrivals, variation: f
     assert gaps.min() >= 0
 
 
-@pytest.mark.parametrize(("first", "last"), [(2.0, 10.0), (10.0, 2.0), (5.0, 5.0)])
-def test_a_ramp_reaches_its_rate_and_stays_there(first: float, last: float) -> None:
-    times = np.concatenate(
-        [_times(Arrivals("ramp", first, ramp_to=last, ramp_seconds=100.0), 3000, seed) for seed in range(20)]
-    )
-    for begin, rate in ((0, first + 0.05 * (last - first)), (45, (first + last) / 2), (110, last)):
-        counted = np.sum((times >= begin) & (times < begin + 10)) / 10 / 20
-        assert counted == pytest.approx(rate, rel=0.1), begin
-
-
 def test_times_depend_only_on_arrivals_and_seed() -> None:
     assert _times(Arrivals("constant", 8.0), 5).tolist() == [0.0, 0.125, 0.25, 0.375, 0.5]
     arrivals = Arrivals("poisson", 3.0)
