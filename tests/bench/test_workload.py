@@ -16,14 +16,14 @@ from baton.bench.load.traffic.workload import Arrivals, Distribution, Listed, Se
 from tests.bench.mock_server import count_tokens
 from tests.bench.support import EXACT
 
-PLAIN = Tokenization("text", EXACT.words, 1.0, 0, "")
+PLAIN = Tokenization(EXACT.words, 1.0, 0, "")
 
 
 def _fixed(number: int) -> Distribution:
     return Distribution("fixed", (number,))
 
 
-def _counted(text: str | list[int]) -> int:
+def _counted(text: str) -> int:
     return count_tokens({"prompt": text})
 
 
@@ -34,19 +34,9 @@ def test_a_prompt_has_exactly_its_length(length: int) -> None:
 
 @pytest.mark.parametrize("lengths", [(512, 512, 1), (5, 1, 1), (1, 1, 1, 9), (2, 3), (700, 6)])
 def test_the_end_of_a_prompt_gets_shorter_by_the_overhead(lengths: tuple[int, ...]) -> None:
-    composer = Composer(Tokenization("text", EXACT.words, 1.0, 3, ""))
+    composer = Composer(Tokenization(EXACT.words, 1.0, 3, ""))
     prompt = composer.compose([Segment((i,), n) for i, n in enumerate(lengths)])
-    assert isinstance(prompt, str)
     assert len(prompt.split()) == sum(lengths) - 3
-
-
-def test_a_prompt_of_token_ids_has_exactly_its_length() -> None:
-    composer = Composer(Tokenization("ids", (), 1.0, 0, ""))
-    prompt = composer.compose([Segment((1,), 300), Segment((2,), 5)])
-    assert isinstance(prompt, list)
-    assert len(prompt) == 305
-    assert min(prompt) >= 1000
-    assert composer.compose([Segment((1,), 300)]) == prompt[:300]
 
 
 def test_a_shorter_segment_is_the_start_of_the_longer_one() -> None:
