@@ -208,7 +208,6 @@ class DeadlineOptions:
     panel: ClassVar[str] = "Deadlines"
     hold_timeout: float = opt(30.0, "A finished prefill waits this long for a decode worker.", "S")
     transfer_timeout: float = opt(10.0, "A KV transfer without progress fails after this.", "S")
-    tombstone_timeout: float = opt(60.0, "Ids of closed transfers are kept this long.", "S")
     peer_timeout: float = opt(5.0, "A silent peer counts as dead after this.", "S")
     engine_timeout: float = opt(10.0, "A silent engine counts as dead after this.", "S")
 
