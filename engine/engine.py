@@ -170,21 +170,12 @@ class Engine(StepLoop):
         """Reserves blocks for prompt + output + 1 positions. The caller writes the KV of all but the last one
         into `kv_cache`, except for KV that the prefix cache has. It writes the states after these positions
         into `states`. Returns None if there is no room now."""
-        live = self._scheduler.reserve(request)
-        if live is None:
-            return None
-        self._prepare(live)
-        return Reservation(tuple(live.blocks), live.num_cached, live.state_slot)
+        return self._reserved(self._scheduler.reserve(request), None)
 
-    def start(self, request: EngineRequest) -> Sequence[int] | None:
-        """Gives a request its blocks at once, prefills it here, and then decodes it. Returns the block table,
-        or None if there is no room now."""
-        live = self._scheduler.start(request)
-        if live is None:
-            return None
-        live.started = time.monotonic()
-        self._prepare(live)
-        return tuple(live.blocks)
+    def start(self, request: EngineRequest) -> Reservation | None:
+        """Gives a request its blocks at once, prefills it here, and then decodes it. Returns None if there is
+        no room now."""
+        return self._reserved(self._scheduler.start(request), time.monotonic())
 
     def start_part(self, request: EngineRequest, ranges: Sequence[range]) -> Reservation | None:
         """Reserves blocks for a prompt that this engine shares with others, as for `add` with handover. It
@@ -192,10 +183,12 @@ class Engine(StepLoop):
         them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. It writes
         the states after the position before a range earlier: before `Hooks.layer_done` of the layer before
         returns, those of the first layer before `begin_range`. Returns None if there is no room now."""
-        live = self._scheduler.start_part(request, ranges)
+        return self._reserved(self._scheduler.start_part(request, ranges), time.monotonic())
+
+    def _reserved(self, live: LiveRequest | None, started: float | None) -> Reservation | None:
         if live is None:
             return None
-        live.started = time.monotonic()
+        live.started = started
         self._prepare(live)
         return Reservation(tuple(live.blocks), live.num_cached, live.state_slot)
 
