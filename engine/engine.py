@@ -10,7 +10,7 @@ from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, O
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import ChunkLimit
-from baton.engine.core.drafters import DRAFTERS
+from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
 from baton.engine.core.prefix_cache import PrefixCache
@@ -55,7 +55,7 @@ def _speculation(config: EngineConfig, *, has_states: bool) -> Speculation | Non
     """None: no token is drafted."""
     if (wanted := config.speculative_config) is None:
         return None
-    drafter = None if wanted.by_device else DRAFTERS[wanted.method](wanted)
+    drafter = None if wanted.by_device else PromptLookup(wanted)
     sizes = batch_sizes(config.max_decode_rows)
     return Speculation(drafter, wanted.num_speculative_tokens, sizes, has_states=has_states)
 
