@@ -46,11 +46,7 @@ _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("vllm:request_queue_time_seconds", "Time from acceptance to the start of the prefill.", _SECONDS),
-    (
-        "vllm:request_prefill_time_seconds",
-        "Time from the start of the prefill to the first token.",
-        _SECONDS,
-    ),
+    ("vllm:request_prefill_time_seconds", "Time from the start of the prefill to the first token.", _SECONDS),
     (
         "vllm:request_decode_time_seconds",
         "Time from the end of KV injection to the last token.",
