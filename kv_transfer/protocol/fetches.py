@@ -143,9 +143,8 @@ class Fetches:
 
     def fetch(self, request: FetchIn, now: float) -> list[Effect]:
         source = self._source(request.incarnation)
-        heads = request.head_start, request.head_start + request.head_count
         incoming = Incoming(
-            source.layout, request.ranges, heads, slot_bytes=self._slot_bytes, states_at=request.states_at
+            source.layout, request.ranges, slot_bytes=self._slot_bytes, states_at=request.states_at
         )
         transfer = Transfer(request, source, incoming, now, now)
         self.open[transfer.id] = source.transfers[transfer.id] = transfer
@@ -327,9 +326,9 @@ class Fetches:
             return []
         m = transfer.request
         if m.chunks:
-            fetch = FetchContent(m.chunks, m.ranges[0][0] // CHUNK_TOKENS, m.head_start, m.head_count)
+            fetch = FetchContent(m.chunks, m.ranges[0][0] // CHUNK_TOKENS)
         else:
-            fetch = Fetch(m.prefill_id, m.attempt, m.ranges, m.head_start, m.head_count)
+            fetch = Fetch(m.prefill_id, m.attempt, m.ranges)
         return [Send(source.session, transfer.id, fetch)]
 
     def _abort(self, transfer: Transfer, reason: Reason) -> list[Effect]:

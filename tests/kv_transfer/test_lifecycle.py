@@ -199,7 +199,7 @@ class World:
     def do_fetch(self) -> None:
         self.used += 1
         transfer_id = bytes([self.used]) * 16
-        self.apply_decode(self.fetches.fetch(FetchIn(transfer_id, P, "", PEER, 0, RANGES, 0, 1), self.now))
+        self.apply_decode(self.fetches.fetch(FetchIn(transfer_id, P, "", PEER, 0, RANGES), self.now))
 
     def do_frame(self, i: int) -> None:
         session, transfer_id, seq = self.flying.pop(i)

@@ -17,12 +17,12 @@ from baton.kv_transfer.protocol.frame import FrameType
 
 ID = bytes(range(16))
 TO_SENDER: list[m.Control] = [
-    m.Fetch(ID, 7, ((0, 5), (9, 12)), 0, 3),
+    m.Fetch(ID, 7, ((0, 5), (9, 12))),
     m.Credit(9, True),
     m.Ack(),
     m.Abort("cancelled"),
 ]
-TO_SENDER += [m.FetchContent((ID, ID), 3, 0, 3), m.Reach(False, "another machine"), m.Taken((3, 1))]
+TO_SENDER += [m.FetchContent((ID, ID), 3), m.Reach(False, "another machine"), m.Taken((3, 1))]
 TO_RECEIVER = [
     m.CreditReturned(9, 4), m.Commit(m.FirstToken(5, -0.25, (5, 6), (-0.25, -2.0)), 3, 999),
     m.Aborted("gone", 2), m.Have(2),
@@ -51,17 +51,16 @@ def test_each_side_reads_its_own_messages_and_no_other(side: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (FrameType.FETCH, [ID[:15], 0, [[0, 5]], 0, 3]),
-        (FrameType.FETCH, [ID, 0, [[5, 5]], 0, 3]),
-        (FrameType.FETCH, [ID, 0, [[0, 5], [4, 9]], 0, 3]),
-        (FrameType.FETCH, [ID, 0, [[0, 1 << 32]], 0, 3]),
-        (FrameType.FETCH, [ID, 0, [[2 * i, 2 * i + 1] for i in range(1025)], 0, 3]),
-        (FrameType.FETCH, [ID, 0, [[0, 5]], 0, 0]),
-        (FrameType.FETCH, [ID, 0, [[0, 5]], 0]),
-        (FrameType.FETCH, [ID, 0, [[0, 5]], 0, 3, "more"]),
-        (FrameType.FETCH_CONTENT, [[ID[:15]], 0, 0, 3]),
-        (FrameType.FETCH_CONTENT, [[], 0, 0, 3]),
-        (FrameType.FETCH_CONTENT, [[ID] * 2049, 0, 0, 3]),
+        (FrameType.FETCH, [ID[:15], 0, [[0, 5]]]),
+        (FrameType.FETCH, [ID, 0, [[5, 5]]]),
+        (FrameType.FETCH, [ID, 0, [[0, 5], [4, 9]]]),
+        (FrameType.FETCH, [ID, 0, [[0, 1 << 32]]]),
+        (FrameType.FETCH, [ID, 0, [[2 * i, 2 * i + 1] for i in range(1025)]]),
+        (FrameType.FETCH, [ID, 0]),
+        (FrameType.FETCH, [ID, 0, [[0, 5]], "more"]),
+        (FrameType.FETCH_CONTENT, [[ID[:15]], 0]),
+        (FrameType.FETCH_CONTENT, [[], 0]),
+        (FrameType.FETCH_CONTENT, [[ID] * 2049, 0]),
         (FrameType.CREDIT, [-1, False]),
         (FrameType.ABORT, ["because"]),
         (FrameType.ABORT, {"reason": "gone"}),

@@ -81,7 +81,7 @@ def test_kv_goes_down_their_lanes(make_prefill: Any, until: Any) -> None:
     expected = [prefill.rows(prefill.held[prefill_id], layer, 0, 10) for layer in range(3)]
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
-    control.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], b"t" * 16)
+    control.say(FETCH, [prefill_id, 0, [[0, 10]]], b"t" * 16)
     control.say(CREDIT, [3, False])
     for seq in range(3):
         kind, transfer, head, payload = data.read()
@@ -298,7 +298,7 @@ def test_a_session_that_ends_while_frames_wait_for_a_mover(make_prefill: Any, un
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: lanes(process) == 1, "lane 1 to be handed over")
     process.suspend()
-    control.say(FETCH, [prefill_id, 0, [[0, 300]], 0, 2], b"t" * 16)
+    control.say(FETCH, [prefill_id, 0, [[0, 300]]], b"t" * 16)
     control.say(CREDIT, [40, False])
     until(lambda: prefill.stats().sender_slots_free == 64 - 12, "as many as a session of two lanes may have")
     control.sock.close()
