@@ -70,7 +70,6 @@ class Identity(Message):
     model_fingerprint: Text
     layout_fingerprint: Text
     kv_dtype: Text
-    kv_scales: Text  # "none" or "token_head"
     slot_bytes: U32
 
 
@@ -209,7 +208,6 @@ class Taken(Message):
 
 
 class Ping(Message):
-    incarnation: U64
     tick_age_ms: U32  # since the engine last ticked; 0 before its first tick
 
 

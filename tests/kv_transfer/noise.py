@@ -89,7 +89,7 @@ class Noise:
             ACK: list,
             ABORT: lambda: [rng.choice(["cancelled", "gone", "integrity", "nonsense"])],
             ABORTED: lambda: [rng.choice(["gone", "busy", "deadline", "integrity", "?"]), rng.randrange(9)],
-            PING: lambda: [rng.choice([5, n()]), n()],
+            PING: lambda: [n()],
             HELLO: lambda: ["proof", rng.randbytes(32)],
         }[kind]()
 

@@ -29,7 +29,7 @@ TO_RECEIVER = [
     m.Export("shared_memory", "a host", (b"a handle",), 64, 4096, ID),
     m.Slices(((3, 9, 0, 1792, Slice(1, 0, 2, 5, 7)), (4, 10, 1, 64, Slice(0, 0, 2, 5, 0, 2)))),
 ]  # fmt: skip
-BOTH = [m.Ping((1 << 64) - 1, 12)]
+BOTH = [m.Ping(12)]
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
@@ -64,7 +64,7 @@ def test_each_side_reads_its_own_messages_and_no_other(side: Any) -> None:
         (FrameType.CREDIT, [-1, False]),
         (FrameType.ABORT, ["because"]),
         (FrameType.ABORT, {"reason": "gone"}),
-        (FrameType.PING, [1 << 63, -1]),
+        (FrameType.PING, [-1]),
         (FrameType.SLICES, [[]]),
         (FrameType.SLICES, [[[3, 9, 0, 1792, [1, 0, 2, 5]]]]),
         (FrameType.SLICES, [[[3, 9, 0, 1792, [1, 0, 2, 5, 7, None, 0]]]]),

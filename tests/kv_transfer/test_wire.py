@@ -148,7 +148,7 @@ def test_as_a_decode_worker_of_a_prefill_worker_with_fp8(make_prefill: Any) -> N
 @pytest.mark.parametrize("damaged", [False, True])
 def test_as_a_prefill_worker_with_fp8(fetching: Any, until: Any, damaged: bool) -> None:
     """The checksum covers the scales."""
-    about = {"dtype": "float8_e4m3fn", "scales": "token_head"}
+    about = {"dtype": "float8_e4m3fn"}
     decode, _, lane, transfer, blocks = fetching(about=about)
     bodies = []
     for layer in range(3):

@@ -131,7 +131,6 @@ def test_more_decode_workers_than_sessions_are_served_in_turn(make_prefill: Any,
             wire.pack(["refused", "incarnation", "prefill 0 is now 7"]),
             "by_peer",
         ),  # after its proof
-        (wire.PING, wire.pack([6, 0]), "incarnation"),
         (wire.REACH, wire.pack([True, ""]), "order"),
         (wire.TAKEN, wire.pack([[3]]), "foreign"),
     ],
@@ -187,7 +186,7 @@ def test_peers_of_two_wire_versions_refuse_each_other(
     """Each side finds the other's version in a header, and logs both."""
     prefill = make_prefill()
     lane = wire.Lane(socket.create_connection(("127.0.0.1", prefill.port)))
-    lane.send(wire.HELLO, b"of another version", version=8)
+    lane.send(wire.HELLO, b"of another version", version=9)
     assert lane.read()[0] == wire.HELLO, "with the version of this side in its header"
     assert lane.read()[0] == 0
     refused(prefill, until, "version")
@@ -198,5 +197,5 @@ def test_peers_of_two_wire_versions_refuse_each_other(
     )  # fmt: skip
     lane = wire.Lane(fake.listener.accept()[0])
     assert lane.read()[0] == wire.HELLO
-    lane.send(wire.HELLO, version=8)
+    lane.send(wire.HELLO, version=9)
     refused(decode, until, "version")

@@ -11,7 +11,7 @@ from baton.content.cache_kinds import CachePart
 from . import second_wire as wire
 from .ranks import as_bytes
 
-FINGERPRINT = "kv7 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
+FINGERPRINT = "kv8 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
 STATES = (
     CachePart("state", "conv", 3, 4, 8, "bfloat16"),
     CachePart("state", "ssm", 1, 4, 256, "float32"),
