@@ -39,8 +39,8 @@ from baton.vllm_worker.attachment import (
     Started,
     ToConnector,
 )
-from baton.vllm_worker.plan import REJECTED, Address, Source
-from baton.vllm_worker.sampling import logprobs_at, prompt_logprobs, sampling
+from baton.vllm_worker.plan import REJECTED, Source
+from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts
@@ -53,6 +53,12 @@ request is wrong, and EngineGone."""
 
 _SERVED = ("acked", "finished")
 """Why a prefill is freed that has sent, or will send, its token to its router."""
+_DROPPED = {
+    "deadline": (Code.DROPPED, "not fetched before the hold deadline"),
+    "reused": (Code.INVALID, "this id was used before: draw a new one"),
+}
+_PREEMPTED = Code.DROPPED, "preempted: other requests needed its blocks"
+"""By vLLM, if this worker has not closed the prefill."""
 
 
 class EngineGone(Exception):
@@ -198,7 +204,8 @@ class Roles:
         params: dict[str, Any] | None = None
         if (source := message.source) is not None:
             if source.incarnation != self._incarnation:
-                params = _fetch(source, attempt.id)
+                held = Source(source.kv_address, source.incarnation, source.prefill_id)
+                params = {**held.params, "decode_id": attempt.id.hex(), "attempt": source.attempt}
             elif (prefill := self._table.get(source.prefill_id)) is None or not prefill.answered:
                 text = f"there is no prefill {source.prefill_id.hex()[:8]} on this worker"
                 self._refuse(attempt, Code.HANDED_BACK, text)
@@ -324,29 +331,13 @@ class Roles:
         if attempt.handover and reason == "length" and self._goes_on(attempt.request):
             reason = ""
         if output.prompt_logprobs:
-            scored, count = attempt.request.sampling.prompt_logprobs or 0, len(attempt.request.prompt_ids)
-            for piece in prompt_logprobs(attempt.id, output.prompt_logprobs, count, scored):
+            for piece in prompt_logprobs(attempt.request, output.prompt_logprobs):
                 self._attempts.scored(piece)
         if attempt.source is not None and not attempt.answered and completion.token_ids:
             self._joined(attempt)
-        begun = len(attempt.request.output_ids) + (attempt.source is not None)
-        for i, token in enumerate(completion.token_ids):
-            logprobs = None
-            if completion.logprobs:
-                alternatives = attempt.request.sampling.num_alternatives
-                logprobs = logprobs_at(completion.logprobs, i, alternatives)
-            last = reason if i == len(completion.token_ids) - 1 else ""
-            first = not attempt.answered
-            queued, computing = _times(output.metrics) if first else (0.0, 0.0)
-            index, cached = begun + attempt.sampled, output.num_cached_tokens or 0
-            result = Output(attempt.id, index, token, logprobs, last, cached, queued, computing)
-            if attempt.handover:
-                self._sampled_first(attempt, token, logprobs)
-            attempt.answered = True
-            if first:
-                self._moved.set()
-            self._sampled(attempt, result, first=first)
-            self._attempts.token(attempt, result)
+        index = len(attempt.request.output_ids) + (attempt.source is not None) + attempt.sampled
+        for token in tokens(attempt.request, index, output, reason, prefilled=not attempt.answered):
+            self._sampled(attempt, token)
         if reason:
             self._finished(attempt)
 
@@ -356,14 +347,6 @@ class Roles:
         return emitted < request.sampling.max_tokens and (
             len(request.prompt_ids) + emitted < self._max_model_len
         )
-
-    def _sampled_first(self, attempt: VLLMAttempt, token: int, logprobs: Logprobs | None) -> None:
-        """The token of a handover is known."""
-        first = FirstToken(token)
-        if logprobs is not None:
-            first = FirstToken(token, logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
-            self._tell(Commit(attempt.id, first))
-        attempt.first_token.set_result(first)
 
     def _joined(self, attempt: VLLMAttempt) -> None:
         """vLLM goes on after the token of a prefill. It is repeated: the router emits each index once."""
@@ -379,19 +362,29 @@ class Roles:
             taken.stream = None
             self._close(taken)
 
-    def _sampled(self, attempt: VLLMAttempt, output: Output, *, first: bool) -> None:
+    def _sampled(self, attempt: VLLMAttempt, output: Output) -> None:
         attempt.sampled += 1
         self.counts.count(output)
         now = time.monotonic()
-        if first:
-            attempt.joined_at = now
-            if not attempt.handover:  # else the connector says `Computed`
+        if not attempt.answered:
+            attempt.joined_at, attempt.answered = now, True
+            self._moved.set()
+            if attempt.handover:  # the connector says `Computed`
+                first, logprobs = FirstToken(output.token), output.logprobs
+                if logprobs is not None:
+                    first = FirstToken(
+                        output.token, logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs
+                    )
+                    self._tell(Commit(attempt.id, first))
+                attempt.first_token.set_result(first)
+            else:
                 self.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
             self.load.prefilled(attempt.tokens - output.cached_tokens, now - output.prefill_seconds, now)
             self._attempts.prefilled(attempt, output)
         elif attempt.first_token_at is not None:
             self._attempts.report(messages.SecondToken(now - attempt.first_token_at))
             attempt.first_token_at = None
+        self._attempts.token(attempt, output)
 
     def _finished(self, attempt: VLLMAttempt) -> None:
         if attempt.decode:
@@ -419,51 +412,31 @@ class Roles:
     # ------------------------------------------------------------ of the connector
 
     def heard(self, message: FromConnector) -> None:
+        if isinstance(message, Computed):
+            self.counts.count_prompt(message.tokens, message.cached, 0)
+            return
+        if (attempt := self._table.get(message.attempt_id)) is None:
+            return
         match message:
-            case Started(prefill_id):
-                if (attempt := self._table.get(prefill_id)) is not None:
-                    self._attempts.prefill_started(attempt)
-            case Computed(tokens, cached):
-                self.counts.count_prompt(tokens, cached, 0)
-            case Landed(decode_id, first_token, stats):
-                if (attempt := self._table.get(decode_id)) is not None:
-                    attempt.first_token.set_result(first_token)
-                    attempt.first_token_at = stats.commit_at
-                    self._attempts.report(messages.KVInjected(attempt.origin, stats))
-            case Lost(decode_id, reason):
-                if (attempt := self._table.get(decode_id)) is not None:
-                    attempt.lost = reason
-            case Freed(prefill_id, reason):
-                if (attempt := self._table.get(prefill_id)) is not None:
-                    self._freed(attempt, reason)
+            case Started():
+                self._attempts.prefill_started(attempt)
+            case Landed(_, first_token, stats):
+                attempt.first_token.set_result(first_token)
+                attempt.first_token_at = stats.commit_at
+                self._attempts.report(messages.KVInjected(attempt.origin, stats))
+            case Lost(_, reason):
+                attempt.lost = reason
+            case Freed(_, reason):
+                self._freed(attempt, reason)
 
     def _freed(self, prefill: VLLMAttempt, reason: str) -> None:
         prefill.freed = True
-        if reason == "deadline":
-            self._attempts.fail(prefill, Code.DROPPED, "not fetched before the hold deadline")
-        elif reason == "reused":
-            self._attempts.fail(prefill, Code.INVALID, "this id was used before: draw a new one")
-        elif reason not in _SERVED:  # if not closed by this worker, vLLM has preempted it
-            self._attempts.fail(prefill, Code.DROPPED, "preempted: other requests needed its blocks")
+        if reason not in _SERVED:
+            self._attempts.fail(prefill, *_DROPPED.get(reason, _PREEMPTED))
+            self._close(prefill)
         if prefill.task is None:
             del self._table[prefill.id]
-        elif reason not in _SERVED:
-            self._close(prefill)
-
-
-def _fetch(source: PrefillSource, decode_id: bytes) -> dict[str, Any]:
-    host, _, port = source.kv_address.rpartition(":")
-    prefill = Source(Address(host, int(port), source.incarnation), source.prefill_id)
-    return {**prefill.params, "decode_id": decode_id.hex(), "attempt": source.attempt}
 
 
 def _computes_prompt(attempt: VLLMAttempt) -> bool:
     return attempt.task is not None and attempt.source is None and not attempt.answered
-
-
-def _times(metrics: Any) -> tuple[float, float]:
-    """Seconds in vLLM's queue, and from then to the first token."""
-    if metrics is None:
-        return 0.0, 0.0
-    queued, began, ended = metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts
-    return max(0.0, began - queued), max(0.0, ended - began)
