@@ -16,8 +16,6 @@ clients wait, and a flip would seem to last until one of them asks again. On GPU
 The prefill worker has the first GPU, both decode workers the second.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -3,8 +3,6 @@
 A prompt is its length and the hashes of its 64-token chunks.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass

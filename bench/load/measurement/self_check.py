@@ -9,8 +9,6 @@ A run in which the client was the bottleneck is invalid. The bounds are relative
 that is 3 ms late spoils a TTFT of 20 ms, but not one of 2 s.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
