@@ -61,9 +61,7 @@ def check(
         )
     return {
         "lag_p99": lag_p99,
-        "lag_max": float(late.max()),
         "stall_p99": stall_p99,
-        "stall_max": float(stalls.max()),
         "cpu": cpu,
         "waited": waited,
     }, reasons
