@@ -66,7 +66,7 @@ class Commit(Local):
 class Started(Local):
     """Connector → engine process: the first chunk of a prefill with `report_start` is in the next step."""
 
-    prefill_id: bytes
+    attempt_id: bytes
 
 
 class Computed(Local):
@@ -80,7 +80,7 @@ class Computed(Local):
 class Landed(Local):
     """Connector → engine process: all KV is in the request's blocks. vLLM goes on after `first_token`."""
 
-    decode_id: bytes
+    attempt_id: bytes
     first_token: FirstToken
     stats: InjectStats
 
@@ -89,14 +89,14 @@ class Lost(Local):
     """Connector → engine process: the KV will not come, or the request has ended. Nothing writes into the
     blocks."""
 
-    decode_id: bytes
+    attempt_id: bytes
     reason: str
 
 
 class Freed(Local):
     """Connector → engine process: nothing reads the blocks of the prefill. `reason` as in `Released`."""
 
-    prefill_id: bytes
+    attempt_id: bytes
     reason: str
 
 

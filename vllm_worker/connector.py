@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import secrets
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +34,11 @@ from vllm.v1.request import RequestStatus
 
 from baton.content.cache_kinds import latent_head_dim
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
-from baton.kv_transfer.spawn import die_with_parent
+from baton.machine.system import die_with_parent
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
-from baton.vllm_worker.plan import REJECTED, Address, Plan, Planner
+from baton.vllm_worker.plan import REJECTED, Plan, Planner
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 from baton.vllm_worker.version import check_version
 
@@ -58,11 +58,9 @@ _KINDS = {"FullAttentionSpec": "attention", "MLAAttentionSpec": "latent"}
 
 @dataclass
 class Reachable(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler once: where its KV can be fetched."""
+    """What a worker tells the scheduler once: where its KV can be fetched, and its incarnation."""
 
-    host: str
-    port: int
-    incarnation: int
+    address: tuple[str, int]
 
 
 @dataclass
@@ -124,7 +122,7 @@ class BatonConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         for reachable in metadata.values():  # none in a worker of Baton
             assert isinstance(reachable, Reachable)
-            self._planner.address = Address(reachable.host, reachable.port, reachable.incarnation)
+            self._planner.address = reachable.address
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
@@ -243,7 +241,7 @@ class BatonConnector(KVConnectorBase_V1):
         )
 
     def get_handshake_metadata(self) -> Reachable | None:
-        return None if self._process is None else Reachable(**asdict(self._process.address))
+        return None if self._process is None else Reachable(self._process.address)
 
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
         """Other ranks need not wait: nothing of a preempted prefill is used, whatever they still copy.
@@ -261,8 +259,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._transfers.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._transfers is not None:
-            self._transfers.fetch()
+        """The step's fetches have begun with it. vLLM may call this after the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Requests are scheduled when all of their KV has come."""

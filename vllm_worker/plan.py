@@ -26,20 +26,12 @@ log = logging.getLogger("vllm.baton")
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """Where the KV of a server can be fetched."""
-
-    host: str
-    port: int
-    incarnation: int
-    """Drawn at the start of the server: KV of an earlier one is never mistaken for it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Source:
     """The held prefill that a request continues."""
 
-    address: Address
+    kv_address: str
+    incarnation: int
+    """Drawn at the start of the server: KV of an earlier one is never mistaken for it."""
     prefill_id: bytes
 
     @classmethod
@@ -53,20 +45,17 @@ class Source:
             raise ValueError(f"{error!r}; the prefill server must have Baton's connector, too") from error
         if not 0 < port < 1 << 16 or not 0 <= incarnation < 1 << 64 or len(prefill_id) != 16:
             raise ValueError(f"{params!r} names no prefill of Baton's connector")
-        return cls(Address(host, port, incarnation), prefill_id)
+        return cls(f"{host}:{port}", incarnation, prefill_id)
 
     @property
     def params(self) -> dict[str, Any]:
         """`kv_transfer_params` with which a decode server fetches the prefill. Names are NixlConnector's."""
+        host, _, port = self.kv_address.rpartition(":")
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": f"{self.address.incarnation:016x}",
-            "remote_request_id": self.prefill_id.hex(),
-            "remote_host": self.address.host,
-            "remote_port": self.address.port,
-            "remote_block_ids": [],
-        }
+            "do_remote_prefill": True, "do_remote_decode": False,
+            "remote_engine_id": f"{self.incarnation:016x}", "remote_request_id": self.prefill_id.hex(),
+            "remote_host": host, "remote_port": int(port), "remote_block_ids": [],
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +134,9 @@ class Planner:
 
     def __init__(self, *, named: bool = False, new_id: Callable[[], bytes] = lambda: os.urandom(16)) -> None:
         """`named`: requests come from a router, with ids of prefills and decodes. Else clients send them."""
-        self.address: Address | None = None
-        """Of this server. Set once its workers have started. None: routers know where it is."""
+        self.address: tuple[str, int] | None = None
+        """Where KV of this server can be fetched, and its incarnation. Set once its workers have started.
+        None: routers know it."""
         self._named = named
         self._new_id = new_id
         self._prompts: dict[str, _Prompt] = {}
@@ -266,4 +256,4 @@ class Planner:
         self._plan.committed[prompt.prefill_id] = None if prompt.scored else first_token
         if self.address is None:
             return True, None
-        return True, Source(self.address, prompt.prefill_id).params
+        return True, Source(*self.address, prompt.prefill_id).params

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from baton.vllm_worker.plan import Address, Chunk, Fetch, Plan, Planner, Source
+from baton.vllm_worker.plan import Chunk, Fetch, Plan, Planner, Source
 
-HERE = Address("127.0.0.1", 7000, 5)
+HERE = "127.0.0.1:7000", 5
 PREFILLS: dict[str, Any] = {"do_remote_decode": True}
 
 
@@ -55,7 +55,7 @@ def test_a_prompt_that_has_finished_can_be_fetched_with_its_parameters(planner: 
     assert planner.to_fetch("b", params, 100, 40) == 60
     planner.allocated("b", params, 100, [3, 8], 60)
     assert planner.take().fetches == [
-        Fetch("b", prefill_id(2), 1, Source(HERE, prefill_id(1)), [3, 8], 40, 100)
+        Fetch("b", prefill_id(2), 1, Source(*HERE, prefill_id(1)), [3, 8], 40, 100)
     ]
     assert planner.to_fetch("b", params, 100, 0) == 0, "after a preemption it is computed"
 
@@ -159,7 +159,7 @@ class TestIdsOfARouter:
         }  # fmt: skip
         assert planner.to_fetch("b", fetched, 100, 0) == 100
         planner.allocated("b", fetched, 100, [3, 8], 100)
-        source = Source(HERE, prefill_id(77))
+        source = Source(*HERE, prefill_id(77))
         assert planner.take().fetches == [Fetch("b", prefill_id(9), 3, source, [3, 8], 0, 100)]
         planner.begins_with("b", 42)
         assert planner.take() == Plan(first_tokens={"b": 42})

@@ -19,7 +19,7 @@ from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.wait import wait
 from baton.vllm_worker.attachment import Close, Commit, Freed, FromConnector, Landed, Lost, ToConnector
 from baton.vllm_worker.caches import paged_kv
-from baton.vllm_worker.plan import Address, Chunk, Fetch, Plan, Source
+from baton.vllm_worker.plan import Chunk, Fetch, Plan, Source
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
@@ -66,7 +66,6 @@ class Server:
         self.transfers.begin(plan)
         for layer in range(LAYERS):
             self.transfers.saved(layer)
-        self.transfers.fetch()
         self.idle(finished)
 
     def idle(self, finished: set[str] | None = None) -> None:
@@ -105,7 +104,7 @@ def decode_id_of(request: str) -> bytes:
 
 
 def source(server: Server, prefill_id: bytes) -> Source:
-    return Source(server.process.address, prefill_id)
+    return Source(*server.process.address, prefill_id)
 
 
 def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tuple[Server, Server]) -> None:
@@ -135,8 +134,8 @@ def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tupl
 
 def test_the_blocks_of_a_fetch_that_fails_are_named(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    address = prefill.process.address
-    stale = Source(Address(address.host, address.port, address.incarnation ^ 1), b"p" * 16)
+    address, incarnation = prefill.process.address
+    stale = Source(address, incarnation ^ 1, b"p" * 16)
     decode.step(Plan(fetches=[fetch("b", stale, [4, 5, 6], 16, 40)]))
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {5, 6}
@@ -263,7 +262,7 @@ def test_the_worker_hears_what_happens_without_a_step_of_vllm(servers: tuple[Ser
     prefill.step(Plan(committed={prefill_id: 42}), {"a"})
     [landed] = decode.told(1)
     assert isinstance(landed, Landed)
-    assert (landed.decode_id, landed.stats.tokens) == (decode_id_of("b"), 20)
+    assert (landed.attempt_id, landed.stats.tokens) == (decode_id_of("b"), 20)
     assert prefill.told(1) == [Freed(prefill_id, "acked")]
     decode.idle()
     assert decode.transfers.take_first_tokens() == {"b": 42}
@@ -325,11 +324,11 @@ def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> Non
 
 def test_a_peer_that_wants_what_is_cached_is_refused(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    address = prefill.process.address
+    address, incarnation = prefill.process.address
     decode.transfers._attendant.order(
         lambda receiver: receiver.fetch_content(
             decode_id_of("c"), chunks=[b"c" * 16], first_chunk=0, block_ids=[1, 2, 3, 4],
-            kv_address=f"{address.host}:{address.port}", incarnation=address.incarnation,
+            kv_address=address, incarnation=incarnation,
         )
     )  # fmt: skip
     assert decode.told(1) == [Lost(decode_id_of("c"), "gone")]
@@ -366,7 +365,6 @@ class TwoRanks(Server):
             self.transfers.saved(layer)
             if plan.chunks:
                 self.copier.layer_done(layer)
-        self.transfers.fetch()
         self.idle(finished)
 
     def of(self, blocks: list[int], start: int, stop: int) -> list[torch.Tensor]:

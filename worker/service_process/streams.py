@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import grpc.aio
 
-from baton.engine import Output, PromptLogprobs
+from baton.engine import Output
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
@@ -180,7 +180,8 @@ def progress(
         case messages.Tokens(_, tokens):
             return pb.WorkerMessage(step=pb.StepOutput(tokens=[_token(token) for token in tokens]))
         case messages.PromptScored(_, logprobs):
-            return pb.WorkerMessage(prompt_logprobs=_prompt_logprobs(logprobs))
+            values = logprobs._asdict()
+            return pb.WorkerMessage(prompt_logprobs=pb.PromptLogprobs(attempt_id=values.pop("id"), **values))
         case messages.Reserved(_, decode_id):
             return pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id))
         case messages.PrefillStarted(_, prefill_id):
@@ -192,17 +193,6 @@ def failed(attempt_id: bytes, code: Code, message: str, prefill_id: bytes = b"")
         failed=pb.AttemptFailed(
             attempt_id=attempt_id, code=pb.FailureCode.Name(code), message=message, prefill_id=prefill_id
         )
-    )
-
-
-def _prompt_logprobs(of: PromptLogprobs) -> pb.PromptLogprobs:
-    return pb.PromptLogprobs(
-        attempt_id=of.id,
-        position=of.position,
-        logprobs=of.logprobs,
-        ranks=of.ranks,
-        top_ids=of.top_ids,
-        top_logprobs=of.top_logprobs,
     )
 
 
