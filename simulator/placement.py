@@ -342,15 +342,13 @@ def simulate(
     seed: int = 1,
     seats: int = SEATS,
     target_steps: float = LONG,
-    acceptance: float = 0.0,
-    slower: float = 1.0,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times. The times depend on the load and the seed only.
 
     `load`: what arrives, what arrives at a time, or each request. `requests`: their number, at random times.
     `prefills`: workers of the prefill pool; 0: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
-    as `--max-num-seqs` and the gap target in fastest steps. `acceptance` and `slower`: as in `Worker`.
+    as `--max-num-seqs` and the gap target in fastest steps.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -358,15 +356,7 @@ def simulate(
     at_a_time = (lambda now: load) if isinstance(load, Load) else load
     asked = list(arrivals(at_a_time, requests, workers, rng)) if callable(at_a_time) else at_a_time
     engines = [
-        Worker(
-            str(row),
-            clock,
-            outcome,
-            colocated=kind == "colocated",
-            target_steps=target_steps,
-            acceptance=acceptance,
-            slower=slower,
-        )
+        Worker(str(row), clock, outcome, colocated=kind == "colocated", target_steps=target_steps)
         for row in range(workers)
     ]
     seen_by = [Router(engines, seats, kind, clock, random.Random(seed), outcome) for _ in range(routers)]

@@ -82,12 +82,6 @@ class PoolOptions:
 
 
 @dataclass(frozen=True)
-class StartOptions:
-    panel: ClassVar[str] = "Cluster"
-    timings: bool = opt(False, "Show the duration of each stage of the start, up to a first token.")
-
-
-@dataclass(frozen=True)
 class StopOptions:
     panel: ClassVar[str] = "Cluster"
     routers: bool = opt(

@@ -27,13 +27,7 @@ class GatedMLP:
     `gelu`: it has gelu, approximated by tanh, in place of silu (GeGLU)."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        name: str,
-        intermediate_size: int,
-        *,
-        gelu: bool = False,
+        self, config: ModelConfig, weights: Weights, name: str, intermediate_size: int, *, gelu: bool = False
     ) -> None:
         hidden, inner = whole(config.hidden_size), weights.ranks.part(intermediate_size)
         self.input = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)

@@ -102,8 +102,6 @@ class StartOut(Local):
     slot_bytes: int
     window: int  # slots that the session may have on their way
     ranges: tuple[tuple[int, int], ...]
-    head_start: int
-    head_count: int
 
 
 class PinOut(Local):
@@ -175,8 +173,6 @@ class FetchIn(Local):
     incarnation: int
     attempt: int
     ranges: tuple[tuple[int, int], ...]
-    head_start: int
-    head_count: int
     states_at: tuple[int, ...] = ()  # the positions after which states are asked for, ascending
     chunks: tuple[bytes, ...] = ()  # FETCH_CONTENT: of the one range, in place of a prefill
 

@@ -37,8 +37,8 @@ from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreLayout, 
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, READERS, StoreGone, StoreStart, Units, max_age
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, part_of
 from baton.kv_transfer.shared_store.client import ClientProcess
-from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.wait import wait
+from baton.machine.system import die_with_parent
 
 log = logging.getLogger("baton.kv.store")
 
