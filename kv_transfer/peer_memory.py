@@ -11,8 +11,6 @@ The memory has `num_slots` slots of `slot_bytes`, then the marks, then a token. 
 memory of its own. On CPUs this is the arena for all of them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

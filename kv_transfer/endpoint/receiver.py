@@ -14,8 +14,6 @@ or when its queue of launches is full. The wait costs the launch of one attentio
 hundred times as long.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
