@@ -152,10 +152,7 @@ class MoverHandle:
 
 
 def fork(
-    config: TransferConfig,
-    sending: Arena,
-    slots: SlotPipe,
-    inherited: Sequence[socket.socket],
+    config: TransferConfig, sending: Arena, slots: SlotPipe, inherited: Sequence[socket.socket]
 ) -> list[MoverHandle]:
     """Forks `config.movers` movers, which close the sockets in `inherited`.
 

@@ -84,12 +84,7 @@ class Session(LaneOwner[Lane | FarLane], Generic[H]):
     is up with lane 0."""
 
     def __init__(
-        self,
-        handler: H,
-        sessions: Sessions,
-        number: int,
-        session_id: bytes,
-        lane_count: int,
+        self, handler: H, sessions: Sessions, number: int, session_id: bytes, lane_count: int
     ) -> None:
         self.handler = handler
         self.number = number  # unique in this process
