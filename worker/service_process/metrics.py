@@ -34,7 +34,7 @@ _LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
 # These label values are exported from the start with 0, so that rates and alerts see the first event.
 _CHECKSUMS = ("header", "payload", "control", "tag")
 REFUSED = (
-    "hello", "secret", "encryption", "side", "self", "version", "model", "layout", "dtype", "scales",
+    "hello", "secret", "encryption", "side", "self", "version", "model", "layout", "dtype",
     "limits", "transfer_id",
 )  # fmt: skip
 _DEADLINES = ("handshake", "fetch_wait", "hold", "pin", "unreachable", "progress", "peer_dead", "engine_dead")
