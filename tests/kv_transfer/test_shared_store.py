@@ -144,10 +144,10 @@ class Worker:
         to_ranks = [[mine.detach() for mine, _ in some] for some in pairs]
         fds = StoreFds(self._arena_fd, ours.detach(), *to_ranks)
         self.waited: list[float] = []
-        self.probed: list[tuple[float, float]] = []
+        self.probed: list[float] = []
         self.store = SharedStore(
             self._of_rank(0, ranks), fds, "model", hold=self._hold, known=self._knows,
-            answered=self.waited.append, probed=lambda *seconds: self.probed.append(seconds),
+            answered=self.waited.append, probed=lambda *seconds: self.probed.append(seconds[1]),
         )  # fmt: skip
         for rank in range(1, ranks):
             of_rank = [[some[rank - 1][1].detach()] for some in pairs]
