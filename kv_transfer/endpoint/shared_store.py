@@ -135,7 +135,7 @@ class SharedStore:
     def fileno(self) -> int:
         return self._channel.fileno()
 
-    # Fetches, as a `Receiver`
+    # As a `Receiver`
 
     def fetch_content(
         self, fetch_id: bytes, *, salt: bytes, chunks: Sequence[bytes], first_chunk: int,
@@ -210,14 +210,10 @@ class SharedStore:
         events, self._events = self._events, []
         return events
 
-    # Offers
-
     def offer(self, salt: bytes, name: bytes, chunk: int, *, states: bool = False) -> None:
         """The prefix cache has this chunk, at this position in its prompt, or the states after it."""
         for part in range(1, len(self._cut.objects)) if states else (0,):
             self._offer(label(salt, name, part), chunk)
-
-    # Both
 
     @property
     def copies(self) -> bool:
@@ -240,11 +236,10 @@ class SharedStore:
         while messages := self._channel.receive():
             for message in messages:
                 match message:
-                    case StoreOpened(session, waited, seconds):
-                        if seconds:
-                            self._on_probe(waited, seconds)
-                        else:
-                            self._reset(session)
+                    case StoreOpened(_, waited, seconds) if seconds:
+                        self._on_probe(waited, seconds)
+                    case StoreOpened(session):
+                        self._reset(session)
                     case StoreAnswer(ticket, done):
                         if (order := self._orders.pop(ticket, None)) is not None:  # else of the one before
                             order[1](done)
@@ -293,10 +288,10 @@ class SharedStore:
             fetch.asked += count
         if self._copies if fetch.ended else fetch.answered < fetch.asked or fetch.asked < stop:
             return
-        event: Injected | FetchFailed | Closed = (
-            Closed(fetch.id) if fetch.ended else FetchFailed(fetch.id, "gone")
-        )
-        if not fetch.ended and (chunks := min(stop, fetch.chunks)):
+        event: Injected | FetchFailed | Closed = FetchFailed(fetch.id, "gone")
+        if fetch.ended:
+            event = Closed(fetch.id)
+        elif chunks := min(stop, fetch.chunks):
             tokens, asked, found = chunks * CHUNK_TOKENS, fetch.asked_at, fetch.found_at
             size = tokens * self._layout.bytes_per_token
             stats = InjectStats(size, tokens, chunks, asked, asked, found, now, found, now, now)

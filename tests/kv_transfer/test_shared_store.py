@@ -537,7 +537,7 @@ def test_a_store_process_that_ends_while_it_writes_causes_no_pause(
     store, writer, _ = two
     put, began, may_write = store.put, threading.Event(), threading.Event()
     monkeypatch.setattr(
-        store, "put", lambda keys, places: began.set() or may_write.wait() and put(keys, places)
+        store, "put", lambda keys, places: began.set() or (may_write.wait() and put(keys, places))
     )
     writer.store.offer(b"", NAMES[0], 0)
     writer.until(began.is_set, "a write")
