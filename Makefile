@@ -112,7 +112,7 @@ bench: venv
 
 # The virtual path baton/rpc= makes protoc name the files of messages as they are imported.
 proto: venv
-	$(BIN)/python -m grpc_tools.protoc -Ibaton/rpc=proto --descriptor_set_out=rpc/descriptors.binpb --pyi_out=. baton/rpc/worker.proto baton/rpc/inference.proto baton/rpc/ext_proc.proto
+	$(BIN)/python -m grpc_tools.protoc -Ibaton/rpc=proto --python_out=. --pyi_out=. baton/rpc/worker.proto baton/rpc/inference.proto baton/rpc/ext_proc.proto
 
 # Lines, files, Protocols and words, by which a change of the tree's shape can be judged.
 shape:

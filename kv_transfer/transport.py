@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.kv_transfer.layout import KVLayout, Range
+from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ class PagedKV:
         return [part.heads_of(self.rank, self.ranks) for part in self.layout.parts]
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Local, frozen=True):
     """Nothing reads the prefill's blocks any more. Reported exactly once for each `open` and `serve`."""
 
     prefill_id: bytes  # or the pin id given to `serve`
@@ -105,8 +105,7 @@ class InjectStats:
         return min(1.0, max(0.0, 1.0 - self.exposed_seconds / self.transfer_seconds))
 
 
-@dataclass(frozen=True, slots=True)
-class Injected:
+class Injected(Local, frozen=True):
     """Every position of the fetch is in its block, verified. The request may join the next step."""
 
     decode_id: bytes
@@ -122,16 +121,14 @@ class Began:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class FetchFailed:
+class FetchFailed(Local, frozen=True):
     """The KV will not come from this prefill. Nothing writes into the blocks; fetch() may be called again."""
 
     decode_id: bytes
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(Local, frozen=True):
     """Reported after cancel(): nothing writes into the blocks any more."""
 
     decode_id: bytes

@@ -8,8 +8,8 @@ Life of a call:
 
 `channel.create_public_server` makes a server for clients, which have no secret.
 
-`stubs` calls and serves the services of proto/. The messages `*_pb2` are made from their `descriptors`.
-Processes that need only messages import only those: gRPC itself would delay their start.
+`stubs` calls and serves the services of proto/, from which `make proto` generates the messages `*_pb2`. They
+are checked in. Processes that need only messages import only those: gRPC itself would delay their start.
 """
 
 SHORTEST_REPORT = 0.05

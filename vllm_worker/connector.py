@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import secrets
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ from baton.machine.system import die_with_parent
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
-from baton.vllm_worker.plan import REJECTED, Address, Plan, Planner
+from baton.vllm_worker.plan import REJECTED, Plan, Planner
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 from baton.vllm_worker.version import check_version
 
@@ -58,11 +58,9 @@ _KINDS = {"FullAttentionSpec": "attention", "MLAAttentionSpec": "latent"}
 
 @dataclass
 class Reachable(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler once: where its KV can be fetched."""
+    """What a worker tells the scheduler once: where its KV can be fetched, and its incarnation."""
 
-    host: str
-    port: int
-    incarnation: int
+    address: tuple[str, int]
 
 
 @dataclass
@@ -82,6 +80,7 @@ class BatonConnector(KVConnectorBase_V1):
         """Raises ValueError for what is not supported."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        check_config(vllm_config)
         self._refuse_what_is_unknown()
         if not self._settings.attach:  # else the worker has checked it
             check_version(
@@ -109,22 +108,18 @@ class BatonConnector(KVConnectorBase_V1):
                 "BatonConnector moves full attention or latents, of one shape, and this model has "
                 f"{', '.join(kinds)}"
             )
-        if parallel.world_size != parallel.tensor_parallel_size:
-            raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
         if parallel.world_size != 1 and not self._settings.attach:
             raise ValueError(
                 f"BatonConnector supports one GPU a server, and vLLM was started with {parallel.world_size}: "
                 "use a worker of Baton, `baton serve --engine vllm`"
             )
-        if self._vllm_config.speculative_config is not None:
-            raise ValueError("BatonConnector does not support speculative decoding: start vLLM without it")
 
     # ------------------------------------------------------------ in the scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         for reachable in metadata.values():  # none in a worker of Baton
             assert isinstance(reachable, Reachable)
-            self._planner.address = Address(reachable.host, reachable.port, reachable.incarnation)
+            self._planner.address = reachable.address
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
@@ -147,22 +142,14 @@ class BatonConnector(KVConnectorBase_V1):
             assert request.kv_transfer_params is not None
             if (token := request.kv_transfer_params.get("first_token")) is not None:  # sampled here
                 _append_output(request, token)
-        count = self._planner.to_fetch(
-            request.request_id, request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens
-        )
+        count = self._planner.to_fetch(request.request_id, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         [block_ids] = blocks.get_block_ids()
-        self._planner.allocated(
-            request.request_id,
-            request.kv_transfer_params,
-            request.num_prompt_tokens,
-            block_ids,
-            num_external_tokens,
-        )
+        self._planner.allocated(request.request_id, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Plan:
         planner, counts = self._planner, scheduler_output.num_scheduled_tokens
@@ -243,7 +230,7 @@ class BatonConnector(KVConnectorBase_V1):
         )
 
     def get_handshake_metadata(self) -> Reachable | None:
-        return None if self._process is None else Reachable(**asdict(self._process.address))
+        return None if self._process is None else Reachable(self._process.address)
 
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
         """Other ranks need not wait: nothing of a preempted prefill is used, whatever they still copy.
@@ -261,8 +248,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._transfers.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._transfers is not None:
-            self._transfers.fetch()
+        """The step's fetches have begun with it. vLLM may call this after the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Requests are scheduled when all of their KV has come."""
@@ -303,6 +289,15 @@ class BatonConnector(KVConnectorBase_V1):
         if self._process is not None:
             self._process.close()
             self._process = None
+
+
+def check_config(config: VllmConfig) -> None:
+    """Raises ValueError for options that are not supported."""
+    if config.parallel_config.world_size != config.parallel_config.tensor_parallel_size:
+        raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
+    for name, given in (("speculative decoding", config.speculative_config), ("LoRA", config.lora_config)):
+        if given is not None:
+            raise ValueError(f"BatonConnector does not support {name}: start vLLM without it")
 
 
 def _append_output(request: Request, token: int) -> None:

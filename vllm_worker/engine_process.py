@@ -63,14 +63,12 @@ def _environment(config: EngineProcessConfig) -> None:
     settings = {
         "VLLM_CONFIGURE_LOGGING": "0",  # its lines look like all others
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # workers are measured with V1 on GPUs; for CPUs there is no other
         "VLLM_PROCESS_NAME_PREFIX": f"{config.title}: {config.name}",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, as Baton's own engine
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the CPUs
         **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
     }
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
+    os.environ |= settings | os.environ
 
 
 class EngineProcess:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Ended = Literal["finished", "cancelled"]
@@ -26,20 +26,12 @@ log = logging.getLogger("vllm.baton")
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """Where the KV of a server can be fetched."""
-
-    host: str
-    port: int
-    incarnation: int
-    """Drawn at the start of the server: KV of an earlier one is never mistaken for it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Source:
     """The held prefill that a request continues."""
 
-    address: Address
+    kv_address: str
+    incarnation: int
+    """Drawn at the start of the server: KV of an earlier one is never mistaken for it."""
     prefill_id: bytes
 
     @classmethod
@@ -53,20 +45,17 @@ class Source:
             raise ValueError(f"{error!r}; the prefill server must have Baton's connector, too") from error
         if not 0 < port < 1 << 16 or not 0 <= incarnation < 1 << 64 or len(prefill_id) != 16:
             raise ValueError(f"{params!r} names no prefill of Baton's connector")
-        return cls(Address(host, port, incarnation), prefill_id)
+        return cls(f"{host}:{port}", incarnation, prefill_id)
 
     @property
     def params(self) -> dict[str, Any]:
         """`kv_transfer_params` with which a decode server fetches the prefill. Names are NixlConnector's."""
+        host, _, port = self.kv_address.rpartition(":")
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": f"{self.address.incarnation:016x}",
-            "remote_request_id": self.prefill_id.hex(),
-            "remote_host": self.address.host,
-            "remote_port": self.address.port,
-            "remote_block_ids": [],
-        }
+            "do_remote_prefill": True, "do_remote_decode": False,
+            "remote_engine_id": f"{self.incarnation:016x}", "remote_request_id": self.prefill_id.hex(),
+            "remote_host": host, "remote_port": int(port), "remote_block_ids": [],
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +134,19 @@ class Planner:
 
     def __init__(self, *, named: bool = False, new_id: Callable[[], bytes] = lambda: os.urandom(16)) -> None:
         """`named`: requests come from a router, with ids of prefills and decodes. Else clients send them."""
-        self.address: Address | None = None
-        """Of this server. Set once its workers have started. None: routers know where it is."""
+        self.address: tuple[str, int] | None = None
+        """Where KV of this server can be fetched, and its incarnation. Set once its workers have started.
+        None: routers know it."""
         self._named = named
         self._new_id = new_id
         self._prompts: dict[str, _Prompt] = {}
-        self._sources: dict[str, Source] = {}  # until blocks are allocated
+        self._fetches: dict[str, Fetch] = {}  # until blocks are allocated
         self._plan = Plan()
 
     def expect(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
-        """vLLM has a new request."""
-        if params and params.get("do_remote_decode"):
+        """vLLM has a new request. A client may send any `params`: with wrong ones, all is computed here."""
+        params = params or {}
+        if params.get("do_remote_decode"):
             fixed_id = bytes.fromhex(params["prefill_id"]) if self._named else b""
             self._prompts[request_id] = _Prompt(
                 prompt_tokens,
@@ -165,44 +156,29 @@ class Planner:
             )
             if fixed_id:
                 self._plan.expected.append(fixed_id)
-
-    def to_fetch(
-        self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int, computed: int
-    ) -> int:
-        """Returns how many tokens of a prompt come from the prefill server, beyond those computed here.
-
-        A client may send any parameters. A prompt with wrong ones is computed here."""
-        if not params or not params.get("do_remote_prefill") or computed >= prompt_tokens:
-            return 0
-        try:
-            self._sources[request_id] = Source.parse(params)
-        except ValueError as error:
-            log.warning("%s: kv_transfer_params: %s; the prompt is computed here", request_id, error)
-            params["do_remote_prefill"] = False
-            return 0
-        return prompt_tokens - computed
-
-    def allocated(
-        self,
-        request_id: str,
-        params: dict[str, Any] | None,
-        prompt_tokens: int,
-        block_ids: Sequence[int],
-        to_fetch: int,
-    ) -> None:
-        """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
-        prompt."""
-        source = self._sources.pop(request_id, None)
-        if to_fetch and source is not None:
-            assert params is not None, "there is a source"
+        elif params.get("do_remote_prefill"):
+            try:
+                source = Source.parse(params)
+            except ValueError as error:
+                log.warning("%s: kv_transfer_params: %s; the prompt is computed here", request_id, error)
+                return
             decode_id, attempt = self._new_id(), 1
             if self._named:
                 decode_id, attempt = bytes.fromhex(params["decode_id"]), params["attempt"]
-            start = prompt_tokens - to_fetch
-            self._plan.fetches.append(
-                Fetch(request_id, decode_id, attempt, source, block_ids, start, prompt_tokens)
-            )
-            params["do_remote_prefill"] = False  # after a preemption the prompt is computed here
+            self._fetches[request_id] = Fetch(request_id, decode_id, attempt, source, (), 0, prompt_tokens)
+
+    def to_fetch(self, request_id: str, computed: int) -> int:
+        """Returns how many tokens of a prompt come from the prefill server, beyond those computed here."""
+        fetch = self._fetches.get(request_id)
+        return 0 if fetch is None else max(0, fetch.stop - computed)
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], to_fetch: int) -> None:
+        """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
+        prompt. After a preemption the prompt is computed here."""
+        fetch = self._fetches.pop(request_id, None)
+        if fetch is not None and to_fetch:
+            start = fetch.stop - to_fetch
+            self._plan.fetches.append(replace(fetch, block_ids=block_ids, start=start))
 
     def begins_with(self, request_id: str, first_token: int) -> None:
         """The step is the first one of the request, which has this output already."""
@@ -250,7 +226,7 @@ class Planner:
 
         Returns whether its blocks must stay until they are sent, and the parameters with which a decode
         server fetches them, if a proxy needs these."""
-        self._sources.pop(request_id, None)
+        self._fetches.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return False, None
@@ -266,4 +242,4 @@ class Planner:
         self._plan.committed[prompt.prefill_id] = None if prompt.scored else first_token
         if self.address is None:
             return True, None
-        return True, Source(self.address, prompt.prefill_id).params
+        return True, Source(*self.address, prompt.prefill_id).params

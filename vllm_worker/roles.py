@@ -1,7 +1,7 @@
 """Prefills and decodes of a vLLM engine: what routers ask for, what vLLM samples, what the connector says.
 
     submitted ─▶ accepted ─▶ vLLM computes ─▶ first token ─▶ … ─▶ last token          decode, prefill alone
-        │                        │               └─▶ held until the connector says Freed          handover
+        │                        │               └─▶ held until the connector says Released       handover
         ▼                        ▼
      refused               failed, cancelled
 
@@ -20,31 +20,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any
 
-from baton.content import CHUNK_TOKENS, extend_names, salted
+from baton.content import extend_names, salted
 from baton.engine import EngineRequest, EngineStats, Logprobs, Output
+from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.kv_transfer.protocol.messages import FirstToken
-from baton.vllm_worker.attachment import (
-    Close,
-    Commit,
-    Computed,
-    Freed,
-    FromConnector,
-    Landed,
-    Lost,
-    Started,
-    ToConnector,
-)
-from baton.vllm_worker.plan import REJECTED, Address, Source
-from baton.vllm_worker.sampling import logprobs_at, prompt_logprobs, sampling
+from baton.vllm_worker.attachment import Close, Commit, Computed, FromConnector, Started, ToConnector
+from baton.vllm_worker.attempt import VLLMAttempt, needed_blocks, waits
+from baton.vllm_worker.plan import REJECTED, Source
+from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempt, Attempts
-from baton.worker.messages import Code, PrefillSource, RequestCounts, ToEngine, Work
+from baton.worker.engine_process.attempts import Attempts
+from baton.worker.messages import Code, RequestCounts, ToEngine, Work
 
 Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
 """(request, fields of SamplingParams, priority): yields vLLM's RequestOutputs. Raises ValueError if the
@@ -53,43 +44,16 @@ request is wrong, and EngineGone."""
 
 _SERVED = ("acked", "finished")
 """Why a prefill is freed that has sent, or will send, its token to its router."""
+_DROPPED = {
+    "deadline": (Code.DROPPED, "not fetched before the hold deadline"),
+    "reused": (Code.INVALID, "this id was used before: draw a new one"),
+}
+_PREEMPTED = Code.DROPPED, "preempted: other requests needed its blocks"
+"""By vLLM, if this worker has not closed the prefill."""
 
 
 class EngineGone(Exception):
     """vLLM's process has ended. The engine process ends, too, and its service tells the routers."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class VLLMAttempt(Attempt):
-    request: EngineRequest
-    chunks: Sequence[bytes]
-    """Names of the full chunks in full blocks of the prompt, which requests share. Empty: they share none."""
-    handover: bool = False
-    """A prefill with KV for another worker."""
-    decode: bool
-    source: PrefillSource | None = None
-    """Of a decode: the prefill that has sampled its first token."""
-    task: asyncio.Task[None] | None = None
-    """None: vLLM has finished the request."""
-    given: bool = False
-    """vLLM has had the request."""
-    answered: bool = False
-    """vLLM has sampled a token."""
-    first_token: asyncio.Future[FirstToken] = field(default_factory=asyncio.Future)
-    """That of a handover, or of the prefill of `source`. vLLM goes on after it."""
-    freed: bool = False
-    """Of a handover: the connector reads its blocks no more."""
-    lost: str = ""
-    """Of a decode: why its KV did not come, or is not used."""
-    joined_at: float = 0.0
-    first_token_at: float | None = None
-    """As in the decode role of Baton's engine."""
-    sampled: int = 0
-    """Tokens, without that of the prefill of `source`."""
-
-    @property
-    def length(self) -> int:
-        return self.tokens + self.sampled
 
 
 class Roles:
@@ -138,14 +102,14 @@ class Roles:
     @property
     def prefills(self) -> bool:
         """Whether vLLM computes a prompt, or will."""
-        return any(_computes_prompt(attempt) for attempt in self._table.values())
+        return any(attempt.computes_prompt for attempt in self._table.values())
 
     def status(self, question: int) -> messages.EngineStatus:
         found = self._table.values()
         stats: EngineStats = self.load.stats(
             blocks=self._blocks,
-            decoding=sum(attempt.task is not None and attempt.answered for attempt in found),
-            tokens_waiting=sum(attempt.tokens for attempt in found if _computes_prompt(attempt)),
+            decoding=sum(attempt.decodes for attempt in found),
+            tokens_waiting=sum(attempt.tokens for attempt in found if attempt.computes_prompt),
             held=sum(attempt.task is None for attempt in found),
             reservations=sum(attempt.source is not None and not attempt.answered for attempt in found),
         )
@@ -159,19 +123,16 @@ class Roles:
                 self._prefill(message)
             case messages.Decode():
                 self._decode(message)
-            case messages.Retarget(stream, decode_id, _, _):
-                attempt = self._table.get(decode_id)
-                if attempt is not None and attempt.stream == stream:
-                    text = "a vLLM worker cannot change the source of a request"
-                    self._attempts.fail(attempt, Code.HANDED_BACK, text)
-                    self._close(attempt)
-            case messages.Cancel(stream, attempt_id):
+            case messages.Retarget(stream, attempt_id, _, _) | messages.Cancel(stream, attempt_id):
                 attempt = self._table.get(attempt_id)
                 if attempt is not None and attempt.stream == stream:
-                    self._cancel(attempt)
+                    if isinstance(message, messages.Retarget):
+                        text = "a vLLM worker cannot change the source of a request"
+                        self._attempts.fail(attempt, Code.HANDED_BACK, text)
+                    self._close(attempt)
             case messages.CancelStream(stream):
                 for attempt in [of for of in self._table.values() if of.stream == stream]:
-                    self._cancel(attempt)
+                    self._close(attempt)
             case messages.FetchPrefix() | messages.OfferPrefixes() | messages.OfferDeclined():
                 pass  # vLLM's prefix cache exchanges nothing
             case _:
@@ -198,7 +159,8 @@ class Roles:
         params: dict[str, Any] | None = None
         if (source := message.source) is not None:
             if source.incarnation != self._incarnation:
-                params = _fetch(source, attempt.id)
+                held = Source(source.kv_address, source.incarnation, source.prefill_id)
+                params = {**held.params, "decode_id": attempt.id.hex(), "attempt": source.attempt}
             elif (prefill := self._table.get(source.prefill_id)) is None or not prefill.answered:
                 text = f"there is no prefill {source.prefill_id.hex()[:8]} on this worker"
                 self._refuse(attempt, Code.HANDED_BACK, text)
@@ -206,23 +168,13 @@ class Roles:
             else:
                 attempt.first_token = prefill.first_token
                 params = {"first_token": prefill.first_token.result().token_id}
-        needed = self._needed_blocks()
+        needed = needed_blocks(self._table.values(), self._block_size)
         if needed > self._blocks:
             self.counts.no_room += 1
             text = f"{needed} blocks are needed with this request, and there are {self._blocks}"
             self._refuse(attempt, Code.NO_ROOM, text)
         elif self._start(attempt, params):
             self._attempts.reserved(attempt)
-
-    def _needed_blocks(self) -> int:
-        """Blocks of all attempts. Those of a common prefix count once: vLLM's prefix cache has it, but for
-        requests that compute it at the same time."""
-        chunks: set[bytes] = set()
-        own = 0
-        for attempt in self._table.values():
-            chunks.update(attempt.chunks)
-            own -= -(attempt.length + 1 - len(attempt.chunks) * CHUNK_TOKENS) // self._block_size
-        return own + -(-len(chunks) * CHUNK_TOKENS // self._block_size)
 
     def _attempt(self, stream: int, work: Work, **more: Any) -> VLLMAttempt:
         request, chunks = work.request, list[bytes]()
@@ -260,12 +212,10 @@ class Roles:
         for attempt in self._table.values():
             self._close(attempt)
 
-    def _cancel(self, attempt: VLLMAttempt) -> None:
-        self._attempts.cancelled(attempt)
-        self._close(attempt)
-
     def _close(self, attempt: VLLMAttempt) -> None:
         """Ends an attempt that its router needs no more."""
+        if attempt.stream is not None:
+            self._attempts.cancelled(attempt)
         if attempt.closed:
             return
         attempt.closed = True
@@ -278,7 +228,7 @@ class Roles:
 
     async def _run(self, attempt: VLLMAttempt, fields: dict[str, Any], priority: int) -> None:
         try:
-            while self._waits(attempt):
+            while waits(attempt, self._table.values()):
                 self._moved.clear()
                 await self._moved.wait()
             attempt.given = True
@@ -297,16 +247,6 @@ class Roles:
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base
             self._attempts.fail(attempt, Code.ENGINE, f"vLLM: {error!r}")
 
-    def _waits(self, attempt: VLLMAttempt) -> bool:
-        """A prompt that may have crashed engines is computed without others, and later prompts wait for its
-        token. But vLLM may take in decodes whose KV comes meanwhile, so these wait for nothing."""
-        if attempt.source is not None:
-            return False
-        found = list(self._table.values())
-        before = [other for other in found[: found.index(attempt)] if _computes_prompt(other)]
-        decodes = any(other.task is not None and other.answered for other in found)
-        return bool(before or decodes) if attempt.request.alone else any(x.request.alone for x in before)
-
     def _left(self, attempt: VLLMAttempt) -> None:
         """vLLM has the request no more. A handover stays until the connector reads its blocks no more."""
         attempt.task = None
@@ -321,49 +261,20 @@ class Roles:
             attempt.lost = attempt.lost or completion.stop_reason or reason
             self._failed(attempt)
             return
-        if attempt.handover and reason == "length" and self._goes_on(attempt.request):
-            reason = ""
+        if attempt.handover and reason == "length":
+            request = attempt.request
+            most = min(self._max_model_len, len(request.prompt_ids) + request.sampling.max_tokens)
+            reason = "" if attempt.tokens + 1 < most else reason  # it goes on elsewhere
         if output.prompt_logprobs:
-            scored, count = attempt.request.sampling.prompt_logprobs or 0, len(attempt.request.prompt_ids)
-            for piece in prompt_logprobs(attempt.id, output.prompt_logprobs, count, scored):
+            for piece in prompt_logprobs(attempt.request, output.prompt_logprobs):
                 self._attempts.scored(piece)
         if attempt.source is not None and not attempt.answered and completion.token_ids:
             self._joined(attempt)
-        begun = len(attempt.request.output_ids) + (attempt.source is not None)
-        for i, token in enumerate(completion.token_ids):
-            logprobs = None
-            if completion.logprobs:
-                alternatives = attempt.request.sampling.num_alternatives
-                logprobs = logprobs_at(completion.logprobs, i, alternatives)
-            last = reason if i == len(completion.token_ids) - 1 else ""
-            first = not attempt.answered
-            queued, computing = _times(output.metrics) if first else (0.0, 0.0)
-            index, cached = begun + attempt.sampled, output.num_cached_tokens or 0
-            result = Output(attempt.id, index, token, logprobs, last, cached, queued, computing)
-            if attempt.handover:
-                self._sampled_first(attempt, token, logprobs)
-            attempt.answered = True
-            if first:
-                self._moved.set()
-            self._sampled(attempt, result, first=first)
-            self._attempts.token(attempt, result)
+        index = len(attempt.request.output_ids) + (attempt.source is not None) + attempt.sampled
+        for token in tokens(attempt.request, index, output, reason, prefilled=not attempt.answered):
+            self._sampled(attempt, token)
         if reason:
             self._finished(attempt)
-
-    def _goes_on(self, request: EngineRequest) -> bool:
-        """Whether a token follows the first one."""
-        emitted = len(request.output_ids) + 1
-        return emitted < request.sampling.max_tokens and (
-            len(request.prompt_ids) + emitted < self._max_model_len
-        )
-
-    def _sampled_first(self, attempt: VLLMAttempt, token: int, logprobs: Logprobs | None) -> None:
-        """The token of a handover is known."""
-        first = FirstToken(token)
-        if logprobs is not None:
-            first = FirstToken(token, logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
-            self._tell(Commit(attempt.id, first))
-        attempt.first_token.set_result(first)
 
     def _joined(self, attempt: VLLMAttempt) -> None:
         """vLLM goes on after the token of a prefill. It is repeated: the router emits each index once."""
@@ -379,19 +290,29 @@ class Roles:
             taken.stream = None
             self._close(taken)
 
-    def _sampled(self, attempt: VLLMAttempt, output: Output, *, first: bool) -> None:
+    def _sampled(self, attempt: VLLMAttempt, output: Output) -> None:
         attempt.sampled += 1
         self.counts.count(output)
         now = time.monotonic()
-        if first:
-            attempt.joined_at = now
-            if not attempt.handover:  # else the connector says `Computed`
+        if not attempt.answered:
+            attempt.joined_at, attempt.answered = now, True
+            self._moved.set()
+            if attempt.handover:  # the connector says `Computed`
+                first, logprobs = FirstToken(output.token), output.logprobs
+                if logprobs is not None:
+                    first = FirstToken(
+                        output.token, logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs
+                    )
+                    self._tell(Commit(attempt.id, first))
+                attempt.first_token.set_result(first)
+            else:
                 self.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
             self.load.prefilled(attempt.tokens - output.cached_tokens, now - output.prefill_seconds, now)
             self._attempts.prefilled(attempt, output)
         elif attempt.first_token_at is not None:
             self._attempts.report(messages.SecondToken(now - attempt.first_token_at))
             attempt.first_token_at = None
+        self._attempts.token(attempt, output)
 
     def _finished(self, attempt: VLLMAttempt) -> None:
         if attempt.decode:
@@ -419,51 +340,30 @@ class Roles:
     # ------------------------------------------------------------ of the connector
 
     def heard(self, message: FromConnector) -> None:
+        if isinstance(message, Computed):
+            self.counts.count_prompt(message.tokens, message.cached, 0)
+            return
+        attempt_id = message.prefill_id if isinstance(message, Started | Released) else message.decode_id
+        if (attempt := self._table.get(attempt_id)) is None:
+            return
         match message:
-            case Started(prefill_id):
-                if (attempt := self._table.get(prefill_id)) is not None:
-                    self._attempts.prefill_started(attempt)
-            case Computed(tokens, cached):
-                self.counts.count_prompt(tokens, cached, 0)
-            case Landed(decode_id, first_token, stats):
-                if (attempt := self._table.get(decode_id)) is not None:
-                    attempt.first_token.set_result(first_token)
-                    attempt.first_token_at = stats.commit_at
-                    self._attempts.report(messages.KVInjected(attempt.origin, stats))
-            case Lost(decode_id, reason):
-                if (attempt := self._table.get(decode_id)) is not None:
-                    attempt.lost = reason
-            case Freed(prefill_id, reason):
-                if (attempt := self._table.get(prefill_id)) is not None:
-                    self._freed(attempt, reason)
+            case Started():
+                self._attempts.prefill_started(attempt)
+            case Injected(_, first_token, stats):
+                attempt.first_token.set_result(first_token)
+                attempt.first_token_at = stats.commit_at
+                self._attempts.report(messages.KVInjected(attempt.origin, stats))
+            case FetchFailed(_, reason):
+                attempt.lost = reason
+            case Closed():
+                attempt.lost = "cancelled"
+            case Released(_, reason):
+                self._released(attempt, reason)
 
-    def _freed(self, prefill: VLLMAttempt, reason: str) -> None:
+    def _released(self, prefill: VLLMAttempt, reason: str) -> None:
         prefill.freed = True
-        if reason == "deadline":
-            self._attempts.fail(prefill, Code.DROPPED, "not fetched before the hold deadline")
-        elif reason == "reused":
-            self._attempts.fail(prefill, Code.INVALID, "this id was used before: draw a new one")
-        elif reason not in _SERVED:  # if not closed by this worker, vLLM has preempted it
-            self._attempts.fail(prefill, Code.DROPPED, "preempted: other requests needed its blocks")
+        if reason not in _SERVED:
+            self._attempts.fail(prefill, *_DROPPED.get(reason, _PREEMPTED))
+            self._close(prefill)
         if prefill.task is None:
             del self._table[prefill.id]
-        elif reason not in _SERVED:
-            self._close(prefill)
-
-
-def _fetch(source: PrefillSource, decode_id: bytes) -> dict[str, Any]:
-    host, _, port = source.kv_address.rpartition(":")
-    prefill = Source(Address(host, int(port), source.incarnation), source.prefill_id)
-    return {**prefill.params, "decode_id": decode_id.hex(), "attempt": source.attempt}
-
-
-def _computes_prompt(attempt: VLLMAttempt) -> bool:
-    return attempt.task is not None and attempt.source is None and not attempt.answered
-
-
-def _times(metrics: Any) -> tuple[float, float]:
-    """Seconds in vLLM's queue, and from then to the first token."""
-    if metrics is None:
-        return 0.0, 0.0
-    queued, began, ended = metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts
-    return max(0.0, began - queued), max(0.0, ended - began)

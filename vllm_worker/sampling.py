@@ -1,4 +1,4 @@
-"""A request of Baton as vLLM's, and vLLM's log probabilities as Baton's. Without vLLM itself.
+"""A request of Baton as vLLM's, and vLLM's tokens and log probabilities as Baton's. Without vLLM itself.
 
 vLLM's prompt is prompt and output so far. What depends on the output alone cannot go on from there, and is
 refused by name.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from baton.engine import EngineRequest, Logprobs, PromptLogprobs, StructuredOutput
+from baton.engine import EngineRequest, Logprobs, Output, PromptLogprobs, StructuredOutput
 from baton.engine.api.request import PROMPT_PIECE
 
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
@@ -92,6 +92,28 @@ def _check(request: EngineRequest) -> None:
             )
 
 
+def tokens(
+    request: EngineRequest, index: int, output: Any, reason: str, *, prefilled: bool
+) -> Iterator[Output]:
+    """Yields the tokens of vLLM's RequestOutput.
+
+    Args:
+        index: of the first of them.
+        reason: why the request ends with the last of them. Empty: it goes on.
+        prefilled: the first of them follows a prefill here.
+    """
+    [completion], alternatives = output.outputs, request.sampling.num_alternatives
+    ids, times, queued, computing = completion.token_ids, output.metrics, 0.0, 0.0
+    if times is not None and prefilled:
+        queued = max(0.0, times.scheduled_ts - times.queued_ts)
+        computing = max(0.0, times.first_token_ts - times.scheduled_ts)
+    for i, token in enumerate(ids):
+        logprobs = logprobs_at(completion.logprobs, i, alternatives) if completion.logprobs else None
+        last, cached = reason if i == len(ids) - 1 else "", output.num_cached_tokens or 0
+        yield Output(request.id, index + i, token, logprobs, last, cached, queued, computing)
+        queued = computing = 0.0
+
+
 def logprobs_at(flat: Any, position: int, alternatives: int) -> Logprobs:
     """Returns the log probabilities of the token at `position`. `flat`: vLLM's FlatLogprobs."""
     start, stop = flat.start_indices[position], flat.end_indices[position]
@@ -100,15 +122,14 @@ def logprobs_at(flat: Any, position: int, alternatives: int) -> Logprobs:
     return Logprobs(flat.logprobs[start], tuple(ids), tuple(values))
 
 
-def prompt_logprobs(
-    request_id: bytes, flat: Any, prompt_tokens: int, alternatives: int
-) -> Iterator[PromptLogprobs]:
-    """Yields the log probabilities of a prompt, in pieces that a router can take."""
+def prompt_logprobs(request: EngineRequest, flat: Any) -> Iterator[PromptLogprobs]:
+    """Yields the log probabilities of a prompt, in pieces that a router can take. `flat` as above."""
+    prompt_tokens, alternatives = len(request.prompt_ids), request.sampling.prompt_logprobs or 0
     for first in range(1, prompt_tokens, PROMPT_PIECE):
         starts = flat.start_indices[first : min(first + PROMPT_PIECE, prompt_tokens)]
         tops = [slice(start + 1, start + 1 + alternatives) for start in starts]
         yield PromptLogprobs(
-            request_id,
+            request.id,
             first,
             array("f", [flat.logprobs[start] for start in starts]).tobytes(),
             array("i", [flat.ranks[start] or 0 for start in starts]).tobytes(),

@@ -10,6 +10,7 @@ The transfer process is a child of vLLM (`TransferProcess`), or that of a worker
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import subprocess
@@ -40,17 +41,8 @@ from baton.kv_transfer import (
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import (
-    Close,
-    Commit,
-    Computed,
-    Freed,
-    FromConnector,
-    Landed,
-    Lost,
-    Started,
-)
-from baton.vllm_worker.plan import Address, Fetch, Plan, log
+from baton.vllm_worker.attachment import Close, Commit, Computed, Started
+from baton.vllm_worker.plan import Fetch, Plan, log
 
 _TICK = 0.25
 """Seconds between signs of life to the transfer process."""
@@ -85,7 +77,7 @@ class TransferProcess:
     def __init__(self, kv: PagedKV, settings: Settings, name: str, model: str, secret: bytes) -> None:
         """Returns when it can be reached. Raises ValueError if the settings are wrong, and RuntimeError if
         the process ends."""
-        self.incarnation = int.from_bytes(os.urandom(8))
+        incarnation = int.from_bytes(os.urandom(8))
         self.heartbeat = Heartbeat.create()
         self.heartbeat.tick()
         ours, theirs = zip(
@@ -93,7 +85,7 @@ class TransferProcess:
         )
         self._service, service = channel_pair()
         config = TransferConfig(
-            name=name, title="baton vllm", incarnation=self.incarnation, model_fingerprint=model,
+            name=name, title="baton vllm", incarnation=incarnation, model_fingerprint=model,
             layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes, host=settings.host,
             port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt,
         )  # fmt: skip
@@ -109,7 +101,7 @@ class TransferProcess:
             raise RuntimeError(f"{name}: the transfer process ended with exit code {self.process.wait()}")
         ready = decode_from_transfer(data)
         assert isinstance(ready, Ready), ready
-        self.address = Address(settings.host, ready.port, self.incarnation)
+        self.address = f"{settings.host}:{ready.port}", incarnation
         self.transport = Transport(ours[0], ours[1], TraceWriter(None, name), exports=True)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="baton heartbeat", daemon=True)
@@ -156,6 +148,19 @@ class Attendant:
         self._orders.put(call)
         os.eventfd_write(self._wake, 1)
 
+    def fetch(self, fetch: Fetch) -> None:
+        source = fetch.source
+        self.order(
+            lambda receiver: receiver.fetch(
+                fetch.decode_id, prefill_id=source.prefill_id, kv_address=source.kv_address,
+                incarnation=source.incarnation, attempt=fetch.attempt, block_ids=fetch.block_ids,
+                num_tokens=fetch.stop, start=fetch.start,
+            )
+        )  # fmt: skip
+
+    def cancel(self, decode_id: bytes) -> None:
+        self.order(lambda receiver: receiver.cancel(decode_id))
+
     def tell(self, messages: Sequence[Started | Computed]) -> None:
         """Sends messages to the engine process."""
         worker = self._worker
@@ -197,7 +202,7 @@ class Attendant:
                     assert not isinstance(event, Began), "vLLM computes all of a prompt, or nothing"
                     self._events.put(event)
                     if worker is not None:
-                        worker.post(_report(event))
+                        worker.post(event)
                 if worker is not None:
                     worker.flush()
                     for message in worker.receive():
@@ -231,18 +236,6 @@ class Attendant:
         return False
 
 
-def _report(event: Event) -> FromConnector:
-    match event:
-        case Injected(decode_id, first_token, stats):
-            return Landed(decode_id, first_token, stats)
-        case FetchFailed(decode_id, reason):
-            return Lost(decode_id, reason)
-        case Closed(decode_id):
-            return Lost(decode_id, "cancelled")
-        case Released(prefill_id, reason):
-            return Freed(prefill_id, reason)
-
-
 class Transfers:
     """Sends and fetches what the plans of vLLM's scheduler say."""
 
@@ -272,10 +265,9 @@ class Transfers:
         # Fetching.
         self._fetches: dict[bytes, Fetch] = {}  # by decode id, while blocks may be written
         self._fetch_ends: list[Injected | FetchFailed | Closed] = []  # that vLLM is not told of yet
-        self._deadlines: dict[bytes, float] = {}  # by decode id: time.monotonic(), in order
-        self._late: set[bytes] = set()  # decode ids
+        # By decode id: time.monotonic(). Not of requests that have ended. Infinite: it has passed.
+        self._deadlines: dict[bytes, float] = {}
         self._failed_blocks: set[int] = set()
-        self._decode_ids: dict[str, bytes] = {}  # of these fetches, by request id
         self._first_tokens: dict[str, int] = {}  # by request id: that came since the last step
 
     def begin(self, plan: Plan) -> None:
@@ -306,6 +298,10 @@ class Transfers:
             self._sender.close(prefill_id, reason)
             if prefill_id in self._requests:
                 self._ended.add(prefill_id)
+        for fetch in plan.fetches:
+            self._fetches[fetch.decode_id] = fetch
+            self._deadlines[fetch.decode_id] = time.monotonic() + self._timeout
+            self._attendant.fetch(fetch)
 
     def saved(self, layer: int) -> None:
         """The step has written the KV of this layer."""
@@ -313,14 +309,6 @@ class Transfers:
         self._layers_ready += bool(self._plan.chunks)
         for chunk in self._plan.chunks:
             self._sender.ready(chunk.prefill_id, layer, chunk.start, chunk.stop)
-
-    def fetch(self) -> None:
-        """Starts the fetches of the step."""
-        for fetch in self._plan.fetches:
-            self._fetches[fetch.decode_id] = fetch
-            self._decode_ids[fetch.request_id] = fetch.decode_id
-            self._deadlines[fetch.decode_id] = time.monotonic() + self._timeout
-            self._attendant.order(_fetcher(fetch))
 
     def preempt(self, prefill_ids: Sequence[bytes]) -> None:
         """Returns when nothing reads the blocks of these prefills. Other prompts will write to them."""
@@ -340,38 +328,36 @@ class Transfers:
     def ended(self, finished: set[str]) -> tuple[set[str], set[str]]:
         """`finished`: requests that have ended since the last call. Returns requests whose blocks nothing
         reads any more, and requests whose fetch has ended."""
-        for request_id in finished:
-            if (decode_id := self._decode_ids.get(request_id)) is not None:
-                self._attendant.order(_canceller(decode_id))
+        self._cancel(finished)
         self._take_events()
         sent = self._released & self._ended
         self._released -= sent
         self._ended -= sent
-        self._cancel_late()
         received = set()
         for event in self._fetch_ends:
             fetch = self._fetches.pop(event.decode_id)
-            del self._decode_ids[fetch.request_id]
-            self._deadlines.pop(event.decode_id, None)
             received.add(fetch.request_id)
-            is_late = event.decode_id in self._late
-            self._late.discard(event.decode_id)
+            needed = self._deadlines.pop(event.decode_id, None) is not None
             if isinstance(event, Injected):
                 self._first_tokens[fetch.request_id] = event.first_token.token_id
-            elif isinstance(event, FetchFailed) or is_late:
+            elif needed:
                 reason = event.reason if isinstance(event, FetchFailed) else f"in {self._timeout:g} s"
                 log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
                 self._failed_blocks |= set(fetch.block_ids[fetch.start // self._block_size :])
         self._fetch_ends.clear()
         return {self._requests.pop(prefill_id) for prefill_id in sent}, received
 
-    def _cancel_late(self) -> None:
+    def _cancel(self, finished: set[str]) -> None:
+        """Ends the fetches of these requests, and those that take too long."""
         now = time.monotonic()
-        while self._deadlines and next(iter(self._deadlines.values())) <= now:
-            decode_id = next(iter(self._deadlines))
-            del self._deadlines[decode_id]
-            self._late.add(decode_id)
-            self._attendant.order(_canceller(decode_id))
+        for decode_id, fetch in self._fetches.items():
+            if fetch.request_id in finished:
+                self._deadlines.pop(decode_id, None)
+            elif self._deadlines.get(decode_id, math.inf) <= now:
+                self._deadlines[decode_id] = math.inf
+            else:
+                continue
+            self._attendant.cancel(decode_id)
 
     def take_failed_blocks(self) -> set[int]:
         """Returns the blocks without KV of the fetches that failed since the last call."""
@@ -393,21 +379,3 @@ class Transfers:
                 self._released.add(event.prefill_id)
             else:
                 self._fetch_ends.append(event)
-
-
-def _fetcher(fetch: Fetch) -> Callable[[Receiver], None]:
-    source = fetch.source
-    return lambda receiver: receiver.fetch(
-        fetch.decode_id,
-        prefill_id=source.prefill_id,
-        kv_address=f"{source.address.host}:{source.address.port}",
-        incarnation=source.address.incarnation,
-        attempt=fetch.attempt,
-        block_ids=fetch.block_ids,
-        num_tokens=fetch.stop,
-        start=fetch.start,
-    )
-
-
-def _canceller(decode_id: bytes) -> Callable[[Receiver], None]:
-    return lambda receiver: receiver.cancel(decode_id)

@@ -6,12 +6,14 @@ import json
 import os
 import random
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+import triton
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -26,9 +28,16 @@ Answers = list[tuple[list[int], dict[str, Any] | None]]
 class Server:
     """A process with one engine. Another thread may wait for its lines."""
 
-    def __init__(self, model: Path, **options: Any) -> None:
+    def __init__(self, model: Path, *, v2: bool = False, **options: Any) -> None:
+        """`v2`: with vLLM's model runner V2, and the Triton of this environment."""
         assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(model)}
+        if v2:
+            (packages := Path(tempfile.mkdtemp(dir=model)) / "triton").symlink_to(
+                Path(triton.__file__).parent
+            )
+            environment["PYTHONPATH"] += f":{packages.parent}"
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         self.preemptions = 0
         self.process = subprocess.Popen(
             [PYTHON, Path(__file__).with_name("vllm_server.py"), model, json.dumps(options)],

@@ -108,7 +108,8 @@ def test_log_probabilities_of_a_prompt_come_in_pieces() -> None:
         [0, *range(0, 138, 2)],
         [0, *range(2, 139, 2)],
     )
-    pieces = list(prompt_logprobs(b"r", flat, 70, 1))
+    asked = EngineRequest(b"r", [1] * 70, sampling=SamplingParams(prompt_logprobs=1))
+    pieces = list(prompt_logprobs(asked, flat))
     assert [(piece.position, len(piece.logprobs) // 4) for piece in pieces] == [(1, 64), (65, 5)]
     assert array("f", pieces[1].logprobs).tolist() == [-65.0, -66.0, -67.0, -68.0, -69.0]
     assert array("i", pieces[1].top_ids).tolist() == [165, 166, 167, 168, 169]

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton.kv_transfer import PagedKV, Transport, channel_pair
+from baton.kv_transfer import FetchFailed, Injected, PagedKV, Released, Transport, channel_pair
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Close, Commit, Freed, FromConnector, Landed, Lost, ToConnector
+from baton.vllm_worker.attachment import Close, Commit, FromConnector, ToConnector
 from baton.vllm_worker.caches import paged_kv
-from baton.vllm_worker.plan import Address, Chunk, Fetch, Plan, Source
+from baton.vllm_worker.plan import Chunk, Fetch, Plan, Source
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
@@ -66,7 +66,6 @@ class Server:
         self.transfers.begin(plan)
         for layer in range(LAYERS):
             self.transfers.saved(layer)
-        self.transfers.fetch()
         self.idle(finished)
 
     def idle(self, finished: set[str] | None = None) -> None:
@@ -105,7 +104,7 @@ def decode_id_of(request: str) -> bytes:
 
 
 def source(server: Server, prefill_id: bytes) -> Source:
-    return Source(server.process.address, prefill_id)
+    return Source(*server.process.address, prefill_id)
 
 
 def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tuple[Server, Server]) -> None:
@@ -135,8 +134,8 @@ def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tupl
 
 def test_the_blocks_of_a_fetch_that_fails_are_named(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    address = prefill.process.address
-    stale = Source(Address(address.host, address.port, address.incarnation ^ 1), b"p" * 16)
+    address, incarnation = prefill.process.address
+    stale = Source(address, incarnation ^ 1, b"p" * 16)
     decode.step(Plan(fetches=[fetch("b", stale, [4, 5, 6], 16, 40)]))
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {5, 6}
@@ -161,7 +160,9 @@ def test_a_first_token_that_the_model_does_not_have(
     assert decode.transfers.take_failed_blocks() == {4, 5}
     assert decode.transfers.take_first_tokens() == {}
     [lost] = decode.told(1)
-    assert lost == Lost(decode_id_of("b"), f"COMMIT names token {VOCABULARY}, beyond the vocabulary of 500")
+    assert lost == FetchFailed(
+        decode_id_of("b"), f"COMMIT names token {VOCABULARY}, beyond the vocabulary of 500"
+    )
 
 
 def test_a_prompt_whose_kv_does_not_come_is_computed(servers: tuple[Server, Server]) -> None:
@@ -262,9 +263,9 @@ def test_the_worker_hears_what_happens_without_a_step_of_vllm(servers: tuple[Ser
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
     prefill.step(Plan(committed={prefill_id: 42}), {"a"})
     [landed] = decode.told(1)
-    assert isinstance(landed, Landed)
+    assert isinstance(landed, Injected)
     assert (landed.decode_id, landed.stats.tokens) == (decode_id_of("b"), 20)
-    assert prefill.told(1) == [Freed(prefill_id, "acked")]
+    assert prefill.told(1) == [Released(prefill_id, "acked")]
     decode.idle()
     assert decode.transfers.take_first_tokens() == {"b": 42}
     assert decode.transfers.take_first_tokens() == {}
@@ -277,7 +278,7 @@ def test_the_worker_sends_a_first_token(servers: tuple[Server, Server]) -> None:
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
     decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
     prefill.worker.send(Commit(prefill_id, FirstToken(42, -0.5, (42,), (-0.5,))))
-    assert prefill.told(1) == [Freed(prefill_id, "acked")]
+    assert prefill.told(1) == [Released(prefill_id, "acked")]
     assert not prefill.sent
     prefill.step(Plan(committed={prefill_id: None}), {"a"})
     assert prefill.sent == {"a"}
@@ -297,11 +298,11 @@ def test_the_worker_closes_a_prefill_that_vllm_has_finished(servers: tuple[Serve
     decode.step(Plan(fetches=[fetch("d", source(prefill, ending), [1, 2], 0, 20)]))
     prefill.step(Plan(committed={held: 42}), {"a"})
     prefill.worker.send(Close(held))
-    assert prefill.told(1) == [Freed(held, "cancelled")]
+    assert prefill.told(1) == [Released(held, "cancelled")]
     until(lambda: prefill.sent == {"a"}, prefill)
     prefill.worker.send(Close(ending, "finished"))
-    assert prefill.told(1) == [Freed(ending, "finished")]
-    assert decode.told(1) == [Lost(decode_id_of("d"), "finished")]
+    assert prefill.told(1) == [Released(ending, "finished")]
+    assert decode.told(1) == [FetchFailed(decode_id_of("d"), "finished")]
     prefill.step(Plan(aborted={ending: "finished"}), {"b"})
     until(lambda: prefill.sent == {"a", "b"}, prefill)
 
@@ -312,7 +313,7 @@ def test_a_prompt_that_is_aborted_before_it_starts_is_not_waited_for(servers: tu
     prefill.step(Plan(expected=[prefill_id]))
     decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
     prefill.step(Plan(aborted={prefill_id: "cancelled"}))
-    assert decode.told(1) == [Lost(decode_id_of("b"), "cancelled")]
+    assert decode.told(1) == [FetchFailed(decode_id_of("b"), "cancelled")]
 
 
 def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> None:
@@ -320,19 +321,19 @@ def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> Non
     prefill_id = b"p" * 16
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
     prefill.transfers.preempt([prefill_id])
-    assert prefill.told(1) == [Freed(prefill_id, "cancelled")]
+    assert prefill.told(1) == [Released(prefill_id, "cancelled")]
 
 
 def test_a_peer_that_wants_what_is_cached_is_refused(servers: tuple[Server, Server]) -> None:
     prefill, decode = servers
-    address = prefill.process.address
+    address, incarnation = prefill.process.address
     decode.transfers._attendant.order(
         lambda receiver: receiver.fetch_content(
             decode_id_of("c"), chunks=[b"c" * 16], first_chunk=0, block_ids=[1, 2, 3, 4],
-            kv_address=f"{address.host}:{address.port}", incarnation=address.incarnation,
+            kv_address=address, incarnation=incarnation,
         )
     )  # fmt: skip
-    assert decode.told(1) == [Lost(decode_id_of("c"), "gone")]
+    assert decode.told(1) == [FetchFailed(decode_id_of("c"), "gone")]
     prefill.idle()
 
 
@@ -366,7 +367,6 @@ class TwoRanks(Server):
             self.transfers.saved(layer)
             if plan.chunks:
                 self.copier.layer_done(layer)
-        self.transfers.fetch()
         self.idle(finished)
 
     def of(self, blocks: list[int], start: int, stop: int) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,6 +29,13 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    # It needs Triton. Where there is no GPU, Triton's interpreter takes the place of a backend for CPUs.
+    from triton.backends import backends
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    backends.clear()
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
 
 def main(model: str, options: str) -> None:

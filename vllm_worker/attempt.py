@@ -1,0 +1,79 @@
+"""Prefills and decodes of a vLLM engine: what is known of each, the blocks they need, what they wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from baton.content import CHUNK_TOKENS
+from baton.engine import EngineRequest
+from baton.kv_transfer.protocol.messages import FirstToken
+from baton.worker.engine_process.attempts import Attempt
+from baton.worker.messages import PrefillSource
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class VLLMAttempt(Attempt):
+    request: EngineRequest
+    chunks: Sequence[bytes]
+    """Names of the full chunks in full blocks of the prompt, which requests share. Empty: they share none."""
+    handover: bool = False
+    """A prefill with KV for another worker."""
+    decode: bool
+    source: PrefillSource | None = None
+    """Of a decode: the prefill that has sampled its first token."""
+    task: asyncio.Task[None] | None = None
+    """None: vLLM has finished the request."""
+    given: bool = False
+    """vLLM has had the request."""
+    answered: bool = False
+    """vLLM has sampled a token."""
+    first_token: asyncio.Future[FirstToken] = field(default_factory=asyncio.Future)
+    """That of a handover, or of the prefill of `source`. vLLM goes on after it."""
+    freed: bool = False
+    """Of a handover: the connector reads its blocks no more."""
+    lost: str = ""
+    """Of a decode: why its KV did not come, or is not used."""
+    joined_at: float = 0.0
+    first_token_at: float | None = None
+    """As in the decode role of Baton's engine."""
+    sampled: int = 0
+    """Tokens, without that of the prefill of `source`."""
+
+    @property
+    def length(self) -> int:
+        return self.tokens + self.sampled
+
+    @property
+    def computes_prompt(self) -> bool:
+        return self.task is not None and self.source is None and not self.answered
+
+    @property
+    def decodes(self) -> bool:
+        return self.task is not None and self.answered
+
+
+def needed_blocks(attempts: Collection[VLLMAttempt], block_size: int) -> int:
+    """Blocks of all attempts. Those of a common prefix count once: vLLM's prefix cache has it, but for
+    requests that compute it at the same time."""
+    chunks: set[bytes] = set()
+    own = 0
+    for attempt in attempts:
+        chunks.update(attempt.chunks)
+        own -= -(attempt.length + 1 - len(attempt.chunks) * CHUNK_TOKENS) // block_size
+    return own + -(-len(chunks) * CHUNK_TOKENS // block_size)
+
+
+def waits(attempt: VLLMAttempt, attempts: Collection[VLLMAttempt]) -> bool:
+    """Whether vLLM may not have an attempt yet. `attempts`: all, in order of arrival.
+
+    A prompt that may have crashed engines is computed without others, and later prompts wait for its token.
+    But vLLM may take in decodes whose KV comes meanwhile, so these wait for nothing."""
+    if attempt.source is not None:
+        return False
+    before = [other for other in takewhile(lambda x: x is not attempt, attempts) if other.computes_prompt]
+    if attempt.request.alone:
+        return bool(before) or any(other.decodes for other in attempts)
+    return any(other.request.alone for other in before)
