@@ -83,7 +83,6 @@ def worker_config(
             fetch_wait=given.deadlines.hold_timeout,
             hold=given.deadlines.hold_timeout,
             progress=given.deadlines.transfer_timeout,
-            tombstone=given.deadlines.tombstone_timeout,
             peer_dead=given.deadlines.peer_timeout,
             engine_dead=given.deadlines.engine_timeout,
         ),

@@ -4,11 +4,8 @@ Life: check options, ports and model → start the roles → ready → serve unt
 wait for all descendants → remove the run directory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import json
 import signal
 import urllib.request
 from collections import deque
@@ -44,11 +41,6 @@ def run(plan: Plan) -> int:
     """
     setproctitle.setproctitle(f"{plan.title}: serve")
     roles = plan.roles()
-    if plan.start.timings and (plan.front.api_key_file or plan.front.ssl_certfile):
-        raise ValueError(
-            "--timings: cannot be used with --api-key-file or --ssl-certfile, since it sends a request "
-            "without key and certificate; leave it out"
-        )
     if plan.ray.ray_address is None:
         check_ports(plan.front)
     model.download_to(plan.model.download_dir)
@@ -168,9 +160,6 @@ class LocalCluster:
         url = self._plan.admin_url(supervisor.states())
         while not await asyncio.to_thread(_answers, f"{url}/ready"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        if self._plan.start.timings:
-            self._display.stage("cluster", "first token", 0.95)
-            await asyncio.to_thread(_first_token, self._plan)
         self._display.stage("cluster", "ready", 1.0)
 
     async def _stop_roles(self, supervisor: Supervisor, following: asyncio.Task[None]) -> None:
@@ -215,17 +204,6 @@ def _answers(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def _first_token(plan: Plan) -> None:
-    """Requests one token, as a client would. Raises OSError if the request fails."""
-    headers = {"content-type": "application/json"}
-    if plan.front.api_key:
-        headers["authorization"] = f"Bearer {plan.front.api_key[0]}"
-    body = json.dumps({"model": plan.served_names()[0], "prompt": "Hello", "max_tokens": 1}).encode()
-    request = urllib.request.Request(f"{plan.url}/v1/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
-        response.read()
 
 
 def _tail(log: Path) -> str:

@@ -4,8 +4,6 @@ A master knows which store process has an object. Store processes give memory. I
 command ends, too, and its supervisor starts it again: a store that has lost its master is empty.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -26,8 +24,7 @@ from baton.cluster.roles import supervised
 from baton.kv_transfer import shared_store
 from baton.kv_transfer.shared_store.chunk_object import StoreKeys
 from baton.kv_transfer.shared_store.client import ClientProcess
-from baton.kv_transfer.spawn import die_with_parent
-from baton.machine.system import cannot_listen, describe_exit, free_port, try_port
+from baton.machine.system import cannot_listen, describe_exit, die_with_parent, free_port, try_port
 from baton.rpc.auth import load_secret
 
 START_WITHIN = 60.0

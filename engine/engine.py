@@ -2,16 +2,15 @@
 itself. `engine.step_loop` computes them."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, Reservation, StepResult
+from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, Reservation
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import ChunkLimit
-from baton.engine.core.drafters import DRAFTERS
+from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
 from baton.engine.core.prefix_cache import PrefixCache
@@ -56,12 +55,12 @@ def _speculation(config: EngineConfig, *, has_states: bool) -> Speculation | Non
     """None: no token is drafted."""
     if (wanted := config.speculative_config) is None:
         return None
-    drafter = None if wanted.by_device else DRAFTERS[wanted.method](wanted)
+    drafter = None if wanted.by_device else PromptLookup(wanted)
     sizes = batch_sizes(config.max_decode_rows)
     return Speculation(drafter, wanted.num_speculative_tokens, sizes, has_states=has_states)
 
 
-class Engine:
+class Engine(StepLoop):
     """One model and its KV cache; `build_engine` makes one. One thread makes all calls, and
     nothing happens between them.
 
@@ -73,7 +72,6 @@ class Engine:
 
     def __init__(self, config: EngineConfig, started: Started, hooks: Hooks) -> None:
         model, runner = started.model_config, started.runner
-        self.model_config = model
         self.model_fingerprint = started.model_fingerprint
         self.content_root = started.content_root
         self.numerics = started.numerics
@@ -85,16 +83,11 @@ class Engine:
         self.ranks = runner.ranks
         self.block_bytes = self.block_size * cache_bytes_per_token(self.cache_spec) * self.ranks.size
         """Of the KV of one block, on all ranks."""
-        self.joins_at = math.inf
-        """Set by the caller: when the next reservation should have its KV (time.monotonic())."""
-        self._runner = runner
-        self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
         limit = ChunkLimit(
             config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps, started.largest
         )
-        self._meters = Meters(limit, started.largest)
         pool = BlockPool(self.num_blocks, self.block_size)
-        self._scheduler = Scheduler(
+        scheduler = Scheduler(
             pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -104,28 +97,31 @@ class Engine:
             states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
             speculation=_speculation(config, has_states=started.pool.num_slots > 0),
         )
-        overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
-        self._steps = StepLoop(
-            runner, self._scheduler, self._grammars, model, self._meters, hooks, overlap=overlap
+        super().__init__(
+            runner,
+            scheduler,
+            Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids),
+            model,
+            Meters(limit, started.largest),
+            hooks,
+            overlap=runner.device.type == "cuda" if config.overlap is None else config.overlap,
         )
         self.kv_cache = runner.kv_cache
         self.states = runner.states
         """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
-        self.prefix_exchange = self._scheduler.prefix_exchange
+        self.prefix_exchange = scheduler.prefix_exchange
         """Moves prefixes between this prefix cache and those of other workers. None: there is no cache, or
         the model has states."""
-        self.store_exchange = self._scheduler.store_exchange
+        self.store_exchange = scheduler.store_exchange
         """Moves prefixes between this prefix cache and a shared store. None: there is no cache."""
-        self.offload = self._scheduler.offload
+        self.offload = scheduler.offload
         """The tiers below the device. They say which blocks to copy there and back."""
-        self.landings_fd = self._steps.landings_fd
-        """An eventfd, readable when a launched step is over. The caller reads it."""
 
     def _prefix_cache(
         self, config: EngineConfig, started: Started, hooks: Hooks, pool: BlockPool
     ) -> PrefixCache | None:
         """None: there is no prefix cache."""
-        architecture = self.model_config.architecture
+        architecture = started.model_config.architecture
         for tier, size in config.offload_sizes.items():
             flag = f"--{tier.name.lower()}-cache-size"
             if size < self.block_bytes:
@@ -147,7 +143,7 @@ class Engine:
                 started.pool.num_copies,
                 COPY_TOKENS,
                 self.block_size,
-                self._runner.chunk_tokens,
+                started.runner.chunk_tokens,
             )
         return PrefixCache(
             pool,
@@ -159,12 +155,6 @@ class Engine:
             prompt_tokens_per_s=lambda: self.prompt_tokens_per_s,
             copies=copies,
         )
-
-    def step(self) -> StepResult:
-        """Launches the next step if that is possible, and lands the oldest step if it is over. Without a
-        launch it waits for the oldest step. So the tokens of a step come with this call or, on a GPU, with a
-        later one."""
-        return self._steps.step(self.joins_at)
 
     # The life of a request
 
@@ -180,21 +170,12 @@ class Engine:
         """Reserves blocks for prompt + output + 1 positions. The caller writes the KV of all but the last one
         into `kv_cache`, except for KV that the prefix cache has. It writes the states after these positions
         into `states`. Returns None if there is no room now."""
-        live = self._scheduler.reserve(request)
-        if live is None:
-            return None
-        self._prepare(live)
-        return Reservation(tuple(live.blocks), live.num_cached, live.state_slot)
+        return self._reserved(self._scheduler.reserve(request), None)
 
-    def start(self, request: EngineRequest) -> Sequence[int] | None:
-        """Gives a request its blocks at once, prefills it here, and then decodes it. Returns the block table,
-        or None if there is no room now."""
-        live = self._scheduler.start(request)
-        if live is None:
-            return None
-        live.started = time.monotonic()
-        self._prepare(live)
-        return tuple(live.blocks)
+    def start(self, request: EngineRequest) -> Reservation | None:
+        """Gives a request its blocks at once, prefills it here, and then decodes it. Returns None if there is
+        no room now."""
+        return self._reserved(self._scheduler.start(request), time.monotonic())
 
     def start_part(self, request: EngineRequest, ranges: Sequence[range]) -> Reservation | None:
         """Reserves blocks for a prompt that this engine shares with others, as for `add` with handover. It
@@ -202,10 +183,12 @@ class Engine:
         them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. It writes
         the states after the position before a range earlier: before `Hooks.layer_done` of the layer before
         returns, those of the first layer before `begin_range`. Returns None if there is no room now."""
-        live = self._scheduler.start_part(request, ranges)
+        return self._reserved(self._scheduler.start_part(request, ranges), time.monotonic())
+
+    def _reserved(self, live: LiveRequest | None, started: float | None) -> Reservation | None:
         if live is None:
             return None
-        live.started = time.monotonic()
+        live.started = started
         self._prepare(live)
         return Reservation(tuple(live.blocks), live.num_cached, live.state_slot)
 
@@ -244,10 +227,10 @@ class Engine:
         this KV, is the input of the next step. Returns the output for this token, which may be the last."""
         live = self._scheduler.requests[request_id]
         self._scheduler.join(live)
-        self._steps.joined = True
+        self._joined = True
         live.token_ids.append(token)
         # The prefill said how much of the prompt it found in its cache.
-        return self._steps.emit(live, len(live.token_ids) - 1, logprobs)._replace(cached_tokens=0)
+        return self._emit(live, len(live.token_ids) - 1, logprobs)._replace(cached_tokens=0)
 
     def resume(self, prefill_id: bytes, request_id: bytes) -> Output | None:
         """Starts decoding a held request here, under the id `request_id`, which must be new in the engine.
@@ -260,7 +243,7 @@ class Engine:
         if not self._scheduler.resume(live, request_id):
             return None
         live.started = None  # the first output said how long the prefill took
-        return self._steps.emit(live, len(live.token_ids) - 1, live.first_logprobs)
+        return self._emit(live, len(live.token_ids) - 1, live.first_logprobs)
 
     def has(self, request_id: bytes) -> bool:
         """Whether a request with this id is in the engine, in any phase."""
@@ -305,29 +288,23 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything. False while all requests wait for blocks or for a load."""
-        return bool(self._steps.flights or self._scheduler.running) or self._scheduler.can_admit
-
-    @property
-    def rest(self) -> float:
-        """Seconds until `step` has something to do, if no request comes in and `landings_fd` stays silent.
-        Infinite: nothing until then."""
-        return self._steps.rest
+        return bool(self._flights or self._scheduler.running) or self._scheduler.can_admit
 
     @property
     def waits_for_device(self) -> bool:
         """Whether a step is under way. The engine shows no sign of life until its end."""
-        return bool(self._steps.flights)
+        return bool(self._flights)
 
     @property
     def idle(self) -> bool:
         """Whether there is no request in any phase, no step under way and no block that the host tier
         fills."""
         loading = any(tier.loading for tier in self.offload)
-        return not self._scheduler.requests and not self._steps.flights and not loading
+        return not self._scheduler.requests and not self._flights and not loading
 
     def assert_whole(self) -> None:
         """Proves, when idle, that no block and no other part of a request was left behind."""
-        assert not self._steps.flights, "a step is under way"
+        assert not self._flights, "a step is under way"
         self._scheduler.assert_whole()
 
     @property
@@ -343,7 +320,7 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler, meters = self._scheduler, self._meters
         limit, cache = meters.chunk_limit, scheduler.cache
-        under_way = sum(plan.prompt_tokens for plan, _ in self._steps.flights)
+        under_way = sum(plan.prompt_tokens for plan, _ in self._flights)
         return EngineStats(
             running=len(scheduler.running),
             decoding=scheduler.decoding,

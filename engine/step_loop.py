@@ -30,12 +30,7 @@ GRAMMAR_WAIT = 0.05
 
 
 class StepLoop:
-    """Launches and lands the steps of an engine. Owns the steps under way.
-
-    Attributes:
-        flights: the steps under way, in the order of their launch.
-        joined: set by the caller: a request from another worker decodes from the next step on.
-    """
+    """Launches and lands the steps of an engine. Owns the steps under way."""
 
     def __init__(
         self,
@@ -49,12 +44,14 @@ class StepLoop:
         overlap: bool,
     ) -> None:
         """`overlap`: as in `EngineConfig`."""
-        self.flights: list[tuple[Schedule, Launched]] = []
-        self.joined = False
+        self.model_config = model_config
+        self.joins_at = math.inf
+        """Set by the caller: when the next reservation should have its KV (time.monotonic())."""
+        self._joined = False  # a request from another worker decodes from the next step on
+        self._flights: list[tuple[Schedule, Launched]] = []  # the steps under way, in order
         self._runner = runner
         self._scheduler = scheduler
         self._grammars = grammars
-        self._model_config = model_config
         self._meters = meters
         self._hooks = hooks
         self._graph_rows = runner.graph_rows
@@ -63,23 +60,26 @@ class StepLoop:
         self._landed_at = 0.0  # when the last step was over, as the host saw it
         self._landings = Landings()
         self.landings_fd = self._landings.fd
+        """An eventfd, readable when a launched step is over. The caller reads it."""
 
-    def step(self, joins_at: float) -> StepResult:
-        """Implements `Engine.step`. `joins_at` as in `Engine`."""
+    def step(self) -> StepResult:
+        """Launches the next step if that is possible, and lands the oldest step if it is over. Without a
+        launch it waits for the oldest step. So the tokens of a step come with this call or, on a GPU, with a
+        later one."""
         result = StepResult()
-        launched = self._may_launch and self._launch(result, joins_at)
-        if self.flights and (not launched or not self._overlap or self._is_over):
-            self._land(*self.flights.pop(0), result)
-            for plan, later in self.flights:
+        launched = self._may_launch and self._launch(result)
+        if self._flights and (not launched or not self._overlap or self._is_over):
+            self._land(*self._flights.pop(0), result)
+            for plan, later in self._flights:
                 if not later.is_sampled:
                     self._sample(plan, later)
         return result
 
     @property
     def _may_launch(self) -> bool:
-        if not self.flights:
+        if not self._flights:
             return True
-        if not self._overlap or len(self.flights) > 1 or not self._scheduler.may_look_ahead:
+        if not self._overlap or len(self._flights) > 1 or not self._scheduler.may_look_ahead:
             return False
         if self._scheduler.next_prompt <= self._graph_rows:
             return True
@@ -88,12 +88,12 @@ class StepLoop:
     @property
     def _is_over(self) -> bool:
         """Whether the oldest step is over."""
-        return self.flights[0][1].over
+        return self._flights[0][1].over
 
-    def _launch(self, result: StepResult, joins_at: float) -> bool:
+    def _launch(self, result: StepResult) -> bool:
         """False: there was nothing to compute."""
         started = time.monotonic()
-        plan = self._scheduler.schedule(self._prompt_limit(started, joins_at))
+        plan = self._scheduler.schedule(self._prompt_limit(started))
         result.preempted += [live.id for live in plan.preempted if live.hand_back]
         for live in plan.started:
             live.started = live.started or started
@@ -102,16 +102,16 @@ class StepLoop:
                     live.id, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
                 )
         if not plan.chunks:
-            if not self.flights:
+            if not self._flights:
                 self._grammars.wait(GRAMMAR_WAIT)
             return False
         plan.began = started
         plan.ids = frozenset([live.id for live in plan.chunks])
-        self._hooks.computing(plan.ids.union(*(earlier.ids for earlier, _ in self.flights)))
+        self._hooks.computing(plan.ids.union(*(earlier.ids for earlier, _ in self._flights)))
         memory = self._scheduler.memory
         step = build_step(
             plan,
-            self._model_config.vocab_size,
+            self.model_config.vocab_size,
             block_size=self._runner.block_size,
             table_width=self._runner.table_width,
             has_states=self._scheduler.states is not None,
@@ -129,7 +129,7 @@ class StepLoop:
 
         launched = self._runner.run(step, layer_done)
         self._scheduler.launched(plan)
-        self.flights.append((plan, launched))
+        self._flights.append((plan, launched))
         if not plan.waits:
             self._sample(plan, launched)
         size = launched.size
@@ -150,10 +150,10 @@ class StepLoop:
         speed = self._meters.prefill_tokens_per_s
         return plan.prompt_tokens / speed if speed else 0.0
 
-    def _prompt_limit(self, now: float, joins_at: float) -> int:
+    def _prompt_limit(self, now: float) -> int:
         """Most prompt tokens of the next step, if it decodes."""
-        joins_at, self.joined = now if self.joined else joins_at, False
-        begins = max(now, self._pace.ends) if self.flights else now
+        joins_at, self._joined = now if self._joined else self.joins_at, False
+        begins = max(now, self._pace.ends) if self._flights else now
         return self._meters.chunk_limit.tokens(self._scheduler.prompts(), begins, joins_at)
 
     def _sample(self, plan: Schedule, launched: Launched) -> None:
@@ -167,7 +167,7 @@ class StepLoop:
                     grammar, token_ids = grammar.copy(), token_ids + drafts[row]
                 rows.append((grammar, token_ids))
             mask, plan.refused = self._grammars.allowed(rows)
-            adjustments = build_adjustments(plan.sampled, self._model_config.eos_ids, mask, drafts)
+            adjustments = build_adjustments(plan.sampled, self.model_config.eos_ids, mask, drafts)
         self._landings.expect(self._runner.sample(launched, adjustments))
         for live, row, count in plan.requests():
             live.promise(row, count, 0 if live.handover else plan.guesses)
@@ -183,7 +183,7 @@ class StepLoop:
         landed_at = time.monotonic()
         self._pace.landed(seconds, landed_at)
         self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds)
-        self._hooks.computing(frozenset().union(*(later.ids for later, _ in self.flights)))
+        self._hooks.computing(frozenset().union(*(later.ids for later, _ in self._flights)))
         self._scheduler.landed(plan.chunks)
         if launched.scored is not None:
             result.prompt_logprobs = _of_prompts(plan.scored, launched.scored)
@@ -209,7 +209,7 @@ class StepLoop:
                     if not live.unverified:
                         self._scheduler.memory.publish(live, min(position, verified))
                     wrong = (count - right) * (row == first + right)
-                    result.outputs.append(self.emit(live, position, logprobs.get(row), row > first, wrong))
+                    result.outputs.append(self._emit(live, position, logprobs.get(row), row > first, wrong))
                     if live.phase is Phase.RUNNING:
                         continue
                 count = right = row - first  # the request has ended, so later drafts are no tokens
@@ -232,7 +232,7 @@ class StepLoop:
         self._leave_batch(live)
         return True
 
-    def emit(
+    def _emit(
         self,
         live: LiveRequest,
         position: int,
@@ -242,7 +242,7 @@ class StepLoop:
     ) -> Output:
         """Ends the request, or its prefill, if the token at this position says so. The last two as in
         `Output`."""
-        finish_reason = live.finish_reason(position, self._model_config.eos_ids)
+        finish_reason = live.finish_reason(position, self.model_config.eos_ids)
         if live.handover:
             live.first_logprobs = logprobs
         if finish_reason or live.handover:
@@ -267,8 +267,9 @@ class StepLoop:
 
     @property
     def rest(self) -> float:
-        """As in `Engine`."""
-        if not self.flights or self._is_over:
+        """Seconds until `step` has something to do, if no request comes in and `landings_fd` stays silent.
+        Infinite: nothing until then."""
+        if not self._flights or self._is_over:
             return 0.0
         if not self._may_launch or not self._scheduler.has_next:
             return math.inf

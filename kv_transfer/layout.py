@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from baton.content.cache_kinds import FP8, ITEM_BYTES, KINDS, CachePart, Range
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 """In each header. Two sides of different versions refuse each other."""
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -83,11 +83,6 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
     def state_bytes(self) -> int:
         """Bytes of all states of a request."""
         return len(self.state_layers) * sum(state.bytes for state in self.states)
-
-
-def scales_of(dtype: str) -> str:
-    """The name in HELLO of the scales that KV of this dtype has."""
-    return "token_head" if dtype == FP8 else "none"
 
 
 def convertible(sent: str, kept: str) -> bool:

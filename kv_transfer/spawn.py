@@ -4,9 +4,7 @@ process and its service."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +19,6 @@ from baton.kv_transfer.heartbeat import Heartbeat
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 MAX_MESSAGE = 1 << 16  # bytes
 EXIT_ENGINE_GONE = 3  # of a transfer process: its engine process ended before it
-_PR_SET_PDEATHSIG = 1
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -114,7 +111,7 @@ def spawn(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> subprocess.P
     this process has threads.
 
     The child's environment does not have the cluster secret. The child dies with the thread that spawned it
-    (`die_with_parent`): call it from one that lives as long as this process.
+    (`machine.system.die_with_parent`): call it from one that lives as long as this process.
     """
     environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
     child = subprocess.Popen(
@@ -125,12 +122,3 @@ def spawn(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> subprocess.P
     with contextlib.suppress(BrokenPipeError), child.stdin:
         child.stdin.write(lines + b"\n")
     return child
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """From now on SIGKILL comes when `parent_pid`, or the thread of it that started us, is gone."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        os._exit(1)  # it died before we asked to be told

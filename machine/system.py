@@ -64,11 +64,15 @@ def cannot_write(flag: str, path: Path, error: OSError) -> str:
     return f"{flag} {path}: {error.strerror}; name a directory that you may write to"
 
 
-def die_with_parent() -> None:
-    """Makes the kernel kill this process when the thread that started it ends, for any reason."""
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Makes the kernel kill this process when the thread that started it ends, for any reason.
+
+    `parent_pid`: of the process with that thread. If it has ended already, this process ends, too."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if parent_pid not in (None, os.getppid()):
+        os._exit(1)
 
 
 async def process_end(pid: int) -> None:

@@ -107,6 +107,9 @@ class Metrics:
         self.loop_lag = self._histogram(
             "baton:event_loop_lag_seconds", "How late the event loop runs a timer.", _INTERVAL
         )
+        self.own_loop_lag = self._histogram(
+            "baton:event_loop_own_lag_seconds", "The same without the wait for a CPU.", _INTERVAL
+        )
         self.retries = self._counters(
             "baton:retries", "Attempts that were replaced, by cause.", "cause", RETRY_CAUSES
         )

@@ -10,10 +10,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.router.active_request import Services
+from baton.router.config import RouterConfig
 from baton.router.workers.worker import POOL_NAMES, Worker
 
 ASKED = 50
 """The most workers that a status asks at once. Of more it shows the last reports, which are a second old."""
+_COUNTS = ("requests", "waiting_for_turn", "waiting_for_room", "waiting_for_workers", "waiting_tokens")
 
 
 async def router_status(services: Services, draining: bool) -> dict[str, Any]:
@@ -46,6 +48,30 @@ def router_state(services: Services, draining: bool) -> dict[str, Any]:
     }
 
 
+def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]:
+    """Merges the status of all processes. `router` has sums, the workers are those of the first process."""
+    routers = [status["router"] for status in found.values()]
+    counts = {name: sum(router[name] for router in routers) for name in _COUNTS}
+    return {
+        "router": {
+            "index": config.index,
+            "pid": os.getpid(),
+            "model": config.model_name,
+            "state": "draining" if any(r["state"] == "draining" for r in routers) else "serving",
+            "ready": all_ready(routers),
+            **counts,
+        },
+        "processes": [{"number": number, **status["router"]} for number, status in found.items()],
+        "workers": next(iter(found.values()))["workers"] if found else [],
+        "cluster": next(iter(found.values()))["cluster"] if found else None,
+    }
+
+
+def all_ready(routers: list[dict[str, Any]]) -> bool:
+    """True when every process that listens is ready. One that restarts gets no connections."""
+    return bool(routers) and all(r["ready"] and r["state"] == "serving" for r in routers)
+
+
 def _cluster(file: str | None) -> dict[str, Any] | None:
     """The supervisor's report of all roles; None without a supervisor, or before its first report."""
     try:
@@ -70,7 +96,7 @@ def scrape_targets(status: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 async def _worker(worker: Worker, *, ask: bool) -> dict[str, Any]:
-    status = await worker.current_status() if ask else worker.status
+    status = (await worker.ask() if ask else None) or worker.status
     described = worker.description
     return {
         "address": worker.address,

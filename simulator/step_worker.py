@@ -1,8 +1,7 @@
 """An engine step by step: it decodes, and computes prompts in the order of their arrival.
 
 A step takes one token of each decode, and chunks of prompts. The chunk limit and the averages that a worker
-reports are those of the engine. Only the cost of a step is simulated (`steps`). So is the number of drafts in
-a step, and all decodes of a step gain what its drafts add to them on average.
+reports are those of the engine. Only the cost of a step is simulated (`steps`).
 
 As in the engine, a step is planned before the one under way ends. Requests that come later from other workers
 wait for the step after it.
@@ -10,14 +9,12 @@ wait for the step after it.
 
 import heapq
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from baton.content import CHUNK_TOKENS
 from baton.engine.core.chunk_limit import MIXED_STEPS, ChunkLimit, may_join, prompt_limit
-from baton.engine.core.draft_counts import StepCosts, draft_counts
 from baton.engine.core.meters import Meters
 from baton.engine.core.pace import EARLY
 from baton.rpc import worker_pb2 as pb
@@ -37,10 +34,6 @@ OVERHEAD_SECONDS = 3e-3
 """Between the client and the engine, until the first token."""
 TOKENIZE_SECONDS = 1.4e-6
 """Of a prompt token, before its request arrives at the router's queue."""
-DRAFTS = 3
-"""Most drafts of a request in a step."""
-DRAFT_ROWS = (1, 2, 4, *range(8, 257, 8))
-"""Rows of the graphs that only decode."""
 FIRST_CONTEXT = 16
 """Positions of the first request of each worker. No later step that only decodes is as fast."""
 
@@ -72,7 +65,7 @@ class PlacementOutcome:
 
     measures: bool = False
     ttft: list[float] = field(default_factory=list)
-    gaps: dict[float, float] = field(default_factory=lambda: defaultdict(float))
+    gaps: Counter[float] = field(default_factory=Counter)
     first_gaps: list[float] = field(default_factory=list)
     places: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -115,18 +108,14 @@ class Request:
     """One request for at least two tokens.
 
     Attributes:
-        session: number of the first request of its chat.
-        chunks: hints of the prompt and the answer, in chunks of 64 tokens.
-        cached: prompt tokens that the worker which computes the prompt has in its cache.
         left: prompt tokens that no step has taken.
-        computed: prompt tokens that are cached, or that steps have begun to compute.
+        computed: prompt tokens that steps have begun to compute.
         due: when the prompt should be computed.
         token_at: time of its first token.
         started: called when the first step takes tokens of the prompt.
         ends: called when the last step takes tokens of it, with the time when that is over.
         first_token: called when the prompt is computed.
         ended: called when the request has its last token.
-        over: called after that, when its router knows it.
     """
 
     number: int
@@ -134,9 +123,6 @@ class Request:
     answer: int
     arrived: float
     measured: bool
-    session: int = 0
-    chunks: Sequence[int] = ()
-    cached: int = 0
     left: int = 0
     computed: int = 0
     due: float = 0.0
@@ -145,16 +131,6 @@ class Request:
     ends: Callable[[float], None] = _ignore
     first_token: Event = _nothing
     ended: Event = _nothing
-    over: Event = _nothing
-
-    @property
-    def prompt_chunks(self) -> Sequence[int]:
-        return self.chunks[: self.prompt // CHUNK_TOKENS]
-
-    @property
-    def uncached(self) -> int:
-        """Prompt tokens that the worker computes."""
-        return self.prompt - self.cached
 
 
 class Worker:
@@ -173,34 +149,26 @@ class Worker:
         *,
         colocated: bool,
         target_steps: float,
-        acceptance: float,
-        slower: float,
     ) -> None:
-        """`acceptance`: the probability that a draft is right if the one before was. 0: there are no drafts.
-        `slower`: how many times as long as in `steps` each step takes."""
         self.name = name
-        self._acceptance = acceptance
-        self._costs = StepCosts(DRAFT_ROWS)
-        self._gain = 0.0  # tokens that drafts add to each request in the step under way
         self.reserved = 0
         self.arriving: dict[int, float] = {}
         self._clock = clock
         self._outcome = outcome
         self._colocated = colocated
-        self._slower = slower
-        largest = BUDGET, slower * step_seconds(0, 0, [(BUDGET, 0)])
+        largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
         self._limit = ChunkLimit(None, BUDGET, target_steps, largest)
-        self._limit.record(True, 0, slower * step_seconds(1, FIRST_CONTEXT, []))
+        self._limit.record(True, 0, step_seconds(1, FIRST_CONTEXT, []))
         self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()
-        self._decodes: list[tuple[float, int, Request]] = []  # a heap by `_tokens` at the end
+        self._decodes: list[tuple[int, int, Request]] = []  # a heap by `_tokens` at the end
         self._joining: list[Request] = []  # for the next step
         self._arrived: list[Request] = []  # from other workers, for the step that is planned next
         self._under_way = 0  # prompt tokens of the step
         self._planned: Chunks | None = None
-        self._context = 0.0  # positions of all decodes
+        self._context = 0  # positions of all decodes
         self._positions = 0  # that the requests which decode here need in the end
-        self._tokens = 0.0  # that a request would have got in all steps up to now
+        self._tokens = 0  # that a request would have got in all steps up to now
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._computed = 0  # prompt tokens
         self._joined = self._stepping = False
@@ -213,8 +181,8 @@ class Worker:
         self._positions += request.prompt + request.answer
 
     def prefill(self, request: Request) -> None:
-        """Computes the prompt without what is cached, and then calls `first_token`."""
-        request.left, request.computed = request.uncached, request.cached
+        """Computes the prompt, and then calls `first_token`."""
+        request.left = request.prompt
         self._prompts.append(request)
         self._wake()
 
@@ -239,7 +207,7 @@ class Worker:
         limit = self._limit
         short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
-        started = sum(request.left < request.uncached for request in self._prompts)
+        started = sum(request.left < request.prompt for request in self._prompts)
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
@@ -295,7 +263,7 @@ class Worker:
         if self._decodes:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.computed) for request, count in chunks]
-        seconds = self._slower * self._seconds(starts)
+        seconds = step_seconds(len(self._decodes), self._context, starts)
         last = []
         for request, count in chunks:
             request.computed += count
@@ -305,19 +273,6 @@ class Worker:
         self._clock.after(seconds, partial(self._end_step, seconds, tokens, last, joining))
         if not self._colocated:
             self._plan_next(tokens, seconds)
-
-    def _seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Of the next step, with its drafts. A draft reads the KV of its request, too."""
-        decodes, self._gain = len(self._decodes), 0.0
-        if not (self._acceptance and decodes) or chunks:
-            return step_seconds(decodes, self._context, chunks)
-        counts = draft_counts([self._acceptance] * decodes, [DRAFTS] * decodes, decodes, self._costs)
-        rows = decodes + sum(counts)
-        gain = sum(self._acceptance**j for count in counts for j in range(1, count + 1)) / decodes
-        self._gain = round(gain * 1024) / 1024  # so that sums are exact, and 0 when all is over
-        seconds = step_seconds(rows, self._context * rows / decodes, [])
-        self._costs.record(rows, seconds)
-        return seconds
 
     def _plan_next(self, tokens: int, seconds: float) -> None:
         """The step under way has `tokens` prompt tokens and takes `seconds`."""
@@ -350,7 +305,7 @@ class Worker:
                 return
             if not decodes and not may_join(request.left, taken):
                 return
-            if request.left == request.uncached:
+            if request.left == request.prompt:
                 request.started()
             budget -= count
             taken += count
@@ -362,18 +317,17 @@ class Worker:
         self._under_way = 0
         self._meters.record(decodes > 0, tokens, seconds)
         self._computed += tokens
-        self._tokens += 1 + self._gain
-        self._context += decodes * (1 + self._gain)
+        self._tokens += 1
+        self._context += decodes
         outcome.seconds = now
         if outcome.measures:
             outcome.gaps[seconds] += decodes - len(joined)
-            outcome.gaps[0.0] += decodes * self._gain
             for request in joined:
                 outcome.gaps[now - request.token_at] += 1
                 outcome.first_gaps.append(now - request.token_at)
-        while self._decodes and self._decodes[0][0] <= self._tokens:
-            end, _, request = heapq.heappop(self._decodes)
-            self._context -= request.prompt + request.answer + self._tokens - end
+        while self._decodes and self._decodes[0][0] == self._tokens:
+            _, _, request = heapq.heappop(self._decodes)
+            self._context -= request.prompt + request.answer
             self._positions -= request.prompt + request.answer
             if request.measured:
                 ttft = request.token_at - request.arrived + OVERHEAD_SECONDS

@@ -463,7 +463,7 @@ async def assert_whole(*workers: WorkerProcess, within: float = 10.0) -> None:
 
 
 def metrics(worker: WorkerProcess) -> dict[str, float]:
-    """Name with labels (all but model_name and role) → value, as of the last status. `assert_whole` asks for one."""
+    """Name with labels (all but model_name and role) → value, as of the last status (`assert_whole` asks)."""
     with urllib.request.urlopen(f"http://{worker.ready['metrics_address']}/metrics", timeout=10) as response:
         families = text_string_to_metric_families(response.read().decode())
     found: dict[str, float] = {}

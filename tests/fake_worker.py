@@ -76,6 +76,7 @@ class FakeWorker(StandIn):
         self.cache: set[int] | None = None
         self.cache_sequence = 0
         self._wanting_cache: set[Outputs] = set()
+        self._sharing: set[Outputs] = set()  # another process of the router passes the reports on
         self.submitted: list[pb.RouterMessage] = []
         self.cancelled: list[bytes] = []
         self.arrived = asyncio.Event()  # set with each message from a router
@@ -119,8 +120,8 @@ class FakeWorker(StandIn):
         return bool(self._outputs)
 
     def report(self) -> None:
-        """Sends `status` to all routers."""
-        for outputs in self._outputs:
+        """Sends `status` to routers, one process of each."""
+        for outputs in self._outputs - self._sharing:
             outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
     def offer(self, number: int, token_ids: list[int]) -> None:
@@ -193,8 +194,11 @@ class FakeWorker(StandIn):
                 source.prefill_id = message.retarget.source.prefill_id
                 source.base = len(message.retarget.output_ids)
                 source.changed.set()
+            case "hello" if message.hello.shares_reports:
+                self._sharing.add(outputs)
             case "hello" | "cache_resync" if kind != "hello" or message.hello.cache:
                 self._wanting_cache.add(outputs)
+                self._sharing.discard(outputs)
                 self._put_snapshot(outputs)
         super()._take(message, outputs)
         if kind in ("prefill", "decode", "retarget", "fetch_prefix", "offer_declined"):

@@ -34,7 +34,7 @@ from vllm.v1.request import RequestStatus
 
 from baton.content.cache_kinds import latent_head_dim
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
-from baton.kv_transfer.spawn import die_with_parent
+from baton.machine.system import die_with_parent
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv

@@ -7,11 +7,12 @@ it.
 
 from __future__ import annotations
 
-import fcntl
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
 
 from baton.kv_transfer import shared_store
 from baton.kv_transfer.config import TransferDeadlines, nics_read_gpus, nixl_installed
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode"]
 
-_SIOCGIFADDR = 0x8915
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - compared, not listened on
 # A socket path (sun_path) has 108 bytes with its terminating zero. `worker.ipc` appends this suffix to
 # run_dir.
@@ -220,18 +220,12 @@ class WorkerConfig:
         """
         if self.kv_host is None:
             return None
-        if self.kv_host not in (name for _, name in socket.if_nameindex()):
+        if (addresses := psutil.net_if_addrs().get(self.kv_host)) is None:
             return _numeric("--kv-host", self.kv_host)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = self.kv_host.encode().ljust(40, b"\0")  # struct ifreq
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-            except OSError as error:
-                raise ValueError(
-                    f"--kv-host: the interface {self.kv_host} has no IPv4 address ({error.strerror}); "
-                    "give an address"
-                ) from error
-        return socket.inet_ntoa(answer[20:24])
+        found = next((given.address for given in addresses if given.family == socket.AF_INET), None)
+        if found is None:
+            raise ValueError(f"--kv-host: the interface {self.kv_host} has no IPv4 address; give an address")
+        return found
 
     def reachable_kv_host(self) -> str:
         """Returns the numeric address that decode workers connect to. Raises ValueError if there is none."""

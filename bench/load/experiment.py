@@ -1,7 +1,5 @@
 """One run, from options to numbers: prepares it against the server, and reduces its records."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -93,8 +91,7 @@ async def prepare(options: Options) -> Plan:
             extra_body=options.extra_fields,
         )
         target, notes = await endpoint.find_dialect(http, target)
-        one_turn = options.turn_distribution.parameters == (1.0,)
-        tokenization = await endpoint.find_tokenization(http, target, ids_allowed=one_turn)
+        tokenization = await endpoint.find_tokenization(http, target)
         workload, said = await _workload(http, target, options, tokenization)
         notes += said
     _check_lengths(options, workload, model.max_model_len)
@@ -130,11 +127,7 @@ def report_of(plan: Plan, harvest: Harvest, started: str) -> Report:
     """The records of the clients as rows and detail. `started`: the time of day."""
     options = plan.options
     summary = summarize(
-        harvest.records,
-        options.objectives,
-        warm_up=options.warmup,
-        ramp=options.arrivals == "ramp",
-        attainment=options.attainment,
+        harvest.records, options.objectives, warm_up=options.warmup, attainment=options.attainment
     )
     rows = summary.rows
 

@@ -3,8 +3,6 @@
 Where `vllm bench serve` has the same flag, its name is accepted, too (`--request-rate`, `--num-prompts`, …).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -145,7 +143,6 @@ class Rate:
     )
     arrivals: ArrivalKind = opt("poisson", "How an open loop spreads its starts.")
     burstiness: float = opt(1.0, "For gamma: below 1 is burstier than Poisson, above 1 smoother.", "SHAPE")
-    ramp_to: float | None = opt(None, "For ramp: rate at the end of --duration.", "PER_SECOND")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,14 +237,10 @@ class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
                 raise ValueError(f"--url {url!r} is no address. Write it like {DEFAULT_URL}.")
         self._check_numbers()
         self._check_workload()
-        if (self.arrivals == "ramp") != (self.ramp_to is not None):
-            raise ValueError("--arrivals ramp and --ramp-to need each other: give both, or none.")
         if self.burstiness != 1.0 and self.arrivals != "gamma":
             raise ValueError(f"--burstiness {self.burstiness:g} is for --arrivals gamma.")
         if self.arrivals != "poisson" and not (self.rate or self.rates or self.find_rate):
             raise ValueError(f"--arrivals {self.arrivals} shapes an open loop: give its --rate.")
-        if self.ramp_to is not None and self.duration is None:
-            raise ValueError("--arrivals ramp reaches --ramp-to at the end of --duration: give it.")
         if self.html is not None:
             require_plotly()
         # The results would be lost after the run.
@@ -260,7 +253,7 @@ class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
 
     def _check_numbers(self) -> None:
         for name in (
-            "speed", "length_scale", "block_size", "rate", "concurrency", "burstiness", "ramp_to", "duration",
+            "speed", "length_scale", "block_size", "rate", "concurrency", "burstiness", "duration",
             "requests", "timeout", "processes",
         ):  # fmt: skip
             value, option = getattr(self, name), "--" + name.replace("_", "-")
@@ -308,10 +301,7 @@ class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
     @property
     def schedule(self) -> Arrivals | None:
         """When sessions of an open loop start."""
-        if self.rate is None:
-            return None
-        ramp_to, seconds = self.ramp_to or 0.0, self.duration or 0.0
-        return Arrivals(self.arrivals, self.rate, self.burstiness, ramp_to, seconds)
+        return None if self.rate is None else Arrivals(self.arrivals, self.rate, self.burstiness)
 
     @property
     def process_count(self) -> int:

@@ -2,12 +2,12 @@
 
 streams  keeps thousands of streams open for minutes. A stream that ends is replaced. `lost` are streams that
          ended early, or with another number of tokens than they asked for.
-workers  lets fake workers join, a quarter of them fail and come back, and half of them leave.
+workers  lets fake workers join, report, a quarter of them fail and come back, and half of them leave.
 memory   fills the index with reports, for one router process and for several. Memory is PSS: what several
          processes share counts once.
 
 A stall is a late timer of the router's own event loop (`baton:event_loop_lag_seconds`), so a pause of this
-client is none. The client and the fake workers have a lower priority than the router.
+client is none. The client and the fake workers have a CPU while no other process wants it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from baton.bench.harness.cluster import LocalCluster
 from baton.bench.router.ends import REQUEST_HEAD, cpu_seconds, prompt_of
 from baton.bench.router.stand_in import Lanes, Outputs, StandIn
 from baton.cluster.model import EMBEDDED_NAME
-from baton.router.processes.sockets import waited_for_cpu
 from baton.rpc import worker_pb2 as pb
 
 STALL_S = 0.05
@@ -57,6 +56,8 @@ SPARE = 1.25
 """Seats for each stream."""
 OPENED_PER_S = 400
 START_S = 120.0
+REPORT_S, REPORTS_S = 1.0, 20.0
+"""Between two reports of a worker, and in which reports are measured."""
 PAUSE_S = 0.25
 """Between two looks at the metrics, which take the router some ten milliseconds."""
 PARTS, FIRST_PORT = 4, 21_000
@@ -70,9 +71,17 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Large(StandIn):
-    """A stand-in with seats for hundreds of requests, and with chunks to report."""
+    """A stand-in with seats for hundreds of requests, and with chunks and a status to report."""
 
     chunks: Sequence[int] = ()
+    reported: set[Outputs]
+
+    async def report(self) -> None:
+        """Sends the status to one process of each router."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            for outputs in self._outputs & self.reported:
+                outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
@@ -83,6 +92,8 @@ class Large(StandIn):
 
     def _take(self, message: pb.RouterMessage, outputs: Outputs) -> None:
         super()._take(message, outputs)
+        if message.WhichOneof("kind") in ("hello", "cache_resync") and not message.hello.shares_reports:
+            self.reported.add(outputs)
         for begin in range(0, len(self.chunks), REPORTED) if message.hello.cache else ():
             added = self.chunks[begin : begin + REPORTED]
             events = pb.CacheEvents(sequence=1, reset=not begin, added=added)
@@ -96,7 +107,7 @@ def child(target: Callable[..., None], *args: object) -> Iterator[Connection]:
 
     def run() -> None:
         gc.disable()
-        os.nice(10)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         target(*args, theirs)
 
     process = FORK.Process(target=run, daemon=True)
@@ -117,13 +128,15 @@ def fakes(
 
     async def serve(pipe: Connection) -> None:
         lanes, rng = Lanes(), random.Random(ports[0])
-        addresses = []
+        addresses, reporting = [], []
         for i, port in enumerate(ports):
             role = pb.POOL_PREFILL if i < prefills else pb.POOL_DECODE
             worker = Large(role, lanes, list(range(1000, 1400)), secret=secret.encode())
             worker.status.blocks_free = worker.status.blocks_total = 1 << 20
             worker.step_seconds = step if role == pb.POOL_DECODE else 0.0
+            worker.reported = set()
             worker.chunks = [rng.getrandbits(64) for _ in range(chunks)]
+            reporting.append(asyncio.create_task(worker.report()))
             addresses.append((await worker.start(port)).address)
         pipe.send(addresses)
         await asyncio.Event().wait()
@@ -163,20 +176,10 @@ def memory(pid: int) -> float:
     return sum(int(line.split()[1]) for page in pages for line in page if line.startswith("Pss:")) / 1024
 
 
-def longest_wait(pids: Sequence[int], seconds: float) -> float:
-    """The most seconds without a CPU that a process had in one of the periods that make up `seconds`."""
-    waited, longest, end = [0.0] * len(pids), 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        before, waited = waited, [waited_for_cpu(pid) for pid in pids]
-        grown = (now - then for now, then in zip(waited, before, strict=True) if then)
-        longest = max(longest, *grown, 0.0)
-        time.sleep(STALL_S)
-    return longest
-
-
 def loop_seconds(pid: int) -> float:
-    """CPU time of the first thread, which has the event loop."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+    """CPU time of the first threads, which have the event loops."""
+    pages = [Path(f"/proc/{each}/schedstat").read_text() for each in processes_of(pid)]
+    return sum(int(page.split()[0]) for page in pages) / 1e9
 
 
 def until(done: Callable[[], bool], what: str) -> float:
@@ -195,16 +198,23 @@ def samples(url: str, family: str) -> list[tuple[dict[str, str], float]]:
     return [(sample.labels, sample.value) for each in found for sample in each.samples]
 
 
-def lags(url: str) -> Counter[float]:
-    found = samples(url, "baton:event_loop_lag_seconds")
-    return Counter({float(labels["le"]): int(value) for labels, value in found if "le" in labels})
+def lags(url: str) -> dict[str, Counter[float]]:
+    """How late the timers were, and how late without the wait for a CPU (`own_`)."""
+    found = {own: samples(url, f"baton:event_loop_{own}lag_seconds") for own in ("", "own_")}
+    return {
+        own: Counter({float(labels["le"]): int(value) for labels, value in lag if "le" in labels})
+        for own, lag in found.items()
+    }
 
 
-def add_stalls(report: Report, name: str, since: Counter[float]) -> None:
-    """Adds the stalls over `STALL_S`, and what the longest one took at most."""
-    longest = min(le for le, count in since.items() if count == since[math.inf])
-    report.add(Row(f"{name}.stalls_over_50ms", since[math.inf] - since[STALL_S], "stalls", goal=0))
-    report.add(Row(f"{name}.longest_stall_at_most", 1e3 * longest, "ms", goal=1e3 * STALL_S))
+def add_stalls(report: Report, name: str, url: str, before: dict[str, Counter[float]]) -> None:
+    """Adds the stalls over `STALL_S` since then, and what the longest one took at most."""
+    for own, since in lags(url).items():
+        since.subtract(before[own])
+        longest = min(le for le, count in since.items() if count == since[math.inf])
+        over = since[math.inf] - since[STALL_S]
+        report.add(Row(f"{name}.{own}stalls_over_50ms", over, "stalls", goal=0))
+        report.add(Row(f"{name}.longest_{own}stall_at_most", 1e3 * longest, "ms", goal=1e3 * STALL_S))
 
 
 # ---------------------------------------------------------------- streams
@@ -268,7 +278,7 @@ async def load(url: str, streams: int, tokens: int, seen: SynchronizedArray[int]
 
 def measure_streams(args: argparse.Namespace, report: Report) -> None:
     secret, seen = secrets.token_hex(16), FORK.Array("q", 5, lock=False)
-    decodes = -(-int(SPARE * args.streams) // SEATS)
+    name, decodes = f"router.streams{args.streams}", -(-int(SPARE * args.streams) // SEATS)
     with (
         fakes(secret, [0] * (1 + decodes), 1, step=args.step) as workers,
         router(secret, args.processes, *to(workers)) as (cluster, admin, pid),
@@ -279,21 +289,17 @@ def measure_streams(args: argparse.Namespace, report: Report) -> None:
             time.sleep(2 * args.step)
             seen[_OWN_STALL_US] = 0
             before, tokens, began, cpu = lags(admin), seen[_TOKENS], time.perf_counter(), cpu_seconds(pid)
-            starved = longest_wait(processes_of(pid), args.seconds)
+            time.sleep(args.seconds)
             passed, tokens, cpu = time.perf_counter() - began, seen[_TOKENS] - tokens, cpu_seconds(pid) - cpu
-            since = lags(admin)
-            since.subtract(before)
+            add_stalls(report, name, admin, before)
             taken = memory(pid) - base
             pipe.send(None)
             report.detail["lost"] = pipe.recv()
-    name = f"router.streams{args.streams}"
     report.add(Row(f"{name}.lost", seen[_LOST], "streams", goal=0))
     report.add(Row(f"{name}.done", seen[_DONE], "streams"))
     report.add(Row(f"{name}.tokens_per_s", tokens / passed, "tokens/s"))
     report.add(Row(f"{name}.cpu_per_token", 1e6 * cpu / tokens, "µs"))
     report.add(Row(f"{name}.memory", 1024 * taken / args.streams, "KiB/stream"))
-    add_stalls(report, name, since)
-    report.add(Row(f"{name}.longest_wait_for_a_cpu", 1e3 * starved, "ms"))
     report.add(Row(f"{name}.longest_stall_of_client", seen[_OWN_STALL_US] / 1e3, "ms"))
     for why, count in report.detail["lost"]:
         print(f"lost {count}: {why}", file=sys.stderr)
@@ -311,7 +317,7 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
         for own, part in zip((failing, *[stack] * (PARTS - 1)), parts, strict=True):
             own.enter_context(fakes(secret, part, len(part) // 2))
         flags = "--workers-file", file.name, "--model", EMBEDDED_NAME
-        _, url, pid = stack.enter_context(router(secret, 1, *flags))
+        _, url, pid = stack.enter_context(router(secret, args.processes, *flags))
 
         def ready() -> int:
             return int(sum(v for labels, v in samples(url, "baton:workers") if labels["state"] == "ready"))
@@ -326,12 +332,22 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
             name = f"router.workers{args.workers}.{name}"
             report.add(Row(f"{name}.known", took, "s"))
             report.add(Row(f"{name}.cpu", cpu_seconds(pid) - cpu, "s"))
-            report.add(Row(f"{name}.loop", loop_seconds(pid) - loop, "s", goal=0.5))
-            since = lags(url)
-            since.subtract(before)
-            add_stalls(report, name, since)
+            report.add(Row(f"{name}.loop", (loop_seconds(pid) - loop) / args.processes, "s", goal=0.5))
+            add_stalls(report, name, url, before)
 
-        phase("join", lambda: list_workers(ports), len(ports))
+        def join() -> None:
+            """Each process joins all workers. For several at once the two cores would be too slow."""
+            for end in range(1, args.processes + 1):
+                joined = ports[: len(ports) * end // args.processes]
+                list_workers(joined)
+                until(lambda part=joined: ready() == len(part), "a part of the workers")
+
+        phase("join", join, len(ports))
+        time.sleep(REPORTS_S / 2)
+        cpu = cpu_seconds(pid)
+        time.sleep(REPORTS_S)
+        reports = (cpu_seconds(pid) - cpu) / REPORTS_S
+        report.add(Row(f"router.workers{args.workers}.reports", reports, "cores"))
         phase("fail", failing.close, len(ports) - len(parts[0]))
         again = fakes(secret, parts[0], len(parts[0]) // 2)
         phase("recover", lambda: failing.enter_context(again), len(ports))
@@ -373,9 +389,9 @@ def main() -> int:
     p.add_argument("--seconds", type=float, default=300.0, help="with all streams (default: %(default)s)")
     p.add_argument("--workers", type=int, default=1_000, help="that join (default: %(default)s)")
     p.add_argument("--chunks", type=int, default=500_000, help="in the index (default: %(default)s)")
-    p.add_argument("--processes", type=int, help="of the router (default: 2, and 4 to measure memory)")
+    p.add_argument("--processes", type=int, help="of the router (default: workers 1, streams 2, memory 4)")
     args = p.parse_args()
-    args.processes = args.processes or (4 if args.what == "memory" else 2)
+    args.processes = args.processes or {"workers": 1, "streams": 2, "memory": 4}[args.what]
     if args.short:
         args.streams, args.seconds = args.streams // 10, 10.0
     report = Report.of("router.scale", args)

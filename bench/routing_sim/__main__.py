@@ -9,8 +9,6 @@ Placement: five kinds of load on 2, 4 and 64 workers, and one on 1,000. The poli
 engines that take requests in turn and compute them in steps of 512 tokens, and with a fixed split. `--only
 placement` takes some minutes and prints a table of it.
 
-Slower: the same on two workers with a GPU half as fast, a model four times as large, and both.
-
 Swing: 4 workers whose load swings between long prompts and long answers: each fixed split, flips by the
 autoscaler, and the placement policy. A short run leaves this part out, unless --only names it.
 
@@ -19,8 +17,6 @@ after another, at half of the load that the workers can serve, and at 0.8 of it 
 
 Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
 """
-
-from __future__ import annotations
 
 import itertools
 import statistics
@@ -66,9 +62,7 @@ PLACED_REQUESTS, PLACED_REQUESTS_SHORT = 600, 200
 LARGEST_LOADS = ((2000, 150, 12),)
 """Loads of 1,000 workers."""
 KINDS: tuple[placement.Kind, ...] = ("policy", "split", "colocated")
-SLOWER = (2, 4, 8)
-"""A GPU half as fast, a model four times as large, and both: how many times as long a step takes."""
-PARTS = ("prefill", "placement", "slower", "swing", "split", "profiles")
+PARTS = ("prefill", "placement", "swing", "split", "profiles")
 SPLIT_PROMPTS, SPLIT_SHORT = 600, 40
 """Prompts of each simulation, and of a short run."""
 SPLIT_GOALS = {"idle": (0.0, 0.34), "half": (0.5, 0.6)}
@@ -154,18 +148,6 @@ def add_placement(report: Report, short: bool) -> list[str]:
             about = f"{workers:,}, {PLACED[workers]} | {load.prompt}/{load.answer}, {load.rate:g}"
             lines.append(f"{about} | " + " | ".join(cells))
     return lines
-
-
-def add_slower(report: Report, short: bool) -> None:
-    """The highest rate of each load that two workers serve, if they were slower."""
-    requests = PLACED_REQUESTS_SHORT if short else PLACED_REQUESTS
-    for slower, ((prompt, answer), rates) in itertools.product(SLOWER, LOADS.items()):
-        load, served = (
-            placement.Load(prompt, answer, rates[-1] / slower),
-            {"requests": requests, "seed": SEED},
-        )
-        found = {kind: placement.simulate(load, kind, slower=slower, **served).quantiles() for kind in KINDS}
-        add_placed(report, f"routing_sim.slower{slower}.{prompt}_{answer}", found)
 
 
 def add_placed(report: Report, name: str, found: dict[placement.Kind, Quantiles]) -> None:
@@ -261,8 +243,8 @@ def main() -> int:
     args = p.parse_args()
     report = Report.of("routing_sim", args, seed=SEED)
     adds = {
-        "prefill": add_prefill, "placement": add_placement, "slower": add_slower, "swing": add_swing,
-        "split": add_split, "profiles": add_profiles,
+        "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
+        "profiles": add_profiles,
     }  # fmt: skip
     parts = [args.only] if args.only else [part for part in PARTS if part != "swing" or not args.short]
     tables = [adds[part](report, args.short) for part in parts]

@@ -1,7 +1,5 @@
 """Options of the commands that use or inspect a cluster."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -57,14 +55,13 @@ class SizingOptions:
     prefill_tensor_parallel_size: int = opt(1, "GPUs of one prefill worker.", "N", check=between(1))
     decode_tensor_parallel_size: int = opt(1, "GPUs of one decode worker.", "N", check=between(1))
     kv_cache_dtype: Literal["auto", "fp8"] = kv_cache_dtype()
-    gpu: Literal["h200"] = opt("h200", "GPU whose measured speeds are used.")
     measured: Path | None = opt(
         None,
         "Use the speeds in this file, from `python -m baton.bench.engine --json FILE`.",
-        shown="no",
+        shown="those of an H200",
         **OLD_FILE,
     )
-    gpu_memory: float | None = opt(None, "Memory of the GPU.", "GIB", shown="as --gpu", check=between(1))
+    gpu_memory: float | None = opt(None, "Memory of the GPU.", "GIB", shown="139", check=between(1))
     gpu_memory_utilization: float = opt(
         0.9, "Share of GPU memory for weights and KV.", "SHARE", check=between(0.05, 1.0)
     )

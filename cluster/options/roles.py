@@ -134,12 +134,8 @@ class SecretOptions:
         shown="made from the secret",
         **OLD_FILE,
     )
-    cluster_keyfile: Path | None = opt(
-        None, "Private key (PEM) of --cluster-certfile.", shown="none", **OLD_FILE
-    )
-    cluster_ca_certs: Path | None = opt(
-        None, "Authorities (PEM) that sign these certificates.", shown="none", **OLD_FILE
-    )
+    cluster_keyfile: Path | None = opt(None, "Private key (PEM) of --cluster-certfile.", **OLD_FILE)
+    cluster_ca_certs: Path | None = opt(None, "Authorities (PEM) that sign these certificates.", **OLD_FILE)
 
     def tls(self) -> TlsFiles | None:
         """The TLS files of this process; None: the secret makes one. Raises ValueError for unusable files."""
@@ -155,9 +151,9 @@ class ServerTlsOptions:
     ssl_certfile: Path | None = opt(
         None, "Certificate chain (PEM) to serve clients with TLS.", shown="no TLS", **OLD_FILE
     )
-    ssl_keyfile: Path | None = opt(None, "Private key (PEM) of --ssl-certfile.", shown="none", **OLD_FILE)
+    ssl_keyfile: Path | None = opt(None, "Private key (PEM) of --ssl-certfile.", **OLD_FILE)
     ssl_ca_certs: Path | None = opt(
-        None, "Authorities (PEM) that must have signed the clients' certificates.", shown="none", **OLD_FILE
+        None, "Authorities (PEM) that must have signed the clients' certificates.", **OLD_FILE
     )
 
     def tls(self) -> TlsFiles | None:
@@ -185,7 +181,6 @@ class TransferOptions:
         "A store for KV that all workers share, and that outlives them: the master of a Mooncake Store. "
         "`serve` starts one for local[?size=SIZE].",
         "mooncake://HOST:PORT|local",
-        shown="none",
     )
     kv_bind: str | None = opt(
         None,
@@ -208,7 +203,6 @@ class DeadlineOptions:
     panel: ClassVar[str] = "Deadlines"
     hold_timeout: float = opt(30.0, "A finished prefill waits this long for a decode worker.", "S")
     transfer_timeout: float = opt(10.0, "A KV transfer without progress fails after this.", "S")
-    tombstone_timeout: float = opt(60.0, "Ids of closed transfers are kept this long.", "S")
     peer_timeout: float = opt(5.0, "A silent peer counts as dead after this.", "S")
     engine_timeout: float = opt(10.0, "A silent engine counts as dead after this.", "S")
 
@@ -226,9 +220,7 @@ class FrontOptions(ServerTlsOptions):
     panel: ClassVar[str] = "Clients"
     host: str = opt("127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.", "ADDRESS")
     port: int = opt(8000, "Port of the OpenAI API.", "PORT", **PORT)
-    grpc_port: int | None = opt(
-        None, "Port of the gRPC API (baton.v1.Inference).", "PORT", shown="none", **PORT
-    )
+    grpc_port: int | None = opt(None, "Port of the gRPC API (baton.v1.Inference).", "PORT", **PORT)
     router_processes: int = opt(
         1, "Router processes that listen on the same ports.", "N", check=between(1, 256)
     )
@@ -271,11 +263,11 @@ class FrontOptions(ServerTlsOptions):
     enable_force_include_usage: bool = opt(False, "Each chunk of a stream has its usage.")
     return_tokens_as_token_ids: bool = opt(False, "Log probabilities name each token by its id, token_id:N.")
     allowed_origins: list[str] = opt(
-        [], "Let pages of these origins use the API in a browser (CORS); * is any.", "ORIGIN", shown="none"
+        [], "Let pages of these origins use the API in a browser (CORS); * is any.", "ORIGIN"
     )
     api_key: list[str] = opt([], f"Require one of these keys from clients. {NO_ARGV}", "KEY")
     api_key_file: Path | None = opt(
-        None, "TOML file of keys, names and limits; see docs/operations.md.", shown="none", **OLD_FILE
+        None, "TOML file of keys, names and limits; see docs/operations.md.", **OLD_FILE
     )
     max_body_bytes: int = opt(16 << 20, "Largest body of a request.", "BYTES", check=between(1))
     max_waiting_tokens: int = opt(
@@ -349,7 +341,6 @@ class StoreOptions:
         None,
         "The store. Without it, serve starts a master. With it, serve adds memory to that store.",
         "mooncake://HOST:PORT",
-        shown="none",
     )
     host: str = opt("127.0.0.1", "Address at which workers and other stores reach this one.", "ADDRESS")
     port: int = opt(
@@ -361,11 +352,9 @@ class StoreOptions:
     metrics_port: int = opt(0, "Port of the master's Prometheus metrics.", "PORT", **PORT)
     size: str = opt("4GiB", "Memory that this machine gives; 0: none.", "SIZE", check=check_size)
     protocol: Literal["tcp", "rdma"] = opt("tcp", "How objects move.")
-    etcd: str | None = opt(
-        None, "etcd with which several masters elect one that leads.", "HOST:PORT", shown="none"
-    )
+    etcd: str | None = opt(None, "etcd with which several masters elect one that leads.", "HOST:PORT")
     tenant: str | None = opt(None, "clear: only the KV of this key of --api-key-file.", "NAME", shown="all")
-    api_key_file: Path | None = opt(None, "TOML file of API keys, as for routers.", shown="none", **OLD_FILE)
+    api_key_file: Path | None = opt(None, "TOML file of API keys, as for routers.", **OLD_FILE)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """The output of `baton serve`: live progress rows in a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -35,10 +34,7 @@ class Display:
         self._console = console or _Console(highlight=False, soft_wrap=True)
         self._started = time.monotonic() - own_age()  # includes the time before this object was made
         self._stages: dict[str, str] = {}
-        self._begins: list[tuple[float, str, str]] = []  # (time, name, stage) for each stage that began
         self._rows: dict[str, TaskID] = {}
-        self._begins.append((self._started, "command", "imports, options, the model's digest"))
-        self._begins.append((time.monotonic(), "command", "ready"))
         self._progress: Progress | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -50,7 +46,7 @@ class Display:
                 console=self._console,
             )
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         if self._progress is not None:
             self._progress.start()
         return self
@@ -63,8 +59,6 @@ class Display:
 
     def stage(self, name: str, stage: str, fraction: float) -> None:
         """Shows that `name` has reached `stage` and `fraction` (0 to 1). The last stage is "ready"."""
-        if self._stages.get(name) != stage:
-            self._begins.append((time.monotonic(), name, stage))
         if self._progress is not None and name not in self._rows and len(self._rows) >= self._console.height:
             self._progress.stop()  # each change would draw all rows again, and no terminal shows them
             self._progress = None
@@ -77,14 +71,6 @@ class Display:
             self.line(f"{time.monotonic() - self._started:6.1f} s  {name}: {stage}")
         self._stages[name] = stage
 
-    def timings(self) -> None:
-        """Prints begin and duration of every stage. Stages that overlap share the cores."""
-        self.line(f"\n{'begin':>7} {'took':>7}")
-        for number, (begin, name, stage) in enumerate(self._begins):
-            later = [at for at, other, _ in self._begins[number + 1 :] if other == name]
-            if later:  # the last stage, "ready", has no end
-                self.line(f"{begin - self._started:6.2f}s {later[0] - begin:6.2f}s  {name}: {stage}")
-
     def line(self, text: str) -> None:
         with contextlib.suppress(OSError):
             self._console.print(text, markup=False)
@@ -94,7 +80,7 @@ class Display:
             self._console.print(f"Error: {text}", style="red", markup=False)
 
     def ready(self, plan: Plan, admin_url: str, logs: Path | str, stop: str = "Ctrl-C") -> None:
-        """Prints the endpoint, example commands and, if asked for, timings.
+        """Prints the endpoint and example commands.
 
         `admin_url`: the URL for `baton status`. `stop`: how to end the cluster."""
         model = plan.served_names()[0]
@@ -112,5 +98,3 @@ class Display:
         self.line(f"  curl {plan.url}/v1/chat/completions {json_type}{key} -d '{quoted}'\n")
         chat, status = ("" if url == DEFAULT_URL else f" --url {url}" for url in (plan.url, admin_url))
         self.line(f"Chat: baton chat{chat}   Workers: baton status{status}\nLogs: {logs}\nStop: {stop}")
-        if plan.start.timings:
-            self.timings()

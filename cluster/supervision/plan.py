@@ -16,7 +16,7 @@ from baton.cluster import model
 from baton.cluster.gpus import default_device, visible_gpus
 from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.cluster.options.parameters import size_in_bytes, to_argv
-from baton.cluster.options.pools import PoolOptions, RayOptions, StartOptions
+from baton.cluster.options.pools import PoolOptions, RayOptions
 from baton.cluster.options.roles import (
     DeadlineOptions,
     DrainOptions,
@@ -75,7 +75,6 @@ class Plan:
 
     model: ModelOptions
     pool: PoolOptions
-    start: StartOptions
     ray: RayOptions
     front: FrontOptions
     engine: EngineOptions

@@ -4,7 +4,7 @@ A guess is never wrong for the stream: the engine compares it with the token tha
 (`engine.core.speculation`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -45,7 +45,3 @@ class PromptLookup:
             return ()
         follows = tokens[places[-1] + 1 :]
         return np.resize(follows, count).tolist()
-
-
-DRAFTERS: Mapping[str, Callable[[SpeculativeConfig], Drafter]] = {"ngram": PromptLookup}
-"""By `SpeculativeConfig.method`."""

@@ -105,12 +105,7 @@ class PrefixCache:
         pool.on_evicted = self._evicted
         self.offload = tuple(
             OffloadTier(
-                tier,
-                places,
-                pool,
-                lambda name: self._cached[name].tenant,
-                self._left,
-                prompt_tokens_per_s,
+                tier, places, pool, lambda name: self._cached[name].tenant, self._left, prompt_tokens_per_s
             )
             for tier, places in sorted(offload_places.items())
         )

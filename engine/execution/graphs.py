@@ -102,10 +102,7 @@ class Widths(NamedTuple):
         }
 
 
-WORK = {
-    "tiles": Layout(np.int32, ("pieces", TILE_FIELDS)),
-    "scans": Layout(np.int32, ("scans", 6)),
-}
+WORK = {"tiles": Layout(np.int32, ("pieces", TILE_FIELDS)), "scans": Layout(np.int32, ("scans", 6))}
 """What graphs read in place of `Step.prefills`."""
 
 

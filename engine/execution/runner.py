@@ -369,12 +369,7 @@ class ModelRunner:
         }
 
         def attend(
-            layer: int,
-            qkv: Tensor,
-            rotary: Tensor,
-            norm: HeadNorm | None,
-            sinks: Tensor | None,
-            scale: float,
+            layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None, scale: float
         ) -> Tensor:
             index = self._index[layer]
             kv = self.kv_cache[index]
@@ -433,11 +428,7 @@ class ModelRunner:
         return self.model.logits(hidden[:, : self._config.hidden_size].contiguous())
 
     def choose(
-        self,
-        logits: Tensor,
-        variant: Variant,
-        inputs: Mapping[str, Tensor],
-        adjusted: Tensor | None = None,
+        self, logits: Tensor, variant: Variant, inputs: Mapping[str, Tensor], adjusted: Tensor | None = None
     ) -> None:
         """Samples rows of a step with these arrays into `sampled`. `adjusted`: the logits as the rows want
         them. None: they ask for nothing beyond `Draws`."""

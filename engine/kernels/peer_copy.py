@@ -148,13 +148,7 @@ def _gather(
 
 @triton.jit
 def _broadcast(
-    addresses,
-    x,
-    count,
-    counts_bytes,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    WORDS: tl.constexpr,
+    addresses, x, count, counts_bytes, RANK: tl.constexpr, RANKS: tl.constexpr, WORDS: tl.constexpr
 ):
     inputs_ready()
     tile = tl.program_id(0).to(tl.int64)

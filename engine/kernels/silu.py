@@ -24,11 +24,7 @@ TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 · √(2/π)
 
 
 def silu_mul(
-    gate_up: Tensor,
-    grouped: bool | None = None,
-    clamped: ClampedSwiGLU | None = None,
-    *,
-    gelu: bool = False,
+    gate_up: Tensor, grouped: bool | None = None, clamped: ClampedSwiGLU | None = None, *, gelu: bool = False
 ) -> Tensor | Quantized:
     """As `Kernels.silu_mul`. `clamped`: this activation in place of silu."""
     assert gate_up.is_contiguous(), "the kernel assumes dense rows"

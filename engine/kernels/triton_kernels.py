@@ -77,7 +77,7 @@ class TritonKernels(Kernels):
     write_latent = staticmethod(latent_kernels.write_latent)
     latent_attention = staticmethod(latent_kernels.latent_attention)
     chunk_tokens = staticmethod(chunk_tokens)
-    greedy = staticmethod(race.greedy)
+    greedy = staticmethod(race.draw)
     draw = staticmethod(race.draw)
     follow = staticmethod(draft_kernels.follow)
     accepted = staticmethod(draft_kernels.accepted)

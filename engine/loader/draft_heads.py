@@ -1,17 +1,15 @@
 """Finds and loads draft heads (`engine.models.draft_heads`)."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
-
 from baton.engine.api.config import SpeculativeConfig
-from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint, PlainFormat, Weights
 from baton.engine.loader.hf import DummyCheckpoint, HFCheckpoint
 from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.loader.rearranged import Piece, Rearranged
 from baton.engine.loader.settings import Settings, read_json
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.draft_heads import DRAFT_HEADS, DraftHead, HeadConfig
@@ -21,49 +19,15 @@ EAGLE3 = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
 """Names of EAGLE-3 heads in `architectures`."""
 
 
-class NextTokenCheckpoint(Checkpoint):
-    """The layer of a checkpoint that predicts one token further. Copies of the embedding and of the output
-    projection are left out."""
-
-    def __init__(self, files: HFCheckpoint) -> None:
-        self.config, self.source = files.config, files.source
-        self.file_of, self.shape, self.read, self.groups = (
-            files.file_of,
-            files.shape,
-            files.read,
-            files.groups,
-        )
-        self._names = files.next_token_layer()
-
-    def names(self) -> Collection[str]:
-        copies = ("embed_tokens.weight", "shared_head.head.weight")
-        return [name for name in self._names if not name.endswith(copies)]
-
-
-class EagleCheckpoint(Checkpoint):
+class EagleCheckpoint(Rearranged):
     """The tensors of an EAGLE-3 head by one set of names: those of a Llama with one layer, and `model.fc`."""
 
-    def __init__(self, files: HFCheckpoint) -> None:
-        self.config, self.source = files.config, files.source
-        self._files = files
-        self._stored = {self._ours(name): name for name in files.names() if name != "t2d"}
+    left_out = "t2d"
 
-    @staticmethod
-    def _ours(stored: str) -> str:
-        name = stored.removeprefix("model.").replace("midlayer.", "layers.0.")
-        return name if name == "d2t" or name.startswith("lm_head.") else f"model.{name}"
-
-    def names(self) -> Collection[str]:
-        return self._stored
-
-    def file_of(self, name: str) -> str:
-        return self._files.file_of(self._stored.get(name, name))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._files.shape(self._stored[name])
-
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        return self._files.read(self._stored[name], parts)
+    def _split(self, name: str, stored: str) -> Iterator[tuple[str, Piece]]:
+        name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+        name = name if name == "d2t" or name.startswith("lm_head.") else f"model.{name}"
+        yield from super()._split(name, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +62,7 @@ def find_head(
                 f"--speculative-config: {checkpoint.source} has no layer that predicts further tokens; "
                 "choose another method than mtp"
             )
-        files = NextTokenCheckpoint(checkpoint) if isinstance(checkpoint, HFCheckpoint) else checkpoint
+        files = checkpoint.next_token_layer() if isinstance(checkpoint, HFCheckpoint) else checkpoint
         return FoundHead(HeadConfig(wanted.method, model), files, weight_format)
     config = _eagle_config(directory / "config.json", model)
     if isinstance(checkpoint, DummyCheckpoint):

@@ -98,10 +98,7 @@ class GGUFFile:
         """[…, blocks in a row, bytes of a block] uint8: the tensor as it is stored."""
         info = self.tensors[name]
         return np.frombuffer(
-            self._data,
-            dtype=np.uint8,
-            count=info.num_bytes,
-            offset=self._data_start + info.offset,
+            self._data, dtype=np.uint8, count=info.num_bytes, offset=self._data_start + info.offset
         ).reshape(*info.shape[:-1], -1, GGML_QUANT_SIZES[info.kind][1])
 
     def read(self, name: str, parts: Sequence[Part]) -> np.ndarray:

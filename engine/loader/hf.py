@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Sequence
+from copy import copy
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -62,17 +63,21 @@ class HFCheckpoint(Checkpoint):
                     f"{directory / shard}: tensor {name} is missing, though {INDEX} says it is there"
                 )
 
-    def names(self) -> Collection[str]:
-        return [name for name in self._file_of if not name.startswith(self._further())]
-
-    def next_token_layer(self) -> Collection[str]:
-        """The tensors of the first layer that predicts further tokens."""
-        return [name for name in self._file_of if name.startswith(self._further()[:1])]
-
-    def _further(self) -> tuple[str, ...]:
-        """Prefixes of the layers that predict further tokens."""
         layers = self.config.num_layers
-        return tuple(f"model.layers.{layers + i}." for i in range(self.config.further_layers))
+        # The prefixes of the layers that predict further tokens.
+        self._further = tuple(f"model.layers.{layers + i}." for i in range(self.config.further_layers))
+        self._names = [name for name in self._file_of if not name.startswith(self._further)]
+
+    def names(self) -> Collection[str]:
+        return self._names
+
+    def next_token_layer(self) -> "HFCheckpoint":
+        """The same files, with the tensors of the first layer that predicts further tokens alone, without its
+        copies of the embedding and of the output projection."""
+        found, copies = copy(self), ("embed_tokens.weight", "shared_head.head.weight")
+        layer = [name for name in self._file_of if name.startswith(self._further[:1])]
+        found._names = [name for name in layer if not name.endswith(copies)]
+        return found
 
     def file_of(self, name: str) -> str:
         return str(self._file_of.get(name, self.source))

@@ -5,12 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from baton.engine.loader.hybrid_config import (
-    GRANITE,
-    QWEN3_NEXT,
-    gated_delta_config,
-    mamba2_config,
-)
+from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT, gated_delta_config, mamba2_config
 from baton.engine.loader.latent_config import FIRST_DENSE, latent_config, latent_experts, not_supported
 from baton.engine.loader.rope_config import (
     PARTLY_ROTATED,
@@ -35,10 +30,7 @@ from baton.engine.models import model_class
 
 LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 
-INTERMEDIATE_SIZE = {
-    **dict.fromkeys(LLAMA4, "intermediate_size_mlp"),
-    GRANITE: "shared_intermediate_size",
-}
+INTERMEDIATE_SIZE = {**dict.fromkeys(LLAMA4, "intermediate_size_mlp"), GRANITE: "shared_intermediate_size"}
 """The key with the inner size of a dense layer, where it has another name."""
 
 GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")

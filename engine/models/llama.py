@@ -77,13 +77,7 @@ class LlamaAttention:
 
 class LlamaLayer:
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        name: str,
-        norms: Norms,
-        mixer: Any,
-        mlp: GatedMLP | MoE,
+        self, config: ModelConfig, weights: Weights, name: str, norms: Norms, mixer: Any, mlp: GatedMLP | MoE
     ) -> None:
         """`mixer`: attention, or what takes its place."""
 

@@ -41,7 +41,6 @@ class OutgoingTransfer:
     slot_bytes: int
     large: bool  # its slices only fit into slots that peers read
     ranges: tuple[Range, ...]
-    heads: Range
     pending: deque[tuple[Slice, Any]] = field(default_factory=deque)  # with the event that makes it ready
     frames: int = 0  # pending and handed over
     bytes: int = 0
@@ -64,11 +63,9 @@ class Slicing:
 
     def can_serve(self, transfer: OutgoingTransfer) -> bool:
         """Whether the prefill has what the transfer asks for, and a slot holds the least that a frame has."""
-        layout, (first_head, head) = self._layout, transfer.heads
         last = transfer.ranges[-1][1] if transfer.ranges else 0
-        least = [part.head_bytes * (head - first_head if part.per_token else 1) for part in layout.parts]
-        there = last <= transfer.prefill.num_tokens and head <= layout.num_kv_heads
-        return there and max(least) <= transfer.slot_bytes
+        least = max(part.bytes if part.per_token else part.head_bytes for part in self._layout.parts)
+        return last <= transfer.prefill.num_tokens and least <= transfer.slot_bytes
 
     def add(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
         """These positions of a layer are ready once `event` has passed: adds their slices to the transfer."""
@@ -76,14 +73,13 @@ class Slicing:
         for number, part in enumerate(layout.parts):
             if layer not in layout.layers_of(number):
                 continue
-            # A part of each request goes in full, whatever positions and heads the peer asks for.
-            ranges, heads = [(start, stop)], self._heads[number]
-            if not part.per_token and transfer.prefill.is_part:
-                ranges = [(a, b) for a, b in transfer.ranges if b == stop]
+            # A part of each request goes in full, whatever positions the peer asks for.
+            ranges = [(start, stop)]
             if part.per_token:
                 ranges = intersect(start, stop, transfer.ranges)
-                heads = list(intersect(*transfer.heads, heads))
-            for tokens, held in itertools.product(ranges, heads):
+            elif transfer.prefill.is_part:
+                ranges = [(a, b) for a, b in transfer.ranges if b == stop]
+            for tokens, held in itertools.product(ranges, self._heads[number]):
                 pieces += cut(layout, layer, tokens, held, transfer.slot_bytes, number)
         transfer.bytes += sum(slice_bytes(layout, piece) for piece in pieces)
         transfer.pending.extend((piece, event) for piece in pieces)

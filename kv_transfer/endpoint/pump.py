@@ -346,10 +346,9 @@ class Pump:
         self._drop_transfer(prefill)
         account = self._slots.account(m.session)
         account.window = m.window
-        heads = (m.head_start, m.head_start + m.head_count)
         large = account.reached and self._exported_slot_bytes > m.slot_bytes
         slot_bytes = self._exported_slot_bytes if large else m.slot_bytes
-        transfer = OutgoingTransfer(m.transfer_id, prefill, account, slot_bytes, large, m.ranges, heads)
+        transfer = OutgoingTransfer(m.transfer_id, prefill, account, slot_bytes, large, m.ranges)
         prefill.transfer = transfer
         self.fetched.add(prefill.id)
         self._turns.add(transfer)

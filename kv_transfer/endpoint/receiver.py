@@ -98,9 +98,8 @@ class Receiver:
         assert 0 <= start <= num_tokens
         replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
-        heads = self._layout.num_kv_heads
         request = local.FetchIn(
-            os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads, (num_tokens,)
+            os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, (num_tokens,)
         )
         fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot)
         if replaced is not None:  # scatters of the replaced fetch may still write to these blocks
@@ -122,9 +121,8 @@ class Receiver:
         worker computes, and the states after `states_at`, which are ends of ranges. `poll` reports the
         beginning of each range. Steps may touch the other positions of the blocks meanwhile. A fetch that
         fails is not tried again."""
-        heads = self._layout.num_kv_heads
         request = local.FetchIn(
-            os.urandom(16), prefill_id, kv_address, incarnation, 0, tuple(ranges), 0, heads, tuple(states_at)
+            os.urandom(16), prefill_id, kv_address, incarnation, 0, tuple(ranges), tuple(states_at)
         )
         fetch = self._open(fetch_id, request, block_ids, ranges[-1][1] if ranges else 0, state_slot)
         fetch.layers = LayersThere(ranges, self._layout, states_at)
@@ -170,9 +168,8 @@ class Receiver:
         not tried again."""
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first_chunk, first_chunk + len(chunks)))
         request = local.FetchIn(
-            os.urandom(16), b"", kv_address, incarnation, 0, ((start, stop),), 0, self._layout.num_kv_heads,
-            chunks=tuple(chunks),
-        )  # fmt: skip
+            os.urandom(16), b"", kv_address, incarnation, 0, ((start, stop),), chunks=tuple(chunks)
+        )
         self._open(fetch_id, request, block_ids, stop)
 
     def _open(

@@ -11,6 +11,7 @@ that never comes holds no block. A new store process does no order of the one be
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections import OrderedDict, deque
@@ -45,7 +46,7 @@ OFFERS = 1 << 14
 """Objects that wait to be written. One more replaces the oldest."""
 KNOWN = 1 << 16
 """Objects of which this worker remembers that the store has them."""
-SHARE = 0.02
+SHARE = 0.01
 """Of the time in which requests run, how long the engine's thread may gather chunks to write."""
 PAUSE = 10.0
 """Seconds without writes after one has failed: the store is full, for example."""
@@ -89,10 +90,9 @@ class SharedStore:
     """Owns the units that the store process does not have. The engine's thread calls it. No call blocks.
 
     Attributes:
-        unanswered: fetches that were given up before the store had said what it has, and has not since.
+        unanswered: probes, and fetches that were given up before the store had said what it has.
         written, refused: objects that the store took, or did not.
         missed: objects that it had, and that were wrong or gone when they were read.
-        chunk_seconds: that the store process needed to read an object when it began. 0: not known.
     """
 
     def __init__(
@@ -103,12 +103,14 @@ class SharedStore:
         *,
         hold: Callable[[bytes, int, int], Held | None],
         known: Callable[[bytes, bool], None],
-        late: Callable[[float], None],
+        answered: Callable[[float], None],
+        probed: Callable[[float, float], None],
     ) -> None:
         """`identity`: as in `ObjectSeal`. `hold`: keeps the chunk of this name in place, or the states after
         it, if the second argument is not 0. The third is the position of the chunk in its prompt. `known` is
         called when this worker learns that the store has a chunk or lacks it, and when it forgets that.
-        `late` gets the seconds after which the store answered a fetch that was given up before."""
+        `answered` gets the seconds after which the store said what it has of a fetch. `probed` gets the same
+        of a probe, and the seconds that it needed to read an object."""
         self._layout = kv.layout
         self._block_size = kv.block_size
         self._cut = units = Units(kv.layout, kv.ranks)
@@ -121,7 +123,7 @@ class SharedStore:
 
         self._gathers = pool(fds.gathers)
         self._scatters = pool(fds.scatters) if fds.scatters else self._gathers
-        self._hold, self._on_known, self._on_late = hold, known, late
+        self._hold, self._on_known, self._on_answer, self._on_probe = hold, known, answered, probed
         self._session = 0  # 0: the store is not open
         self._tickets = 0
         self._orders: dict[int, tuple[Sequence[int], Answer]] = {}
@@ -136,7 +138,6 @@ class SharedStore:
         self._asks = False  # what it has of some offers
         self._next_write = self._paused_until = 0.0  # time.monotonic()
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self.chunk_seconds = 0.0
         self.written = self.refused = self.missed = self.unanswered = 0
         self._describes = StoreLayout(identity, kv.layout, kv.ranks)
         self._channel.send(self._describes)
@@ -170,9 +171,9 @@ class SharedStore:
 
         def answered(there: list[bool]) -> None:
             fetch.found_at = time.monotonic()
-            if fetch.ended:
-                self.unanswered -= 1
-                self._on_late(fetch.found_at - fetch.asked_at)
+            self.unanswered -= fetch.ended
+            if there:  # the process goes on
+                self._on_answer(fetch.found_at - fetch.asked_at)
             count = [*there[: len(names)], False].index(False)
             for name in names[:count]:
                 self._knows(name)
@@ -189,6 +190,22 @@ class SharedStore:
             fetch.chunks, fetch.stop = count, len(fetch.objects)
 
         self._order(answered, [*names, *states], is_urgent=True)
+
+    def probe(self) -> bool:
+        """The store process shall measure how fast the store is. False: not now, the units are in use."""
+        if not self._session or self._channel.full or len(self._free) < READERS * self._batch:
+            return False
+
+        def answered(units: Sequence[int], _: list[bool]) -> None:
+            self._free += units
+            self.unanswered -= 1
+
+        for _ in range(READERS):
+            units = [self._free.pop() for _ in range(self._batch)]
+            names = [label(b"", os.urandom(16)) for _ in units]
+            self._order(partial(answered, units), names, units, is_urgent=True, is_put=True)
+        self.unanswered += READERS
+        return True
 
     def cancel(self, fetch_id: bytes) -> None:
         """`poll` then reports Closed, unless the fetch has ended."""
@@ -249,9 +266,11 @@ class SharedStore:
         while messages := self._channel.receive():
             for message in messages:
                 match message:
-                    case StoreOpened(session, seconds):
-                        self.chunk_seconds = seconds
-                        self._reset(session)
+                    case StoreOpened(session, waited, seconds):
+                        if seconds:
+                            self._on_probe(waited, seconds)
+                        else:
+                            self._reset(session)
                     case StoreAnswer(ticket, done):
                         if (order := self._orders.pop(ticket, None)) is not None:  # else of the one before
                             order[1](done)
@@ -274,11 +293,11 @@ class SharedStore:
             self._scatters.close()
 
     def _order(
-        self, then: Answer, names: Sequence[bytes], units: Sequence[int] = (), *, is_urgent: bool = False
-    ) -> None:
+        self, then: Answer, names: Sequence[bytes], units: Sequence[int] = (), *,
+        is_urgent: bool = False, is_put: bool = False,
+    ) -> None:  # fmt: skip
         self._tickets += 1
         self._orders[self._tickets] = units, then
-        is_put = bool(units) and not is_urgent
         self._channel.send(
             StoreOrder(self._session, self._tickets, is_urgent, is_put, tuple(names), tuple(units))
         )
@@ -400,7 +419,7 @@ class SharedStore:
 
         def gathered() -> None:
             held.release()
-            self._order(written, [name], [unit])
+            self._order(written, [name], [unit], is_put=True)
 
         def written(done: list[bool]) -> None:
             self._free.append(unit)

@@ -43,6 +43,7 @@ from baton.kv_transfer.protocol.local_messages import FromReceiver, FromSender
 from baton.kv_transfer.protocol.messages import Side
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import spins
+from baton.machine.system import die_with_parent
 
 log = logging.getLogger("baton.kv")
 
@@ -280,7 +281,7 @@ def _raise_descriptor_limit() -> None:
 def main() -> int:
     start = msgspec.json.decode(sys.stdin.readline(), type=spawn.TransferStart)
     secret, config = bytes.fromhex(sys.stdin.readline()), start.config
-    spawn.die_with_parent(start.parent_pid)
+    die_with_parent(start.parent_pid)
     _raise_descriptor_limit()
     setproctitle.setproctitle(f"{config.title}: {config.name} transfer")
     if config.logging is not None:

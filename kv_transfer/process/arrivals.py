@@ -18,7 +18,6 @@ from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots
 from baton.kv_transfer.protocol.fetches import (
     Acknowledge,
-    Completed,
     Effect,
     EndSession,
     Fetches,
@@ -99,7 +98,7 @@ class Arrivals:
             return False
         (self._channel.hold if arrived.session is None else self._channel.post)(arrived)
         if complete:
-            self._complete(transfer)
+            self._channel.send(transfer.complete())
         return True
 
     def read(self, header: Header, slot: int, *, right: bool) -> None:
@@ -144,8 +143,8 @@ class Arrivals:
                 case FailedIn(_, reason):
                     self._counters.transfers[reason] += 1
                     self._channel.post(effect)
-                case Completed(transfer):
-                    self._complete(transfer)
+                case Complete():  # at once: a request waits for this
+                    self._channel.send(effect)
                 case Acknowledge(peer, transfer_id):
                     self._peers.acknowledge(peer, transfer_id, time.monotonic())
                 case EndSession(number):
@@ -161,13 +160,3 @@ class Arrivals:
         session = self._peers.by_session[number].session
         assert session is not None
         return session
-
-    def _complete(self, transfer: Transfer) -> None:
-        """Tells the engine at once: a request waits for this."""
-        incoming = transfer.incoming
-        self._channel.send(
-            Complete(
-                transfer.id, incoming.first_token, incoming.frames, incoming.bytes, transfer.asked_at,
-                transfer.first_frame_at, transfer.last_frame_at, transfer.commit_at,
-            )
-        )  # fmt: skip

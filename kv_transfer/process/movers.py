@@ -23,9 +23,9 @@ from baton.kv_transfer.process import mover
 from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.protocol.frame import FrameType, Header
-from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import wait
+from baton.machine.system import die_with_parent
 
 log = logging.getLogger("baton.kv")
 

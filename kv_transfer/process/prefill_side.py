@@ -293,10 +293,9 @@ class PrefillSide:
                     slots = window(session.lane_count, self._config.num_slots, exported=exported)
                     self._channel.post(
                         local.StartOut(
-                            prefill_id, transfer_id, number, session.slot_bytes, slots,
-                            fetch.ranges, fetch.head_start, fetch.head_count,
+                            prefill_id, transfer_id, number, session.slot_bytes, slots, fetch.ranges
                         )
-                    )  # fmt: skip
+                    )
                 case local.ReleasedOut(_, reason):
                     self._counters.transfers[reason] += 1
                     self._channel.post(effect)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.kv_transfer.config import TransferConfig
-from baton.kv_transfer.layout import scales_of
 from baton.kv_transfer.process.handshakes import Handshake, Handshakes, say
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.loop import Loop
@@ -130,7 +129,7 @@ class TcpConnector:
         if now >= self._next_ping:
             self._next_ping = now + limits.ping
             age = int(self._tick_age(now) * 1000)
-            ping = encode(Ping(self.config.incarnation, min(age, (1 << 32) - 1)))
+            ping = encode(Ping(min(age, (1 << 32) - 1)))
         for session in list(self.sessions.by_id.values()):
             if len(session.lanes) < session.lane_count and now >= session.opened + limits.handshake:
                 self.counters.expire("handshake", f"{session.name}: {len(session.lanes)} lanes came up")
@@ -161,8 +160,7 @@ class TcpConnector:
         return Identity(
             side=side, name=config.name, incarnation=config.incarnation,
             model_fingerprint=config.model_fingerprint, layout_fingerprint=config.layout.fingerprint,
-            kv_dtype=config.layout.dtype, kv_scales=scales_of(config.layout.dtype),
-            slot_bytes=config.slot_bytes,
+            kv_dtype=config.layout.dtype, slot_bytes=config.slot_bytes,
         )  # fmt: skip
 
     def _adopt(self, sock: socket.socket, network: str | None, owner: Handshake) -> Lane:

@@ -210,11 +210,6 @@ class Session(LaneOwner[Lane | FarLane], Generic[H]):
         return self.peer.name if self.peer is not None else f"a worker at {self.address}"
 
     def _ping(self, message: wire.Ping) -> None:
-        assert self.peer is not None
-        if message.incarnation != self.peer.incarnation:
-            raise wire.ProtocolError(
-                "incarnation", f"PING of incarnation {message.incarnation:x}, which is not the session's"
-            )
         limit = self._sessions.config.deadlines.engine_dead
         if message.tick_age_ms > limit * 1000:
             self._sessions.counters.expire(

@@ -18,7 +18,7 @@ from baton.kv_transfer.config import TransferDeadlines
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.protocol.incoming import Fault, Incoming
-from baton.kv_transfer.protocol.local_messages import FailedIn, FetchIn
+from baton.kv_transfer.protocol.local_messages import Complete, FailedIn, FetchIn
 from baton.kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, FetchContent, Have, Reason
 from baton.kv_transfer.protocol.shared import Expired, Send, Tombstones
 
@@ -61,12 +61,13 @@ class Transfer:
         """When its FETCH left: at once, or when a session was up."""
         return max(self.opened, self.source.up_at)
 
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """To the engine: every frame of the transfer came, verified."""
-
-    transfer: Transfer
+    def complete(self) -> Complete:
+        """To the engine: every frame of the transfer came, verified."""
+        incoming = self.incoming
+        return Complete(
+            self.id, incoming.first_token, incoming.frames, incoming.bytes, self.asked_at,
+            self.first_frame_at, self.last_frame_at, self.commit_at,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class Late:
     """To the metrics: a frame or message came for a transfer that is COMPLETE or has ended."""
 
 
-Effect = Send | FailedIn | Completed | Acknowledge | EndSession | Refuse | Late | Expired
+Effect = Send | FailedIn | Complete | Acknowledge | EndSession | Refuse | Late | Expired
 
 
 class FrameRefused(Exception):
@@ -143,9 +144,8 @@ class Fetches:
 
     def fetch(self, request: FetchIn, now: float) -> list[Effect]:
         source = self._source(request.incarnation)
-        heads = request.head_start, request.head_start + request.head_count
         incoming = Incoming(
-            source.layout, request.ranges, heads, slot_bytes=self._slot_bytes, states_at=request.states_at
+            source.layout, request.ranges, slot_bytes=self._slot_bytes, states_at=request.states_at
         )
         transfer = Transfer(request, source, incoming, now, now)
         self.open[transfer.id] = source.transfers[transfer.id] = transfer
@@ -203,7 +203,7 @@ class Fetches:
             complete = transfer.incoming.commit(commit)
         except Fault as e:
             return self._broken(transfer, e.kind, str(e), now)
-        return [Completed(transfer)] if complete else []
+        return [transfer.complete()] if complete else []
 
     def have(self, session: int, transfer_id: bytes, message: Have, now: float) -> list[Effect]:
         transfer = self._live(session, transfer_id)
@@ -327,9 +327,9 @@ class Fetches:
             return []
         m = transfer.request
         if m.chunks:
-            fetch = FetchContent(m.chunks, m.ranges[0][0] // CHUNK_TOKENS, m.head_start, m.head_count)
+            fetch = FetchContent(m.chunks, m.ranges[0][0] // CHUNK_TOKENS)
         else:
-            fetch = Fetch(m.prefill_id, m.attempt, m.ranges, m.head_start, m.head_count)
+            fetch = Fetch(m.prefill_id, m.attempt, m.ranges)
         return [Send(source.session, transfer.id, fetch)]
 
     def _abort(self, transfer: Transfer, reason: Reason) -> list[Effect]:

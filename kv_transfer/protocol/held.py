@@ -176,7 +176,7 @@ class HeldPrefills:
         elif self._draining or self._pins >= MOST_PINS:
             reason = "busy"
         else:
-            fetch = Fetch(pin_id, 0, (), message.head_start, message.head_count)
+            fetch = Fetch(pin_id, 0, ())
             deadline = now + self._deadlines.fetch_wait
             self.waiting[pin_id] = _Waiting(transfer_id, session, fetch, deadline, message.first_chunk)
             self._asked.add(pin_id)

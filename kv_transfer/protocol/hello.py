@@ -16,7 +16,7 @@ import os
 from typing import TYPE_CHECKING
 
 from baton.kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
-from baton.kv_transfer.layout import ITEM_BYTES, convertible, scales_of
+from baton.kv_transfer.layout import ITEM_BYTES, convertible
 from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import LaneKeys
 
@@ -157,10 +157,5 @@ def _check(mine: wire.Identity, theirs: wire.Identity) -> None:
         a, b = getattr(mine, field), getattr(theirs, field)
         if not (a == b or (field == "kv_dtype" and b in ITEM_BYTES and convertible(a, b))):
             raise LaneRefused(reason, f"{field}: {mine.name} has {a!r}, {theirs.name} has {b!r}")
-    if theirs.kv_scales != (known := scales_of(theirs.kv_dtype)):
-        raise LaneRefused(
-            "scales",
-            f"kv_scales: {theirs.name} has {theirs.kv_scales!r}, {theirs.kv_dtype} must have {known!r}",
-        )
     if not PAGE <= theirs.slot_bytes <= MAX_SLOT_BYTES:
         raise LaneRefused("limits", f"{theirs.name} takes slices of {theirs.slot_bytes} bytes")

@@ -33,15 +33,13 @@ class Fault(Refusal):
 
 class Incoming:
     def __init__(
-        self, layout: KVLayout, ranges: Sequence[Range], heads: Range, *, slot_bytes: int,
-        states_at: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        """Positions `ranges` (ascending, disjoint) of KV heads `heads`. `layout` is that of the sender, as
-        far as it is known: see `sent_as`. `states_at`: the positions after which states were asked for, if
-        the layout has states."""
+        self, layout: KVLayout, ranges: Sequence[Range], *, slot_bytes: int, states_at: Sequence[int] = ()
+    ) -> None:
+        """Positions `ranges` (ascending, disjoint). `layout` is that of the sender, as far as it is known:
+        see `sent_as`. `states_at`: the positions after which states were asked for, if the layout has
+        states."""
         self.state = TransferState.RESERVED
         self.ranges = tuple(ranges)
-        self.heads = heads
         self.frames = 0  # verified
         self.bytes = 0
         self._commit: Commit | None = None
@@ -58,11 +56,10 @@ class Incoming:
         assert self.state is TransferState.RESERVED
         self.layout = layout
         tokens = sum(stop - start for start, stop in self.ranges)
-        heads = tokens * (self.heads[1] - self.heads[0])
         states = len(self._states_at)
         # The heads of each part of each layer, and the bytes of one of them.
         parts: dict[Part, Range] = {
-            (number, layer): (heads if part.per_token else states * part.heads, part.head_bytes)
+            (number, layer): ((tokens if part.per_token else states) * part.heads, part.head_bytes)
             for number, part in enumerate(layout.parts)
             if part.per_token or states
             for layer in layout.layers_of(number)
@@ -102,15 +99,15 @@ class Incoming:
         first, last = piece.head_start, piece.head_start + piece.head_count
         kept = self.layout.parts[piece.part]
         if kept.per_token:
-            size, heads = piece.token_count * kept.head_bytes, self.heads
+            size = piece.token_count * kept.head_bytes
             was_asked = any(a <= start and stop <= b for a, b in self.ranges)
         else:
-            size, heads = kept.head_bytes, (0, kept.heads)
+            size = kept.head_bytes
             was_asked = start == stop and start in self._states_at
         if h.length != piece.head_count * size or h.length == 0:
             raise Fault("frame_length", f"length {h.length} for {piece.token_count} × {piece.head_count}")
-        if not heads[0] <= first < last <= heads[1]:
-            raise Fault("frame_range", f"heads {first}–{last} were not asked for")
+        if not first < last <= kept.heads:
+            raise Fault("frame_range", f"there are no heads {first}–{last}")
         if not was_asked:
             raise Fault("frame_range", f"positions {start}–{stop} were not asked for")
         if self._commit is not None and h.seq >= self._commit.frames:
@@ -152,7 +149,7 @@ class Incoming:
         if any(parts[-1][1] > stop for heads in self._covered.values() for parts in heads.values()):
             raise Fault("frame_range", f"a frame came of positions beyond {stop}")
         self.ranges = ((start, stop),)
-        less = (asked - stop) * (self.heads[1] - self.heads[0]) * self.layout.parts[0].head_bytes
+        less = (asked - stop) * self.layout.parts[0].bytes
         self._missing = {part: missing - less for part, missing in self._missing.items()}
         self._expected_bytes -= less * len(self._missing)
         self._count_missing_frames()

@@ -102,8 +102,6 @@ class StartOut(Local):
     slot_bytes: int
     window: int  # slots that the session may have on their way
     ranges: tuple[tuple[int, int], ...]
-    head_start: int
-    head_count: int
 
 
 class PinOut(Local):
@@ -175,8 +173,6 @@ class FetchIn(Local):
     incarnation: int
     attempt: int
     ranges: tuple[tuple[int, int], ...]
-    head_start: int
-    head_count: int
     states_at: tuple[int, ...] = ()  # the positions after which states are asked for, ascending
     chunks: tuple[bytes, ...] = ()  # FETCH_CONTENT: of the one range, in place of a prefill
 
@@ -291,7 +287,8 @@ class Copied(Local):
 
 class StoreOrder(Local):
     """Engine → store process. Without units: which of these objects exist? With them: write them, or read
-    them. The units belong to the store process until it answers."""
+    them. An urgent put is a probe: objects are written, read and removed. `StoreOpened` says how fast. The
+    units belong to the store process until it answers."""
 
     session: int  # as in StoreOpened
     ticket: int
@@ -317,11 +314,12 @@ class StoreAnswer(Local):
 
 
 class StoreOpened(Local):
-    """Store process → engine: a new process has begun, and later that it is connected. It does no order of
-    an earlier session."""
+    """Store process → engine: a new process has begun, later that it is connected, and after probes. It does
+    no order of an earlier session."""
 
     session: int  # 0: it is not connected yet
-    chunk_seconds: float = 0.0  # that reading one object took. 0: not known
+    waited: float = 0.0  # seconds until the store said what it has, in a probe
+    chunk_seconds: float = 0.0  # that reading an object took in it. 0: there was none
 
 
 class CopyBlocks(Local):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from baton.kv_transfer.layout import U16, U32, Slice
+from baton.kv_transfer.layout import U32, Slice
 from baton.kv_transfer.protocol.frame import FrameType, Refusal
 
 MAX_CONTROL_BYTES = 64 << 10
@@ -70,7 +70,6 @@ class Identity(Message):
     model_fingerprint: Text
     layout_fingerprint: Text
     kv_dtype: Text
-    kv_scales: Text  # "none" or "token_head"
     slot_bytes: U32
 
 
@@ -114,8 +113,6 @@ class Fetch(Message):
     prefill_id: Id
     attempt: U64  # of decode: a FETCH of a newer attempt ends the transfers of older ones
     ranges: Annotated[tuple[tuple[U32, U32], ...], Meta(max_length=MAX_RANGES)]  # [start, stop), ascending
-    head_start: U16  # the KV heads that are asked for
-    head_count: U16
 
 
 class FetchContent(Message):
@@ -126,8 +123,6 @@ class FetchContent(Message):
 
     chunks: Annotated[tuple[Id, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
     first_chunk: U32  # its position in the prompt, in chunks
-    head_start: U16
-    head_count: U16
 
 
 class Have(Message):
@@ -213,7 +208,6 @@ class Taken(Message):
 
 
 class Ping(Message):
-    incarnation: U64
     tick_age_ms: U32  # since the engine last ticked; 0 before its first tick
 
 
@@ -264,8 +258,8 @@ def decode(side: Side, kind: FrameType, payload: memoryview) -> Control:
     if decoder is None:
         raise ProtocolError("message", f"{kind.name} is never sent to the {side}")
     message = _read(decoder, payload, kind.name)
-    if isinstance(message, Fetch | FetchContent):
-        _check_fetch(message)
+    if isinstance(message, Fetch):
+        _check_ranges(message)
     elif isinstance(message, Commit):
         first = message.first_token
         if len(first.top_ids) != len(first.top_logprobs):
@@ -290,12 +284,10 @@ def _read(decoder: Callable[[bytes | memoryview], M], payload: bytes | memoryvie
         raise ProtocolError("message", f"{what}: {e}") from None
 
 
-def _check_fetch(message: Fetch | FetchContent) -> None:
+def _check_ranges(message: Fetch) -> None:
     previous = 0
-    for start, stop in message.ranges if isinstance(message, Fetch) else ():
+    for start, stop in message.ranges:
         if not previous <= start < stop:
             text = f"FETCH: ranges must be ascending, disjoint and not empty: {start}, {stop}"
             raise ProtocolError("message", text)
         previous = stop
-    if message.head_count == 0:
-        raise ProtocolError("message", "FETCH: no heads asked for")

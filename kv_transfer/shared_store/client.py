@@ -33,7 +33,8 @@ from baton.kv_transfer.shared_store import (
     load_backend,
     parse,
 )
-from baton.kv_transfer.spawn import die_with_parent, spawn
+from baton.kv_transfer.spawn import spawn
+from baton.machine.system import die_with_parent
 
 CLIENT_MODULE = "baton.kv_transfer.shared_store.client"
 RETRY = 2.0

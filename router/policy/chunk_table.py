@@ -8,22 +8,18 @@ the chunk before. That costs a little time and never a wrong token, since worker
 
 Chunks are spread over tables, and a table that is full is copied into a larger one. Their limits differ, so
 they are not full at the same time. A slot keeps its chunk until then, also without workers.
-
-A worker has the same row in all processes. Each process marks the rows of the workers that it is attached to.
-A row without marks is free.
 """
 
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
-import xxhash
 
 from baton.content import Tier
+from baton.router.policy.host_rows import MAX_ROWS, HostRows
 
-MAX_ROWS = 1 << 14
 _WORD, _ROW_BITS = 8, 64
 _TABLES, _SHIFT = 1 << 8, 64 - 8
 _FIRST_SLOTS_LOG2 = 4
@@ -32,10 +28,9 @@ _LEAST_FULL = 0.4
 _PAGE = mmap.PAGESIZE
 
 # Places of words. The memory is as large as it may ever get; untouched pages take none.
-_VERSION, _CHUNKS, _WIDTH_LOG2, _OFFLOADED, _TOP = range(5)
+_VERSION, _CHUNKS, _WIDTH_LOG2, _OFFLOADED = range(4)
 _HEADS = 512
-_IDS = _HEADS + 512
-_SLOTS = _IDS + MAX_ROWS
+_SLOTS = _HEADS + 512
 _SLOTS_END = _SLOTS + (1 << 30)
 _RECORDS_OF_WIDTH = 1 << 27
 _WIDTHS = (MAX_ROWS // _ROW_BITS).bit_length()
@@ -49,7 +44,7 @@ _ZERO = (1 << 64) - 1
 """Stands for the chunk 0, since a slot with 0 is empty."""
 _HEAD = 8  # bits of a head with the logarithm of the number of slots; the others are the first place
 
-_ROWS_LOCK, _WRITER_LOCK = 0, 1  # bytes of the file
+_WRITER_LOCK = 1  # a byte of the file; `HostRows` locks another one
 
 
 def _field(value: int, row: int) -> int:
@@ -67,56 +62,29 @@ def _without(value: int, place: int) -> int:
 
 
 class ChunkTable:
-    """The memory, and what its writer keeps for itself."""
+    """The memory, and what its writer keeps for itself.
+
+    Attributes:
+        rows: of the workers, behind the chunks in the memory.
+    """
 
     def __init__(self, fd: int | None = None, processes: int = 1, number: int = 0) -> None:
         """`fd`: of the memory that the supervisor made. None: there is only this process, which writes."""
-        self._fd, self._number = fd, number
+        self._fd = fd
         own = os.memfd_create("baton chunks") if fd is None else fd
-        size = _END * _WORD + MAX_ROWS * processes
-        os.ftruncate(own, size)
-        self._memory = mmap.mmap(own, size)
+        os.ftruncate(own, _END * _WORD + HostRows.size(processes))
+        self._memory = mmap.mmap(own, _END * _WORD)
+        self.rows = HostRows(own, _END * _WORD, processes, number, alone=fd is None)
         if fd is None:
             os.close(own)
-        self._bytes = memoryview(self._memory)
-        self._words = self._bytes[: _END * _WORD].cast("Q")
-        self._array = np.frombuffer(self._memory, np.uint64, _END)
-        self._marks = np.frombuffer(self._memory, np.bool_, offset=_END * _WORD).reshape(MAX_ROWS, processes)
-        self._bits = [1 << row for row in range(_ROW_BITS)]
+        self._words = memoryview(self._memory).cast("Q")
+        self._array = np.frombuffer(self._memory, np.uint64)
         self._used = [0] * _TABLES  # slots with a chunk
         self._limits = [0] * _TABLES  # of these; then the table is copied
         self._free: dict[int, list[int]] = {}  # log2 of slots → places
         self._end = _SLOTS
         self._free_records: list[int] = []
         self._records = 0
-
-    # ------------------------------------------------------------ rows
-
-    def take_row(self, worker: str) -> int:
-        """Returns the row that the worker has in all processes, or gives it a free one."""
-        words, id = self._words, xxhash.xxh3_64_intdigest(worker.encode())
-        if self._fd is not None:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, _ROWS_LOCK)  # the kernel frees it at a death
-        try:
-            top = words[_TOP]
-            marks = self._marks[:top]
-            used, own = marks.any(axis=1), marks[:, self._number]
-            same = np.flatnonzero((self._array[_IDS : _IDS + top] == id) & used & ~own)
-            row = int(next(iter(same), next(iter(np.flatnonzero(~used)), top)))
-            if row == MAX_ROWS:
-                raise ValueError(f"a router knows at most {MAX_ROWS} workers at a time")
-            words[_IDS + row], words[_TOP], self._marks[row, self._number] = id, max(top, row + 1), True
-        finally:
-            if self._fd is not None:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, _ROWS_LOCK)
-        return row
-
-    def leave_row(self, row: int) -> None:
-        self._marks[row, self._number] = False
-
-    def ended(self, number: int) -> None:
-        """A process has ended. Called by the supervisor."""
-        self._marks[:, number] = False
 
     def may_write(self) -> bool:
         """Whether this process is the one that writes, from now to its end. A new writer finds no chunks."""
@@ -246,15 +214,13 @@ class ChunkTable:
             chunk = chunk or _ZERO
             table = chunk >> _SHIFT
             while True:
-                if not (head := words[_HEADS + table]):
-                    self._copy(table, head)
-                    continue
-                first, mask = head >> _HEAD, (2 << (head & 0xFF)) - 2
-                step = chunk << 1 & mask
-                while (found := words[first + step]) and found != chunk:
-                    step = step + 2 & mask
-                if found or used[table] < limits[table]:
-                    break
+                if head := words[_HEADS + table]:
+                    first, mask = head >> _HEAD, (2 << (head & 0xFF)) - 2
+                    step = chunk << 1 & mask
+                    while (found := words[first + step]) and found != chunk:
+                        step = step + 2 & mask
+                    if found or used[table] < limits[table]:
+                        break
                 self._copy(table, head)
             at = first + step + 1
             value = words[at] if found else 0
@@ -327,8 +293,8 @@ class ChunkTable:
     def clear(self, row: int) -> None:
         """Removes all chunks of a worker: 5 ms for a million chunks of all workers."""
         array, removed = self._array, 0
-        for first, size in self._tables():
-            values = array[first + 1 : first + 2 * size : 2]
+        for head in filter(None, self._words[_HEADS : _HEADS + _TABLES].tolist()):
+            values = array[(head >> _HEAD) + 1 : (head >> _HEAD) + (2 << (head & 0xFF)) : 2]
             for place in range(_FIELD, 64, _FIELD):
                 count = values & np.uint64(_COUNT)
                 there = (count < _RECORD) & (count * np.uint64(_FIELD) >= place)
@@ -348,8 +314,10 @@ class ChunkTable:
 
     def store(self, chunk: int, *, stored: bool) -> None:
         """The store that workers share has the chunk, or has it no more."""
-        at = self._find(chunk) or (self._insert(chunk) if stored else 0)
-        if at:
+        if stored and not self._find(chunk):
+            self.add(0, [chunk])
+            self.discard(0, [chunk])  # its slot stays
+        if at := self._find(chunk):
             self._words[at] = self._words[at] & ~_STORED | stored * _STORED
 
     def _put(self, value: int, row: int, tier: Tier | None) -> None:
@@ -357,7 +325,7 @@ class ChunkTable:
         (first, width), (word, bit) = self._record(value), divmod(row, _ROW_BITS)
         there = tier is not None, tier is Tier.HOST, tier is Tier.DISK
         for at, is_there in zip(range(first + word, first + 3 * width, width), there, strict=True):
-            self._words[at] = self._words[at] & ~self._bits[bit] | is_there * self._bits[bit]
+            self._words[at] = self._words[at] & ~(1 << bit) | is_there << bit
 
     def _new_record(self, row: int) -> int:
         """Returns a value with an empty record that has place for this row."""
@@ -378,21 +346,6 @@ class ChunkTable:
             self._array[then : then + 2 * width * area].reshape(area, 2 * width)[:, :width] = old
             self._words[_WIDTH_LOG2] += 1
             self._remove(first, first + width * area)
-
-    def _insert(self, chunk: int) -> int:
-        """Gives a chunk a slot. Returns the place of its value."""
-        chunk = chunk or _ZERO
-        words, table = self._words, chunk >> _SHIFT
-        if self._used[table] >= self._limits[table]:
-            self._copy(table, words[_HEADS + table])
-        head = words[_HEADS + table]
-        first, mask = head >> _HEAD, (1 << (head & 0xFF)) - 1
-        step = chunk
-        while words[at := first + 2 * (step & mask)]:
-            step += 1
-        words[at] = chunk
-        self._used[table] += 1
-        return at + 1
 
     def _copy(self, table: int, head: int) -> None:
         """Copies the chunks that workers or the store have, with place for more."""
@@ -438,9 +391,3 @@ class ChunkTable:
         begin, stop = -(-first * _WORD // _PAGE) * _PAGE, end * _WORD // _PAGE * _PAGE
         if begin < stop:
             self._memory.madvise(mmap.MADV_REMOVE, begin, stop - begin)
-
-    def _tables(self) -> Iterator[tuple[int, int]]:
-        """The first word and the number of slots of each table."""
-        for head in self._words[_HEADS : _HEADS + _TABLES].tolist():
-            if head:
-                yield head >> _HEAD, 1 << (head & 0xFF)

@@ -105,7 +105,7 @@ class PrefillLoads:
 
     def join(self, name: str, *, block_size: int, now: float, serving: bool = True) -> int:
         """Adds a worker with an empty queue and an empty cache. Returns its row."""
-        row = self.index.table.take_row(name)
+        row = self.index.table.rows.take(name)
         while row >= len(self._workers):
             self._new_row()
         self._workers[row] = _Worker(name, block_size, at=now, reported_at=now)
@@ -120,7 +120,7 @@ class PrefillLoads:
         self._set_store(row, False)
         self.serve(row, False)
         self._workers[row] = None
-        self.index.table.leave_row(row)
+        self.index.table.rows.leave(row)
 
     def serve(self, row: int, serving: bool) -> None:
         """Whether it takes new work of the prefill pool."""

@@ -32,7 +32,7 @@ from baton.router.policy.chunk_table import ChunkTable
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.sockets import ControlClient, listen, report, reserve
-from baton.router.status import scrape_targets
+from baton.router.status import all_ready, merged_status, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,6 @@ END_SECONDS = 15.0
 """For processes to end, after their drain."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
 """Seconds before another start, after a start that failed."""
-
-_COUNTS = ("requests", "waiting_for_turn", "waiting_for_room", "waiting_for_workers", "waiting_tokens")
 
 
 class _CannotServe(Exception):
@@ -191,7 +189,7 @@ class Supervisor:
         self._reported = False  # to the parent, that all listen
         self._metrics = MergedMetrics()
         self._key_counts = KeyCounts(keys_fd, config.processes)
-        self._chunks = ChunkTable(chunks_fd, config.processes)
+        self._rows = ChunkTable(chunks_fd, config.processes).rows
         self._processes: dict[int, _Process] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._reloading = asyncio.Event()
@@ -301,7 +299,7 @@ class Supervisor:
             del self._processes[number]
             self._metrics.ended(str(number))
             self._key_counts.ended(number)
-            self._chunks.ended(number)
+            self._rows.ended(number)
         if process.ready is not None:
             return True, process.error or f"ended with {code}"
         return False, process.error or f"router process {number} ended with {code} before it listened"
@@ -386,31 +384,7 @@ class Supervisor:
 
     async def _get_ready(self, request: web.Request) -> web.Response:
         found = [json.loads(text) for text in (await self._known("ping")).values()]
-        return web.Response(status=200 if _ready(found) else 503)
-
-
-def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]:
-    """Merges the status of all processes. `router` has sums, the workers are those of the first process."""
-    routers = [status["router"] for status in found.values()]
-    counts = {name: sum(router[name] for router in routers) for name in _COUNTS}
-    return {
-        "router": {
-            "index": config.index,
-            "pid": os.getpid(),
-            "model": config.model_name,
-            "state": "draining" if any(r["state"] == "draining" for r in routers) else "serving",
-            "ready": _ready(routers),
-            **counts,
-        },
-        "processes": [{"number": number, **status["router"]} for number, status in found.items()],
-        "workers": next(iter(found.values()))["workers"] if found else [],
-        "cluster": next(iter(found.values()))["cluster"] if found else None,
-    }
-
-
-def _ready(routers: list[dict[str, Any]]) -> bool:
-    """True when every process that listens is ready. One that restarts gets no connections."""
-    return bool(routers) and all(r["ready"] and r["state"] == "serving" for r in routers)
+        return web.Response(status=200 if all_ready(found) else 503)
 
 
 def supervise(

@@ -82,7 +82,8 @@ def read_directory(path: Path) -> TextModel:
     """Reads a Hugging Face directory. Raises ValueError when a file is missing or malformed."""
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(f"{path} has no tokenizer.json (slow tokenizers are not supported)")
+        has = " (its tiktoken.model can be converted: docs/troubleshooting.md)"
+        raise ValueError(f"{path} has no tokenizer.json{has * (path / 'tiktoken.model').is_file()}")
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions

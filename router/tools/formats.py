@@ -8,13 +8,12 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-from baton.router.api.messages import FUNCTION_NAME, Tool
+from baton.router.api.messages import Tool
 from baton.router.tools import harmony
 from baton.router.tools.grammar import Written
 from baton.router.tools.marker import Marker
 from baton.router.tools.parser import Part, ToolParser
 from baton.router.tools.readers import (
-    MAX_HEAD,
     NAME,
     SPACE,
     CallReader,
@@ -285,9 +284,8 @@ class PythonicParser(BareParser):
 
 
 CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
-_HEAD = re.compile(rf"[{SPACE}]*[\w.-]*[{SPACE}]*(\[(A(R(G(S(\][{SPACE}]*)?)?)?)?)?)?")
-"""What may be between the marker and the arguments of a call: its name. The end may be missing."""
-_NAME = re.compile(NAME)
+_HEAD = re.compile(rf"{NAME}\s*(\[ARGS\]\s*)?")
+"""What is between the marker and the arguments of a call that is not in a list, but for space before it."""
 
 
 class MistralParser(ToolParser):
@@ -315,8 +313,14 @@ class MistralParser(ToolParser):
             self._held = [CALLS] if found else None
         elif self._listed:
             yield from self._take_in_list(self._held, character)
+        elif character in SPACE:
+            self._held.append(character)
+        elif character == "[":
+            self._listed = True
+            self._held.append(character)
         else:
-            yield from self._take_in_head("".join(self._held[1:]), self._held, character)
+            self._call = NamedCallReader(_HEAD, CALLS)
+            yield from self._take(character)
 
     def _take_in_list(self, held: list[str], character: str) -> Iterator[Part]:
         """Takes a character between the calls of a list."""
@@ -326,23 +330,6 @@ class MistralParser(ToolParser):
         elif character == "]" and held[:1] != [CALLS]:
             self._held, self._listed = None, False
         elif character in SPACE + ",":
-            held.append(character)
-        else:
-            yield from self._give_up("")
-            yield from self._take(character)
-
-    def _take_in_head(self, head: str, held: list[str], character: str) -> Iterator[Part]:
-        """Takes a character between the marker and the first call."""
-        name = head.strip(SPACE).removesuffix(ARGS).strip(SPACE)
-        if character == "{" and re.fullmatch(FUNCTION_NAME, name):
-            self._call = NamedCallReader(_NAME, CALLS)
-            for known in name:
-                self._call.take(known)
-            yield from self._take(character)
-        elif character == "[" and not name:
-            self._listed = True
-            held.append(character)
-        elif len(head) < MAX_HEAD and _HEAD.fullmatch(head + character):
             held.append(character)
         else:
             yield from self._give_up("")

@@ -6,7 +6,6 @@ import math
 import random
 import time
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier, prompt_hints
 from baton.router.config import RouterConfig
@@ -29,21 +28,19 @@ from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest, Prefil
 from baton.router.policy.prefill_loads import PrefillWork
 from baton.router.policy.split import MOST_WORKERS, PromptCost, Split, SplitWorker, may_gain, split
 from baton.router.workers.checks import RouterModel
+from baton.router.workers.prefixes import PrefixSource, prefix_source
 from baton.router.workers.roster import Roster
+from baton.router.workers.sharing import share
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import POOL_NAMES, Worker
 from baton.rpc import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-WRITER_SECONDS = 1.0
-"""How often a process looks whether the one that writes the index has ended."""
 WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
 WINDOW_CHANGE = 0.1
 """It is updated at once if a pool has grown or shrunk by more than this part: not at each change of many."""
-DRAWN = 2
-"""Holders of a prefix to compare. More would all ask the fastest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +71,6 @@ class Place:
     why: Placement
 
 
-class PrefixSource(NamedTuple):
-    """A worker with more of a prompt than another one, and the slowest tier with a part of it."""
-
-    holder: Worker
-    tier: Tier
-
-    def seconds(self, asker: Worker, tokens: int) -> float:
-        """Time in which the asker fetches so many tokens, by its recent measurements. 0: it has none."""
-        link = asker.prefix_links.get((self.holder.description.incarnation, self.tier))
-        return link.wait + tokens / link.tokens_per_s if link is not None else 0.0
-
-    def message(self) -> pb.ContentSource:
-        described = self.holder.description
-        return pb.ContentSource(
-            kv_address=described.kv_address,
-            incarnation=described.incarnation,
-            tier=pb.Tier.Name(self.tier),
-        )
-
-
 class WorkerPool(Roster):
     """Owns the streams to the workers. Runs on the event loop, and never waits for a worker.
 
@@ -102,7 +79,7 @@ class WorkerPool(Roster):
 
     def __init__(self, config: RouterConfig, model: RouterModel) -> None:
         super().__init__(model, ChunkTable(config.chunks_fd, config.processes, config.process_number or 0))
-        self.writes_index = config.chunks_fd is None
+        self.writes = config.chunks_fd is None
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
         self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
@@ -117,7 +94,7 @@ class WorkerPool(Roster):
 
     async def run(self) -> None:
         """Follows discovery until cancelled, then closes every stream."""
-        writing = asyncio.create_task(self._write_index())
+        sharing = asyncio.create_task(share(self, self._config.process_number or 0))
         try:
             async for addresses in self._config.discovered().watch():
                 for address in addresses - self.listed.keys():
@@ -128,19 +105,8 @@ class WorkerPool(Roster):
                     self.retire(address)
             await asyncio.Event().wait()
         finally:
-            writing.cancel()
+            sharing.cancel()
             await asyncio.gather(*(stream.close() for stream in {*self._streams.values(), *self._retired}))
-
-    async def _write_index(self) -> None:
-        """Waits until no other process of this host writes the index. Then asks the workers for chunks."""
-        if self.writes_index:
-            return
-        while not self.loads.index.table.may_write():  # noqa: ASYNC110
-            await asyncio.sleep(WRITER_SECONDS)
-        self.writes_index = True
-        log.info("process %s writes the index of cached chunks", self._config.process_number)
-        for worker in self.by_row.values():
-            worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
 
     def _open(self, address: str) -> None:
         worker = Worker(address, self.loads, lambda: self.on_capacity(), self.breaker_changed)
@@ -380,38 +346,12 @@ class WorkerPool(Roster):
         """Where `worker` finds more of a prompt than in its own prefix cache; None if nowhere.
 
         Workers with KV of another dtype have other names for it."""
-        source = self.prefix_source(worker, chunks, tokens) if self._config.prefix_fetches else None
+        source = None
+        if self._config.prefix_fetches:
+            source = prefix_source(self, worker, chunks, tokens, self._rng)
         if source is None or source.holder.description.content_root != worker.description.content_root:
             return None
         return source.message()
-
-    def prefix_source(self, worker: Worker, chunks: list[int], tokens: int) -> PrefixSource | None:
-        """A worker of any pool that has more of a prompt cached than `worker`.
-
-        None: there is no such worker, or fetching takes more than twice as long as computing. The bound is
-        loose, because the worker decides in the end: it knows better what a few tokens of a long prompt cost.
-
-        Only reported chunks count: a worker that will compute the prompt has nothing to send yet. A few
-        workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
-        """
-        if not worker.attached:
-            return None
-        index = self.loads.index
-        cached = index.overlap(chunks, tokens, CHUNK_TOKENS, self.attached_rows)
-        own = cached.of(worker.row)
-        best, most_saved = None, -math.inf
-        for found, rows in cached.levels():
-            if found < own + CHUNK_TOKENS:
-                break
-            wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
-            have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
-            for holder in have if len(have) <= DRAWN else self._rng.sample(have, DRAWN):
-                source = PrefixSource(self.by_row[holder], index.slowest_tier(holder, wanted))
-                computing = self.loads.seconds(worker.row, found - own)
-                saved = computing - source.seconds(worker, found - own)
-                if saved > max(most_saved, -computing):
-                    best, most_saved = source, saved
-        return best
 
     def offered(self, worker: Worker, offer: pb.Offer) -> None:
         """Tells the worker that would compute prompts with this prefix to fetch it. Declines the offer if

@@ -59,7 +59,7 @@ class Roster:
         decodes: the decode loads of workers of the decode pool that get new work.
         prefills: likewise, of the prefill pool.
         had_decode: the decode pool had a worker once.
-        writes_index: this process gets the workers' reports of cached chunks, for all processes of this host.
+        writes: this process gets the workers' reports, also of cached chunks, for all processes of this host.
     """
 
     def __init__(self, model: RouterModel, table: ChunkTable | None = None) -> None:
@@ -72,7 +72,7 @@ class Roster:
         self.by_row: dict[int, Worker] = {}
         self.attached_rows = 0
         self.loads = PrefillLoads(table)
-        self.writes_index = True
+        self.writes = True
         self.decode_caches = DecodeCaches(self.loads.index)
         self.had_decode = False
         self._ready = {pool: _Ready() for pool in POOL_NAMES}
@@ -141,7 +141,18 @@ class Roster:
         others = (found for key, found in self._with_numerics.items() if key != numerics)
         return set().union(*others)
 
-    def reported(self, worker: Worker) -> None:
+    def reported(self, worker: Worker, status: pb.WorkerStatus) -> None:
+        """An attached worker sent a report, or the process that writes passed it on."""
+        if self.writes:
+            self.loads.index.table.rows.pass_on(worker.row, worker.description.incarnation, status)
+        changed = worker.report(status)
+        self._apply_report(worker)
+        if changed:  # first: requests that start now must not go to a worker that drains or has left
+            self.availability_changed(worker)
+        else:
+            worker.on_load()
+
+    def _apply_report(self, worker: Worker) -> None:
         alone = worker.pool == pb.POOL_PREFILL
         self.loads.reported(worker.row, worker.status, time.monotonic(), alone=alone)
 
@@ -203,7 +214,7 @@ class Roster:
         self.decode_caches.join(worker.row, worker.load)
         self.by_row[worker.row] = worker
         self.attached_rows |= 1 << worker.row
-        self.reported(worker)
+        self._apply_report(worker)
 
     def _leave(self, worker: Worker) -> None:
         self.loads.leave(worker.row)

@@ -137,7 +137,8 @@ class WorkerStream:
             router_id=self._config.id,
             report_seconds=self._roster.report_seconds,
             describe=True,
-            cache=self._roster.writes_index,
+            cache=self._roster.writes,
+            shares_reports=not self._roster.writes,
         )
         messages.put(pb.RouterMessage(hello=hello))
         async with connect(worker.address, self._config.secret, self._config.cluster_tls) as channel:
@@ -154,7 +155,7 @@ class WorkerStream:
                     return
                 await self._roster.turn()
                 self._attach(first.description, messages, stub)
-                if self._roster.writes_index and not hello.cache:  # since a moment ago
+                if self._roster.writes and not hello.cache:  # since a moment ago
                     self._ask_for_snapshot()
                 try:
                     async for message in received:
@@ -221,15 +222,7 @@ class WorkerStream:
             case "offer":
                 self._on_offer(self.worker, message.offer)
             case "status":
-                self._receive_status(message.status)
-
-    def _receive_status(self, status: pb.WorkerStatus) -> None:
-        changed = self.worker.report(status)
-        self._roster.reported(self.worker)
-        if changed:  # first: requests that start now must not go to a worker that drains or has left
-            self._roster.availability_changed(self.worker)
-        else:
-            self.worker.on_load()
+                self._roster.reported(self.worker, message.status)
 
     def _receive_tokens(self, events: Iterable[pb.TokenEvent]) -> None:
         vocab_size, attempts = self.worker.description.vocab_size, self.worker.attempts

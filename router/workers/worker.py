@@ -106,7 +106,7 @@ class Worker:
     Attributes:
         description: of the attached incarnation, or of the last one.
         reason, remedy: why the worker is not ready and what to do; empty if it is ready.
-        status: the last report.
+        status, reported_at: the last report, and the time.monotonic() at which this process got it.
         prefix_links: those of the last report, by incarnation and tier of the other worker.
         pool: in which the worker gets new work: that of the last report, or else its first.
         attempts: the open attempts, by id.
@@ -131,7 +131,7 @@ class Worker:
         self.state = WorkerState.CONNECTING
         self.reason = self.remedy = ""
         self.description = pb.WorkerDescription()
-        self.status = pb.WorkerStatus()
+        self.status, self.reported_at = pb.WorkerStatus(), 0.0
         self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {}
         self.pool = pb.POOL_UNSPECIFIED
         self.attempts: dict[bytes, Attempt] = {}
@@ -183,7 +183,8 @@ class Worker:
         invalid = clear_invalid_rates(status)
         if invalid and not self._invalid_rates:  # not with each report
             log.warning("%s reports impossible rates, which count as unknown: %s", self, ", ".join(invalid))
-        self.status, self._invalid_rates = status, bool(invalid)
+        self.status, self.reported_at = status, time.monotonic()
+        self._invalid_rates = bool(invalid)
         self.prefix_links = {(link.incarnation, link.tier): link for link in status.prefix_links}
         running = status.requests_running + status.reservations
         self.load.reported(blocks_free=status.blocks_free, running=running)
@@ -195,20 +196,20 @@ class Worker:
             log.info("%s gets the work of the %s pool", self, POOL_NAMES.get(self.pool, self.pool))
         return (self.state, self.pool) != before
 
-    async def current_status(self) -> pb.WorkerStatus:
-        """Asks the worker. Returns the last report if the worker does not answer in time."""
+    async def ask(self) -> pb.WorkerStatus | None:
+        """Asks the worker for its status. None: it does not answer in time."""
         if self.stub is None:
-            return self.status
+            return None
         try:
             status = await self.stub.GetStatus(pb.StatusRequest(), timeout=STATUS_TIMEOUT)
             clear_invalid_rates(status)
             return status
         except grpc.aio.AioRpcError:
-            return self.status
+            return None
         except asyncio.CancelledError:
             if cancelled_from_outside():
                 raise
-            return self.status  # the stream ended and closed the channel during the call
+            return None  # the stream ended and closed the channel during the call
 
     # ------------------------------------------------------------ messages
 

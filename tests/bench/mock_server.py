@@ -42,7 +42,6 @@ class Behavior:
     gate: Callable[[int, int], Awaitable[object]] | None = None
     faults: Sequence[Fault] = ("none",)
     tokenize: bool = True
-    token_ids: bool = True
     usage: bool = True
     running_usage: bool = True
     strict: bool = False  # refuses fields that OpenAI's API does not have
@@ -154,8 +153,6 @@ class MockServer:
             unknown.add("continuous_usage_stats")
         if self.behavior.strict and unknown:
             return _error(400, f"unknown fields {sorted(unknown)}")
-        if isinstance(body.get("prompt"), list) and not self.behavior.token_ids:
-            return _error(400, "prompt must be text")
         return None
 
     async def _stream(
@@ -233,8 +230,7 @@ def count_tokens(body: dict[str, Any]) -> int:
     """A word is a token. A word of more than 5 letters is two, which the load generator has to find out."""
     if "messages" in body:
         return TEMPLATE + sum(_words(m["content"]) for m in body["messages"])
-    prompt = body["prompt"]
-    return len(prompt) if isinstance(prompt, list) else BOS + _words(prompt)
+    return BOS + _words(body["prompt"])
 
 
 def _words(text: str) -> int:

@@ -15,7 +15,7 @@ from baton.bench.load.traffic.workload import Arrivals, Session, Turn, Workload
 
 # Words that the mock server counts as one token each.
 SHORT_WORDS = tuple(w for w in WORDS if len(w) <= 5)
-EXACT = Tokenization("text", SHORT_WORDS, 1.0, 1, "exact")
+EXACT = Tokenization(SHORT_WORDS, 1.0, 1, "exact")
 
 
 def record(

@@ -34,24 +34,16 @@ async def test_prompt_lengths_are_exact_with_tokenize(api: Api, overhead: int) -
     """Words of more than one token are found out, and so is what the server adds itself."""
     async with MockServer(Behavior(ttft=0)) as server:
         plan = await _plan(server, api=api)
-        assert (plan.client.tokenization.kind, plan.client.tokenization.overhead) == ("text", overhead)
+        assert plan.client.tokenization.overhead == overhead
         assert plan.client.tokenization.statement.startswith("exact")
         assert all(len(w) <= 5 for w in plan.client.tokenization.words)
         assert plan.notes == ()
         assert await _prompt_lengths(plan) == {77}
 
 
-async def test_prompt_lengths_are_exact_with_token_ids() -> None:
-    async with MockServer(Behavior(ttft=0, tokenize=False)) as server:
-        plan = await _plan(server)
-        assert plan.client.tokenization.kind == "ids"
-        assert await _prompt_lengths(plan) == {77}
-        assert isinstance(server.served[-1].prompt, list)
-
-
 @pytest.mark.parametrize("api", ["completions", "chat"])
 async def test_approximate_prompt_lengths_are_reported_as_such(api: Api) -> None:
-    async with MockServer(Behavior(ttft=0, tokenize=False, token_ids=False)) as server:
+    async with MockServer(Behavior(ttft=0, tokenize=False)) as server:
         plan = await _plan(server, api=api)
         assert not plan.client.tokenization.statement.startswith("exact")
         assert "approximate" in plan.client.tokenization.statement
@@ -61,7 +53,7 @@ async def test_approximate_prompt_lengths_are_reported_as_such(api: Api) -> None
 
 
 async def test_a_server_without_token_counts() -> None:
-    plan = await _planned(tokenize=False, token_ids=False, usage=False)
+    plan = await _planned(tokenize=False, usage=False)
     assert "assumed" in plan.client.tokenization.statement
     assert any("no usage" in note for note in plan.notes)
 

@@ -105,7 +105,7 @@ def test_help_shows_the_values_of_every_choice() -> None:
             roles.WorkerRole,
             (WorkerConfig, EngineConfig),
             "vllm_args vllm_untested download_dir optimize cluster_secret_file cluster_certfile "
-            "cluster_keyfile cluster_ca_certs hold_timeout transfer_timeout tombstone_timeout peer_timeout "
+            "cluster_keyfile cluster_ca_certs hold_timeout transfer_timeout peer_timeout "
             "engine_timeout",
         ),
         (

@@ -72,20 +72,3 @@ def test_the_curl_survives_the_shell() -> None:
     assert json.loads(words[words.index("-d") + 1])["model"] == 'it\'s "one"'
     assert "Authorization: Bearer $BATON_API_KEY" in words
     assert "/logs" in out.getvalue()
-
-
-def test_timings_tell_every_stage_but_the_last_and_begin_with_the_process() -> None:
-    display, out = shown()
-    display.stage("prefill 0", "loading weights", 0.1)
-    display.stage("ray", "starting", 0.0)
-    display.stage("prefill 0", "loading weights", 0.9)
-    display.stage("prefill 0", "ready", 1.0)
-    out.truncate(0)
-    display.timings()
-    rows = [line.split("s  ") for line in out.getvalue().splitlines() if "s  " in line]
-    assert [row[-1] for row in rows] == [
-        "command: imports, options, the model's digest",
-        "prefill 0: loading weights",
-    ], "what has not ended has taken no time yet"
-    assert rows[0][0].strip().startswith("0.00")
-    assert float(rows[1][0].strip().split("s")[0]) > 0, "the age of this process, at least"

@@ -18,9 +18,8 @@ from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing import MODELS
 from baton.cluster.tools.sizing.answer import Answer, Targets, answer
 from baton.cluster.tools.sizing.simulated import decode, prefill
-from baton.cluster.tools.sizing.speeds import GPUS, REFERENCE, Speeds, measured, shape
+from baton.cluster.tools.sizing.speeds import H200, REFERENCE, Speeds, measured, shape
 
-H200 = GPUS["h200"]
 SPEEDS = Speeds(H200, REFERENCE)
 LOAD = SizingOptions(rate=20, input=2000, output=150)
 TARGETS = Targets(ttft=0.5, ttit=0.0065)

@@ -6,7 +6,7 @@ import re
 import subprocess
 
 from baton.worker.service_process.metrics import REFUSED
-from tests.grafana import GRAFANA, RULES, expressions, generator, rules
+from tests.grafana import GRAFANA, RULES, dashboards, expressions, rules
 from tests.prometheus import find
 
 DOCS = GRAFANA.parents[1] / "docs"
@@ -21,9 +21,32 @@ def series(name: str) -> str:
     return re.sub(r"_(bucket|sum|count)$", "", name)
 
 
-def test_dashboards_are_those_of_the_generator() -> None:
-    written = {path.name: path.read_text() for path in (GRAFANA / "dashboards").glob("*.json")}
-    assert written == generator().rendered(), "python deploy/grafana/dashboards.py"
+def test_dashboards_link_to_each_other_and_ask_for_the_chosen_source_and_model() -> None:
+    for name, dashboard in dashboards().items():
+        assert (dashboard["uid"], dashboard["tags"]) == (f"baton-{name}", ["baton"])
+        assert dashboard["links"][0]["tags"] == ["baton"]
+        assert {variable["name"] for variable in dashboard["templating"]["list"]} == {
+            "datasource",
+            "model_name",
+        }
+        for panel in dashboard["panels"]:
+            for asked in (panel, *panel["targets"]):
+                assert asked["datasource"]["uid"] == "${datasource}", panel["title"]
+            assert all('model_name=~"$model_name"' in target["expr"] for target in panel["targets"])
+
+
+def test_the_panels_of_a_dashboard_have_ids_and_places_of_their_own() -> None:
+    for dashboard in dashboards().values():
+        panels = dashboard["panels"]
+        assert len({panel["id"] for panel in panels}) == len(panels)
+        taken = [
+            (x, y)
+            for place in (panel["gridPos"] for panel in panels)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        ]
+        assert len(set(taken)) == len(taken)
+        assert all(x < 24 for x, _ in taken)
 
 
 def test_promtool_accepts_rules_and_configuration() -> None:

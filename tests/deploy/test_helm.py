@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
-from types import ModuleType
 from typing import Any
 
 import helm_python
@@ -19,20 +17,6 @@ HELM = ROOT / "deploy" / "helm"
 CHART = HELM / "baton"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 CPU_DEMO = yaml.safe_load((HELM / "values-cpu-demo.yaml").read_text())
-
-
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", HELM / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_templates_are_those_of_the_manifests(overlays: dict[str, list[Object]]) -> None:
-    written = {path.name: path.read_text() for path in (CHART / "templates").glob("*-*")}
-    assert written == generator().templates(overlays["gateway"]), "python deploy/helm/generate.py KUSTOMIZE"
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_what_is_scraped_is_a_port_of_the_services(overlay: list[Object]) -> Non
 @pytest.mark.parametrize("name", ["plain", "kuberay", "kv-network", "single-gpu"])
 def test_alerts_and_dashboards_are_those_of_grafana(overlays: dict[str, list[Object]], name: str) -> None:
     wanted = yaml.safe_load((GRAFANA / "rules.yaml").read_text())
-    assert groups(overlays[name], "baton") == wanted["groups"], "run deploy/grafana/dashboards.py"
+    assert groups(overlays[name], "baton") == wanted["groups"], "copy rules.yaml"
     [shown] = [m for m in of_kind(overlays[name], "ConfigMap") if m["metadata"]["name"] == "baton-dashboards"]
     assert shown["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert shown["data"].keys() == {path.name for path in (GRAFANA / "dashboards").iterdir()}

@@ -283,7 +283,7 @@ def main() -> None:
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)
     whole = torch.zeros(4, dtype=torch.int32)
-    race.greedy(logits.bfloat16())
+    race.draw(logits.bfloat16())
     race.draw(logits, limit, whole)
     race.draw(logits, limit, whole, logits, thresholds(logits, whole, limit, limit))
     ids = torch.zeros(16, dtype=torch.int64)

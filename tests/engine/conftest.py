@@ -362,7 +362,7 @@ def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
         engine = tiny_engine(**{"overlap": True, "cuda_graphs": True, **config})
         engine._runner._record = LateEvent
         # The real method would start a thread that waits for the event.
-        engine._steps._landings.expect = lambda event: None
+        engine._landings.expect = lambda event: None
         return engine
 
     return make

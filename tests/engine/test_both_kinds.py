@@ -26,7 +26,7 @@ class Everything:
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back = self.joined = 0
         self.tables: dict[bytes, Sequence[int]] = {}
-        engine._steps._hooks = hooks_to(self)
+        engine._hooks = hooks_to(self)
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int

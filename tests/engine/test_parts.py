@@ -28,7 +28,7 @@ class Shared:
         self.table: list[int] = []  # of the request in the source
         self.blocks: list[int] = []  # in the target
         self.written = 0  # positions that are in the blocks of the target
-        target._steps._hooks = hooks_to(self)
+        target._hooks = hooks_to(self)
 
     def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
         chunk = chunks.get((1).to_bytes(16))

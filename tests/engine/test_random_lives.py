@@ -73,7 +73,7 @@ class Lives:
         self.resumed: set[bytes] = set()
         self.ahead = self.unsampled = 0
         self.cached = 0  # positions that reservations found in the prefix cache
-        prefill._steps._hooks = hooks_to(self)
+        prefill._hooks = hooks_to(self)
         for engine in (prefill, decode):
             engine._runner.run = partial(self.run, engine._runner)
 
@@ -95,8 +95,8 @@ class Lives:
 
     def step(self, engine: Engine) -> None:
         result = engine.step()
-        self.ahead += len(engine._steps.flights) == 2
-        self.unsampled += any(not launched.is_sampled for _, launched in engine._steps.flights)
+        self.ahead += len(engine._flights) == 2
+        self.unsampled += any(not launched.is_sampled for _, launched in engine._flights)
         assert not result.failed
         assert not result.refused
         for output in result.outputs:
@@ -194,7 +194,7 @@ class Lives:
 
     def under_way(self, engine: Engine) -> set[int]:
         """Blocks that launched steps may be writing to."""
-        return set[int]().union(*(self.written[id(launched)] for _, launched in engine._steps.flights))
+        return set[int]().union(*(self.written[id(launched)] for _, launched in engine._flights))
 
     def garble(self, engine: Engine) -> None:
         """Overwrites all free blocks: no request may depend on their content."""

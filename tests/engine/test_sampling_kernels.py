@@ -100,13 +100,13 @@ def test_thresholds_of_rows_that_are_not_dense(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1, 1000, 6001])
 def test_greedy(device: str, dtype: torch.dtype, vocabulary: int) -> None:
-    from baton.engine.kernels.sampling.race import greedy
+    from baton.engine.kernels.sampling.race import draw
 
     values = logits(6, vocabulary).to(dtype)
     values[1:4, vocabulary // 2] = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype)
     values[4] = 2.0  # of equals the first
     values[5] = math.nan
-    tokens, finite = greedy(values.to(device))
+    tokens, finite = draw(values.to(device))
     assert finite.tolist() == [True, False, False, False, True, False]
     assert tokens.dtype is torch.int64
     assert tokens[[0, 4]].tolist() == [int(values[0].argmax()), 0]

@@ -26,7 +26,7 @@ from typing import Any
 import setproctitle
 
 from baton.kv_transfer.config import NIXL_WHEELS
-from baton.kv_transfer.spawn import die_with_parent
+from baton.machine.system import die_with_parent
 from tests.forked import popen
 
 _MESSAGE = 1 << 18  # bytes, at most: the arguments and the environment

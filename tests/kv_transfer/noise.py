@@ -77,8 +77,8 @@ class Noise:
         )
         where = [n() for _ in range(5)]
         return {
-            FETCH: lambda: [self.some_id(), n(), ranges, rng.randrange(3), n()],
-            FETCH_CONTENT: lambda: [[self.some_id()], n(), 0, n()],
+            FETCH: lambda: [self.some_id(), n(), ranges],
+            FETCH_CONTENT: lambda: [[self.some_id()], n()],
             HAVE: lambda: [n()],
             EXPORT: lambda: ["shared_memory", "a host", rng.randbytes(8), n(), n(), rng.randbytes(16)],
             REACH: lambda: [rng.random() < 0.5, "why"],
@@ -89,7 +89,7 @@ class Noise:
             ACK: list,
             ABORT: lambda: [rng.choice(["cancelled", "gone", "integrity", "nonsense"])],
             ABORTED: lambda: [rng.choice(["gone", "busy", "deadline", "integrity", "?"]), rng.randrange(9)],
-            PING: lambda: [rng.choice([5, n()]), n()],
+            PING: lambda: [n()],
             HELLO: lambda: ["proof", rng.randbytes(32)],
         }[kind]()
 
@@ -114,8 +114,8 @@ def hostile_frames(noise: Noise) -> Iterator[bytes]:
         if kind < 0.80:  # understood, and about things that are or are not there
             which = rng.choice([FETCH, FETCH, FETCH_CONTENT, CREDIT, ABORT, ACK, REACH])
             body = {
-                FETCH: lambda: [noise.some_id(), 0, [[0, rng.randrange(1, 60)]], rng.randrange(2), 1],
-                FETCH_CONTENT: lambda: [[noise.some_id()], 0, 0, 2],
+                FETCH: lambda: [noise.some_id(), 0, [[0, rng.randrange(1, 60)]]],
+                FETCH_CONTENT: lambda: [[noise.some_id()], 0],
                 REACH: lambda: [rng.random() < 0.8, ""],
                 CREDIT: lambda: [rng.randrange(64), False],
                 ABORT: lambda: ["cancelled"],

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 SECRET = b"a cluster secret for tests"
-LAYOUT = "kv7 layers=3 kv_heads=2 head_dim=16"
+LAYOUT = "kv8 layers=3 kv_heads=2 head_dim=16"
 HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE, *_REST = range(1, 16)
 EXPORT, REACH, SLICES, TAKEN = _REST
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -93,7 +93,7 @@ class Lane:
             (check,) = struct.unpack("<I", raw[60:])
             assert check == xxhash.xxh3_64_intdigest(raw[:60]) & 0xFFFFFFFF
             magic, version, kind, flags = struct.unpack("<4sBBH", raw[:8])
-            assert (magic, version, flags) == (b"BtKV", 7, 0)
+            assert (magic, version, flags) == (b"BtKV", 8, 0)
             names = (
                 "layer",
                 "kind",
@@ -144,7 +144,7 @@ class Lane:
 
 
 def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -> bytes:
-    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 7), frame_type, h.get("flags", 0))
+    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 8), frame_type, h.get("flags", 0))
     head += transfer
     head += struct.pack("<4H", *(h.get(x, 0) for x in ("layer", "kind", "head_start", "head_count")))
     head += struct.pack("<3I", *(h.get(x, 0) for x in ("token_start", "token_count", "seq")))
@@ -162,12 +162,11 @@ def identity(
     side: str,
     incarnation: int = 5,
     dtype: str = "float32",
-    scales: str = "none",
     layout: str = LAYOUT,
     model: str = "model of the tests",
     slot_bytes: int = 4096,
 ) -> bytes:
-    return pack([side, f"fake {side}", incarnation, model, layout, dtype, scales, slot_bytes])
+    return pack([side, f"fake {side}", incarnation, model, layout, dtype, slot_bytes])
 
 
 def part_id(sender: bytes, receiver: bytes) -> bytes:

@@ -272,7 +272,7 @@ def test_an_entry_of_the_registry_makes_a_kind(
     """One vector of each token, which has no heads to share: each of two ranks gets all of it."""
     monkeypatch.setitem(KINDS, "latent", CacheKind(True, "latent={0.head_dim}", rows=1))
     layout = KVLayout(2, 1, 24, "bfloat16", kind="latent")
-    assert (layout.fingerprint, layout.bytes_per_token) == ("kv7 layers=2 latent=24", 2 * 24 * 2)
+    assert (layout.fingerprint, layout.bytes_per_token) == ("kv8 layers=2 latent=24", 2 * 24 * 2)
 
     def of_rank(rank: int, ranks: int, block_size: int) -> PagedKV:
         layers = [torch.randn(1, BLOCKS, block_size, 1, 24).bfloat16() for _ in range(2)]
@@ -282,7 +282,7 @@ def test_an_entry_of_the_registry_makes_a_kind(
     source, targets = of_rank(0, 1, 16), [of_rank(rank, 2, 32) for rank in (0, 1)]
     slices = Slicing(layout, ranks=1)
     account = SenderSlots(SLOTS).account(1)
-    transfer = OutgoingTransfer(b"", OutgoingPrefill(b""), account, 1024, False, ((7, TOKENS),), (0, 1))
+    transfer = OutgoingTransfer(b"", OutgoingPrefill(b""), account, 1024, False, ((7, TOKENS),))
     for layer in (0, 1):
         slices.add(transfer, layer, 0, TOKENS, None)
     assert transfer.bytes == (TOKENS - 7) * layout.bytes_per_token

@@ -98,7 +98,7 @@ class Side:
         self.side = DecodeSide(config, self.slots, self.channel, TransferCounters(), network.connect, nixl)
 
     def fetch(self, transfer_id: bytes, address: str = "[::1]:7000", incarnation: int = 9) -> None:
-        self.side.engine(lm.FetchIn(transfer_id, b"p" * 16, address, incarnation, 0, ((0, 4),), 0, 1))
+        self.side.engine(lm.FetchIn(transfer_id, b"p" * 16, address, incarnation, 0, ((0, 4),)))
 
     def told(self) -> list[Any]:
         """What the engine was."""

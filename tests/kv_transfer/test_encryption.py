@@ -32,7 +32,7 @@ def test_as_a_decode_worker(make_prefill: Any, movers: int) -> None:
         connect(prefill.port, session=b"s" * 16, number=i, lanes=lanes, encrypt=True) for i in range(lanes)
     ]
     control, data = session[0], session[-1]
-    control.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], b"t" * 16)
+    control.say(FETCH, [prefill_id, 0, [[0, 10]]], b"t" * 16)
     control.say(CREDIT, [3, False])
     found = [data.read() for _ in range(3 + (lanes == 1))]
     frames = [f for f in found if f[0] == KV]

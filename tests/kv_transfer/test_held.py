@@ -14,7 +14,7 @@ from baton.kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchCon
 from baton.kv_transfer.protocol.shared import Expired, Send
 
 P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
-FETCH = Fetch(P, 0, ((0, 8),), 0, 4)
+FETCH = Fetch(P, 0, ((0, 8),))
 COMMIT = Commit(FirstToken(1), 2, 64)
 A, B = 1, 2  # sessions
 
@@ -62,7 +62,7 @@ def test_a_fetch_waits_for_its_prefill() -> None:
 def test_the_table_of_waiting_fetches_is_bounded() -> None:
     held = table(max_waiting=1)
     held.fetch(T1, A, FETCH, 0)
-    other = Fetch(Q, 0, (), 0, 4)
+    other = Fetch(Q, 0, ())
     assert held.fetch(T2, A, other, 0) == [aborted("busy", transfer=T2)]
     # A newer FETCH for the same id takes its place.
     assert held.fetch(T2, B, FETCH, 0) == [aborted("superseded")]
@@ -143,13 +143,13 @@ def test_a_committed_transfer_survives_its_session() -> None:
 
 
 PIN, PIN2 = b"pin:" + T1, b"pin:" + T2
-CONTENT = FetchContent((b"a" * 16, b"b" * 16, b"c" * 16), 2, 0, 4)
+CONTENT = FetchContent((b"a" * 16, b"b" * 16, b"c" * 16), 2)
 
 
 def pinned() -> HeldPrefills:
     held = table()
     assert held.fetch_content(T1, A, CONTENT, 0) == [PinOut(PIN, CONTENT.chunks, 2)]
-    fetch = Fetch(PIN, 0, ((128, 256),), 0, 4)
+    fetch = Fetch(PIN, 0, ((128, 256),))
     assert held.pinned(PIN, 2, 1) == [Send(A, T1, Have(2)), StartTransfer(PIN, T1, A, fetch)]
     return held
 
@@ -219,7 +219,7 @@ def test_a_peer_that_leaves_early_is_asked_for_once() -> None:
 
 def test_a_pin_is_never_a_prefill() -> None:
     held = pinned()
-    fetch = Fetch(T1, 9, (), 0, 4)
+    fetch = Fetch(T1, 9, ())
     assert held.fetch(T2, B, fetch, 2) == [FetchWaits(T1)]
     assert held.fetch_content(T1, B, CONTENT, 2) == [aborted("integrity", session=B)]
     assert held.offer(T1, 3) == [StartTransfer(T1, T2, B, fetch)]
@@ -258,7 +258,7 @@ def test_an_ack_of_what_was_never_committed_is_an_error() -> None:
 def test_a_transfer_id_is_used_once() -> None:
     held = streaming()
     held.offer(Q, 0)
-    assert held.fetch(T1, B, Fetch(Q, 0, (), 0, 4), 1) == [aborted("integrity", session=B)]
+    assert held.fetch(T1, B, Fetch(Q, 0, ()), 1) == [aborted("integrity", session=B)]
     assert held.open[T1].prefill_id == P
 
 
@@ -270,7 +270,7 @@ def test_a_peer_that_uses_a_transfer_id_again_ends_nothing(end: str) -> None:
     held.commit(T1, COMMIT, 1)
     held.session_down(A, 2)
     held.offer(Q, 2)
-    start = StartTransfer(Q, T1, B, Fetch(Q, 0, (), 0, 4))
+    start = StartTransfer(Q, T1, B, Fetch(Q, 0, ()))
     assert held.fetch(T1, B, start.fetch, 2) == [start]
     if end == "close":
         held.close(P, "cancelled", 3)

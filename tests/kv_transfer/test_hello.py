@@ -13,8 +13,8 @@ from baton.kv_transfer.protocol.messages import HelloOpen, HelloProof, HelloRepl
 from .second_wire import mac
 
 SECRET = b"0123456789abcdef"
-PREFILL = Identity("sender", "prefill 0", 7, "m", "layout a", "bfloat16", "none", slot_bytes=1 << 20)
-DECODE = Identity("receiver", "decode 3", 9, "m", "layout a", "bfloat16", "none", slot_bytes=1 << 16)
+PREFILL = Identity("sender", "prefill 0", 7, "m", "layout a", "bfloat16", slot_bytes=1 << 20)
+DECODE = Identity("receiver", "decode 3", 9, "m", "layout a", "bfloat16", slot_bytes=1 << 16)
 replace = msgspec.structs.replace
 
 
@@ -39,7 +39,7 @@ def test_both_sides_learn_the_identity_of_the_other() -> None:
 
 
 def test_kv_in_fp8_and_plain_kv_are_converted() -> None:
-    fp8 = {"kv_dtype": "float8_e4m3fn", "kv_scales": "token_head"}
+    fp8 = {"kv_dtype": "float8_e4m3fn"}
     for ours, theirs in ((PREFILL, replace(DECODE, **fp8)), (replace(PREFILL, **fp8), DECODE)):
         a, b = initiator(theirs), Listener(SECRET, ours)
         assert a.reply(answer(b, a)) == ours
@@ -90,9 +90,6 @@ def test_every_word_is_signed() -> None:
         ({"layout_fingerprint": "layout b"}, "layout"),
         ({"kv_dtype": "float16"}, "dtype"),
         ({"kv_dtype": "int8"}, "dtype"),
-        ({"kv_scales": "head"}, "scales"),
-        ({"kv_dtype": "float8_e4m3fn", "kv_scales": "head"}, "scales"),
-        ({"kv_dtype": "float8_e4m3fn"}, "scales"),
         ({"side": "sender"}, "side"),
         ({"incarnation": 7}, "self"),
         ({"slot_bytes": 100}, "limits"),

@@ -26,7 +26,7 @@ def header(piece: Slice, seq: int, *, layout: KVLayout = LAYOUT, length: int | N
 
 
 def incoming(*ranges: tuple[int, int], **other: Any) -> Incoming:
-    return Incoming(LAYOUT, ranges, (0, 4), slot_bytes=4096, **other)
+    return Incoming(LAYOUT, ranges, slot_bytes=4096, **other)
 
 
 def frames_of(ranges: list[tuple[int, int]], slot_bytes: int = 1024) -> list[Header]:
@@ -200,7 +200,7 @@ def hybrid_frames() -> list[Header]:
 
 
 def hybrid(states_at: tuple[int, ...] = (8,)) -> Incoming:
-    return Incoming(HYBRID, ((0, 8),), (0, 4), slot_bytes=512, states_at=states_at)
+    return Incoming(HYBRID, ((0, 8),), slot_bytes=512, states_at=states_at)
 
 
 @given(st.permutations(range(8)))
@@ -215,7 +215,7 @@ def test_a_transfer_is_complete_with_all_of_its_states(order: list[int]) -> None
 
 
 def test_a_transfer_has_the_states_after_several_positions() -> None:
-    it = Incoming(HYBRID, ((0, 4), (6, 8)), (0, 4), slot_bytes=4096, states_at=(4, 8))
+    it = Incoming(HYBRID, ((0, 4), (6, 8)), slot_bytes=4096, states_at=(4, 8))
     [*kv] = [piece for tokens in ((0, 4), (6, 8)) for piece in cut(HYBRID, 0, tokens, (0, 4), 4096)]
     states = [
         piece
@@ -283,7 +283,7 @@ def test_states_are_not_fetched_by_content() -> None:
 
 def test_a_high_sequence_number_costs_no_memory() -> None:
     """The peer chooses it. The transfer has 51 million positions of heads in its layers."""
-    it = Incoming(KVLayout(64, 8, 8, "float32"), [(0, 100_000)], (0, 8), slot_bytes=4096)
+    it = Incoming(KVLayout(64, 8, 8, "float32"), [(0, 100_000)], slot_bytes=4096)
     first = Slice(0, 0, 8, 0, 1)
     tracemalloc.start()
     take(it, header(first, 51_199_999))

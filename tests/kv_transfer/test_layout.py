@@ -74,13 +74,13 @@ def test_a_state_is_cut_by_heads() -> None:
 
 
 def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
-    assert LAYOUT.fingerprint == "kv7 layers=4 kv_heads=8 head_dim=64"
+    assert LAYOUT.fingerprint == "kv8 layers=4 kv_heads=8 head_dim=64"
     states = "kv_layers=2 conv=3x2x128:bfloat16 ssm=1x128x8192:float32"
-    assert HYBRID.fingerprint == f"kv7 layers=4 kv_heads=8 head_dim=64 {states}"
+    assert HYBRID.fingerprint == f"kv8 layers=4 kv_heads=8 head_dim=64 {states}"
     assert (LAYOUT.bytes_per_token, HYBRID.bytes_per_token) == (8192, 2048)
     assert LAYOUT.bytes_per_token_layer == 2 * 8 * 64 * 2
     latents = KVLayout(4, 9, 64, "bfloat16", kind="latent")
-    assert latents.fingerprint == "kv7 layers=4 latent=9x64"
+    assert latents.fingerprint == "kv8 layers=4 latent=9x64"
     assert latents.bytes_per_token == 4 * 1152
     assert KVLayout(4, 9, 64, "float8_e4m3fn", kind="latent").bytes_per_token == 4 * (576 + 9 * 4)
     assert [latents.parts[0].heads_of(rank, 2) for rank in range(2)] == [(0, 9)] * 2, "copies"

@@ -17,7 +17,6 @@ from baton.kv_transfer.layout import KVLayout, Slice
 from baton.kv_transfer.protocol.acks import Acks
 from baton.kv_transfer.protocol.fetches import (
     Acknowledge,
-    Completed,
     EndSession,
     Fetches,
     FrameRefused,
@@ -27,7 +26,7 @@ from baton.kv_transfer.protocol.fetches import (
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.held import HeldPrefills, StartTransfer
 from baton.kv_transfer.protocol.incoming import TransferState
-from baton.kv_transfer.protocol.local_messages import FailedIn, FetchIn, ReleasedOut
+from baton.kv_transfer.protocol.local_messages import Complete, FailedIn, FetchIn, ReleasedOut
 from baton.kv_transfer.protocol.messages import Aborted, Ack, Commit, Fetch, FirstToken
 from baton.kv_transfer.protocol.shared import Send
 
@@ -177,9 +176,9 @@ class World:
                     assert transfer_id not in self.complete, "failed after it was complete"
                     assert retry or reason != "lost"
                     assert not retry or reason in ("lost", "deadline")
-                case Completed(transfer):
-                    assert transfer.id not in self.complete, "complete twice"
-                    self.complete.append(transfer.id)
+                case Complete(transfer_id):
+                    assert transfer_id not in self.complete, "complete twice"
+                    self.complete.append(transfer_id)
                 case Acknowledge(_, transfer_id):
                     self.acks.injected(transfer_id, self.now)
                     self.acknowledge()
@@ -199,7 +198,7 @@ class World:
     def do_fetch(self) -> None:
         self.used += 1
         transfer_id = bytes([self.used]) * 16
-        self.apply_decode(self.fetches.fetch(FetchIn(transfer_id, P, "", PEER, 0, RANGES, 0, 1), self.now))
+        self.apply_decode(self.fetches.fetch(FetchIn(transfer_id, P, "", PEER, 0, RANGES), self.now))
 
     def do_frame(self, i: int) -> None:
         session, transfer_id, seq = self.flying.pop(i)
@@ -209,7 +208,7 @@ class World:
         try:
             transfer = self.fetches.begin(session, h, self.now)
             if self.fetches.verified(transfer, h, self.now):
-                self.apply_decode([Completed(transfer)])
+                self.apply_decode([transfer.complete()])
         except FrameRefused as refused:
             self.apply_decode(refused.effects)
 

@@ -81,7 +81,7 @@ def test_kv_goes_down_their_lanes(make_prefill: Any, until: Any) -> None:
     expected = [prefill.rows(prefill.held[prefill_id], layer, 0, 10) for layer in range(3)]
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
-    control.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], b"t" * 16)
+    control.say(FETCH, [prefill_id, 0, [[0, 10]]], b"t" * 16)
     control.say(CREDIT, [3, False])
     for seq in range(3):
         kind, transfer, head, payload = data.read()
@@ -97,13 +97,13 @@ def test_what_comes_right_behind_the_proof_is_not_lost(make_prefill: Any, until:
     """Read by the transfer process: nothing, a part of a header, all of it, or (left in the socket) more."""
     prefill = make_prefill(**TWO)
     connect(prefill.port, session=b"s" * 16, lanes=2)
-    pings = b"".join(frame(PING, pack([incarnation, 0])) for incarnation in (5, 5, 6))  # it is 5
+    pings = b"".join(frame(PING, pack(fields)) for fields in ([0], [0], [-1]))
     lane = connect(prefill.port, session=b"s" * 16, number=1, lanes=2, behind=pings[:cut])
     until(lambda: sum(map(lanes, movers(prefill))) == 1, "it to be handed over")
     lane.sock.sendall(pings[cut:])
     assert lane.read()[0] == 0, "the last one ends the session"
     stats = prefill.stats()
-    assert (stats.refused, stats.checksum_failures) == ({"incarnation": 1}, {})
+    assert (stats.refused, stats.checksum_failures) == ({"message": 1}, {})
 
 
 # ---------------------------------------------------------------- peers that break the protocol, or off
@@ -192,7 +192,7 @@ def test_more_pings_than_are_read(make_prefill: Any, until: Any) -> None:
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
     prefill.process.send_signal(signal.SIGSTOP)
-    pings = frame(PING, pack([5, 0])) * 1000
+    pings = frame(PING, pack([0])) * 1000
     with contextlib.suppress(OSError):  # closed by the mover
         for _ in range(200):
             data.sock.sendall(pings)
@@ -298,7 +298,7 @@ def test_a_session_that_ends_while_frames_wait_for_a_mover(make_prefill: Any, un
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: lanes(process) == 1, "lane 1 to be handed over")
     process.suspend()
-    control.say(FETCH, [prefill_id, 0, [[0, 300]], 0, 2], b"t" * 16)
+    control.say(FETCH, [prefill_id, 0, [[0, 300]]], b"t" * 16)
     control.say(CREDIT, [40, False])
     until(lambda: prefill.stats().sender_slots_free == 64 - 12, "as many as a session of two lanes may have")
     control.sock.close()
@@ -323,7 +323,7 @@ def gives_up(worker: Any, control: Any) -> bool:
     """A peer that it hears on lane 0 all the time."""
     if not worker.stats().deadlines:
         with contextlib.suppress(OSError):  # closed meanwhile
-            control.send(PING, pack([5, 0]))
+            control.send(PING, pack([0]))
     return worker.stats().deadlines == {"peer_dead": 1}
 
 
@@ -366,7 +366,7 @@ def test_every_lane_is_pinged(make_prefill: Any, until: Any, movers: int) -> Non
             length = int.from_bytes(head[44:48], "little")
             body = lane._exactly(length + 8)
             assert body is not None
-            assert unpack(body[:length]) == [prefill.incarnation, 0]
+            assert unpack(body[:length]) == [0]
 
 
 @pytest.mark.parametrize("movers", [0, 1])

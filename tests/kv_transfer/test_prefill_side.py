@@ -96,7 +96,7 @@ def test_memory_is_offered_with_the_first_fetch() -> None:
         export = Export("shared_memory", "a host", (b"",), 4, 4096, bytes(16))
         side.engine(Exported(export, ""))
         peers: list[Any] = [Peer(1), Peer(2)]
-        fetch = Fetch(b"p" * 16, 0, (), 0, 1)
+        fetch = Fetch(b"p" * 16, 0, ())
         header = Header(FrameType.FETCH, b"t" * 16, length=len(encode(fetch)))
         for peer in peers:
             side.session_up(peer)
@@ -126,7 +126,7 @@ def test_metadata_of_nixl_that_no_message_takes_is_not_sent(adopted: bool) -> No
             side.engine(Exported(export, ""))
         peer: Any = Peer(1)
         side.session_up(peer)
-        fetch = Fetch(b"p" * 16, 0, (), 0, 1)
+        fetch = Fetch(b"p" * 16, 0, ())
         side.control(peer, Header(FrameType.FETCH, b"t" * 16, length=len(encode(fetch))), fetch)
         assert export not in peer.said
         why = "NIXL's metadata has 5000 of at most 4096 bytes: name few UCX_NET_DEVICES"
@@ -140,7 +140,7 @@ def test_statistics_of_the_most_sessions_fit_into_one_message() -> None:
         arena: Any = None
         side = PrefillSide(CONFIG, arena, Channel(ours, FromSender), TransferCounters())
         side.engine(Exported(Export("shared_memory", "a host", (b"",), 4, 4096, bytes(16)), ""))
-        fetch, reach = Fetch(b"p" * 16, 0, (), 0, 1), Reach(False, "\U0001f600" * 512)
+        fetch, reach = Fetch(b"p" * 16, 0, ()), Reach(False, "\U0001f600" * 512)
         for number in range(CONFIG.max_sessions):
             peer: Any = Peer(number)
             peer.peer.name = f"{number} " + "\U0001f600" * 508
@@ -168,7 +168,7 @@ def test_a_commit_is_due_from_the_last_slice_on(monkeypatch: pytest.MonkeyPatch)
         peer: Any = Peer(1)
         side.session_up(peer)
         side.engine(Offer(b"p" * 16))
-        fetch = Fetch(b"p" * 16, 0, ((0, 3), (5, 9)), 0, 1)
+        fetch = Fetch(b"p" * 16, 0, ((0, 3), (5, 9)))
         side.control(peer, Header(FrameType.FETCH, transfer_id, length=len(encode(fetch))), fetch)
         for layer, start, stop in ((0, 0, 3), (1, 0, 3), (0, 5, 9)):
             side.engine(SlicesOut([came(layer, start, stop)]))

@@ -42,8 +42,8 @@ def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"layout": kv.KVLayout(2, 2, 16, "float32")}, {}, "layout",
-            "layout_fingerprint: decode 0 has 'kv7 layers=2 kv_heads=2 head_dim=16', "
-            "prefill 0 has 'kv7 layers=3 kv_heads=2 head_dim=16'",
+            "layout_fingerprint: decode 0 has 'kv8 layers=2 kv_heads=2 head_dim=16', "
+            "prefill 0 has 'kv8 layers=3 kv_heads=2 head_dim=16'",
         ),
         (
             {"layout": kv.KVLayout(3, 2, 16, "float16")}, {}, "dtype",

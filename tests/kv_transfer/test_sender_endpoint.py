@@ -35,7 +35,7 @@ def sending(late: list[LatePool], until: Any) -> Iterator[tuple[Bench, Sender, L
 
 
 def start(bench: Bench, prefill_id: bytes, transfer_id: bytes = b"t" * 16, *, session: int = 1) -> None:
-    bench.channel.send(lm.StartOut(prefill_id, transfer_id, session, 4096, 4, ((0, 40),), 0, 1))
+    bench.channel.send(lm.StartOut(prefill_id, transfer_id, session, 4096, 4, ((0, 40),)))
     bench.channel.send(lm.Granted(session, 9, False))
 
 
@@ -189,7 +189,7 @@ def test_no_peer_gets_more_than_its_window_and_its_credit(sending: Any, until: A
         sender.ready(bytes([i]), None, 0, 16)
         pool.recorded[-1].passed = True
         bench.next(until, lm.Offer)  # only what was offered is ever started
-        bench.channel.send(lm.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 2, ((0, 16),), 0, 1))
+        bench.channel.send(lm.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 2, ((0, 16),)))
     bench.channel.send(lm.Granted(0, 9, False), lm.Granted(1, 1, False))
     until(lambda: len(pool.work) == 3, "two slices by window, one by credit")
     bench.channel.send(lm.Granted(1, 2, False))
@@ -210,20 +210,16 @@ def test_no_peer_gets_more_than_its_window_and_its_credit(sending: Any, until: A
         sender.close(bytes([i]), "cancelled")
 
 
-@pytest.mark.parametrize(
-    ("slot_bytes", "stop", "heads"),
-    [(4096, 41, 1), (4096, 40, 2), (63, 40, 1)],
-    ids=["positions", "heads", "room"],
-)
+@pytest.mark.parametrize(("slot_bytes", "stop"), [(4096, 41), (63, 40)], ids=["positions", "room"])
 def test_a_fetch_that_cannot_be_served_is_refused_and_nothing_else(
-    sending: Any, until: Any, slot_bytes: int, stop: int, heads: int
+    sending: Any, until: Any, slot_bytes: int, stop: int
 ) -> None:
     """Of what a peer may ask for, nothing ends the pump, and with it the worker."""
     bench, sender, _ = sending
     sender.open(b"p", [5, 1, 3], 40)
     bench.next(until, lm.Offer)
     sender.ready(b"p", 0, 0, 40)
-    bench.channel.send(lm.StartOut(b"p", b"t" * 16, 1, slot_bytes, 4, ((0, stop),), 0, heads))
+    bench.channel.send(lm.StartOut(b"p", b"t" * 16, 1, slot_bytes, 4, ((0, stop),)))
     assert bench.next(until, lm.RefuseFetch) == lm.RefuseFetch(b"t" * 16)
     sender.close(b"p", "cancelled")
     assert until(sender.poll, "the release", sender) == [kv.Released(b"p", "cancelled")]

@@ -143,10 +143,12 @@ class Worker:
         pairs = [[channel_pair() for _ in range(ranks - 1)] for _ in range(2)]
         to_ranks = [[mine.detach() for mine, _ in some] for some in pairs]
         fds = StoreFds(self._arena_fd, ours.detach(), *to_ranks)
-        self.late: list[float] = []
+        self.waited: list[float] = []
+        self.probed: list[tuple[float, float]] = []
         self.store = SharedStore(
-            self._of_rank(0, ranks), fds, "model", hold=self._hold, known=self._knows, late=self.late.append
-        )
+            self._of_rank(0, ranks), fds, "model", hold=self._hold, known=self._knows,
+            answered=self.waited.append, probed=lambda *seconds: self.probed.append(seconds),
+        )  # fmt: skip
         for rank in range(1, ranks):
             of_rank = [[some[rank - 1][1].detach()] for some in pairs]
             copy_for_store(self._of_rank(rank, ranks), StoreFds(self._arena_fd, None, *of_rank))
@@ -286,7 +288,6 @@ def test_what_one_worker_wrote_another_one_reads(two: tuple[DictStore, Worker, W
         assert torch.equal(reader.chunk(name), writer.chunk(name))
     assert not torch.equal(reader.chunk(NAMES[0]), writer.chunk(NAMES[0]))
     assert reader.known == {*NAMES[3:]}
-    assert reader.store.chunk_seconds > 0, "measured when the process began"
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)], ids=str)
@@ -456,10 +457,10 @@ def test_a_fetch_that_is_given_up_gives_its_blocks_back_at_once(
     reader.store.cancel(b"f")
     reader.store.cancel(b"f")
     assert reader.event() == kv.Closed(b"f")
-    assert (reader.store.unanswered, reader.late) == (1, [])
+    assert (reader.store.unanswered, reader.waited) == (1, [])
     store.opened.set()
     reader.until(lambda: not reader.store.unanswered, "the late answer")
-    assert len(reader.late) == 1
+    assert len(reader.waited) == 1
     assert torch.equal(reader.chunk(NAMES[0]), before)
     assert reader.fetched(NAMES) == len(NAMES)
 
@@ -482,6 +483,21 @@ def test_how_far_a_fetch_is_says_when_it_will_end(
     permits.release(len(NAMES))
     assert isinstance(reader.event(), kv.Injected)
     assert reader.store.ends(b"f") == 0
+
+
+def test_a_probe_measures_all_readers_and_leaves_nothing(two: tuple[DictStore, Worker, Worker]) -> None:
+    store, worker, _ = two
+    assert worker.store.probe()
+    assert worker.store.unanswered, "no prompt should wait meanwhile"
+    worker.until(lambda: not worker.store.unanswered, "all answers")
+    worker.until(lambda: worker.probed, "how long it took")
+    assert len(worker.probed) == 1
+    worker.until(lambda: not store.objects, "its objects to be removed")
+    store.full = True
+    assert worker.store.probe()
+    assert not worker.store.probe(), "its units are in use"
+    worker.until(lambda: not worker.store.unanswered, "all answers")
+    assert len(worker.probed) == 1, "nothing was read"
 
 
 def test_a_new_store_process_does_nothing_of_the_one_before(

@@ -11,9 +11,7 @@ from baton.kv_transfer.layout import Slice
 def transfer(name: bytes, *layers: int, launched: bool) -> OutgoingTransfer:
     pieces = deque((Slice(layer, 0, 1, 0, 64, 0), None) for layer in layers)
     account = cast(Any, SimpleNamespace(has_room=True))
-    return OutgoingTransfer(
-        name, OutgoingPrefill(name, launched=launched), account, 1024, False, (), (0, 1), pieces
-    )
+    return OutgoingTransfer(name, OutgoingPrefill(name, launched=launched), account, 1024, False, (), pieces)
 
 
 def test_transfers_take_turns_and_those_of_prefills_that_are_over_come_first() -> None:

@@ -23,7 +23,7 @@ def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
     lane = wire.connect(prefill.port)
-    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
+    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]]], transfer)
     kind, which, _, payload = lane.read()  # before any credit: only COMMIT can come
     assert (kind, which, wire.unpack(payload)) == (wire.COMMIT, transfer, [[42, None, [], []], 3, 3 * 2560])
     lane.say(wire.CREDIT, [5, False])
@@ -136,7 +136,7 @@ def test_as_a_decode_worker_of_a_prefill_worker_with_fp8(make_prefill: Any) -> N
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.exact_rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
     lane = wire.connect(prefill.port)
-    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
+    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]]], transfer)
     assert lane.expect(wire.COMMIT) == (transfer, [[42, None, [], []], 3, 3 * 800])
     lane.say(wire.CREDIT, [3, False])
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_as_a_decode_worker_of_a_prefill_worker_with_fp8(make_prefill: Any) -> N
 @pytest.mark.parametrize("damaged", [False, True])
 def test_as_a_prefill_worker_with_fp8(fetching: Any, until: Any, damaged: bool) -> None:
     """The checksum covers the scales."""
-    about = {"dtype": "float8_e4m3fn", "scales": "token_head"}
+    about = {"dtype": "float8_e4m3fn"}
     decode, _, lane, transfer, blocks = fetching(about=about)
     bodies = []
     for layer in range(3):
@@ -178,7 +178,7 @@ def test_frames_of_a_group_have_the_heads_of_one_rank_each(make_prefill: Any, un
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
     lane = wire.connect(prefill.port)
-    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
+    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]]], transfer)
     assert lane.expect(wire.COMMIT) == (transfer, [[42, None, [], []], 6, 3 * 2560])
     lane.say(wire.CREDIT, [6, False])
     came = set()
@@ -218,7 +218,7 @@ def test_a_fetch_of_nothing_is_answered(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     lane = wire.connect(prefill.port)
-    lane.say(wire.FETCH, [prefill_id, 0, [], 0, 2], transfer)
+    lane.say(wire.FETCH, [prefill_id, 0, []], transfer)
     assert lane.expect(wire.COMMIT) == (transfer, [[42, None, [], []], 0, 0])
     lane.say(wire.ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)

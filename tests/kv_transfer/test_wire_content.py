@@ -23,7 +23,7 @@ def test_chunks_of_a_prefix_cache_come_after_have(make_prefill: Any, until: Any)
     prefill = make_prefill()
     names = prefill.cache(3)
     lane, transfer = wire.connect(prefill.port), os.urandom(16)
-    lane.say(wire.FETCH_CONTENT, [[names[1], names[2], b"?" * 16], 1, 0, 2], transfer)
+    lane.say(wire.FETCH_CONTENT, [[names[1], names[2], b"?" * 16], 1], transfer)
     until(lambda: prefill.poll() or prefill.held, "the engine to be asked", prefill.sender)
     assert lane.expect(wire.HAVE) == (transfer, [2])
     frames = 3 * 128 * 256 // 4096
@@ -43,14 +43,14 @@ def test_at_most_two_prefixes_leave_at_a_time(make_prefill: Any, until: Any) -> 
     [name] = prefill.cache(1)
     lane, ids = wire.connect(prefill.port), [os.urandom(16) for _ in range(4)]
     for transfer in ids[:3]:
-        lane.say(wire.FETCH_CONTENT, [[name], 0, 0, 2], transfer)
+        lane.say(wire.FETCH_CONTENT, [[name], 0], transfer)
     assert lane.expect(wire.ABORTED) == (ids[2], ["busy", 0])
     until(lambda: prefill.poll() or len(prefill.held) == 2, "the engine to be asked", prefill.sender)
     assert sorted(lane.read()[0] for _ in range(4)) == [wire.COMMIT, wire.COMMIT, wire.HAVE, wire.HAVE], (
         "both are pinned"
     )
     lane.say(wire.ABORT, ["cancelled"], ids[0])
-    lane.say(wire.FETCH_CONTENT, [[name], 0, 0, 2], ids[3])
+    lane.say(wire.FETCH_CONTENT, [[name], 0], ids[3])
     until(lambda: prefill.poll() or pin_of(ids[3]) in prefill.held, "the fourth", prefill.sender)
     lane.sock.close()
     until(lambda: prefill.poll() or len(prefill.released) == 3, "no pin without its session", prefill.sender)
@@ -62,7 +62,7 @@ def test_a_pin_ends_at_its_deadline_also_if_its_peer_takes_a_byte_now_and_then(
     prefill = make_prefill(deadlines=kv.TransferDeadlines(pin=0.5))
     [name] = prefill.cache(1)
     lane, transfer = wire.connect(prefill.port), os.urandom(16)
-    lane.say(wire.FETCH_CONTENT, [[name], 0, 0, 2], transfer)
+    lane.say(wire.FETCH_CONTENT, [[name], 0], transfer)
     until(lambda: prefill.poll() or prefill.held, "the engine to be asked", prefill.sender)
     for total in range(1, 6):
         lane.say(wire.CREDIT, [total, False])
@@ -84,7 +84,7 @@ def asking(make_decode: Any) -> Any:
         )  # fmt: skip
         lane = fake.accept()
         transfer, message = lane.expect(wire.FETCH_CONTENT)
-        assert message == [[b"1" * 16, b"2" * 16], 1, 0, 2]
+        assert message == [[b"1" * 16, b"2" * 16], 1]
         return decode, fake, lane, transfer
 
     return make

@@ -11,7 +11,7 @@ from baton.content.cache_kinds import CachePart
 from . import second_wire as wire
 from .ranks import as_bytes
 
-FINGERPRINT = "kv7 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
+FINGERPRINT = "kv8 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
 STATES = (
     CachePart("state", "conv", 3, 4, 8, "bfloat16"),
     CachePart("state", "ssm", 1, 4, 256, "float32"),
@@ -46,7 +46,7 @@ def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
     lane.say(wire.CREDIT, [9, False])
     for ranges, sizes in (([], SIZES[:2]), ([[0, 10]], SIZES)):
         transfer = os.urandom(16)
-        lane.say(wire.FETCH, [prefill_id, 0, ranges, 0, 2], transfer)
+        lane.say(wire.FETCH, [prefill_id, 0, ranges], transfer)
         found: list[tuple[int, dict[str, int], bytes]] = []
         while len(found) < len(sizes):
             kind, head, payload = next_frame(lane)
@@ -75,7 +75,7 @@ def asked(decode: Any, fake: wire.FakePrefill) -> tuple[wire.Lane, bytes]:
     )  # fmt: skip
     lane = fake.accept()
     transfer, message = lane.expect(wire.FETCH)
-    assert message == [b"p" * 16, 0, [[0, 10]], 0, 2]
+    assert message == [b"p" * 16, 0, [[0, 10]]]
     assert lane.read()[0] == wire.CREDIT
     assert lane.granted == 3 + 1, "a frame for the layer with KV and for each state, and one for the lane"
     return lane, transfer
@@ -117,7 +117,7 @@ def test_exported_memory(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(layout=LAYOUT, exports=True, device="cpu")
     prefill_id, transfer = prefill.hold(10, state_slot=1), os.urandom(16)
     lane = wire.connect(prefill.port, layout=FINGERPRINT)
-    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
+    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]]], transfer)
     assert {lane.read()[0] for _ in range(2)} == {wire.EXPORT, wire.COMMIT}
     lane.say(wire.REACH, [True, ""])
     lane.say(wire.CREDIT, [3, False])

@@ -17,7 +17,7 @@ from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import stream
 from baton.router.workers.checks import CacheSequence
-from baton.router.workers.pool import PrefixSource
+from baton.router.workers.prefixes import PrefixSource, prefix_source
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import cache_feed
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
@@ -28,6 +28,7 @@ from tests.router.test_overflow import offering
 from tests.router.test_recovery import decodes
 
 CHUNKS = list(range(9))
+RNG = random.Random(1)
 
 
 @patch.object(cache_feed, "MAX_CHUNKS", 2)
@@ -227,7 +228,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     home_there, other_there = caching.connection(home), caching.connection(other)
     chunks = prompt_hints(prompt, b"", b"")
     index.expect(other_there.row, chunks)
-    found = {pool.prefix_source(home_there, chunks, 500) for _ in range(9)}
+    found = {prefix_source(pool, home_there, chunks, 500, RNG) for _ in range(9)}
     assert found == {PrefixSource(connection, Tier.DEVICE)}, (
         "the other one will have it, but has nothing to send yet"
     )
@@ -319,7 +320,7 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
         asker.status.tokens_waiting += 1
         asker.report()
         await caching.until(lambda: asking.status.tokens_waiting == asker.status.tokens_waiting)
-        found = {caching.pool.prefix_source(asking, chunks, 500) for _ in range(9)}
+        found = {prefix_source(caching.pool, asking, chunks, 500, RNG) for _ in range(9)}
         [only] = found
         return only
 
@@ -352,6 +353,6 @@ async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
     await caching.until(lambda: bool(asking.status.prefix_links))
     await caching.until(lambda: sum(map(index.reported, range(4))) == 21)
     caching.pool._rng = random.Random(0)
-    found = Counter(caching.pool.prefix_source(asking, chunks, 500) for _ in range(300))
+    found = Counter(prefix_source(caching.pool, asking, chunks, 500, RNG) for _ in range(300))
     assert len(found) == 2, "of any two the faster one"
     assert max(found.values()) < 240

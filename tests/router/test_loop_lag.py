@@ -4,6 +4,10 @@ import asyncio
 import gc
 import time
 
+import pytest
+
+from baton.router import server
+from baton.router.active_request import ActiveRequests
 from baton.router.server import observe_lag
 
 from .conftest import Cluster
@@ -46,10 +50,40 @@ async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
     assert not left & {"ActiveRequest", "Generation", "Turn", "Attempt", "TokenQueue", "StopStrings"}
 
 
+async def test_a_collection_does_not_pass_some_of_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python alone would collect no garbage here, since as many objects are freed as are made."""
+    monkeypatch.setattr(server, "YOUNG_PERIOD", 1e-6)
+    collecting = asyncio.create_task(server.collect_garbage(ActiveRequests()))
+    streams: list[list[int]] = [[] for _ in range(50_000)]
+    gc.collect()
+    most = 0
+    for first in range(0, len(streams), 500):
+        streams[first : first + 500] = [[] for _ in range(500)]
+        most = max(most, len(gc.get_objects(generation=0)))
+        await asyncio.sleep(0.001)
+    collecting.cancel()
+    assert most < 5_000
+
+
 async def test_a_stall_of_the_event_loop_is_measured() -> None:
     observed: asyncio.Queue[float] = asyncio.Queue()
-    measuring = asyncio.create_task(observe_lag(observed.put_nowait))
+    own: list[float] = []
+    measuring = asyncio.create_task(observe_lag(observed.put_nowait, own.append))
     await observed.get()
     time.sleep(STALL)  # noqa: ASYNC251 - the stall
     assert await observed.get() >= STALL / 2
     measuring.cancel()
+    assert max(own) >= STALL / 2
+
+
+async def test_the_wait_for_a_cpu_is_no_lag_of_the_router_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    observed: asyncio.Queue[float] = asyncio.Queue()
+    own: list[float] = []
+    waits = iter([0.0, 0.0, STALL / 2])
+    monkeypatch.setattr(server, "waited_for_cpu", lambda pid: next(waits, STALL / 2))
+    measuring = asyncio.create_task(observe_lag(observed.put_nowait, own.append))
+    await observed.get()
+    time.sleep(STALL)  # noqa: ASYNC251 - half of it without a CPU
+    lag = await observed.get()
+    measuring.cancel()
+    assert own[1] == pytest.approx(lag - STALL / 2 + server.LAG_PERIOD)

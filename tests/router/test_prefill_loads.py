@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.content import CHUNK_TOKENS, Tier
+from baton.router.policy import host_rows
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
@@ -210,16 +211,46 @@ def test_the_memory_of_chunks_that_come_and_go_is_used_again():
 
 def test_a_worker_has_the_same_row_in_all_processes():
     fd = os.memfd_create("chunks")
-    one, other = (ChunkTable(fd, 2, number) for number in range(2))
-    assert [one.take_row(name) for name in "abc"] == [0, 1, 2]
-    assert [other.take_row(name) for name in "cbd"] == [2, 1, 3]
-    assert one.take_row("a") == 4, "a second stream to the same address"
-    one.leave_row(1)
-    assert one.take_row("e") == 5, "the other process is attached to row 1"
-    other.leave_row(1)
-    assert one.take_row("f") == 1
-    ChunkTable(fd, 2).ended(1)
-    assert one.take_row("g") == 3, "the process with this row has ended"
+    one, other = (ChunkTable(fd, 2, number).rows for number in range(2))
+    assert [one.take(name) for name in "abc"] == [0, 1, 2]
+    assert [other.take(name) for name in "cbd"] == [2, 1, 3]
+    assert one.take("a") == 4, "a second stream to the same address"
+    one.leave(1)
+    assert one.take("e") == 5, "the other process is attached to row 1"
+    other.leave(1)
+    assert one.take("f") == 1
+    ChunkTable(fd, 2).rows.ended(1)
+    assert one.take("g") == 3, "the process with this row has ended"
+    os.close(fd)
+
+
+def test_reports_are_read_once_whole_and_by_the_processes_that_know_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    fd = os.memfd_create("chunks")
+    writer, reader, stranger = (ChunkTable(fd, 3, number).rows for number in range(3))
+    assert writer.take("a") == reader.take("a") == 0
+    assert stranger.take("b") == 1
+    reports = [status(tokens, SPEED) for tokens in range(4)]
+    writer.pass_on(0, 7, reports[0])
+    assert [*reader.reports()] == [(0, 7, reports[0])]
+    assert not [*reader.reports()]
+    writer.pass_on(0, 7, reports[0])
+    assert [*reader.reports()] == [(0, 7, reports[0])], "the same again is news"
+    with monkeypatch.context() as half:
+        half.setattr(host_rows.xxhash, "xxh3_64_intdigest", lambda data: 1)  # the checksum comes last
+        writer.pass_on(0, 7, reports[1])
+    assert not [*reader.reports()]
+    writer.pass_on(0, 7, reports[2])
+    assert [*reader.reports()] == [(0, 7, reports[2])]
+    assert not [*stranger.reports()]
+    assert stranger.take("a") == 0
+    assert not [*stranger.reports()], "it has a newer one from the worker"
+    writer.pass_on(0, 7, reports[3])
+    assert [*stranger.reports()] == [*reader.reports()] == [(0, 7, reports[3])]
+    long = pb.WorkerStatus(store="s" * (1 << 17))
+    writer.pass_on(0, 7, long)
+    assert not [*reader.reports()]
     os.close(fd)
 
 

@@ -246,7 +246,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     assert not any(psutil.pid_exists(pid) for pid in after.values())
 
 
-async def test_one_process_writes_the_index_of_all_and_another_one_after_its_death(
+async def test_one_process_gets_the_reports_for_all_and_another_one_after_its_death(
     start: Callable[..., Any],
 ):
     routers = await start("--router-processes", "3", "--no-prefix-fetches", prefills=2)
@@ -265,20 +265,29 @@ async def test_one_process_writes_the_index_of_all_and_another_one_after_its_dea
             while await went_to() != {worker}:
                 pass
 
+    async def drain(worker: FakeWorker, instead: int) -> None:
+        """One process learns that the worker takes no work, and then that it does."""
+        worker.status.health = worker_pb2.WorkerStatus.HEALTH_DRAINING
+        worker.report()
+        await until_all_go_to(instead)
+        worker.status.health = worker_pb2.WorkerStatus.HEALTH_SERVING
+        worker.report()
+        await until_all_go_to(1 - instead)
+
     def writers() -> list[int]:
-        return [int(n) for n in re.findall(r"process (\d) writes the index", routers.log.read_text())]
+        return [int(n) for n in re.findall(r"process (\d) gets the reports", routers.log.read_text())]
 
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 3)
     async with asyncio.timeout(20):
         while not all(len(w._outputs) == 3 and w._wanting_cache for w in routers.prefills):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert [len(worker._wanting_cache) for worker in routers.prefills] == [1, 1], (
-        "one process gets the reports"
-    )
+    for worker in routers.prefills:
+        assert len(worker._wanting_cache) == len(worker._outputs - worker._sharing) == 1
     [home] = await went_to()
     other = routers.prefills[1 - home]
     other.change_cache(chunks)
     await until_all_go_to(1 - home)
+    await drain(other, home)
     [writer] = writers()
     killed = (await routers.processes())[writer]
     os.kill(killed, signal.SIGKILL)
@@ -287,6 +296,7 @@ async def test_one_process_writes_the_index_of_all_and_another_one_after_its_dea
         while len(writers()) < 2:
             assert await went_to(), "the others go on"
     await until_all_go_to(1 - home)
+    await drain(other, home)
     other.change_cache([], chunks)
     await until_all_go_to(home)
     routers.popen.send_signal(signal.SIGINT)

@@ -74,9 +74,7 @@ def change(roster: Roster, worker: Worker, what: int, rng: random.Random) -> Non
             health = rng.choice(["HEALTH_SERVING", "HEALTH_DRAINING"])
             status = pb.WorkerStatus(health=health, pool=rng.choice(POOLS), blocks_free=rng.randrange(40))
             status.requests_running = rng.randrange(7)
-            if worker.report(status):
-                roster.availability_changed(worker)
-            roster.reported(worker)
+            roster.reported(worker, status)
         case 4:
             worker.attempt_failed()
         case 5:

@@ -182,7 +182,10 @@ def test_the_context_of_a_model_that_also_sees_images_is_that_of_its_text_model(
 def test_a_tokenizer_from_elsewhere(directory: Path, tmp_path: Path, tokenizer: ModelTokenizer):
     """The context stays that of the model, which needs no tokenizer of its own."""
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 77}')
-    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json$"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tiktoken.model").touch()
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json .*can be converted"):
         load_tokenizer(str(tmp_path))
     loaded = load_tokenizer(str(tmp_path), tokenizer=str(directory))
     assert loaded.max_model_len == 77

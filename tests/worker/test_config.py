@@ -99,6 +99,6 @@ def test_kv_host_may_name_an_interface() -> None:
 
 
 def test_kv_host_may_not_name_an_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socket.if_nameindex", lambda: [(9, "net9")])
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"net9": []})
     with pytest.raises(ValueError, match="--kv-host: the interface net9 has no IPv4 address"):
         config(kv_host="net9")

@@ -22,8 +22,8 @@ from baton.engine import EngineConfig
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import Arenas
 from baton.kv_transfer.shared_store import StoreFds
-from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.wait import end_waits_on_time
+from baton.machine.system import die_with_parent
 
 RANK_MODULE = "baton.worker.engine_process.rank_process"
 EXIT_START_FAILED = 2

@@ -136,7 +136,7 @@ class Backend:
             del self._status_answers[question]
 
     async def report(self) -> None:
-        """Sends the status to every router: if it has changed, and once a second in any case.
+        """Sends the status to routers: if it has changed, and once a second in any case.
 
         The sleep may end a millisecond early, so a report goes out unless the next time is nearer to it."""
         sent, due = pb.WorkerStatus(), 0.0
@@ -145,7 +145,7 @@ class Backend:
             await asyncio.sleep(seconds)
             status, now = await self.status(), time.monotonic()
             if status != sent or now + seconds / 2 >= due:
-                self._routers.broadcast(pb.WorkerMessage(status=status))
+                self._routers.report(status)
                 sent, due = status, now + LONGEST_REPORT
 
     # ------------------------------------------------------------ from the engine

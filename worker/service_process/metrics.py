@@ -34,7 +34,7 @@ _LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
 # These label values are exported from the start with 0, so that rates and alerts see the first event.
 _CHECKSUMS = ("header", "payload", "control", "tag")
 REFUSED = (
-    "hello", "secret", "encryption", "side", "self", "version", "model", "layout", "dtype", "scales",
+    "hello", "secret", "encryption", "side", "self", "version", "model", "layout", "dtype",
     "limits", "transfer_id",
 )  # fmt: skip
 _DEADLINES = ("handshake", "fetch_wait", "hold", "pin", "unreachable", "progress", "peer_dead", "engine_dead")
@@ -46,11 +46,7 @@ _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("vllm:request_queue_time_seconds", "Time from acceptance to the start of the prefill.", _SECONDS),
-    (
-        "vllm:request_prefill_time_seconds",
-        "Time from the start of the prefill to the first token.",
-        _SECONDS,
-    ),
+    ("vllm:request_prefill_time_seconds", "Time from the start of the prefill to the first token.", _SECONDS),
     (
         "vllm:request_decode_time_seconds",
         "Time from the end of KV injection to the last token.",

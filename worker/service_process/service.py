@@ -6,7 +6,8 @@ import logging.config
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 
 import setproctitle
 from grpc_health.v1 import health_pb2
@@ -154,17 +155,14 @@ class Service:
             host = config.reachable_host()
         except ValueError as error:
             raise StartError(str(error)) from error
-        try:
+        with _listening("--port", config.host, config.port):
             pems = cluster_pems(config.secret, config.tls)
             port = add_port(self._server, config.host, config.port, pems)
-        except OSError as error:
-            raise StartError(cannot_listen("--port", config.host, config.port, error)) from error
-        try:
+        with _listening("--metrics-port", config.host, config.metrics_port):
             metrics_port = await self._metrics.listen(config.host, config.metrics_port, self._serves)
-        except OSError as error:
-            reason = cannot_listen("--metrics-port", config.host, config.metrics_port, error)
-            raise StartError(reason) from error
-        _try_port(config.kv_listen_host(), config.kv_port)
+        # Fails early: the transfer process, which will listen there, starts after the model is loaded.
+        with _listening("--kv-port", config.kv_listen_host(), config.kv_port):
+            try_port(config.kv_listen_host(), config.kv_port)
         return port, metrics_port, host
 
     def _serves(self) -> bool:
@@ -266,12 +264,13 @@ class Service:
         )
 
 
-def _try_port(host: str, port: int) -> None:
-    """Fails early: the transfer process, which will listen on this port, starts after the model is loaded."""
+@contextmanager
+def _listening(flag: str, host: str, port: int) -> Iterator[None]:
+    """Turns an error of the system into the message for the user."""
     try:
-        try_port(host, port)
+        yield
     except OSError as error:
-        raise StartError(cannot_listen("--kv-port", host, port, error)) from error
+        raise StartError(cannot_listen(flag, host, port, error)) from error
 
 
 class ReadyPipe:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import grpc.aio
 
-from baton.engine import Output, PromptLogprobs
+from baton.engine import Output
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
@@ -26,10 +26,14 @@ _FINISH = {
 class RouterStream:
     """The output queue of one Attach call. `put` never waits, so a slow router cannot delay the engine."""
 
-    def __init__(self, number: int, report_seconds: float = LONGEST_REPORT) -> None:
-        """`report_seconds`: the least time between two reports of the status that the router can take."""
+    def __init__(
+        self, number: int, report_seconds: float = LONGEST_REPORT, *, shares_reports: bool = False
+    ) -> None:
+        """`report_seconds`: the least time between two reports of the status that the router can take.
+        `shares_reports`: another process of its host passes them on."""
         self.number = number
         self.report_seconds = report_seconds
+        self.shares_reports = shares_reports
         self.unread_bytes = 0
         self._queue: deque[pb.WorkerMessage] = deque()
         self._snapshot: Iterator[pb.WorkerMessage] | None = None  # the parts to come
@@ -109,9 +113,10 @@ class Routers:
         self._opened = 0
         self._offered = 0  # number of the stream that got the last offer
 
-    def open(self, report_seconds: float) -> RouterStream:
+    def open(self, report_seconds: float, *, shares_reports: bool = False) -> RouterStream:
         self._opened += 1
-        stream = self._streams[self._opened] = RouterStream(self._opened, report_seconds)
+        stream = RouterStream(self._opened, report_seconds, shares_reports=shares_reports)
+        self._streams[self._opened] = stream
         return stream
 
     def remove(self, stream: RouterStream) -> bool:
@@ -127,6 +132,11 @@ class Routers:
     def broadcast(self, message: pb.WorkerMessage) -> None:
         for stream in self._streams.values():
             stream.put(message)
+
+    def report(self, status: pb.WorkerStatus) -> None:
+        for stream in self._streams.values():
+            if not stream.shares_reports:
+                stream.put(pb.WorkerMessage(status=status))
 
     def broadcast_cache_events(self, message: pb.WorkerMessage) -> None:
         for stream in self._streams.values():
@@ -170,7 +180,8 @@ def progress(
         case messages.Tokens(_, tokens):
             return pb.WorkerMessage(step=pb.StepOutput(tokens=[_token(token) for token in tokens]))
         case messages.PromptScored(_, logprobs):
-            return pb.WorkerMessage(prompt_logprobs=_prompt_logprobs(logprobs))
+            values = logprobs._asdict()
+            return pb.WorkerMessage(prompt_logprobs=pb.PromptLogprobs(attempt_id=values.pop("id"), **values))
         case messages.Reserved(_, decode_id):
             return pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id))
         case messages.PrefillStarted(_, prefill_id):
@@ -182,17 +193,6 @@ def failed(attempt_id: bytes, code: Code, message: str, prefill_id: bytes = b"")
         failed=pb.AttemptFailed(
             attempt_id=attempt_id, code=pb.FailureCode.Name(code), message=message, prefill_id=prefill_id
         )
-    )
-
-
-def _prompt_logprobs(of: PromptLogprobs) -> pb.PromptLogprobs:
-    return pb.PromptLogprobs(
-        attempt_id=of.id,
-        position=of.position,
-        logprobs=of.logprobs,
-        ranks=of.ranks,
-        top_ids=of.top_ids,
-        top_logprobs=of.top_logprobs,
     )
 
 

@@ -37,14 +37,7 @@ from baton.worker.engine_process.start import (
 )
 from baton.worker.ipc import EngineLink
 from baton.worker.messages import EngineReady, FromEngine
-from baton.worker.processes import (
-    START_SILENCE,
-    ChildProcess,
-    EngineError,
-    StartError,
-    TreeError,
-    Watchdog,
-)
+from baton.worker.processes import START_SILENCE, ChildProcess, EngineError, StartError, TreeError, Watchdog
 from baton.worker.service_process.inherited import ArenaEnds, StoreEnds
 from baton.worker.service_process.transfer_link import TransferLink
 

@@ -5,8 +5,6 @@ counts what *arrived* within it. A failed request enters no latency. It enters t
 objectives.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,22 +35,16 @@ class Summary:
 
 
 def summarize(
-    records: Sequence[Record],
-    slo: Slo,
-    *,
-    warm_up: float | None,
-    ramp: bool = False,
-    attainment: float = 0.99,
+    records: Sequence[Record], slo: Slo, *, warm_up: float | None, attainment: float = 0.99
 ) -> Summary:
     """Reduces the records.
 
     Args:
         warm_up: seconds to exclude; None detects it.
-        ramp: the load is a ramp, which has no steady state.
         attainment: share of the requests that must be good for the run to meet the objectives.
     """
     records = sorted(records, key=lambda r: r.intended)
-    steadiness = _steadiness(records, warm_up, ramp)
+    steadiness = _steadiness(records, warm_up)
     begin, end, window_statement = _window(records, steadiness.begin)
     due = [r for r in records if begin <= r.intended and r.failure is not Failure.INTERRUPTED]
     ok = [r for r in due if r.ok]
@@ -182,14 +174,10 @@ def _name(bound: Bound) -> str:
     return "ttit" if bound.metric == "gap" else bound.metric
 
 
-def _steadiness(records: Sequence[Record], warm_up: float | None, ramp: bool) -> Steadiness:
+def _steadiness(records: Sequence[Record], warm_up: float | None) -> Steadiness:
     ok = [r for r in records if r.ok]
     times, values = [r.intended for r in ok], [r.ttft for r in ok]
-    if warm_up is not None:
-        return fixed_warm_up(warm_up, times, values)
-    if ramp:
-        return Steadiness(0.0, None, "a ramp has no steady state: nothing excluded")
-    return detect(times, values)
+    return detect(times, values) if warm_up is None else fixed_warm_up(warm_up, times, values)
 
 
 def _window(records: Sequence[Record], begin: float) -> tuple[float, float, str]:

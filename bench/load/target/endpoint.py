@@ -5,8 +5,6 @@ The run works around what a server lacks, and says so in a note. Only a server t
 not speak the API, ends the run. The message says what to do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter
@@ -123,23 +121,17 @@ def _notes(dialect: Dialect, record: Record) -> list[str]:
     return notes
 
 
-async def probe(http: aiohttp.ClientSession, target: Target, text: str | list[int]) -> Record:
+async def probe(http: aiohttp.ClientSession, target: Target, text: str) -> Record:
     """Sends one streamed request of a few tokens."""
     record = Record(index=0, intended=time.monotonic(), sent=0.0, asked_output=_PROBE_TOKENS)
-    prompt = [{"role": "user", "content": str(text)}] if target.api == "chat" else text
+    prompt = [{"role": "user", "content": text}] if target.api == "chat" else text
     await exchange(http, target, target.body(prompt, _PROBE_TOKENS), Answer(record))
     return record
 
 
-async def find_tokenization(
-    http: aiohttp.ClientSession, target: Target, *, ids_allowed: bool
-) -> Tokenization:
-    """Exact by `/tokenize` if the server has it, else by token ids. Else estimated from usage."""
-    if (found := await _by_tokenize(http, target)) is not None:
-        return found
-    if ids_allowed and target.api == "completions" and (by_ids := await _by_ids(http, target)) is not None:
-        return by_ids
-    return await _by_usage(http, target)
+async def find_tokenization(http: aiohttp.ClientSession, target: Target) -> Tokenization:
+    """Exact by `/tokenize` if the server has it, else estimated from usage."""
+    return await _by_tokenize(http, target) or await _by_usage(http, target)
 
 
 async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenization | None:
@@ -160,11 +152,10 @@ async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenizat
     words = tuple(w for w, a, b in counts if a == total and b == total + 1)
     if len(words) < 16:
         return None
-    found = Tokenization("text", words, 1.0, total - 2, "exact, by the server's /tokenize")
+    found = Tokenization(words, 1.0, total - 2, "exact, by the server's /tokenize")
     composer = Composer(found)
     for i, length in enumerate((64, 333, 1000)):
         text = composer.compose([Segment((i,), length + found.overhead)])
-        assert isinstance(text, str)
         if await count(text) != length + found.overhead:
             return None
     return found
@@ -194,18 +185,8 @@ def _counter(http: aiohttp.ClientSession, target: Target) -> Callable[[str], Cor
     return count
 
 
-async def _by_ids(http: aiohttp.ClientSession, target: Target) -> Tokenization | None:
-    found = Tokenization("ids", (), 1.0, 0, "exact, by prompts of token ids")
-    for length in (48, 200):
-        ids = Composer(found).compose([Segment((length,), length)])
-        record = await probe(http, target, ids)
-        if not record.ok or record.prompt_tokens != length:
-            return None
-    return found
-
-
 async def _by_usage(http: aiohttp.ClientSession, target: Target) -> Tokenization:
-    plain = Tokenization("text", WORDS, 1.0, 0, "")
+    plain = Tokenization(WORDS, 1.0, 0, "")
     composer = Composer(plain)
 
     async def count(words: int) -> int:

@@ -1,7 +1,5 @@
 """One request over HTTP: path, headers and body, its stream, and a name for every failure."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable
@@ -53,8 +51,8 @@ class Target(msgspec.Struct, frozen=True):
         """Where requests of this session go."""
         return self.urls[session % len(self.urls)] + PATHS[self.api]
 
-    def body(self, prompt: str | list[int] | list[dict[str, str]], max_tokens: int) -> bytes:
-        """`prompt`: for chat a list of messages, for completions text or token ids."""
+    def body(self, prompt: str | list[dict[str, str]], max_tokens: int) -> bytes:
+        """`prompt`: for chat a list of messages, for completions text."""
         fields: dict[str, Any] = {
             "model": self.model,
             "messages" if self.api == "chat" else "prompt": prompt,

@@ -5,10 +5,7 @@ So prompts can share prefixes or the blocks of a trace. Text is made of common w
 for the server, so that lengths add up (`endpoint.find_tokenization` checks this with `/tokenize`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -28,9 +25,7 @@ _COMMON = (
     "head stand own page should found answer school"
 )
 WORDS = tuple(_COMMON.split())
-# Ids that every vocabulary has. They are not special tokens in the usual vocabularies.
-_FIRST_ID, _NUM_IDS = 1000, 7000
-_LONG = 1 << 18  # words or ids: the longest segment
+_LONG = 1 << 18  # words: the longest segment
 _HEAD = 6
 
 
@@ -49,7 +44,6 @@ class Tokenization(msgspec.Struct, frozen=True):
         statement: whether the lengths are exact, for the report.
     """
 
-    kind: Literal["text", "ids"]
     words: tuple[str, ...]
     tokens_per_word: float
     overhead: int
@@ -65,20 +59,13 @@ class Composer:
 
     def __init__(self, tokenization: Tokenization) -> None:
         self._tokenization = tokenization
-        rng = np.random.default_rng(0)
-        if tokenization.kind == "ids":
-            self._head: Sequence[str] | Sequence[int] = range(_FIRST_ID, _FIRST_ID + _NUM_IDS)
-            self._ids = rng.integers(_FIRST_ID, _FIRST_ID + _NUM_IDS, 2 * _LONG)
-        else:
-            self._head = tokenization.words
-            words = [
-                tokenization.words[i] for i in rng.integers(0, len(tokenization.words), 2 * _LONG).tolist()
-            ]
-            self._text = " ".join(words)
-            # Where word i starts. The last entry is one past the end, as if a word followed.
-            self._starts = np.concatenate(([0], np.cumsum([len(word) + 1 for word in words])))
+        choices = np.random.default_rng(0).integers(0, len(tokenization.words), 2 * _LONG)
+        words = [tokenization.words[i] for i in choices.tolist()]
+        self._text = " ".join(words)
+        # Where word i starts. The last entry is one past the end, as if a word followed.
+        self._starts = np.concatenate(([0], np.cumsum([len(word) + 1 for word in words])))
 
-    def compose(self, segments: Sequence[Segment], *, first: bool = True) -> str | list[int]:
+    def compose(self, segments: Sequence[Segment], *, first: bool = True) -> str:
         """The prompt that the server counts as the sum of the segments' lengths.
 
         Only the `first` turn of a session has the server's overhead. The end of the prompt gets shorter by
@@ -93,29 +80,20 @@ class Composer:
             cut = min(excess, lengths[i])
             lengths[i] -= cut
             excess -= cut
-        parts = list(zip(segments, lengths, strict=True))
-        if self._tokenization.kind == "ids":
-            return [token for segment, length in parts for token in self._slice_ids(segment, length)]
         per_word = self._tokenization.tokens_per_word
-        texts = (self._slice_text(segment, round(length / per_word)) for segment, length in parts)
+        texts = (
+            self._slice(segment, round(length / per_word))
+            for segment, length in zip(segments, lengths, strict=True)
+        )
         return " ".join(text for text in texts if text)
 
-    def _slice_text(self, segment: Segment, count: int) -> str:
-        head, start = self._draw(segment, count)
-        rest = self._text[self._starts[start] : self._starts[start + count - len(head)] - 1]
-        return " ".join([*map(str, head), rest] if rest else map(str, head))
-
-    def _slice_ids(self, segment: Segment, count: int) -> list[int]:
-        head, start = self._draw(segment, count)
-        return [*map(int, head), *self._ids[start : start + count - len(head)].tolist()]
-
-    def _draw(self, segment: Segment, count: int) -> tuple[list[str | int], int]:
-        """The first words of the segment, and where its slice of the long text begins."""
+    def _slice(self, segment: Segment, count: int) -> str:
         assert count <= _LONG, f"a segment of {count} words is longer than {_LONG}"
         number = xxhash.xxh3_128_intdigest(repr(segment.seed).encode())
         number, start = divmod(number, _LONG)
-        head: list[str | int] = []
+        head: list[str] = []
         for _ in range(min(_HEAD, count)):
-            number, i = divmod(number, len(self._head))
-            head.append(self._head[i])
-        return head, start
+            number, i = divmod(number, len(self._tokenization.words))
+            head.append(self._tokenization.words[i])
+        rest = self._text[self._starts[start] : self._starts[start + count - len(head)] - 1]
+        return " ".join([*head, rest] if rest else head)

@@ -4,8 +4,6 @@ Client `i` of `n` sends the sessions i, i+n, i+2n, …. In an open loop it sends
 In a closed loop its share of the users sends them one after another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -208,21 +206,15 @@ class Client:
     def _body(self, turn: Turn, history: list[tuple[Turn, str]]) -> bytes:
         """The JSON of the request: the turn after its history."""
         target = self._config.target
-        if not history:
-            prompt = turn.text or self._composer.compose(turn.segments)
-            alone = target.api == "completions"
-            return target.body(prompt if alone else [_message("user", prompt)], turn.output_tokens)
-        said = [(self._later_text(old, i), reply) for i, (old, reply) in enumerate(history)]
-        last = self._later_text(turn, len(history))
+        said = [(self._text(old, i), reply) for i, (old, reply) in enumerate(history)]
+        last = self._text(turn, len(history))
         if target.api == "completions":
             return target.body("".join(f"{text}{reply}\n" for text, reply in said) + last, turn.output_tokens)
         messages = [m for text, reply in said for m in (_message("user", text), _message("assistant", reply))]
         return target.body([*messages, _message("user", last)], turn.output_tokens)
 
-    def _later_text(self, turn: Turn, number: int) -> str:
-        text = turn.text or self._composer.compose(turn.segments, first=number == 0)
-        assert isinstance(text, str), "sessions of several turns are sent as text, never as token ids"
-        return text
+    def _text(self, turn: Turn, number: int) -> str:
+        return turn.text or self._composer.compose(turn.segments, first=number == 0)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(coroutine)
@@ -239,8 +231,7 @@ class Client:
             await asyncio.sleep(remaining - _SPIN_SECONDS if remaining > _SPIN_SECONDS else 0)
 
 
-def _message(role: str, content: str | list[int]) -> dict[str, str]:
-    assert isinstance(content, str), "a chat has no token ids"
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 

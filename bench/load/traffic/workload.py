@@ -6,12 +6,10 @@ computes the same sessions and times, and takes its share of them. A closed loop
 its next session when the last one ended.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 import numpy as np
@@ -29,7 +27,7 @@ class Distribution(msgspec.Struct, frozen=True):
     parameters: tuple[float, ...]
 
     @classmethod
-    def parse(cls, text: str, option: str) -> Distribution:
+    def parse(cls, text: str, option: str) -> Self:
         """Raises ValueError that names `option`, the flag with this text."""
         kind, colon, rest = text.strip().partition(":")
         if not colon:
@@ -77,22 +75,19 @@ class Distribution(msgspec.Struct, frozen=True):
         return numbers if self.kind == "fixed" else f"{self.kind}:{numbers}"
 
 
-ArrivalKind = Literal["poisson", "constant", "gamma", "ramp"]
+ArrivalKind = Literal["poisson", "constant", "gamma"]
 
 
 class Arrivals(msgspec.Struct, frozen=True):
     """An open loop of `rate` sessions a second.
 
     `gamma` draws gaps with the shape `burstiness`, as vLLM's `--burstiness`: 1 is Poisson, less is burstier,
-    more is smoother. `ramp` is a Poisson process. Its rate changes evenly from `rate` to `ramp_to` within
-    `ramp_seconds` and stays there.
+    more is smoother.
     """
 
     kind: ArrivalKind
     rate: float
     burstiness: float = 1.0
-    ramp_to: float = 0.0
-    ramp_seconds: float = 0.0
 
     def times(self, seed: int) -> Iterator[float]:
         """Seconds since the start of the run, ascending, without end."""
@@ -100,26 +95,12 @@ class Arrivals(msgspec.Struct, frozen=True):
             yield from (k / self.rate for k in itertools.count())
         now = 0.0
         for gap in _unit_gaps(seed, self.burstiness if self.kind == "gamma" else 1.0):
-            now += gap
-            yield self._ramped(now) if self.kind == "ramp" else now / self.rate
-
-    def _ramped(self, expected: float) -> float:
-        """The time by which `expected` arrivals are due: the inverse of the integrated rate."""
-        slope = (self.ramp_to - self.rate) / self.ramp_seconds
-        within = (self.rate + self.ramp_to) / 2 * self.ramp_seconds
-        if expected >= within:
-            return self.ramp_seconds + (expected - within) / self.ramp_to
-        if slope == 0:
-            return expected / self.rate
-        return (math.sqrt(self.rate**2 + 2 * slope * expected) - self.rate) / slope
+            now += gap / self.rate
+            yield now
 
     def __str__(self) -> str:
-        match self.kind:
-            case "gamma":
-                return f"gamma {self.rate:g}/s, burstiness {self.burstiness:g}"
-            case "ramp":
-                return f"ramp {self.rate:g} → {self.ramp_to:g}/s in {self.ramp_seconds:g} s"
-        return f"{self.kind} {self.rate:g}/s"
+        shape = f", burstiness {self.burstiness:g}" if self.kind == "gamma" else ""
+        return f"{self.kind} {self.rate:g}/s{shape}"
 
 
 def _unit_gaps(seed: int, shape: float) -> Iterator[float]:

@@ -1,14 +1,12 @@
 """Prints the answer: a table, and for each pool a line with the reason for its size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
 
 from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing.answer import Answer, Targets, answer
-from baton.cluster.tools.sizing.speeds import GPUS, Speeds, measured, shape
+from baton.cluster.tools.sizing.speeds import H200, Speeds, measured, shape
 from baton.cluster.tools.status import console, table
 from baton.engine.api.config import EngineConfig
 from baton.engine.kernels import FP8
@@ -18,9 +16,7 @@ from baton.engine.models import cache_bytes_per_token, cache_spec
 
 def run(sizing: SizingOptions) -> int:
     targets = parse_slo(sizing.slo)
-    gpu = GPUS[sizing.gpu]
-    if sizing.measured is not None:
-        gpu = measured(gpu, sizing.measured)
+    gpu = H200 if sizing.measured is None else measured(H200, sizing.measured)
     if sizing.gpu_memory is not None:
         gpu = replace(gpu, memory=int(sizing.gpu_memory * (1 << 30)))
     model = shape(sizing.model)

@@ -12,8 +12,6 @@ This works for a model of similar width. A much smaller model is bound by kernel
 than the estimate.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -57,16 +55,14 @@ class Gpu:
 
 
 REFERENCE = model_config_from_hf(MODELS["llama-3.1-8b"], {}, "llama-3.1-8b")
-GPUS = {
-    "h200": Gpu(
-        memory=139 << 30,
-        kv_bytes_per_s=4.3e12,
-        decode={1: 4.91e-3, 8: 5.20e-3, 32: 6.24e-3, 64: 7.60e-3, 128: 10.80e-3, 256: 18.43e-3},
-        prefill={2000: 49.8e-3, 8000: 210.5e-3},
-        all_reduce={1: 6.3e-6, 8: 6.7e-6, 64: 7.6e-6, 256: 12.9e-6, 2000: 56e-6, 8000: 208e-6},
-        source="Llama-3.1-8B in bfloat16 on one H200, vLLM 0.26; Baton was no slower there",
-    )
-}
+H200 = Gpu(
+    memory=139 << 30,
+    kv_bytes_per_s=4.3e12,
+    decode={1: 4.91e-3, 8: 5.20e-3, 32: 6.24e-3, 64: 7.60e-3, 128: 10.80e-3, 256: 18.43e-3},
+    prefill={2000: 49.8e-3, 8000: 210.5e-3},
+    all_reduce={1: 6.3e-6, 8: 6.7e-6, 64: 7.6e-6, 256: 12.9e-6, 2000: 56e-6, 8000: 208e-6},
+    source="Llama-3.1-8B in bfloat16 on one H200, vLLM 0.26; Baton was no slower there",
+)
 
 
 def measured(gpu: Gpu, file: Path) -> Gpu:

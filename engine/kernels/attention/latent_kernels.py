@@ -145,10 +145,7 @@ def _padded(positions: int) -> int:
 
 
 def _expanded_chunks(
-    metadata: AttentionMetadata,
-    chunks: Sequence[tuple[int, int, int]],
-    rows: slice,
-    scratch: Expanded,
+    metadata: AttentionMetadata, chunks: Sequence[tuple[int, int, int]], rows: slice, scratch: Expanded
 ) -> ExpandedChunks:
     """The contexts of the chunks (request, start, stop) follow each other in the scratch memory."""
     device, size = metadata.contexts.device, metadata.block_size

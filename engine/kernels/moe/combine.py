@@ -35,14 +35,7 @@ def combine(terms: Terms) -> Tensor:
 
 @triton.jit
 def _combine(
-    y,
-    weights,
-    shared,
-    out,
-    size,
-    CHOSEN: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    y, weights, shared, out, size, CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
     inputs_ready()
     token = tl.program_id(0).to(tl.int64)

@@ -33,11 +33,7 @@ class Shuffled(NamedTuple):
 
 
 def shuffle(
-    logits: Tensor,
-    counts: Tensor,
-    choice: Choice,
-    slots: Tensor | None = None,
-    held: range | None = None,
+    logits: Tensor, counts: Tensor, choice: Choice, slots: Tensor | None = None, held: range | None = None
 ) -> Shuffled:
     """Routes as `moe.experts.route` does, by logits [tokens, experts] with dense rows. Of equal
     logits, the first is chosen. `counts` must be zero, and becomes the pairs of each expert. The result has

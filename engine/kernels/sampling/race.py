@@ -19,11 +19,6 @@ BLOCK = 2048  # columns of one program
 WARPS = 4
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As `Kernels.greedy`; the logits may have any float dtype and need dense rows only."""
-    return draw(logits)
-
-
 def draw(
     logits: Tensor,
     temperature: Tensor | None = None,
@@ -31,8 +26,8 @@ def draw(
     probs: Tensor | None = None,
     least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Kernels.draw`; logits and probs need dense rows only. keys are those of `draw_keys`. `temperature`
-    None: greedy."""
+    """As `Kernels.draw`; logits, of any float dtype, and probs need dense rows only. keys are those of
+    `draw_keys`. `temperature` None: as `Kernels.greedy`."""
     rows, vocabulary = logits.shape
     parts, device = triton.cdiv(vocabulary, BLOCK), logits.device
     assert logits.stride(1) == 1, "the kernel assumes dense rows"

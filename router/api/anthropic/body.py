@@ -36,11 +36,7 @@ Text = Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[Te
 """A string or text blocks. Members such as `cache_control` have no effect."""
 
 
-class Block(Part):
-    """A block of content. Unknown members have no effect."""
-
-
-class TextBlock(Block):
+class TextBlock(Part):
     type: Literal["text"]
     text: str
 
@@ -51,7 +47,7 @@ class DocumentSource(Part):
     data: str
 
 
-class DocumentBlock(Block):
+class DocumentBlock(Part):
     """A document of plain text."""
 
     type: Literal["document"]
@@ -66,21 +62,21 @@ class DocumentBlock(Block):
         return "\n".join(filter(None, (self.title, self.context, self.source.data)))
 
 
-class ThinkingBlock(Block):
+class ThinkingBlock(Part):
     """Reasoning of an earlier message. `signature` has no effect."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(Part):
     type: Literal["tool_use"]
     id: str
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     input: dict[str, Any]
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(Part):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Text = ""
@@ -133,7 +129,7 @@ def chat_messages(system: str, messages: Iterable[InputMessage]) -> list[dict[st
     return chat
 
 
-def _message(role: str, block: Block) -> dict[str, Any]:
+def _message(role: str, block: Part) -> dict[str, Any]:
     """Returns the message of one block. Its texts are lists, which grow while messages become one."""
     match block:
         case ThinkingBlock():

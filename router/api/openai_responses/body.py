@@ -59,31 +59,27 @@ ReasoningText = Annotated[
 ]
 
 
-class Item(Part):
-    """An item of an input. Members that only responses have, such as `id` and `status`, have no effect."""
-
-
-class MessageItem(Item):
+class MessageItem(Part):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
 
 
-class ReasoningItem(Item):
+class ReasoningItem(Part):
     """Reasoning of an earlier response. `summary` and `encrypted_content` have no effect."""
 
     type: Literal["reasoning"]
     content: ReasoningText = ""
 
 
-class FunctionCallItem(Item):
+class FunctionCallItem(Part):
     type: Literal["function_call"]
     call_id: str
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     arguments: str
 
 
-class FunctionCallOutputItem(Item):
+class FunctionCallOutputItem(Part):
     type: Literal["function_call_output"]
     call_id: str
     output: Text
@@ -92,6 +88,7 @@ class FunctionCallOutputItem(Item):
 AnyItem = Annotated[
     MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem, ByType(default="message")
 ]
+"""Members that only responses have, such as `id` and `status`, have no effect."""
 
 
 def _items(value: Any) -> Any:
@@ -104,7 +101,7 @@ Input = Annotated[Items[AnyItem], BeforeValidator(_items, json_schema_input_type
 _HISTORY = TypeAdapter(list[Input])
 
 
-def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
+def chat_messages(instructions: str | None, items: Iterable[Part]) -> list[dict[str, Any]]:
     """Returns the messages of the chat.
 
     Reasoning, a message of the assistant, and calls that follow each other become one message.
@@ -122,14 +119,14 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[
     return chat
 
 
-def _ends(message: dict[str, Any], item: Item) -> bool:
+def _ends(message: dict[str, Any], item: Part) -> bool:
     """Returns whether `item` begins another message of the assistant than `message`."""
     if isinstance(item, FunctionCallItem):
         return False
     return isinstance(item, ReasoningItem) or bool(message["content"]) or "tool_calls" in message
 
 
-def _message(item: Item) -> dict[str, Any]:
+def _message(item: Part) -> dict[str, Any]:
     match item:
         case MessageItem():
             return {"role": item.role, "content": item.content}
