@@ -7,7 +7,7 @@ memory   fills the index with reports, for one router process and for several. M
          processes share counts once.
 
 A stall is a late timer of the router's own event loop (`baton:event_loop_lag_seconds`), so a pause of this
-client is none. The client and the fake workers have a CPU while no other process wants it.
+client is none. The client and the fake workers have a lower priority than the router.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def child(target: Callable[..., None], *args: object) -> Iterator[Connection]:
 
     def run() -> None:
         gc.disable()
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        os.nice(10)
         target(*args, theirs)
 
     process = FORK.Process(target=run, daemon=True)
