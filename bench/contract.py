@@ -1,7 +1,5 @@
 """What all benches share: arguments, the report, and how to measure a ratio."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.metadata
@@ -15,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -92,7 +90,7 @@ class Report:
         self.write()
 
     @classmethod
-    def of(cls, bench: str, args: argparse.Namespace, **more: Any) -> Report:
+    def of(cls, bench: str, args: argparse.Namespace, **more: Any) -> Self:
         """The report of a bench with these arguments. `more`: further parameters."""
         given = {name: value for name, value in vars(args).items() if name not in _NOT_REPORTED}
         return cls(bench, given | more, args.json)

@@ -1,7 +1,5 @@
 """Model shapes for `--load-format dummy`: directories that hold only a config.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ drafts count as right: each with 0.7, if the one before was. `never` accepts non
 four tokens of each request, over one with one.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -12,8 +12,6 @@ alone    the decode worker computes all of it
 the share of `ttft` in which the step of the last range waited for KV. On CPUs each worker has one thread.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -127,8 +127,9 @@ def reads(url: str, device: str, report: Report) -> None:
     child = spawn_child(STORE_MODULE, lines, pass_fds=(start.arena_fd, start.channel_fd))
     blocks = range(chunks)
     store = SharedStore(
-        PagedKV(kv, BLOCK, LAYOUT, str(kv[0].device), 0, 1), ends.ranks[0], "bench", late=lambda _: None,
+        PagedKV(kv, BLOCK, LAYOUT, str(kv[0].device), 0, 1), ends.ranks[0], "bench",
         hold=lambda *_: Held(blocks, 0, lambda: None), known=lambda *_: None,
+        answered=lambda _: None, probed=lambda *_: None,
     )  # fmt: skip
 
     def until(condition: Callable[[], object]) -> None:

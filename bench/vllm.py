@@ -27,8 +27,6 @@ A server that does not start is told with the end of its log, and its sides are 
 this must have vLLM. `--logs` keeps the logs, each with its command.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

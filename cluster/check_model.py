@@ -3,8 +3,6 @@
 `faults` runs this module as a child process, because the check imports torch, which takes time and memory.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The command `baton`. Each command imports its heavy modules itself, so that `--help` stays fast."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The GPUs of this machine. Does not import torch, which takes seconds."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

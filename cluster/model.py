@@ -4,8 +4,6 @@ The default is the embedded model: SmolLM2-135M-Instruct as a GGUF file in the d
 That distribution is a plugin of another runtime. Baton reads its file and never imports it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """The script `baton`."""
 
-from __future__ import annotations
-
 import signal
 
 

@@ -4,8 +4,6 @@ Life: check options, ports and model → start the roles → ready → serve unt
 wait for all descendants → remove the run directory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

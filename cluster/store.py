@@ -4,8 +4,6 @@ A master knows which store process has an object. Store processes give memory. I
 command ends, too, and its supervisor starts it again: a store that has lost its master is empty.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,14 +4,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import ClassVar
 
 from baton.engine import Engine, EngineRequest, Logprobs, Output, StepResult
 from baton.kv_transfer import Began, Closed, FetchFailed, Injected, Receiver
 from baton.kv_transfer.endpoint.receiver import Event
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt
-from baton.worker.engine_process.loop import Parts
+from baton.worker.engine_process.loop import Parts, Role
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.messages import Code, PrefillSource, ToEngine
 
@@ -43,14 +42,14 @@ class DecodeAttempt(Attempt):
     sampled: int = 0  # tokens that this worker sampled
 
 
-class DecodeRole:
+class DecodeRole(Role):
     """Decodes requests. Their KV comes from another worker, or is computed here.
 
     Owns the KV receiver, which also fetches prefixes for the prefill role. The receiver may write into
     reserved blocks. They are freed only after the receiver has reported Closed.
     """
 
-    handles: ClassVar[tuple[type, ...]] = (messages.Decode, messages.Retarget)
+    handles = (messages.Decode, messages.Retarget)
 
     def __init__(
         self,
@@ -281,9 +280,6 @@ class DecodeRole:
                 self._end(attempt, Code.HANDED_BACK, text)
             elif attempt.phase is Phase.TAKING:
                 self._resume(attempt)
-
-    def wanted(self, decode_id: bytes) -> bool:
-        return False
 
     def spare(self) -> Iterator[bytes]:
         """Reservations whose KV has not begun to come."""

@@ -1,12 +1,11 @@
 """The KV cache that an engine hands to `endpoint`, and the events that its sender and its receiver report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.kv_transfer.layout import KVLayout, Range
+from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 class PagedKV:
     """The KV cache of an engine, or of one rank of it. The engine owns the tensors."""
 
-    layers: Sequence[torch.Tensor]
+    layers: "Sequence[torch.Tensor]"
     """Of each layer with KV: [2 (K, V), num_blocks, block_size, KV heads of this rank, head_dim]."""
     block_size: int
     """Tokens."""
@@ -32,13 +31,13 @@ class PagedKV:
     layers_ready: Callable[[], int] = lambda: 0
     """With several ranks: how many layers are ready so far, over all steps that hand over KV. All ranks count
     the same layers."""
-    scales: Sequence[torch.Tensor] = ()
+    scales: "Sequence[torch.Tensor]" = ()
     """Of each layer with KV, if the layout has scales: [2, num_blocks, KV heads of this rank, block_size]
     float32."""
-    states: Sequence[Sequence[torch.Tensor]] = ()
+    states: "Sequence[Sequence[torch.Tensor]]" = ()
     """Of each state of the layout, of each layer with states: [slots, rows, heads of this rank, head_dim].
     Heads and their numbers are neighbours. The slots and rows need not be."""
-    rows: Sequence[Sequence[torch.Tensor]] = ()
+    rows: "Sequence[Sequence[torch.Tensor]]" = ()
     """In place of `layers`, on CPUs: K and V of each layer as tensors with strides of their own."""
 
     @property
@@ -47,8 +46,7 @@ class PagedKV:
         return [part.heads_of(self.rank, self.ranks) for part in self.layout.parts]
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Local, frozen=True):
     """Nothing reads the prefill's blocks any more. Reported exactly once for each `open` and `serve`."""
 
     prefill_id: bytes  # or the pin id given to `serve`
@@ -105,8 +103,7 @@ class InjectStats:
         return min(1.0, max(0.0, 1.0 - self.exposed_seconds / self.transfer_seconds))
 
 
-@dataclass(frozen=True, slots=True)
-class Injected:
+class Injected(Local, frozen=True):
     """Every position of the fetch is in its block, verified. The request may join the next step."""
 
     decode_id: bytes
@@ -122,16 +119,14 @@ class Began:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class FetchFailed:
+class FetchFailed(Local, frozen=True):
     """The KV will not come from this prefill. Nothing writes into the blocks; fetch() may be called again."""
 
     decode_id: bytes
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(Local, frozen=True):
     """Reported after cancel(): nothing writes into the blocks any more."""
 
     decode_id: bytes

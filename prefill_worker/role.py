@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from baton.content import CHUNK_TOKENS
 from baton.engine import CachedPrefix, Engine, Output, StepResult
@@ -24,7 +24,7 @@ from baton.kv_transfer.endpoint.receiver import Event
 from baton.prefill_worker.offers import PrefixOffers
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts
-from baton.worker.engine_process.loop import Parts
+from baton.worker.engine_process.loop import Parts, Role
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.parts import LayerWaits, Part, start_part
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
@@ -114,19 +114,14 @@ class SenderSink:
                 )
 
 
-class PrefillRole:
+class PrefillRole(Role):
     """Prefills prompts for a handover, or for their first token alone. Owns the KV sender.
 
     The sender may read the blocks of an opened prefill. The engine gets them back only after the sender has
     reported the prefill as released.
     """
 
-    handles: ClassVar[tuple[type, ...]] = (
-        messages.Prefill,
-        messages.FetchPrefix,
-        messages.OfferPrefixes,
-        messages.OfferDeclined,
-    )
+    handles = (messages.Prefill, messages.FetchPrefix, messages.OfferPrefixes, messages.OfferDeclined)
 
     def __init__(
         self,

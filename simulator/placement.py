@@ -38,7 +38,7 @@ from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, PlacementOutcome, Request, Worker
-from baton.simulator.trace import Arrival, Load, arrivals
+from baton.simulator.trace import Load, arrivals
 
 SEATS = 256
 HANDOVER_SECONDS = (1.2e-3, 2.5e-3)
@@ -48,7 +48,8 @@ AUTOSCALER_INTERVAL = 1.0
 WARM_UP = 0.1
 """Share of the requests that are not measured. Costs are unknown when the first ones arrive."""
 SPREAD = 0x9E3779B97F4A7C15
-"""Each request is a session of its own. Multiples of this are far apart, modulo 2⁶⁴."""
+"""Each request is a session of its own, and no worker has its prompt cached. Multiples of this are far apart,
+modulo 2⁶⁴."""
 
 Kind = Literal["policy", "split", "colocated"]
 Pool = Literal["prefill", "decode"]
@@ -149,8 +150,7 @@ class Router:
 
     def _sticky(self, request: Request) -> tuple[PrefillRequest, PrefillSnapshot, int]:
         """The request, the prefill workers, and the one that `sticky` chooses."""
-        key, chunks = request.session * SPREAD % 2**64, request.prompt_chunks
-        asked = PrefillRequest(key=key, tokens=request.prompt, chunks=chunks)
+        asked = PrefillRequest(key=request.number * SPREAD % 2**64, tokens=request.prompt, chunks=())
         snapshot = self._loads.snapshot(asked, self.clock.now)
         assert snapshot is not None
         return asked, snapshot, sticky(snapshot, asked)
@@ -161,11 +161,10 @@ class Router:
         found = Placement("handover")
         if self.kind == "policy":
             found = self._place(request, asked, snapshot, prefill, decode)
-        request.cached = self._cached(decode if found.place == "decode" else prefill, asked)
         token_seconds = 1 / float(snapshot.speed[prefill])
         if found.place == "decode":
             token_seconds = pace(self._status[decode]).token_seconds
-        request.due = request.arrived + patience(request.uncached * token_seconds)
+        request.due = request.arrived + patience(request.prompt * token_seconds)
         self.outcome.places[found.place] += 1
         if found.place == "decode":
             self._submit(request, decode, decode)
@@ -173,10 +172,6 @@ class Router:
             self._submit(request, prefill, prefill)
         else:
             self._submit(request, prefill, decode, queued=self._loads.tokens_queued(prefill, now) > BUDGET)
-
-    def _cached(self, row: int, asked: PrefillRequest) -> int:
-        """Tokens of the prompt that the worker has in its cache."""
-        return self._loads.index.overlap(asked.chunks, asked.tokens, BLOCK, 1 << row).of(row)
 
     def _place(
         self,
@@ -188,8 +183,7 @@ class Router:
     ) -> Placement:
         first = self._prefill_offer(asked, snapshot, prefill)
         waiting = self._loads.tokens_waiting(decode, self.clock.now)
-        cached = self._cached(decode, asked)
-        offer = decode_offer(self._status[decode], self._decodes[decode], waiting, cached)
+        offer = decode_offer(self._status[decode], self._decodes[decode], waiting, 0)
         return place(request.prompt, request.answer, first, [offer])
 
     def _prefill_offer(self, asked: PrefillRequest, snapshot: PrefillSnapshot, row: int) -> PrefillOffer:
@@ -198,7 +192,7 @@ class Router:
 
     def _submit(self, request: Request, computes: int, decodes: int, *, queued: bool = False) -> None:
         """`queued`: the decode worker gets the request when its prefill starts."""
-        work = PrefillWork(request.uncached)
+        work = PrefillWork(request.prompt)
         self._loads.sent(computes, work, self.clock.now)
         self._sent_tokens += request.prompt
         request.first_token = partial(self._first_token, request, work, computes, decodes)
@@ -222,7 +216,6 @@ class Router:
 
     def _first_token(self, request: Request, work: PrefillWork, computes: int, decodes: int) -> None:
         self._loads.ended(computes, work, computed=True, now=self.clock.now)
-        self._loads.index.add(computes, request.prompt_chunks)
         self._sent_tokens -= request.prompt
         worker = self.workers[decodes]
         if computes == decodes:
@@ -233,8 +226,6 @@ class Router:
 
     def _ended(self, request: Request, decodes: int) -> None:
         self._decodes[decodes].ended(request.prompt + 1)
-        self._loads.index.add(decodes, request.chunks)
-        request.over()
         self._dispatch()
 
 
@@ -242,7 +233,7 @@ class Router:
 class _Cluster:
     """All workers and routers, and the requests that arrive."""
 
-    arrivals: Sequence[Arrival]
+    arrivals: Sequence[tuple[float, Load]]
     kind: Kind
     workers: list[Worker]
     routers: list[Router]
@@ -251,10 +242,6 @@ class _Cluster:
     outcome: PlacementOutcome
 
     def __post_init__(self) -> None:
-        self._followers: dict[int, list[int]] = {}
-        for number, arrival in enumerate(self.arrivals):
-            if arrival.before is not None:
-                self._followers.setdefault(arrival.before, []).append(number)
         self._arrived = 0
         count, routers = len(self.workers), len(self.routers)
         self._turns = [itertools.count(router * count // routers) for router in range(routers)]
@@ -263,9 +250,8 @@ class _Cluster:
     def run(self, prefills: int, flips: FlipPolicy | None) -> None:
         for row in range(prefills):
             self._move(row, "prefill")
-        for number, arrival in enumerate(self.arrivals):
-            if arrival.before is None:
-                self.clock.after(arrival.at, partial(self._arrive, number))
+        for number, (at, load) in enumerate(self.arrivals):
+            self.clock.after(at, partial(self._arrive, number, load))
         for row in range(len(self.workers)):
             self.clock.after(0.0, partial(self._report, row))
         if flips is not None:
@@ -274,16 +260,11 @@ class _Cluster:
         assert all(worker.idle for worker in self.workers), "requests left at workers"
         assert all(router.idle for router in self.routers), "requests left in the view of a router"
 
-    def _arrive(self, number: int) -> None:
+    def _arrive(self, number: int, load: Load) -> None:
         now, outcome = self.clock.now, self.outcome
         self._arrived += 1
         outcome.measures = self._arrived > WARM_UP * len(self.arrivals)
-        arrival = self.arrivals[number]
-        request = Request(
-            number, arrival.prompt, arrival.answer, now, outcome.measures, arrival.session, arrival.chunks
-        )
-        if number in self._followers:
-            request.over = partial(self._continue, number)
+        request = Request(number, load.prompt, load.answer, now, outcome.measures)
         router = self.rng.randrange(len(self.routers))
         if self.kind != "colocated":
             self.routers[router].add(request)
@@ -291,12 +272,6 @@ class _Cluster:
         worker = self.workers[next(self._turns[router]) % len(self.workers)]
         request.first_token = partial(worker.decode, request)
         worker.prefill(request)
-
-    def _continue(self, number: int) -> None:
-        """The answer of a request is over. The request that continues it comes at its time, or now."""
-        for follower in self._followers[number]:
-            wait = max(0.0, self.arrivals[follower].at - self.clock.now)
-            self.clock.after(wait, partial(self._arrive, follower))
 
     def _report(self, row: int) -> None:
         status = self.workers[row].status()
@@ -331,10 +306,10 @@ class _Cluster:
 
 
 def simulate(
-    load: Load | Callable[[float], Load] | Sequence[Arrival],
+    load: Load | Callable[[float], Load],
     kind: Kind,
     *,
-    requests: int = 0,
+    requests: int,
     workers: int = 2,
     prefills: int = 0,
     flips: FlipPolicy | None = None,
@@ -345,7 +320,7 @@ def simulate(
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times. The times depend on the load and the seed only.
 
-    `load`: what arrives, what arrives at a time, or each request. `requests`: their number, at random times.
+    `load`: what arrives, or what arrives at a time. `requests`: their number.
     `prefills`: workers of the prefill pool; 0: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
     as `--max-num-seqs` and the gap target in fastest steps.
@@ -354,7 +329,7 @@ def simulate(
     """
     clock, rng, outcome = Clock(), random.Random(seed), PlacementOutcome()
     at_a_time = (lambda now: load) if isinstance(load, Load) else load
-    asked = list(arrivals(at_a_time, requests, workers, rng)) if callable(at_a_time) else at_a_time
+    asked = list(arrivals(at_a_time, requests, workers, rng))
     engines = [
         Worker(str(row), clock, outcome, colocated=kind == "colocated", target_steps=target_steps)
         for row in range(workers)

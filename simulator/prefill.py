@@ -3,15 +3,13 @@
 A worker computes one prompt after another and keeps an LRU cache of chunks.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from baton.content import CHUNK_TOKENS
 from baton.machine import Average
@@ -32,7 +30,7 @@ class SimulatedSnapshot(PrefillSnapshot):
     changes."""
 
     @classmethod
-    def of(cls, snapshot: PrefillSnapshot) -> SimulatedSnapshot:
+    def of(cls, snapshot: PrefillSnapshot) -> Self:
         seen = object.__new__(cls)
         for name in SIMULATED:
             object.__setattr__(seen, name, getattr(snapshot, name))
@@ -59,7 +57,7 @@ class Queued:
 
     turn: Turn
     arrived: float
-    finished: Callable[[float, SimWorker, int], None]
+    finished: Callable[[float, "SimWorker", int], None]
 
 
 class SimWorker:

@@ -10,11 +10,10 @@ wait for the step after it.
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from baton.content import CHUNK_TOKENS
 from baton.engine.core.chunk_limit import MIXED_STEPS, ChunkLimit, may_join, prompt_limit
 from baton.engine.core.meters import Meters
 from baton.engine.core.pace import EARLY
@@ -109,18 +108,14 @@ class Request:
     """One request for at least two tokens.
 
     Attributes:
-        session: number of the first request of its chat.
-        chunks: hints of the prompt and the answer, in chunks of 64 tokens.
-        cached: prompt tokens that the worker which computes the prompt has in its cache.
         left: prompt tokens that no step has taken.
-        computed: prompt tokens that are cached, or that steps have begun to compute.
+        computed: prompt tokens that steps have begun to compute.
         due: when the prompt should be computed.
         token_at: time of its first token.
         started: called when the first step takes tokens of the prompt.
         ends: called when the last step takes tokens of it, with the time when that is over.
         first_token: called when the prompt is computed.
         ended: called when the request has its last token.
-        over: called after that, when its router knows it.
     """
 
     number: int
@@ -128,9 +123,6 @@ class Request:
     answer: int
     arrived: float
     measured: bool
-    session: int = 0
-    chunks: Sequence[int] = ()
-    cached: int = 0
     left: int = 0
     computed: int = 0
     due: float = 0.0
@@ -139,16 +131,6 @@ class Request:
     ends: Callable[[float], None] = _ignore
     first_token: Event = _nothing
     ended: Event = _nothing
-    over: Event = _nothing
-
-    @property
-    def prompt_chunks(self) -> Sequence[int]:
-        return self.chunks[: self.prompt // CHUNK_TOKENS]
-
-    @property
-    def uncached(self) -> int:
-        """Prompt tokens that the worker computes."""
-        return self.prompt - self.cached
 
 
 class Worker:
@@ -199,8 +181,8 @@ class Worker:
         self._positions += request.prompt + request.answer
 
     def prefill(self, request: Request) -> None:
-        """Computes the prompt without what is cached, and then calls `first_token`."""
-        request.left, request.computed = request.uncached, request.cached
+        """Computes the prompt, and then calls `first_token`."""
+        request.left = request.prompt
         self._prompts.append(request)
         self._wake()
 
@@ -225,7 +207,7 @@ class Worker:
         limit = self._limit
         short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
-        started = sum(request.left < request.uncached for request in self._prompts)
+        started = sum(request.left < request.prompt for request in self._prompts)
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
@@ -323,7 +305,7 @@ class Worker:
                 return
             if not decodes and not may_join(request.left, taken):
                 return
-            if request.left == request.uncached:
+            if request.left == request.prompt:
                 request.started()
             budget -= count
             taken += count

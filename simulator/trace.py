@@ -3,10 +3,8 @@
 A prompt is its length and the hashes of its 64-token chunks.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -72,32 +70,11 @@ class Load:
     rate: float
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request.
-
-    Attributes:
-        at: seconds from the start.
-        prompt, answer: tokens.
-        session: number of the first request of its chat.
-        chunks: hints of the prompt and the answer, in chunks of 64 tokens. Workers cache these chunks.
-        before: number of the request whose answer it continues. It comes after that. None: it begins a chat.
-    """
-
-    at: float
-    prompt: int
-    answer: int
-    session: int
-    chunks: Sequence[int] = ()
-    before: int | None = None
-
-
 def arrivals(
     load: Callable[[float], Load], requests: int, workers: int, rng: random.Random
-) -> Iterator[Arrival]:
-    """Requests that arrive at random times. `load`: what arrives at a time."""
+) -> Iterator[tuple[float, Load]]:
+    """The random times at which requests arrive, each with the load of that time."""
     at = 0.0
-    for number in range(requests):
+    for _ in range(requests):
         at += rng.expovariate(load(at).rate * workers / 2)
-        found = load(at)
-        yield Arrival(at, found.prompt, found.answer, number)
+        yield at, load(at)

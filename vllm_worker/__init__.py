@@ -19,7 +19,7 @@ And of a worker with vLLM as its engine (`--engine vllm`)::
     Prefill ─▶ `roles` ─▶ AsyncLLM, one token           Decode ─▶ `roles`: room? ─▶ Reserved
     each layer: `save_kv_layer`              --------->  slices are injected while the prefill computes
     its token leaves; its blocks stay        --------->  the connector appends the token as an output
-    `Freed` from the connector               <--- ACK -  `Landed` from the connector; AsyncLLM goes on
+    `Released` from the connector            <--- ACK -  `Injected` from the connector; AsyncLLM goes on
 
 This is the only package that knows vLLM. `connector` and `model_runner`, which vLLM loads, and
 `engine_process` import it. `plan` decides for vLLM's scheduler, without vLLM and torch. `transfers` moves the

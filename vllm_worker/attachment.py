@@ -25,7 +25,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.kv_transfer import Arenas, Heartbeat, InjectStats, KVLayout, TraceWriter, Transport
+from baton.kv_transfer import (
+    Arenas,
+    Closed,
+    FetchFailed,
+    Heartbeat,
+    Injected,
+    KVLayout,
+    Released,
+    TraceWriter,
+    Transport,
+)
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
@@ -48,8 +58,8 @@ class Attach(Local):
 
 
 class Close(Local):
-    """Engine process → connector: the router needs the prefill no more. `Freed` follows if its blocks are in
-    use. vLLM itself tells the connector of prefills that begin, and that it aborts."""
+    """Engine process → connector: the router needs the prefill no more. `Released` follows if its blocks are
+    in use. vLLM itself tells the connector of prefills that begin, and that it aborts."""
 
     prefill_id: bytes
     reason: Reason = "cancelled"  # "finished": the first token is the last
@@ -66,7 +76,7 @@ class Commit(Local):
 class Started(Local):
     """Connector → engine process: the first chunk of a prefill with `report_start` is in the next step."""
 
-    attempt_id: bytes
+    prefill_id: bytes
 
 
 class Computed(Local):
@@ -77,31 +87,8 @@ class Computed(Local):
     cached: int
 
 
-class Landed(Local):
-    """Connector → engine process: all KV is in the request's blocks. vLLM goes on after `first_token`."""
-
-    attempt_id: bytes
-    first_token: FirstToken
-    stats: InjectStats
-
-
-class Lost(Local):
-    """Connector → engine process: the KV will not come, or the request has ended. Nothing writes into the
-    blocks."""
-
-    attempt_id: bytes
-    reason: str
-
-
-class Freed(Local):
-    """Connector → engine process: nothing reads the blocks of the prefill. `reason` as in `Released`."""
-
-    attempt_id: bytes
-    reason: str
-
-
 ToConnector = Close | Commit
-FromConnector = Started | Computed | Landed | Lost | Freed
+FromConnector = Started | Computed | Injected | FetchFailed | Closed | Released
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -1,6 +1,6 @@
 """vLLM's KV cache tensors as KV transfer sees them.
 
-vLLM has changed their layout three times, so shapes are recognised, and strides are taken as they are.
+vLLM changes their layout: shapes are recognised, and strides are taken as they are.
 """
 
 from __future__ import annotations
@@ -69,11 +69,7 @@ def _rows(name: str, cache: torch.Tensor, block: int, heads: int, dim: int, cut:
             return cache.unflatten(2, (cut, -1)).unsqueeze(0)
         case (_, 1, b, d) if (b, 1, d) == (block, heads, dim):  # in 0.32
             return cache[:, 0].unflatten(2, (cut, -1)).unsqueeze(0)
-        case (2, _, b, h, d) if (b, h, d) == (block, heads, dim):  # until vLLM 0.22
-            return cache
-        case (_, 2, b, h, d) if (b, h, d) == (block, heads, dim):  # 0.23
-            return cache.transpose(0, 1)
-        case (_, h, b, d) if (b, h, d) == (block, heads, 2 * dim):  # from 0.26 on
+        case (_, h, b, d) if (b, h, d) == (block, heads, 2 * dim):
             return cache.unflatten(3, (2, dim)).permute(3, 0, 2, 1, 4) if cache.is_cuda else _on_cpu(cache)
     raise ValueError(
         f"vLLM's cache of {name} has shape {list(cache.shape)}, which this version of Baton does not know "

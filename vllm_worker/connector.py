@@ -80,6 +80,7 @@ class BatonConnector(KVConnectorBase_V1):
         """Raises ValueError for what is not supported."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        check_config(vllm_config)
         self._refuse_what_is_unknown()
         if not self._settings.attach:  # else the worker has checked it
             check_version(
@@ -95,7 +96,8 @@ class BatonConnector(KVConnectorBase_V1):
         self._transfers: Transfers | None = None  # of rank 0
         self._copier: RankCopier | None = None  # of each other rank
         self._plan = Plan()
-        self._num_layers = self._layers_written = 0
+        self._layers: dict[str, int] = {}  # by name. A model may have layers without attention
+        self._layers_written = 0
         self._first_tokens: dict[str, int] = {}  # as in the `Plan` of the step
         self._process: TransferProcess | None = None
 
@@ -107,15 +109,11 @@ class BatonConnector(KVConnectorBase_V1):
                 "BatonConnector moves full attention or latents, of one shape, and this model has "
                 f"{', '.join(kinds)}"
             )
-        if parallel.world_size != parallel.tensor_parallel_size:
-            raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
         if parallel.world_size != 1 and not self._settings.attach:
             raise ValueError(
                 f"BatonConnector supports one GPU a server, and vLLM was started with {parallel.world_size}: "
                 "use a worker of Baton, `baton serve --engine vllm`"
             )
-        if self._vllm_config.speculative_config is not None:
-            raise ValueError("BatonConnector does not support speculative decoding: start vLLM without it")
 
     # ------------------------------------------------------------ in the scheduler
 
@@ -145,22 +143,14 @@ class BatonConnector(KVConnectorBase_V1):
             assert request.kv_transfer_params is not None
             if (token := request.kv_transfer_params.get("first_token")) is not None:  # sampled here
                 _append_output(request, token)
-        count = self._planner.to_fetch(
-            request.request_id, request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens
-        )
+        count = self._planner.to_fetch(request.request_id, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         [block_ids] = blocks.get_block_ids()
-        self._planner.allocated(
-            request.request_id,
-            request.kv_transfer_params,
-            request.num_prompt_tokens,
-            block_ids,
-            num_external_tokens,
-        )
+        self._planner.allocated(request.request_id, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Plan:
         planner, counts = self._planner, scheduler_output.num_scheduled_tokens
@@ -211,7 +201,7 @@ class BatonConnector(KVConnectorBase_V1):
             rank=get_tensor_model_parallel_rank(),
             ranks=config.parallel_config.tensor_parallel_size,
         )
-        self._num_layers = kv.layout.num_layers
+        self._layers = {name: i for i, name in enumerate(sorted(kv_caches, key=layer_number))}
         model, vocabulary = _fingerprint(config), config.model_config.get_vocab_size()
         if settings.attach:
             if not config.use_v2_model_runner:
@@ -267,7 +257,7 @@ class BatonConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._written(layer_number(layer_name))
+        self._written(self._layers[layer_name])
 
     def _written(self, layer: int) -> None:
         self._layers_written = layer + 1
@@ -280,7 +270,7 @@ class BatonConnector(KVConnectorBase_V1):
         """Does not wait: blocks stay until they are sent. A step that one CUDA graph holds has called
         `save_kv_layer` for no layer. Such steps compute one token of each request."""
         if self._plan.chunks:
-            for layer in range(self._layers_written, self._num_layers):
+            for layer in range(self._layers_written, len(self._layers)):
                 self._written(layer)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -300,6 +290,20 @@ class BatonConnector(KVConnectorBase_V1):
         if self._process is not None:
             self._process.close()
             self._process = None
+
+
+def check_config(config: VllmConfig) -> None:
+    """Raises ValueError for options that are not supported."""
+    if config.parallel_config.world_size != config.parallel_config.tensor_parallel_size:
+        raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
+    refused = {
+        "speculative decoding": config.speculative_config,
+        "LoRA": config.lora_config,
+        "microbatches": config.parallel_config.use_ubatching,  # a layer would be saved in parts
+    }
+    for name, given in refused.items():
+        if given:
+            raise ValueError(f"BatonConnector does not support {name}: start vLLM without it")
 
 
 def _append_output(request: Request, token: int) -> None:

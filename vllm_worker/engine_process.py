@@ -68,8 +68,7 @@ def _environment(config: EngineProcessConfig) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the CPUs
         **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
     }
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
+    os.environ |= settings | os.environ
 
 
 class EngineProcess:

@@ -26,6 +26,7 @@ from baton.content import content_root, vocabulary_fingerprint
 from baton.engine.loader import checkpoint_path, model_fingerprint, tokenizer_source
 from baton.engine.loader.tokenizer_json import vocabulary
 from baton.vllm_worker.attachment import Attach, events_address
+from baton.vllm_worker.connector import check_config
 from baton.vllm_worker.options import command_line
 from baton.vllm_worker.roles import EngineGone
 from baton.vllm_worker.sampling import sampling
@@ -68,6 +69,9 @@ class VLLM:
 
         method = os.environ.get(_METHOD, "fork")
         vllm_config = _engine_args(config, connector).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        check_config(vllm_config)
+        if vllm_config.parallel_config.data_parallel_size > 1:
+            raise ValueError("--vllm-args: a worker has one replica of the model; start more workers")
         # On CPUs vLLM has just set "spawn", and each of its processes would import all again.
         os.environ[_METHOD] = method
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[StepLogger], disable_log_stats=True)

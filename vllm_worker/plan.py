@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Ended = Literal["finished", "cancelled"]
@@ -140,12 +140,13 @@ class Planner:
         self._named = named
         self._new_id = new_id
         self._prompts: dict[str, _Prompt] = {}
-        self._sources: dict[str, Source] = {}  # until blocks are allocated
+        self._fetches: dict[str, Fetch] = {}  # until blocks are allocated
         self._plan = Plan()
 
     def expect(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
-        """vLLM has a new request."""
-        if params and params.get("do_remote_decode"):
+        """vLLM has a new request. A client may send any `params`: with wrong ones, all is computed here."""
+        params = params or {}
+        if params.get("do_remote_decode"):
             fixed_id = bytes.fromhex(params["prefill_id"]) if self._named else b""
             self._prompts[request_id] = _Prompt(
                 prompt_tokens,
@@ -155,44 +156,29 @@ class Planner:
             )
             if fixed_id:
                 self._plan.expected.append(fixed_id)
-
-    def to_fetch(
-        self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int, computed: int
-    ) -> int:
-        """Returns how many tokens of a prompt come from the prefill server, beyond those computed here.
-
-        A client may send any parameters. A prompt with wrong ones is computed here."""
-        if not params or not params.get("do_remote_prefill") or computed >= prompt_tokens:
-            return 0
-        try:
-            self._sources[request_id] = Source.parse(params)
-        except ValueError as error:
-            log.warning("%s: kv_transfer_params: %s; the prompt is computed here", request_id, error)
-            params["do_remote_prefill"] = False
-            return 0
-        return prompt_tokens - computed
-
-    def allocated(
-        self,
-        request_id: str,
-        params: dict[str, Any] | None,
-        prompt_tokens: int,
-        block_ids: Sequence[int],
-        to_fetch: int,
-    ) -> None:
-        """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
-        prompt."""
-        source = self._sources.pop(request_id, None)
-        if to_fetch and source is not None:
-            assert params is not None, "there is a source"
+        elif params.get("do_remote_prefill"):
+            try:
+                source = Source.parse(params)
+            except ValueError as error:
+                log.warning("%s: kv_transfer_params: %s; the prompt is computed here", request_id, error)
+                return
             decode_id, attempt = self._new_id(), 1
             if self._named:
                 decode_id, attempt = bytes.fromhex(params["decode_id"]), params["attempt"]
-            start = prompt_tokens - to_fetch
-            self._plan.fetches.append(
-                Fetch(request_id, decode_id, attempt, source, block_ids, start, prompt_tokens)
-            )
-            params["do_remote_prefill"] = False  # after a preemption the prompt is computed here
+            self._fetches[request_id] = Fetch(request_id, decode_id, attempt, source, (), 0, prompt_tokens)
+
+    def to_fetch(self, request_id: str, computed: int) -> int:
+        """Returns how many tokens of a prompt come from the prefill server, beyond those computed here."""
+        fetch = self._fetches.get(request_id)
+        return 0 if fetch is None else max(0, fetch.stop - computed)
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], to_fetch: int) -> None:
+        """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
+        prompt. After a preemption the prompt is computed here."""
+        fetch = self._fetches.pop(request_id, None)
+        if fetch is not None and to_fetch:
+            start = fetch.stop - to_fetch
+            self._plan.fetches.append(replace(fetch, block_ids=block_ids, start=start))
 
     def begins_with(self, request_id: str, first_token: int) -> None:
         """The step is the first one of the request, which has this output already."""
@@ -240,7 +226,7 @@ class Planner:
 
         Returns whether its blocks must stay until they are sent, and the parameters with which a decode
         server fetches them, if a proxy needs these."""
-        self._sources.pop(request_id, None)
+        self._fetches.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return False, None

@@ -1,7 +1,7 @@
 """Prefills and decodes of a vLLM engine: what routers ask for, what vLLM samples, what the connector says.
 
     submitted ─▶ accepted ─▶ vLLM computes ─▶ first token ─▶ … ─▶ last token          decode, prefill alone
-        │                        │               └─▶ held until the connector says Freed          handover
+        │                        │               └─▶ held until the connector says Released       handover
         ▼                        ▼
      refused               failed, cancelled
 
@@ -26,18 +26,9 @@ from typing import Any
 
 from baton.content import extend_names, salted
 from baton.engine import EngineRequest, EngineStats, Logprobs, Output
+from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.kv_transfer.protocol.messages import FirstToken
-from baton.vllm_worker.attachment import (
-    Close,
-    Commit,
-    Computed,
-    Freed,
-    FromConnector,
-    Landed,
-    Lost,
-    Started,
-    ToConnector,
-)
+from baton.vllm_worker.attachment import Close, Commit, Computed, FromConnector, Started, ToConnector
 from baton.vllm_worker.attempt import VLLMAttempt, needed_blocks, waits
 from baton.vllm_worker.plan import REJECTED, Source
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
@@ -352,21 +343,24 @@ class Roles:
         if isinstance(message, Computed):
             self.counts.count_prompt(message.tokens, message.cached, 0)
             return
-        if (attempt := self._table.get(message.attempt_id)) is None:
+        attempt_id = message.prefill_id if isinstance(message, Started | Released) else message.decode_id
+        if (attempt := self._table.get(attempt_id)) is None:
             return
         match message:
             case Started():
                 self._attempts.prefill_started(attempt)
-            case Landed(_, first_token, stats):
+            case Injected(_, first_token, stats):
                 attempt.first_token.set_result(first_token)
                 attempt.first_token_at = stats.commit_at
                 self._attempts.report(messages.KVInjected(attempt.origin, stats))
-            case Lost(_, reason):
+            case FetchFailed(_, reason):
                 attempt.lost = reason
-            case Freed(_, reason):
-                self._freed(attempt, reason)
+            case Closed():
+                attempt.lost = "cancelled"
+            case Released(_, reason):
+                self._released(attempt, reason)
 
-    def _freed(self, prefill: VLLMAttempt, reason: str) -> None:
+    def _released(self, prefill: VLLMAttempt, reason: str) -> None:
         prefill.freed = True
         if reason not in _SERVED:
             self._attempts.fail(prefill, *_DROPPED.get(reason, _PREEMPTED))

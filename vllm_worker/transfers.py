@@ -41,16 +41,7 @@ from baton.kv_transfer import (
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import (
-    Close,
-    Commit,
-    Computed,
-    Freed,
-    FromConnector,
-    Landed,
-    Lost,
-    Started,
-)
+from baton.vllm_worker.attachment import Close, Commit, Computed, Started
 from baton.vllm_worker.plan import Fetch, Plan, log
 
 _TICK = 0.25
@@ -211,7 +202,7 @@ class Attendant:
                     assert not isinstance(event, Began), "vLLM computes all of a prompt, or nothing"
                     self._events.put(event)
                     if worker is not None:
-                        worker.post(_report(event))
+                        worker.post(event)
                 if worker is not None:
                     worker.flush()
                     for message in worker.receive():
@@ -243,18 +234,6 @@ class Attendant:
                 return True
             order(receiver)
         return False
-
-
-def _report(event: Event) -> FromConnector:
-    match event:
-        case Injected(decode_id, first_token, stats):
-            return Landed(decode_id, first_token, stats)
-        case FetchFailed(decode_id, reason):
-            return Lost(decode_id, reason)
-        case Closed(decode_id):
-            return Lost(decode_id, "cancelled")
-        case Released(prefill_id, reason):
-            return Freed(prefill_id, reason)
 
 
 class Transfers:

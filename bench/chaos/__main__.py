@@ -7,8 +7,6 @@ Processes of every kind are killed (SIGKILL), engines are stopped (SIGSTOP), lan
 to the other pool and back. A client asks again if its router is killed. At the end every pool must be whole.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

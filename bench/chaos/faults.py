@@ -1,7 +1,5 @@
 """The faults: one sequence for each role. Each fault is followed until its worker is back."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

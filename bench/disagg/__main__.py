@@ -15,8 +15,6 @@ Without --side, Baton with a prefill and a decode worker is compared with Baton 
 rates of the loads suit the 8B shape on two GPUs. On a CPU the embedded model gets smaller loads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex
@@ -27,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -60,7 +58,7 @@ class Side(NamedTuple):
     command: str
 
     @classmethod
-    def parse(cls, text: str) -> Side:
+    def parse(cls, text: str) -> Self:
         name, count, command = text.split(maxsplit=2)
         return cls(name, int(count), command)
 

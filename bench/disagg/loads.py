@@ -1,13 +1,11 @@
 """The loads, and the command lines of `baton bench` that measure them."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from baton.bench.load.traffic.workload import Arrivals
 
@@ -47,7 +45,7 @@ class Load:
         """The load at a level, in names of rows."""
         return f"{self.name.replace('/', '_')}.{'c' if self.kind == 'closed' else 'r'}{level:g}"
 
-    def small(self) -> Load:
+    def small(self) -> Self:
         """For the embedded model on a CPU."""
         return replace(
             self,

@@ -1,8 +1,6 @@
 """`python -m baton.bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]
 [--model-shape NAME] [--quantization fp8|int4] [--kv-cache-dtype fp8] [--batch-invariant]`."""
 
-from __future__ import annotations
-
 import sys
 
 import baton.bench.contract as contract

@@ -1,7 +1,5 @@
 """Work for an engine that the bench steps by itself, without a worker or a socket."""
 
-from __future__ import annotations
-
 import os
 import random
 import statistics

@@ -4,8 +4,6 @@ Uses no kernel of the engine: no norm, RoPE, activation or sampling. The GEMMs o
 CUDA graph, as in an engine. Those of a prefill run one after another.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple

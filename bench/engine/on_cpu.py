@@ -3,8 +3,6 @@
 Measures tokens/s in turns with `generate` of transformers and the same threads.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from functools import partial

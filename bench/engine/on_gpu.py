@@ -12,8 +12,6 @@ With `--batch-invariant` a second engine, in the exact mode, runs after the firs
 the same work there, and its ratio to the default.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import tempfile

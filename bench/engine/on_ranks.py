@@ -6,8 +6,6 @@ process of its own (`python -m baton.bench.engine.on_ranks`). It reads its work 
 what it measured as its last line.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

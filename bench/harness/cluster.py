@@ -5,8 +5,6 @@ The command lines are those of a user, and a workers file names the workers, as 
 that ends is restarted at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -22,7 +20,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from baton.bench.contract import gpus_or_exit
 from baton.bench.harness import processes
@@ -53,7 +51,7 @@ class Worker:
         flags: of the next process.
     """
 
-    def __init__(self, cluster: LocalCluster, role: str, index: int, flags: Sequence[str]) -> None:
+    def __init__(self, cluster: "LocalCluster", role: str, index: int, flags: Sequence[str]) -> None:
         self.role, self.index = role, index
         self.name = f"{role} {index}"
         self.log = cluster.directory / f"{role}-{index}.log"
@@ -215,7 +213,7 @@ class LocalCluster:
         prefill, decode = (Driver(self.report(role), self.secret) for role in ("prefill", "decode"))
         return prefill, decode
 
-    def __enter__(self) -> LocalCluster:
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as unless_it_is_up:
             unless_it_is_up.callback(self.close)
             named = [(role, i) for role, count in self._counts.items() for i in range(count)]

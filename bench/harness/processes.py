@@ -3,8 +3,6 @@
 `spawn` starts `baton ROLE` as a child process without Ray. A `Server` is any server, by its command.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Requests with one right answer each, continuous load of them, and the check of what clients read."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ A `Driver` does the least of a router's work: one Attach stream to a worker. It 
 arrived. `Workers` are a prefill and a decode worker.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -40,7 +38,7 @@ class Driver:
         }  # fmt: skip
         """Fields of a message that say where KV of the worker is."""
 
-    async def __aenter__(self) -> Driver:
+    async def __aenter__(self) -> Self:
         await self._call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=os.urandom(16))))
         self._reader = asyncio.create_task(self._read())
         return self

@@ -3,8 +3,6 @@
 `measure` times a case against torch and the limit of the card.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

@@ -1,7 +1,5 @@
 """The cases of latent attention: decodes of many positions, and chunks of a prompt in both forms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

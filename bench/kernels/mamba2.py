@@ -1,7 +1,5 @@
 """The cases of Mamba-2: the scan of prompts, and the step of decodes against the bytes of the states."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

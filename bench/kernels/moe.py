@@ -4,8 +4,6 @@ Torch multiplies by `torch._grouped_mm`, of rows that are sorted already, withou
 over a token's experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ compared with the same layer in bfloat16. An FP8 product of few rows is compared
 (`torch._scaled_mm`), an INT4 product with bfloat16. INT4 weights have groups of 128 columns without zeros.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

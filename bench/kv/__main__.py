@@ -22,8 +22,6 @@
 `….default_slots`      with the slots that workers have by default: smaller copies, less memory
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Sequence

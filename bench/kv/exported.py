@@ -1,7 +1,5 @@
 """What `bench.kv` measures of exported memory: GPU to GPU, or shared memory on CPUs."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

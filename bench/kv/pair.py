@@ -1,7 +1,5 @@
 """The KV transfer of a prefill and a decode worker, each with an engine process, for `bench.kv`."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

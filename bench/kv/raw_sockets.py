@@ -4,8 +4,6 @@ Each stream sends its part of a large buffer with `sendall`, in pieces of 1 MiB,
 into another buffer, without checksums or frames. So it shows what Python's sockets reach on this machine.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

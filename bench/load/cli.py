@@ -5,8 +5,6 @@ holds; 2 a mistake in the options; 3 the client could not keep up, so the number
 Ctrl-C.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """The commands: measure, show, write. After Ctrl-C they report what was measured, marked as incomplete."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """One run, from options to numbers: prepares it against the server, and reduces its records."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -3,8 +3,6 @@
 Where `vllm bench serve` has the same flag, its name is accepted, too (`--request-rate`, `--num-prompts`, …).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

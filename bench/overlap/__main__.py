@@ -31,8 +31,6 @@ With --model-shape bamba-9b states go with the KV: `overlap.tcp.bamba-9b.n2000.h
 each request, whatever its length, and leave while the last chunk of the prompt is computed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gc

@@ -1,7 +1,5 @@
 """Submits requests to a prefill and a decode worker, times their tokens, and reads the workers' traces."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -9,6 +7,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from baton.bench.harness.workers import Workers, prompt_of, request
 from baton.rpc import worker_pb2 as pb
@@ -72,7 +71,7 @@ class Background:
     """Tokens after which a stream ends. A longer measurement fails."""
 
     @classmethod
-    async def start(cls, workers: Workers, size: int, context: int, length: int, seed: int) -> Background:
+    async def start(cls, workers: Workers, size: int, context: int, length: int, seed: int) -> Self:
         attempts: list[bytes] = []
         for number in range(size):
             work = request(prompt_of(context, seed + number), length)
@@ -146,7 +145,7 @@ class Trace:
     joined: dict[bytes, Joined] = field(default_factory=dict)  # by decode id
 
     @classmethod
-    def read(cls, *paths: Path) -> Trace:
+    def read(cls, *paths: Path) -> Self:
         """Of some processes. Complete when they have ended."""
         trace = cls()
         for path in paths:

@@ -19,8 +19,6 @@ With `--kv-connector auto` workers read KV from memory of each other, and rows a
 On a GPU it is the 8B Llama shape with random weights, each worker on a GPU of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics

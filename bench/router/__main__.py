@@ -18,8 +18,6 @@ with two router processes.
 five for each kind of request, and the largest of these medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

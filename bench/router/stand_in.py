@@ -4,8 +4,6 @@ Output token i of every request is `output_ids[i]`. The KV of a prefill is an en
 and a decode worker share. Tests have a subclass with the faults of real workers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Coroutine

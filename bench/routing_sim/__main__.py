@@ -18,8 +18,6 @@ after another, at half of the load that the workers can serve, and at 0.8 of it 
 Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """Policies to compare with, which the router does not offer, and the autoscaler for simulated pools."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -10,8 +10,6 @@ Chunk hashes are made up: two are equal where the prompts are equal up to there.
   prompt.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ It runs in the process of the supervisor. A pool that grows while the other shri
 Ray, a new worker requests its resources, and Ray's own autoscaler adds a machine if none has them free.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -6,8 +6,6 @@ If one pool should grow and the other has a worker too many, that worker moves (
 milliseconds, a new worker takes its start. So a pool gives a worker away much sooner than it shrinks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 

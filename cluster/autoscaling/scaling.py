@@ -13,8 +13,6 @@ Two separate questions:
 All times are seconds of `time.monotonic()`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

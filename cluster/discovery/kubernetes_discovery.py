@@ -130,9 +130,12 @@ _RETRIED = (
 class KubernetesDiscovery:
     """A `router.discovery.Discovery`: the ready endpoints of `services` in this pod's own namespace.
 
-    `port` is the name of the Service port that the addresses are for. Raises ValueError if the `kubernetes`
-    package is not installed.
+    `port` is the name of the Service port that the addresses are for. Owns the table of EndpointSlices and
+    its version. Raises ValueError if the `kubernetes` package is not installed.
     """
+
+    _api: DiscoveryV1Api
+    _namespace: str
 
     def __init__(self, services: Sequence[str], port: str) -> None:
         try:
@@ -144,46 +147,32 @@ class KubernetesDiscovery:
             ) from error
         self._port = port
         self._selector = f"{SERVICE_LABEL} in ({','.join(sorted(services))})"
+        self._slices: dict[str, EndpointSlice] = {}  # by name
+        self._version = ""
+        self._backoff = 0.0  # seconds until the next call
+        self._trouble = ""  # why the last request failed; "" if it succeeded
 
     async def watch(self) -> AsyncIterator[frozenset[str]]:
         """Yields the set of addresses ("HOST:PORT") whenever it changes.
 
         Raises ValueError outside of a pod without a kubeconfig.
         """
-        configuration, namespace = await _load_configuration()
+        configuration, self._namespace = await _load_configuration()
+        self._resync_at = 0.0  # seconds of time.monotonic(); 0: list with the next call
         from kubernetes.aio.client import ApiClient, DiscoveryV1Api
 
         async with ApiClient(configuration) as client:
-            source = _Source(DiscoveryV1Api(client), namespace, self._selector, self._port)
+            self._api = DiscoveryV1Api(client)
             known: frozenset[str] | None = None
             while True:
-                async with contextlib.aclosing(source.changes()) as changes:
+                async with contextlib.aclosing(self._changes()) as changes:
                     async for addresses in changes:
                         if addresses != known:
                             known = addresses
                             yield addresses
-                await asyncio.sleep(source.backoff * random.uniform(0.5, 1))
+                await asyncio.sleep(self._backoff * random.uniform(0.5, 1))
 
-
-class _Source:
-    """Follows the EndpointSlices of the API server. Owns their table and its version.
-
-    Attributes:
-        backoff: seconds until the next call of `changes`.
-    """
-
-    def __init__(self, api: DiscoveryV1Api, namespace: str, selector: str, port: str) -> None:
-        self._api = api
-        self._namespace = namespace
-        self._selector = selector
-        self._port = port
-        self._slices: dict[str, EndpointSlice] = {}  # by name
-        self._version = ""
-        self._resync_at = 0.0  # seconds of time.monotonic(); 0: list with the next call
-        self.backoff = 0.0
-        self._trouble = ""  # why the last request failed; "" if it succeeded
-
-    async def changes(self) -> AsyncGenerator[frozenset[str], None]:
+    async def _changes(self) -> AsyncGenerator[frozenset[str], None]:
         """Yields the addresses after each list and event. Returns when the watch ends or a request fails."""
         opened = time.monotonic()
         try:
@@ -211,7 +200,7 @@ class _Source:
                 self._trouble = trouble
         # A watch that ends within a second counts as a failure, so that no tight loop of requests can form.
         lasted = time.monotonic() - opened >= 1.0
-        self.backoff = 0.0 if lasted else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self.backoff))
+        self._backoff = 0.0 if lasted else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._backoff))
 
     async def _list(self) -> None:
         async with await self._ask(_request_timeout=TIMEOUT) as response:

@@ -3,8 +3,6 @@
 Only control messages pass through Ray: states, addresses, stop. Tokens and KV never do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

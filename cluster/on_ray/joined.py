@@ -3,8 +3,6 @@
 The cluster outlives the command that started it. A detached actor supervises it (`actors.ClusterActor`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ They name resources and labels only. If no machine has the resources free, the a
 own autoscaler (KubeRay's, for example) adds a machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

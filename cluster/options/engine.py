@@ -1,7 +1,5 @@
 """Options of the model and the engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """The defaults that `--optimize` and the memory of the GPU choose for a worker. Pure."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ is itself a group adds the options of that group.
 `to_argv` writes option groups as the flags of a child process.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import inspect

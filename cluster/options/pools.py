@@ -1,9 +1,7 @@
 """Options of `baton serve`: the pools, and where their workers run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import typer
 
@@ -17,12 +15,12 @@ class PoolSize(NamedTuple):
     most: int
 
     @classmethod
-    def parse(cls, value: object, fewest: int = 1) -> PoolSize:
+    def parse(cls, value: object, fewest: int = 1) -> Self:
         """Parses the value of a flag. `fewest`: 0 for a pool that may be left out with `0`.
 
         Raises typer.BadParameter for another form.
         """
-        if isinstance(value, PoolSize):
+        if isinstance(value, cls):
             return value
         words = str(value).split(":")
         try:
@@ -37,7 +35,7 @@ class PoolSize(NamedTuple):
         return cls(least, most)
 
     @classmethod
-    def parse_or_none(cls, value: object) -> PoolSize:
+    def parse_or_none(cls, value: object) -> Self:
         return cls.parse(value, fewest=0)
 
     def __str__(self) -> str:

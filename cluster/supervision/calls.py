@@ -1,7 +1,5 @@
 """Calls to roles: whether they answer, the pools of workers, and what routers hold back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

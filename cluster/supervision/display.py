@@ -1,12 +1,11 @@
 """The output of `baton serve`: live progress rows in a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -47,7 +46,7 @@ class Display:
                 console=self._console,
             )
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         if self._progress is not None:
             self._progress.start()
         return self

@@ -4,8 +4,6 @@ A role dies with its supervisor: `baton … --ready-fd N` is tied to it. `baton 
 its own tree, which it reads from /proc.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

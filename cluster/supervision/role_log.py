@@ -4,8 +4,6 @@ A full disk loses lines. Each process counts its own lost lines (`machine.logs`)
 told meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -9,8 +9,6 @@ Life:
 - any → stopped, on `stop`
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ Its owner holds a lock (flock on the directory itself) as long as it lives. An u
 dead owner, and the next start removes it. The lock also keeps systemd-tmpfiles from removing it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -14,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Self
 
 from baton.cluster.supervision.processes import python_path
 from baton.machine.system import cannot_write, make_directory
@@ -33,7 +32,7 @@ class RunDir:
         self._lock = lock
 
     @classmethod
-    def create(cls, parent: Path | None) -> RunDir:
+    def create(cls, parent: Path | None) -> Self:
         """Makes a run directory (mode 0700) in `parent`, by default in the system's temporary directory.
 
         $XDG_RUNTIME_DIR is no default: it disappears when the user logs out, and a cluster under nohup would

@@ -4,8 +4,6 @@ On one machine (`LocalRole`) roles are children of the `baton serve` process: a 
 with `baton serve`. On Ray each runner is an actor (`on_ray.actors`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -8,8 +8,6 @@ A worker is in the pool of its role until it is flipped, and again after a resta
 Life of a worker that leaves the cluster: removed from the list of the routers → drained → forgotten.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """`baton chat`: a chat in the terminal with any server of the OpenAI API."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

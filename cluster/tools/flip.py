@@ -1,7 +1,5 @@
 """`baton flip`: moves a worker to the other pool."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

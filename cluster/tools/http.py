@@ -1,7 +1,5 @@
 """The HTTP session of the client commands: adds the API key and turns failures into clear errors."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any

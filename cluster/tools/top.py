@@ -5,8 +5,6 @@ Life of a frame: `scrape` reads `/status` and `/metrics` of the router, and the 
 them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -69,7 +67,7 @@ class Scrape:
     router: Page
     workers: dict[str, Page]
 
-    def since(self, before: Scrape | None) -> float:
+    def since(self, before: "Scrape | None") -> float:
         """Seconds since an earlier scrape; 0 without one, since then there are no rates."""
         return 0.0 if before is None else self.at - before.at
 

@@ -3,8 +3,6 @@
 Run it with `make reference`. A test compares the pages with `pages()`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from baton.engine.kernels import skinny_linear
 from baton.engine.kernels.fp8 import group_scales, outer_scales
 from baton.engine.kernels.launch import inputs_ready, launch_options
-from baton.engine.kernels.split_k import Tiling, counters, multiply
+from baton.engine.kernels.split_k import Tiling, multiply
 
 # Measured on an H200.
 COSTS = {(64, 64): 20, (128, 64): 22, (128, 128): 30, (128, 256): 48}
@@ -52,13 +52,8 @@ def tiling(rows: int, inner: int, size: int, itemsize: int, multiprocessors: int
     return Tiling(height, width, 2 * LINE * 64 // height // itemsize, 1, 4, SMALL[height])
 
 
-class ExactLinear:
-    """A linear product of the exact mode. Its calls must be in one stream."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, multiprocessors: int) -> None:
-        """weight [out, in] float16 or bfloat16, bias [out]. Neither is copied."""
-        self._weight, self._bias, self._multiprocessors = weight, bias, multiprocessors
-        self._finished = counters(1, weight.device)  # not used: no product has parts
+class ExactLinear(skinny_linear.SkinnyLinear):
+    """A linear product of the exact mode, for any number of rows."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in], contiguous. Returns [rows, out]."""

@@ -82,7 +82,8 @@ class MoE:
             parts = [part for stack in stacks for part in stack.rows]
             every = Stack([name for stack in stacks for name in stack.names], parts, columns, experts.bias)
             bias = weights.bias(every)
-            return weights.experts(stacks), None if bias is None else bias.unflatten(0, (own.length, -1))
+            experts_bias = None if bias is None else bias.unflatten(0, (own.length, -1))
+            return weights.format.experts(weights, stacks), experts_bias
 
         gate_up, gate_up_bias = load(("gate", "up"), inner, hidden)
         down, down_bias = load(("down",), hidden, inner)

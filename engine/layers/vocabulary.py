@@ -6,7 +6,7 @@ from torch import Tensor
 
 from baton.engine.kernels import LinearMethod
 from baton.engine.layers.ranks import whole
-from baton.engine.layers.weights import Weights
+from baton.engine.layers.weights import Stack, Weights
 from baton.engine.model_config import ModelConfig
 
 
@@ -40,10 +40,8 @@ class OutputProjection:
 
     def __init__(self, config: ModelConfig, weights: Weights, embedding: Embedding) -> None:
         if config.tie_embeddings:
-            name = "model.embed_tokens"
-            self.product: LinearMethod = weights.tied(
-                name, embedding.tokens, whole(config.hidden_size), embedding.weight
-            )
+            tied = Stack(["model.embed_tokens"], [embedding.tokens], whole(config.hidden_size))
+            self.product: LinearMethod = weights.format.tied(weights, tied, embedding.weight)
         else:
             self.product = weights.linear(["lm_head"], [embedding.tokens], whole(config.hidden_size))
         self.gather = weights.ranks.gather

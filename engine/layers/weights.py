@@ -181,7 +181,7 @@ class Weights:
         self.device = device
         self.ranks = ranks
         self.kernels = kernels_for(device, checkpoint.config.kernel_head_dim, exact=exact)
-        self._format = weight_format
+        self.format = weight_format
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
         self._progress = progress
@@ -193,19 +193,7 @@ class Weights:
         self, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool = False
     ) -> LinearMethod:
         """A product with the weights `names`; see `Stack`."""
-        return self._format.linear(self, Stack(names, rows, columns, bias))
-
-    def experts(self, experts: Sequence[Stack]) -> Tensor | Fp8Experts | FourBits:
-        """The weights of several experts; see `PlainFormat.experts`."""
-        return self._format.experts(self, experts)
-
-    def dense(self, stack: Stack) -> Tensor:
-        """See `PlainFormat.dense`."""
-        return self._format.dense(self, stack)
-
-    def tied(self, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        """See `PlainFormat.tied`."""
-        return self._format.tied(self, Stack([name], [rows], columns), embedding)
+        return self.format.linear(self, Stack(names, rows, columns, bias))
 
     def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
         """See `Checkpoint.groups`; the result is on the device."""

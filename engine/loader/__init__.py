@@ -48,16 +48,6 @@ REARRANGED: dict[str, type[Rearranged]] = {
 """The architectures whose Hugging Face checkpoints store tensors in another form than most families, and what
 shows them in the form of those."""
 
-__all__ = [
-    "check_model",
-    "checkpoint_path",
-    "choose_format",
-    "draft_head",
-    "load_model",
-    "model_fingerprint",
-    "open_checkpoint",
-]
-
 
 def checkpoint_path(config: EngineConfig) -> Path:
     """Finds the checkpoint's directory or file; one of the hub is downloaded. Raises `ValueError` if there is

@@ -37,7 +37,7 @@ class LatentAttention:
         self.sizes = [rows.length, latent.rank, latent.rope_dim]
         self.norm = LatentNorm(weights.take(f"{name}.kv_a_layernorm.weight", (latent.rank,)), NORM_EPS)
         made = heads.of(latent.nope_dim + latent.value_dim)
-        up = weights.dense(Stack([f"{name}.kv_b_proj"], [made], whole(latent.rank)))
+        up = weights.format.dense(weights, Stack([f"{name}.kv_b_proj"], [made], whole(latent.rank)))
         self.heads = LatentHeads.of(up.unflatten(0, (heads.length, -1)), latent)
         self.out = weights.linear([f"{name}.o_proj"], [hidden], heads.of(latent.value_dim))
 

@@ -4,8 +4,6 @@ Each message names what it hands over. A slot named in `SlicesOut` or `Arrived` 
 then on, until the reader names it in `SlotsFree` (or the transfer process in its `SlotFree`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -287,7 +285,8 @@ class Copied(Local):
 
 class StoreOrder(Local):
     """Engine → store process. Without units: which of these objects exist? With them: write them, or read
-    them. The units belong to the store process until it answers."""
+    them. An urgent put is a probe: objects are written, read and removed. `StoreOpened` says how fast. The
+    units belong to the store process until it answers."""
 
     session: int  # as in StoreOpened
     ticket: int
@@ -313,11 +312,12 @@ class StoreAnswer(Local):
 
 
 class StoreOpened(Local):
-    """Store process → engine: a new process has begun, and later that it is connected. It does no order of
-    an earlier session."""
+    """Store process → engine: a new process has begun, later that it is connected, and after probes. It does
+    no order of an earlier session."""
 
     session: int  # 0: it is not connected yet
-    chunk_seconds: float = 0.0  # that reading one object took. 0: not known
+    waited: float = 0.0  # seconds until the store said what it has, in a probe
+    chunk_seconds: float = 0.0  # that reading an object took in it. 0: there was none
 
 
 class CopyBlocks(Local):

@@ -37,14 +37,16 @@ from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.config import PAGE
 from baton.kv_transfer.layout import KVLayout, Slice, cut
 from baton.kv_transfer.shared_store.chunk_object import SEAL_BYTES
+from baton.machine import usable_cpus
 
 STORE_MODULE = "baton.kv_transfer.shared_store"
 """Run with `-m`, it is the store process."""
 MEMORY = 64 << 20
 """Bytes of units. They bound what is under way to the store and from it."""
 FEWEST_UNITS, MOST_UNITS = 4, 64
-READERS = 4
-"""Threads that read at the same time. One connection of TCP does not carry what a store can give."""
+READERS = min(4, usable_cpus())
+"""Threads that read at the same time, so that some read while others verify. Mooncake's client polls while it
+waits, so more of them than CPUs would take the time of all others."""
 
 
 EXIT_UNUSABLE = 2

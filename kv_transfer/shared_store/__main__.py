@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
 
@@ -35,7 +36,7 @@ from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.protocol.local_messages import StoreAnswer, StoreLayout, StoreOpened, StoreOrder
 from baton.kv_transfer.shared_store import EXIT_UNUSABLE, READERS, StoreGone, StoreStart, Units, max_age
-from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, label, part_of
+from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, part_of
 from baton.kv_transfer.shared_store.client import ClientProcess
 from baton.kv_transfer.wait import wait
 from baton.machine.system import die_with_parent
@@ -46,8 +47,6 @@ HANGS = 20.0
 """Seconds after which a call counts as hung."""
 REST = 1.0
 """After a write beside reads, so many times as long without one: half of the bandwidth is left to them."""
-PROBES = 8
-"""Objects that the process writes and reads when it begins."""
 TICK = 1.0
 
 
@@ -63,16 +62,18 @@ class StoreProcess:
         self._channel = channel
         self._sending = threading.Lock()
         self._session = int.from_bytes(os.urandom(7))
-        # None: to begin, or to remove what is too old.
+        # By whether they are urgent. None: to remove what is too old.
         self._orders: dict[bool, SimpleQueue[StoreOrder | None]] = {True: SimpleQueue(), False: SimpleQueue()}
         self._calls: dict[int, float] = {}  # since when a connection is in use; time.monotonic()
         self._read_at = 0.0  # the last urgent call, as above
+        self._marks = deque[float](maxlen=2)  # when all readers were ready for a part of a probe, as above
+        self._readers = threading.Barrier(READERS, lambda: self._marks.append(time.monotonic()))
 
     def run(self, client: ClientProcess) -> None:
         """Serves until the engine process is gone."""
         for connection in range(1 + READERS):
             threading.Thread(target=self._serve, args=(client, connection), daemon=True).start()
-        self._orders[True].put(None)
+        self._answer(StoreOpened(self._session))
         while True:
             wait([self._channel.fileno()], TICK)
             while orders := self._channel.receive():
@@ -89,28 +90,6 @@ class StoreProcess:
             if time.monotonic() - oldest > HANGS:
                 log.warning("a call to the store has taken %.0f s; connecting again", HANGS)
                 os._exit(1)
-
-    def _probe(self, client: ClientProcess, connection: int) -> float:
-        """How long it takes to read an object, so that no prompt has to wait to find out. 0: the store took
-        none. Engines may use the arena at any time, so these objects have memory of their own."""
-        period, size = self._periods[0], self._units.object_bytes(0)
-        names = [label(b"", os.urandom(16)) for _ in range(min(PROBES, self._units.count))]
-        keys = [self._seal.key(name, period) for name in names]
-        places = [(number * size, size) for number in range(len(names))]
-        own = memoryview(bytearray(size))
-        for name, (at, _) in zip(names, places, strict=True):
-            self._seal.seal(name, period, own)
-            client.memory[at:][:size] = own
-        best = 0.0
-        if all(client.call(connection, "put", keys, places)):
-            for _ in range(2):  # the first one finds pages and connections missing
-                began, right = time.monotonic(), all(client.call(connection, "get", keys, places))
-                for name, (at, _) in zip(names, places, strict=True):
-                    own[:] = client.memory[at:][:size]
-                    right = right and self._seal.open(name, period, own)
-                best = (time.monotonic() - began) / len(names) if right else 0.0
-        client.call(connection, "remove", keys)
-        return best
 
     @property
     def _periods(self) -> Sequence[int]:
@@ -130,9 +109,7 @@ class StoreProcess:
             order = self._orders[is_urgent].get()
             self._calls[connection] = began = time.monotonic()
             try:
-                if order is None and is_urgent:
-                    self._answer(StoreOpened(self._session, self._probe(client, connection)))
-                elif order is None:
+                if order is None:
                     client.call(connection, "clear", self._seal.keys.pattern(keep=self._periods))
                 else:
                     self._answer(StoreAnswer(order.ticket, self._do(client, connection, order)))
@@ -148,7 +125,7 @@ class StoreProcess:
     def _do(self, client: ClientProcess, connection: int, order: StoreOrder) -> list[bool]:
         names = order.names
         if order.is_put:
-            return self._put(client, connection, order)
+            return (self._probe if order.is_urgent else self._put)(client, connection, order)
         done = [False] * len(names)
         # A late offer is one for this period.
         for period in self._periods if order.is_urgent else self._periods[:1]:
@@ -163,6 +140,25 @@ class StoreProcess:
                 found = self._get(client, connection, wanted, keys, period)
             for i, is_done in zip(left, found, strict=True):
                 done[i] = is_done
+        return done
+
+    def _probe(self, client: ClientProcess, connection: int, order: StoreOrder) -> list[bool]:
+        """Measures how long it takes to read an object while all readers read, so that no prompt has to wait
+        to find out. Each reader does one such order, and its objects are no part of the store."""
+        period, wanted = self._periods[0], list(zip(order.names, order.units, strict=True))
+        keys = [self._seal.key(name, period) for name in order.names]
+        done = self._put(client, connection, order)
+        began = time.monotonic()
+        client.call(connection, "exists", keys)
+        waited = time.monotonic() - began
+        for _ in range(2):  # the first time finds pages and connections missing
+            self._readers.wait()
+            if all(done):
+                done = self._get(client, connection, wanted, keys, period)
+        if not self._readers.wait() and all(done):
+            seconds = (self._marks[1] - self._marks[0]) / (READERS * len(keys))
+            self._answer(StoreOpened(self._session, waited, seconds))
+        client.call(connection, "remove", keys)
         return done
 
     def _put(self, client: ClientProcess, connection: int, order: StoreOrder) -> list[bool]:

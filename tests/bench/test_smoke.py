@@ -437,9 +437,8 @@ def test_runs_flip(
         check_flags("prefill", *worker_flags)
         check_flags("router", *router_flags)
         (directory / flip.TRACES).mkdir()
-        for engine in ("prefill-0", "decode-1"):
-            writers.append(TraceWriter(directory / flip.TRACES / f"{engine}-engine.trace", engine))
-            traced(writers[-1], "before")
+        writers.append(TraceWriter(directory / flip.TRACES / "decode-1-engine.trace", "decode-1"))
+        traced(writers[-1], "before")
         return contextlib.nullcontext(cluster)
 
     def traced(writer: TraceWriter, attempt: str) -> None:
@@ -466,7 +465,7 @@ def test_runs_flip(
         writer.close()
     assert rows["flip.cpu.flips"] == 5
     assert rows["flip.cpu.failed"] == rows["flip.cpu.different_tokens"] == 0
-    assert rows["flip.cpu.seconds"] >= rows["flip.cpu.until_prompt"] > 0 < rows["flip.cpu.computing"]
+    assert rows["flip.cpu.seconds"] >= rows["flip.cpu.until_prompt"] > 0
 
 
 # ---------------------------------------------------------------- with real clusters

@@ -184,7 +184,7 @@ def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
     """Rows anywhere, also within a word; columns between groups."""
     values = load_file(save_quantized(tmp_path, kind) / "model.safetensors")
     weights = weights_of(tmp_path, torch.float32)
-    weight_format = weights._format
+    weight_format = weights.format
     assert isinstance(weight_format, Int4Format)
     name = "model.layers.0.mlp.down_proj"
     for rows, columns in (((0, 128), (0, 192)), ((21, 102), (64, 160)), ((64, 128), (96, 192))):
@@ -200,7 +200,7 @@ def test_a_rank_reads_its_part(kind: str, tmp_path: Path) -> None:
 def test_a_rank_has_rows_but_no_part_of_the_columns_in_another_order(tmp_path: Path) -> None:
     values = load_file(save_quantized(tmp_path, "desc_act") / "model.safetensors")
     weights, name = weights_of(tmp_path, torch.float32), "model.layers.0.mlp.down_proj"
-    weight_format = weights._format
+    weight_format = weights.format
     assert isinstance(weight_format, Int4Format)
     groups = weight_format.read(weights, name, Part(21, 102, 128), whole(192))
     torch.testing.assert_close(groups.values(), values[f"{name}.weight"][21:102], rtol=1e-5, atol=1e-5)
@@ -220,9 +220,9 @@ def test_the_fingerprint_covers_all_bits_of_a_word_and_what_they_mean(tmp_path: 
         weights.stored(name, None, torch.int32)
         prints.add(weights._taken[name])
     assert len(prints) == 3
-    identity = weights._format.identity
+    identity = weights.format.identity
     configure(tmp_path, KINDS["gptq"][0] | {"checkpoint_format": "gptq_v2"})
-    assert weights_of(tmp_path, torch.float32)._format.identity != identity
+    assert weights_of(tmp_path, torch.float32).format.identity != identity
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,16 @@
 """What the simulator shows of placement, step by step."""
 
-import itertools
-import random
 import statistics
 from dataclasses import astuple
 from functools import cache
 
 import pytest
-import xxhash
 
 from baton.cluster.options.optimize import PROFILES
-from baton.content import CHUNK_TOKENS
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.step_worker import PlacementOutcome, Quantiles
 from baton.simulator.steps import step_seconds
-from baton.simulator.trace import Arrival, Load
+from baton.simulator.trace import Load
 
 MEASURED = {
     Load(2000, 150, 12): (179, 16.0),
@@ -73,57 +69,6 @@ def test_light_loads_are_handed_over_and_short_prompts_are_not():
     assert outcome(Load(2000, 150, 12), "policy").places["handover"] > 200
     places = outcome(Load(200, 20, 80), "policy").places
     assert places["handover"] < 0.4 * places.total()
-
-
-def chats(requests: int, seed: int) -> list[Arrival]:
-    """15 requests a second of chats with five turns in the mean. Four system prompts begin them."""
-    rng = random.Random(seed)
-    turns: list[tuple[int, int, int, int, int, int]] = []  # ms, chat, system, number, prompt, answer
-    start = 0.0
-    for chat in range(requests):
-        start += rng.expovariate(0.003)
-        system, at, length = rng.randrange(4), start, 1024
-        for number in itertools.count():
-            length += min(4000, round(500 * rng.lognormvariate(0, 0.7)))
-            answer = min(600, max(2, round(150 * rng.lognormvariate(0, 0.7))))
-            turns.append((round(at), chat, system, number, length, answer))
-            if rng.random() < 0.2:
-                break
-            length += answer
-            at += rng.expovariate(0.0005)
-    turns = sorted(turns)[:requests]
-    places = {(chat, number): place for place, (_, chat, _, number, *_) in enumerate(turns)}
-
-    def names(chat: int, system: int, tokens: int) -> list[int]:
-        """Of the chunks. The first 1,024 tokens are those of the system prompt."""
-        of_system, count = 1024 // CHUNK_TOKENS, tokens // CHUNK_TOKENS
-        texts = [f"system {system} {i}" if i < of_system else f"chat {chat} {i}" for i in range(count)]
-        return [xxhash.xxh3_64_intdigest(text.encode()) for text in texts]
-
-    return [
-        Arrival(
-            (at - turns[0][0]) / 1e3, length, answer, places[chat, 0],
-            names(chat, system, length + answer - 1), places.get((chat, number - 1)),
-        )
-        for at, chat, system, number, length, answer in turns
-    ]  # fmt: skip
-
-
-def test_placement_costs_chats_no_time_to_the_first_token():
-    """Prefill workers with a decode would compute their prompts in chunks."""
-
-    def mean_ttft(kind: Kind) -> float:
-        traces = [chats(160, draw) for draw in range(2)]
-        return statistics.mean(ttft for trace in traces for ttft in simulate(trace, kind).ttft)
-
-    assert mean_ttft("policy") < 1.03 * mean_ttft("split")
-
-
-def test_a_turn_comes_after_the_one_before_and_computes_what_is_new():
-    first = Arrival(0.0, 2000, 100, 0, chunks=range(32))
-    second = Arrival(0.1, 2100, 2, 0, chunks=range(32), before=0)
-    *_, ttft = simulate([first, first, second], "split").ttft
-    assert ttft < 0.02
 
 
 @pytest.mark.parametrize("load", [Load(2000, 150, 80), Load(500, 500, 80)], ids=str)

@@ -12,9 +12,17 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.kv_transfer import Heartbeat, TransferConfig, channel_pair, spawn_transfer
+from baton.kv_transfer import (
+    FetchFailed,
+    Heartbeat,
+    Injected,
+    Released,
+    TransferConfig,
+    channel_pair,
+    spawn_transfer,
+)
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
-from baton.vllm_worker.attachment import Close, Computed, ConnectorLink, Freed, FromConnector, Landed, Lost
+from baton.vllm_worker.attachment import Close, Computed, ConnectorLink, FromConnector
 from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
 
@@ -181,9 +189,9 @@ async def test_a_decode_goes_on_after_the_first_token(
         await prefill.until_asked(2)
         first, found = await asyncio.gather(prefill.answers(prefills), decoding)
         landed = await decode.until_heard(len(prompts))
-        assert {x.attempt_id for x in landed if isinstance(x, Landed)} == set(decode_ids)
+        assert {x.decode_id for x in landed if isinstance(x, Injected)} == set(decode_ids)
         told = await prefill.until_heard(2 * len(prompts))
-        assert {x.attempt_id for x in told if isinstance(x, Freed) and x.reason == "acked"} == set(
+        assert {x.prefill_id for x in told if isinstance(x, Released) and x.reason == "acked"} == set(
             prefill_ids
         )
         assert sorted(x.tokens for x in told if isinstance(x, Computed)) == sorted(map(len, prompts))
@@ -220,9 +228,9 @@ async def close_and_lose(prefill: Worker, decode: Worker, prompt: list[int]) -> 
     prefill.link.send(Close(prefill_id))
     told = await prefill.until_heard(2)  # in any order: vLLM's next step and the test are not in step
     assert Computed(len(prompt), 128) in told
-    assert Freed(prefill_id, "cancelled") in told
+    assert Released(prefill_id, "cancelled") in told
     [tokens] = await decode.answers([(prompt, GREEDY, prefill.fetched_by(decode_id, prefill_id))])
     assert tokens == []
     [lost] = await decode.until_heard(1)
-    assert isinstance(lost, Lost)
-    assert lost.attempt_id == decode_id
+    assert isinstance(lost, FetchFailed)
+    assert lost.decode_id == decode_id

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.kv_transfer import Heartbeat, InjectStats, KVLayout
+from baton.kv_transfer import FetchFailed, Heartbeat, Injected, InjectStats, KVLayout, Released
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker import attachment
-from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, Freed, Landed, Lost, WorkerLink
+from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, WorkerLink
 from tests.vllm_worker.arenas import make_arenas
 
 SLOTS, SLOT_BYTES = 2, 1 << 16
@@ -69,7 +69,7 @@ def answers(link: WorkerLink) -> None:
     assert received == [Close(b"p"), Close(b"q", "finished")]
     assert link.transport.exports
     assert receiving.channel.recv(100) == b"to the engine"
-    link.channel.send(Landed(b"d", FIRST, STATS), Lost(b"e", "gone"), Freed(b"p", "acked"))
+    link.channel.send(Injected(b"d", FIRST, STATS), FetchFailed(b"e", "gone"), Released(b"p", "acked"))
 
 
 async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens() -> None:
@@ -88,7 +88,7 @@ async def test_the_connector_gets_arenas_and_heartbeat_and_both_say_what_happens
     found: list[Any] = []
     while len(found) < 3:
         found += await worker.link.receive()
-    assert found == [Landed(b"d", FIRST, STATS), Lost(b"e", "gone"), Freed(b"p", "acked")]
+    assert found == [Injected(b"d", FIRST, STATS), FetchFailed(b"e", "gone"), Released(b"p", "acked")]
     with pytest.raises(ChannelClosed):
         await worker.link.receive()
     assert sending.channel.recv(100) == b"", "no other process has this end"
@@ -130,7 +130,7 @@ def reads(link: WorkerLink) -> None:
     while len(received) < MESSAGES:
         received += link.channel.receive()
     assert received == [Close(i.to_bytes(16)) for i in range(MESSAGES)]
-    link.channel.send(Freed(b"p", "all read"))
+    link.channel.send(Released(b"p", "all read"))
 
 
 async def test_messages_wait_while_the_connector_does_not_read() -> None:
@@ -141,7 +141,7 @@ async def test_messages_wait_while_the_connector_does_not_read() -> None:
         worker.link.send(Close(i.to_bytes(16)))
     for end in worker.transfer:
         end.close_channels()
-    assert await worker.link.receive() == [Freed(b"p", "all read")]
+    assert await worker.link.receive() == [Released(b"p", "all read")]
     process.join(WITHIN)
     assert process.exitcode == 0
     worker.link.close()

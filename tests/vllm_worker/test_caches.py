@@ -1,4 +1,4 @@
-"""vLLM's cache tensors of several versions, as KV transfer sees them."""
+"""vLLM's cache tensors, as KV transfer sees them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,6 @@ from baton.vllm_worker.caches import layer_number, paged_kv
 BLOCKS, BLOCK, HEADS, DIM = 5, 16, 3, 8
 
 
-@pytest.mark.parametrize("shape", [(2, BLOCKS, BLOCK, HEADS, DIM), (BLOCKS, 2, BLOCK, HEADS, DIM)], ids=str)
-def test_k_and_v_are_found_in_each_layout(shape: tuple[int, ...]) -> None:
-    cache = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-    kv = paged_kv(
-        {"model.layers.1.attn": cache, "model.layers.0.attn": torch.zeros(shape)},
-        BLOCK,
-        HEADS,
-        DIM,
-        all_heads=HEADS,
-    )
-    assert kv.layout == KVLayout(2, HEADS, DIM, "float32")
-    assert kv.layers[1].shape == (2, BLOCKS, BLOCK, HEADS, DIM), "in the order of layers"
-    for row in range(2):
-        expected = cache[row, 3] if shape[0] == 2 else cache[3, row]
-        assert torch.equal(kv.layers[1][row, 3], expected)
-
-
 def test_on_cpus_keys_are_transposed() -> None:
     """As `cpu_attn_reshape_and_cache` of vLLM 0.32 writes them."""
     cache = torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM)
@@ -38,7 +21,10 @@ def test_on_cpus_keys_are_transposed() -> None:
     for i in range(DIM):
         flat[3, head, 0, i * BLOCK + token] = 1 + i
         flat[3, head, 1, token * DIM + i] = 100 + i
-    [(keys, values)] = paged_kv({"model.layers.0.attn": cache}, BLOCK, HEADS, DIM, all_heads=HEADS).rows
+    caches = {"model.layers.1.attn": cache, "model.layers.0.attn": torch.zeros_like(cache)}
+    kv = paged_kv(caches, BLOCK, HEADS, DIM, all_heads=HEADS)
+    assert kv.layout == KVLayout(2, HEADS, DIM, "float32")
+    _, (keys, values) = kv.rows  # in the order of layers
     assert keys[3, token, head].tolist() == [1 + i for i in range(DIM)]
     assert values[3, token, head].tolist() == [100 + i for i in range(DIM)]
     assert keys.count_nonzero() == values.count_nonzero() == DIM
@@ -57,7 +43,7 @@ def test_latents_are_one_row_that_is_cut_into_heads(shape: tuple[int, ...]) -> N
     ("cache", "message"),
     [
         (torch.zeros(BLOCKS, BLOCK, HEADS, DIM), r"shape [5, 16, 3, 8]"),
-        (torch.zeros(2, BLOCKS, BLOCK, HEADS, DIM, dtype=torch.uint8), "--kv-cache-dtype auto"),
+        (torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=torch.uint8), "--kv-cache-dtype auto"),
     ],
 )
 def test_what_is_not_known_is_refused(cache: torch.Tensor, message: str) -> None:

@@ -52,12 +52,13 @@ def test_each_chunk_names_all_blocks_up_to_its_end(planner: Planner) -> None:
 def test_a_prompt_that_has_finished_can_be_fetched_with_its_parameters(planner: Planner) -> None:
     params = params_of(planner)
     assert planner.take().committed == {prefill_id(1): 7}
-    assert planner.to_fetch("b", params, 100, 40) == 60
-    planner.allocated("b", params, 100, [3, 8], 60)
+    planner.expect("b", params, 100)
+    assert planner.to_fetch("b", 40) == planner.to_fetch("b", 40) == 60, "there may be no blocks yet"
+    planner.allocated("b", [3, 8], 60)
     assert planner.take().fetches == [
         Fetch("b", prefill_id(2), 1, Source(*HERE, prefill_id(1)), [3, 8], 40, 100)
     ]
-    assert planner.to_fetch("b", params, 100, 0) == 0, "after a preemption it is computed"
+    assert planner.to_fetch("b", 0) == 0, "after a preemption it is computed"
 
 
 def test_a_preempted_prompt_starts_again_under_another_name(planner: Planner) -> None:
@@ -100,13 +101,15 @@ def test_blocks_of_an_aborted_prompt_stay_until_nothing_reads_them(planner: Plan
 def test_a_prompt_with_wrong_parameters_is_computed_here(planner: Planner, wrong: dict[str, Any]) -> None:
     params = params_of(planner) | wrong
     planner.take()
-    assert planner.to_fetch("b", params, 100, 0) == 0
-    planner.allocated("b", params, 100, [1], 0)
+    planner.expect("b", params, 100)
+    assert planner.to_fetch("b", 0) == 0
+    planner.allocated("b", [1], 0)
     assert planner.take().fetches == []
 
 
 def test_a_prompt_that_is_cached_whole_is_not_fetched(planner: Planner) -> None:
-    assert planner.to_fetch("b", params_of(planner), 100, 100) == 0
+    planner.expect("b", params_of(planner), 100)
+    assert planner.to_fetch("b", 100) == 0
 
 
 class TestIdsOfARouter:
@@ -157,8 +160,9 @@ class TestIdsOfARouter:
             "do_remote_prefill": True, "remote_engine_id": "5", "remote_request_id": prefill_id(77).hex(),
             "remote_host": "127.0.0.1", "remote_port": 7000, "decode_id": prefill_id(9).hex(), "attempt": 3,
         }  # fmt: skip
-        assert planner.to_fetch("b", fetched, 100, 0) == 100
-        planner.allocated("b", fetched, 100, [3, 8], 100)
+        planner.expect("b", fetched, 100)
+        assert planner.to_fetch("b", 0) == 100
+        planner.allocated("b", [3, 8], 100)
         source = Source(*HERE, prefill_id(77))
         assert planner.take().fetches == [Fetch("b", prefill_id(9), 3, source, [3, 8], 0, 100)]
         planner.begins_with("b", 42)

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.engine import EngineRequest, Logprobs, SamplingParams
-from baton.kv_transfer import InjectStats
+from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
-from baton.vllm_worker.attachment import Close, Commit, Computed, Freed, Landed, Lost, Started
+from baton.vllm_worker.attachment import Close, Commit, Computed, Started
 from baton.vllm_worker.plan import REJECTED
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
@@ -136,7 +136,7 @@ async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None
     assert worker.of(messages.Prefilled)
     assert worker.computing == []
     assert worker.roles.status(0).stats.held == 1
-    worker.roles.heard(Freed(P, "acked"))
+    worker.roles.heard(Released(P, "acked"))
     assert worker.idle
     assert not worker.failures()
 
@@ -161,7 +161,7 @@ async def test_a_prefill_whose_token_is_the_last_is_closed(worker: Worker, first
     await worker.says(P, output([5], first[0]))
     assert worker.tokens() == [(0, 5, first[1])]
     assert worker.told == [Close(P, "finished")]
-    worker.roles.heard(Freed(P, "finished"))
+    worker.roles.heard(Released(P, "finished"))
     assert worker.idle
     assert not worker.failures(), "its router has the token"
 
@@ -171,7 +171,7 @@ async def test_freed_before_vllms_answer(worker: Worker, reason: str) -> None:
     """The connector's socket may be faster than vLLM's."""
     worker.roles.handle(messages.Prefill(7, work(P), handover=True))
     await worker.settle()
-    worker.roles.heard(Freed(P, reason))
+    worker.roles.heard(Released(P, reason))
     assert not worker.idle
     await worker.says(P, output([5], "length"))
     assert worker.tokens() == [(0, 5, "")]
@@ -185,7 +185,7 @@ async def test_a_prefill_that_lost_its_blocks_is_dropped(worker: Worker, reason:
     """As when vLLM preempts it before its token."""
     worker.roles.handle(messages.Prefill(7, work(P), handover=True))
     await worker.settle()
-    worker.roles.heard(Freed(P, reason))
+    worker.roles.heard(Released(P, reason))
     await worker.settle()
     assert worker.failures() == [code]
     assert worker.aborted == [P]
@@ -214,7 +214,7 @@ async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> N
     assert (params["remote_request_id"], params["decode_id"]) == (P.hex(), D.hex())
     await worker.says(D, output([6, 7]), output([8], "stop"))
     assert not worker.tokens(), "vLLM's socket may be faster than the connector's"
-    worker.roles.heard(Landed(D, FIRST, STATS))
+    worker.roles.heard(Injected(D, FIRST, STATS))
     await worker.settle()
     assert worker.tokens() == [(0, 5, ""), (1, 6, ""), (2, 7, ""), (3, 8, "stop")]
     [first, *_] = [token for message in worker.of(messages.Tokens) for token in message.tokens]
@@ -240,7 +240,7 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
 async def test_kv_that_does_not_come_hands_the_request_back(worker: Worker, reason: str, code: Code) -> None:
     worker.roles.handle(messages.Decode(7, work(D), source()))
     await worker.settle()
-    worker.roles.heard(Lost(D, reason))
+    worker.roles.heard(FetchFailed(D, reason))
     await worker.says(D, output([], "error"))
     assert worker.failures() == [code]
     assert worker.idle
@@ -249,7 +249,7 @@ async def test_kv_that_does_not_come_hands_the_request_back(worker: Worker, reas
 async def test_a_grammar_that_rejects_the_first_token(worker: Worker) -> None:
     """That of another engine, or of a peer that is wrong. vLLM can only end the output."""
     worker.roles.handle(messages.Decode(7, work(D), source()))
-    worker.roles.heard(Landed(D, FIRST, STATS))
+    worker.roles.heard(Injected(D, FIRST, STATS))
     ended = output([0], "stop")
     ended.outputs[0].stop_reason = REJECTED
     await worker.says(D, ended)
@@ -266,7 +266,7 @@ async def test_decodes_are_refused_if_their_blocks_do_not_fit(worker: Worker) ->
     worker.roles.handle(messages.Decode(7, work(E), source()))
     assert worker.failures() == [Code.NO_ROOM]
     assert worker.roles.counts.no_room == 1
-    worker.roles.heard(Freed(P, "acked"))
+    worker.roles.heard(Released(P, "acked"))
     worker.roles.handle(messages.Decode(7, work(E), source()))
     assert worker.failures() == [Code.NO_ROOM]
 
@@ -303,7 +303,7 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     await worker.says(D, output([6], "stop"))
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {"first_token": 5}
     assert worker.told == [Close(P)]
-    worker.roles.heard(Freed(P, "cancelled"))
+    worker.roles.heard(Released(P, "cancelled"))
     assert worker.tokens() == [(0, 5, ""), (0, 5, ""), (1, 6, "stop")]
     assert worker.failures() == [Code.HANDED_BACK]
     assert worker.idle
@@ -348,7 +348,7 @@ async def test_a_cancelled_handover_is_closed_once(worker: Worker) -> None:
     worker.roles.handle(messages.CancelStream(7))
     assert worker.told == [Close(P)]
     assert not worker.idle
-    worker.roles.heard(Freed(P, "cancelled"))
+    worker.roles.heard(Released(P, "cancelled"))
     assert worker.idle
     assert not worker.failures()
 
@@ -367,7 +367,7 @@ async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[Code
 
 async def test_a_prompt_that_may_have_crashed_engines_is_computed_alone(worker: Worker) -> None:
     worker.roles.handle(messages.Decode(7, work(D), source()))
-    worker.roles.heard(Landed(D, FIRST, STATS))
+    worker.roles.heard(Injected(D, FIRST, STATS))
     await worker.says(D, output([6]))
     suspect, later = work(P), work(E)
     suspect.request.alone = True

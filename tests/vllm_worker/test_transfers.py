@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from baton.kv_transfer import PagedKV, Transport, channel_pair
+from baton.kv_transfer import FetchFailed, Injected, PagedKV, Released, Transport, channel_pair
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Close, Commit, Freed, FromConnector, Landed, Lost, ToConnector
+from baton.vllm_worker.attachment import Close, Commit, FromConnector, ToConnector
 from baton.vllm_worker.caches import paged_kv
 from baton.vllm_worker.plan import Chunk, Fetch, Plan, Source
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
@@ -160,7 +160,9 @@ def test_a_first_token_that_the_model_does_not_have(
     assert decode.transfers.take_failed_blocks() == {4, 5}
     assert decode.transfers.take_first_tokens() == {}
     [lost] = decode.told(1)
-    assert lost == Lost(decode_id_of("b"), f"COMMIT names token {VOCABULARY}, beyond the vocabulary of 500")
+    assert lost == FetchFailed(
+        decode_id_of("b"), f"COMMIT names token {VOCABULARY}, beyond the vocabulary of 500"
+    )
 
 
 def test_a_prompt_whose_kv_does_not_come_is_computed(servers: tuple[Server, Server]) -> None:
@@ -261,9 +263,9 @@ def test_the_worker_hears_what_happens_without_a_step_of_vllm(servers: tuple[Ser
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
     prefill.step(Plan(committed={prefill_id: 42}), {"a"})
     [landed] = decode.told(1)
-    assert isinstance(landed, Landed)
-    assert (landed.attempt_id, landed.stats.tokens) == (decode_id_of("b"), 20)
-    assert prefill.told(1) == [Freed(prefill_id, "acked")]
+    assert isinstance(landed, Injected)
+    assert (landed.decode_id, landed.stats.tokens) == (decode_id_of("b"), 20)
+    assert prefill.told(1) == [Released(prefill_id, "acked")]
     decode.idle()
     assert decode.transfers.take_first_tokens() == {"b": 42}
     assert decode.transfers.take_first_tokens() == {}
@@ -276,7 +278,7 @@ def test_the_worker_sends_a_first_token(servers: tuple[Server, Server]) -> None:
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
     decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
     prefill.worker.send(Commit(prefill_id, FirstToken(42, -0.5, (42,), (-0.5,))))
-    assert prefill.told(1) == [Freed(prefill_id, "acked")]
+    assert prefill.told(1) == [Released(prefill_id, "acked")]
     assert not prefill.sent
     prefill.step(Plan(committed={prefill_id: None}), {"a"})
     assert prefill.sent == {"a"}
@@ -296,11 +298,11 @@ def test_the_worker_closes_a_prefill_that_vllm_has_finished(servers: tuple[Serve
     decode.step(Plan(fetches=[fetch("d", source(prefill, ending), [1, 2], 0, 20)]))
     prefill.step(Plan(committed={held: 42}), {"a"})
     prefill.worker.send(Close(held))
-    assert prefill.told(1) == [Freed(held, "cancelled")]
+    assert prefill.told(1) == [Released(held, "cancelled")]
     until(lambda: prefill.sent == {"a"}, prefill)
     prefill.worker.send(Close(ending, "finished"))
-    assert prefill.told(1) == [Freed(ending, "finished")]
-    assert decode.told(1) == [Lost(decode_id_of("d"), "finished")]
+    assert prefill.told(1) == [Released(ending, "finished")]
+    assert decode.told(1) == [FetchFailed(decode_id_of("d"), "finished")]
     prefill.step(Plan(aborted={ending: "finished"}), {"b"})
     until(lambda: prefill.sent == {"a", "b"}, prefill)
 
@@ -311,7 +313,7 @@ def test_a_prompt_that_is_aborted_before_it_starts_is_not_waited_for(servers: tu
     prefill.step(Plan(expected=[prefill_id]))
     decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
     prefill.step(Plan(aborted={prefill_id: "cancelled"}))
-    assert decode.told(1) == [Lost(decode_id_of("b"), "cancelled")]
+    assert decode.told(1) == [FetchFailed(decode_id_of("b"), "cancelled")]
 
 
 def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> None:
@@ -319,7 +321,7 @@ def test_the_worker_hears_of_a_preemption(servers: tuple[Server, Server]) -> Non
     prefill_id = b"p" * 16
     prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
     prefill.transfers.preempt([prefill_id])
-    assert prefill.told(1) == [Freed(prefill_id, "cancelled")]
+    assert prefill.told(1) == [Released(prefill_id, "cancelled")]
 
 
 def test_a_peer_that_wants_what_is_cached_is_refused(servers: tuple[Server, Server]) -> None:
@@ -331,7 +333,7 @@ def test_a_peer_that_wants_what_is_cached_is_refused(servers: tuple[Server, Serv
             kv_address=address, incarnation=incarnation,
         )
     )  # fmt: skip
-    assert decode.told(1) == [Lost(decode_id_of("c"), "gone")]
+    assert decode.told(1) == [FetchFailed(decode_id_of("c"), "gone")]
     prefill.idle()
 
 

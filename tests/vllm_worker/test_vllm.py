@@ -4,6 +4,7 @@ They stand behind a proxy that was made for vLLM's NixlConnector: the test sends
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.vllm_worker.engines import GREEDY, Answers, Server, generated, prompts_of, save_model
 
@@ -18,9 +20,9 @@ PREFILL: dict[str, Any] = {"do_remote_decode": True}
 
 
 class Servers:
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, policy: str) -> None:
         def connector(role: str) -> dict[str, Any]:
-            return {"kv_role": role, "kv_load_failure_policy": "recompute"}
+            return {"kv_role": role, "kv_load_failure_policy": policy}
 
         self.model = model
         self.prefill = Server(model, kv_transfer_config=connector("kv_producer"))
@@ -35,17 +37,23 @@ class Servers:
         return [tokens for tokens, _ in self.decode.answers(requests)]
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    started = Servers(save_model(tmp_path_factory.mktemp("vllm")))
-    servers = (started.prefill, started.decode)
+@contextlib.contextmanager
+def started(model: Path, policy: str) -> Iterator[Servers]:
+    pair = Servers(model, policy)
+    servers = (pair.prefill, pair.decode)
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(Server.line, servers))
-        yield started
+        yield pair
     finally:
         for server in servers:
             server.kill()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with started(save_model(tmp_path_factory.mktemp("vllm")), "recompute") as pair:
+        yield pair
 
 
 MANY = [random.Random(0).randrange(3, 2000) for _ in range(26)]
@@ -70,6 +78,24 @@ def test_tokens_are_those_of_one_engine(servers: Servers, lengths: list[int]) ->
         assert servers.decoded(prompts, prefilled) == expected
     alone = servers.prefill.answers([(prompt, GREEDY, None) for prompt in prompts])
     assert [tokens for tokens, _ in alone] == expected
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_layers_with_windows_beside_others(tmp_path: Path) -> None:
+    """With a connector vLLM keeps all KV of such layers, as of the others."""
+    from transformers import Olmo3Config, Olmo3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Olmo3Config(
+        vocab_size=500, hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    Olmo3ForCausalLM(config).save_pretrained(tmp_path)
+    prompts = prompts_of([3, 63, 64, 65, 300], 3)
+    with started(tmp_path, "fail") as servers:
+        assert servers.decoded(prompts, servers.prefilled(prompts)) == generated(tmp_path, prompts)
 
 
 @pytest.mark.timeout(600)

@@ -194,6 +194,24 @@ def _leave(cluster: VLLMCluster, prompt: list[int], after: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--enable-lora", "BatonConnector does not support LoRA: start vLLM without it"),
+        ("--data-parallel-size 2", "--vllm-args: a worker has one replica of the model; start more workers"),
+    ],
+)
+def test_what_a_vllm_worker_lacks_is_refused(model: Path, tmp_path: Path, more: str, said: str) -> None:
+    cluster = VLLMCluster(model, tmp_path, "--vllm-args", f"--enforce-eager {more}")
+    try:
+        assert cluster.process.wait(200) == 1
+        assert said in cluster.output()
+    finally:
+        cluster.kill()
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_workers_with_two_ranks(model: Path, reference: Reference, tmp_path: Path) -> None:
     """Each rank moves the heads that it has. A killed rank ends its engine, and streams go on."""

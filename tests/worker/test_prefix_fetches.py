@@ -1,7 +1,7 @@
 """When a worker fetches a prefix instead of computing it, and what it does if the fetch ends badly."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -388,7 +388,7 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
     assert limit(0.9, 1.0) == 1.0, "no later than it would be computed"
     assert limit(SLACK / 10, 1.0) == SLACK
     assert limit(SLACK / 10, SLACK / 4) == SLACK / 4, "nor if that takes no time"
-    link.assume(2000.0)
+    link.probed(0.0, CHUNK_TOKENS / 2000.0)
     world.engine.prompt_tokens_per_s = 1000.0
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
@@ -404,7 +404,7 @@ def test_a_fetch_that_will_be_late_is_given_up_at_once(world: World) -> None:
     world.put_behind()
     assert world.fetches.behind is not None
     store, source = world.fetches.behind
-    store._links.to(source).assume(2000.0)
+    store._links.to(source).probed(0.0, CHUNK_TOKENS / 2000.0)
     world.engine.prompt_tokens_per_s = 1000.0  # 0.256 s for all
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
@@ -425,11 +425,125 @@ def test_no_prompt_waits_for_a_store_that_a_probe_found_slow(world: World) -> No
     store, source = world.fetches.behind
     world.engine.prompt_tokens_per_s = 1000.0
     link = store._links.to(source)
-    link.assume(900.0)
+    link.probed(0.0, CHUNK_TOKENS / 900.0)
     assert link.expected(1 << 10) == pytest.approx((1 << 10) / 900.0)
     assert not world.get(b"a", None)
     link.measured(4 * CHUNK_TOKENS, 0.0, 0.1, now=0.0)
-    assert world.get(b"a", None), "fetches say more than a probe"
+    assert link.pays(4 * CHUNK_TOKENS, 0.11, 0.0), "fetches say more than a probe"
+    link.probed(0.0, CHUNK_TOKENS / 450.0)
+    assert not link.pays(4 * CHUNK_TOKENS, 0.19, 0.0), "and a later one says how they have changed"
+    assert link.pays(4 * CHUNK_TOKENS, 0.21, 0.0)
+    link.waited.add(5.0)
+    assert not link.pays(4 * CHUNK_TOKENS, 0.21, 0.0)
+    link.probed(0.0, CHUNK_TOKENS / 450.0)
+    assert link.pays(4 * CHUNK_TOKENS, 0.21, 0.0), "it answers at once again"
+
+
+class SlowStore:
+    """A store of which the reads take their time, as a receiver. The chunks of an 8B Llama in bfloat16."""
+
+    COMPUTING, TOKENS, TOKEN_BYTES = 8000 / 0.21, 8000, 131_072
+    ANSWER, AHEAD = 0.001, 4  # seconds until it says what it has; objects that the first answer needs
+
+    def __init__(self, world: World, gb_per_s: float, promised: float) -> None:
+        self.gb_per_s, self.promised = gb_per_s, promised  # the second: what probes find
+        self.session, self.unanswered, self.probes = 1, 0, 0
+        self._world = world
+        self._began = 0.0
+
+    def probe(self) -> bool:
+        self.probes += 1
+        self.link.probed(self.ANSWER, self._seconds(CHUNK_TOKENS, self.promised))
+        return True
+
+    def fetch_content(self, fetch_id: bytes, **_: object) -> None:
+        self._world.asked.append(fetch_id)
+        self._began = self._world.now
+
+    def began(self, fetch_id: bytes) -> bool:
+        return self._world.now >= self._began + self.ANSWER
+
+    def ends(self, fetch_id: bytes) -> float:
+        first = self.ANSWER + self._seconds(self.AHEAD * CHUNK_TOKENS, self.gb_per_s)
+        is_known = self._world.now >= self._began + first
+        return self._began + self.ANSWER + self._seconds(self.TOKENS, self.gb_per_s) if is_known else 0.0
+
+    def cancel(self, fetch_id: bytes) -> None:
+        self._world.cancelled.append(fetch_id)
+
+    def _seconds(self, tokens: int, gb_per_s: float) -> float:
+        return tokens * self.TOKEN_BYTES / gb_per_s / 1e9
+
+    @property
+    def fetches(self) -> StoreFetches:
+        assert self._world.fetches.behind is not None
+        return cast("StoreFetches", self._world.fetches.behind[0])
+
+    @property
+    def link(self) -> Link:
+        return self.fetches._links.to(STORE)
+
+    def waits(self, prompts: int) -> list[float]:
+        """For how long each of these prompts waits, one after the other, until it is computed or has come."""
+        world, found = self._world, list[float]()
+        for number in range(prompts):
+            name, since = number.to_bytes(4), world.now
+            world.missing[name] = [name + bytes([chunk]) for chunk in range(self.TOKENS // CHUNK_TOKENS)]
+            self.fetches.measure(world.now)
+            if world.get(name, None):
+                while name not in world.added:
+                    world.now += 0.0002
+                    if world.now >= since + self.ANSWER + self._seconds(self.TOKENS, self.gb_per_s):
+                        self.link.waited.add(self.ANSWER)
+                        stats = InjectStats(
+                            0, self.TOKENS, 1, since, since, since + self.ANSWER, 0, 0, 0, world.now
+                        )
+                        self.fetches.handle(Injected(world.asked[-1], FirstToken(0), stats))
+                    self.fetches.expire()
+                if world.cancelled:
+                    self.fetches.handle(Closed(world.cancelled.pop()))
+            found.append(world.now - since)
+            world.now += self.TOKENS / self.COMPUTING
+        world.added.clear()
+        return found
+
+
+def test_prompts_do_not_wait_while_the_store_is_silent_or_its_speed_is_not_known(world: World) -> None:
+    world.put_behind()
+    store = SlowStore(world, 100.0, 100.0)
+    store.fetches._receiver = cast("Any", store)
+    store.session = 0
+    probe, store.probe = store.probe, lambda: False
+    assert not any(store.waits(3))
+    store.session = 1
+    assert not any(store.waits(3))
+    store.probe = probe
+    assert all(store.waits(3))
+    store.unanswered = 1
+    assert not any(store.waits(3))
+    store.session, store.unanswered, store.probe = 2, 0, lambda: False
+    assert not any(store.waits(3)), "what was measured is of another store"
+
+
+@pytest.mark.parametrize(("promised", "tries"), [(2.2, 0), (6.6, 1)], ids=["as probed", "slower"])
+def test_no_prompt_waits_for_a_store_that_is_slower_than_computing(
+    world: World, promised: float, tries: int
+) -> None:
+    world.put_behind()
+    world.engine.prompt_tokens_per_s = SlowStore.COMPUTING
+    world.computed_from = 0
+    store = SlowStore(world, 2.2, promised)
+    store.fetches._receiver = cast("Any", store)
+    waits = store.waits(3000)  # ten minutes
+    assert sum(map(bool, waits)) == tries, "one may, if all that is known is wrong"
+    assert max(waits) <= 0.1 * store.TOKENS / store.COMPUTING, "the time of the first answers"
+    assert 5 <= store.probes <= 12, "its speed is measured beside them"
+    store.gb_per_s, store.promised = 5 * store.gb_per_s, 5 * store.promised
+    waits = store.waits(600)
+    begins = next(number for number, wait in enumerate(waits) if wait)
+    assert begins <= prefix_links.RECENT / 0.21 + 1, "the next probe finds that it is faster now"
+    assert all(waits[begins:])
+    assert max(waits) < store.TOKENS / store.COMPUTING
 
 
 def test_a_store_that_does_not_answer_is_not_asked_for_a_while(world: World) -> None:

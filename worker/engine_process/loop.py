@@ -46,7 +46,7 @@ class Role(Protocol):
     handles: ClassVar[tuple[type, ...]]
     """Types of the messages that `handle` takes."""
 
-    def owns(self, attempt_id: bytes) -> bool:
+    def owns(self, attempt_id: bytes, /) -> bool:
         """Whether the attempt is one of this role, and not yet over."""
 
     @property
@@ -75,6 +75,7 @@ class Role(Protocol):
 
     def wanted(self, attempt_id: bytes, /) -> bool:
         """Whether another worker holds memory for the result of this attempt, which waits for blocks."""
+        return False
 
     def spare(self) -> Iterable[bytes]:
         """Attempts that hold blocks, and that may be dropped so that a wanted attempt can start."""

@@ -42,12 +42,14 @@ class Link:
     paused_until: float = 0.0  # time.monotonic()
     connecting: float = 0.0  # seconds until the last new session was up
     measured_at: float = -math.inf  # time.monotonic()
+    refused: bool = False  # since the last probe, a prompt was computed because of what was measured
+    chunk_seconds: float = 0.0  # of the last probe. 0: there was none
 
     def pays(self, tokens: int, seconds: float, now: float) -> bool:
         """Whether a fetch of so many tokens takes less than `seconds`, as far as known. 0: not known.
 
         Each time the answer is no, the measured times are lowered. So after many prompts a fetch is tried
-        again."""
+        again. Where probes measure, no prompt has to try."""
         if now < self.paused_until:
             return False
         if not seconds or not self.transfers:
@@ -55,6 +57,9 @@ class Link:
         connecting = self.connecting if self._has_ended(now) else 0.0
         if connecting + self.expected(tokens) < seconds:
             return True
+        self.refused = True
+        if self.chunk_seconds:
+            return False
         self.connecting *= FORGET
         for average in (self.waited, *self.transfers.values()):
             average.scale(FORGET)
@@ -79,10 +84,21 @@ class Link:
         """Whether the session of the last fetch has probably ended."""
         return now >= self.measured_at + IDLE_CLOSE
 
-    def assume(self, tokens_per_s: float) -> None:
-        """A speed that is not that of a fetch. It counts for all sizes until there are fetches."""
-        self.tokens_per_s.add(CHUNK_TOKENS, CHUNK_TOKENS / tokens_per_s)
-        self.transfers[LONG].add((1 << LONG) / tokens_per_s)
+    def probed(self, waited: float, chunk_seconds: float) -> None:
+        """The first answer and a chunk took so long, and no prompt waited. Until there are fetches, a chunk
+        counts for all sizes. Then fetches are believed to take longer, or less long, by the factor that
+        probes do."""
+        self.waited = Average(MEMORY)
+        self.waited.add(waited)
+        if self.chunk_seconds:
+            factor = chunk_seconds / self.chunk_seconds
+            self.tokens_per_s.scale(1 / factor)
+            for average in self.transfers.values():
+                average.scale(factor)
+        else:
+            self.tokens_per_s.add(CHUNK_TOKENS, chunk_seconds)
+            self.transfers[LONG].add((1 << LONG) / CHUNK_TOKENS * chunk_seconds)
+        self.chunk_seconds, self.refused = chunk_seconds, False
 
     def measured(
         self, tokens: int, waited: float, seconds: float, now: float, connecting: float = 0.0

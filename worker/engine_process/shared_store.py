@@ -3,6 +3,7 @@ fetched."""
 
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
@@ -10,12 +11,12 @@ from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import CachedBlock, CachedPrefix, Engine, EngineRequest
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import TraceWriter
-from baton.kv_transfer.endpoint.shared_store import Held, SharedStore
+from baton.kv_transfer.endpoint.shared_store import PAUSE, Held, SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetches
-from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.engine_process.prefix_links import RECENT, PrefixLinks
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import ContentSource, RequestCounts, StoreStats
 
@@ -26,6 +27,21 @@ SOURCE = ContentSource("", 0, Tier.STORE)
 
 class StoreFetches(PrefixFetches):
     """Fetches from the store, which has no pins and no incarnation."""
+
+    _session = 0  # that the link is of
+    _probe_at = 0.0  # time.monotonic()
+
+    def measure(self, now: float) -> None:
+        """Has the store probed when its speed is not known, or has made prompts compute. So the speed is
+        learnt beside prompts, and not by any that waits: a try would cost it what it lacks of a gain."""
+        store, link = cast("SharedStore", self._receiver), self._links.to(SOURCE)
+        if store.session != self._session:  # it may be another store
+            self._session, self._probe_at, link.chunk_seconds = store.session, now, 0.0
+            link.transfers.clear()
+        if now >= self._probe_at and (link.refused or not link.chunk_seconds) and store.probe():
+            self._probe_at = now + (RECENT if link.chunk_seconds else PAUSE)
+        # Nor do prompts wait for a store that is silent.
+        link.paused_until = 0.0 if link.chunk_seconds and not store.unanswered else math.inf
 
     @property
     def _exchange(self) -> PrefixExchange | None:
@@ -85,7 +101,8 @@ class StoreTier(SharedStore):
             f"{kv.layout.fingerprint} {engine.content_root.hex()}",
             hold=self._held,
             known=cached_chunks.stored,
-            late=link.waited.add,
+            answered=lambda seconds: link.waited.add(seconds),
+            probed=link.probed,
         )
         self._seen = 0  # the session
         self._again: Iterator[CachedPrefix] | None = None  # what the cache had when this session began
@@ -134,13 +151,10 @@ class StoreTier(SharedStore):
         for event in self.poll():
             self.fetches.handle(event)
         self.fetches.expire()
-        # While the store is silent, prompts do not wait for it.
-        self._link.paused_until = 0.0 if self.session and not self.unanswered else math.inf
+        self.fetches.measure(time.monotonic())
         if self.session != self._seen:  # it may have lost all objects
             self._seen = self.session
             self._again = self._exchange.last_used() if self.session else None
-            if self.chunk_seconds:
-                self._link.assume(CHUNK_TOKENS / self.chunk_seconds)
         if self._again is not None and not self.writes:
             prefix = next(self._again, None)
             if prefix is None:

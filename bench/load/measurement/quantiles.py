@@ -6,10 +6,9 @@ below the estimate, and the quantiles of the sample turn that share back into va
 cluster it is the usual interval by order statistics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -28,7 +27,7 @@ class Series:
     clusters: np.ndarray
 
     @classmethod
-    def of(cls, groups: list[list[float]]) -> Series:
+    def of(cls, groups: list[list[float]]) -> Self:
         """One cluster for each group."""
         sizes = [len(g) for g in groups]
         values = np.fromiter((x for g in groups for x in g), dtype=np.float64, count=sum(sizes))

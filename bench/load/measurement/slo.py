@@ -5,9 +5,8 @@ Goodput is the rate of requests that meet all bounds on a request (DistServe, OS
 meets no bound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import msgspec
 
@@ -36,7 +35,7 @@ class Slo(msgspec.Struct, frozen=True):
     bounds: tuple[Bound, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> Slo:
+    def parse(cls, text: str) -> Self:
         return cls(tuple(_bound(part, text) for part in text.split(",") if part.strip()))
 
     @property

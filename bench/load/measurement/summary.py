@@ -5,8 +5,6 @@ counts what *arrived* within it. A failed request enters no latency. It enters t
 objectives.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compares reports row by row, and decides for CI whether a change is too large."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math
@@ -9,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -40,7 +38,7 @@ class Condition:
     percent: bool
 
     @classmethod
-    def parse(cls, text: str) -> Condition:
+    def parse(cls, text: str) -> Self:
         match = _CONDITION.match(text)
         if match is None:
             raise ValueError(f"--fail-if {text!r} is no condition. Write {SYNTAX}.")

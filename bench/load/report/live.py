@@ -1,10 +1,9 @@
 """Progress during a run: a bar with percentiles in a terminal, a line every few seconds elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -45,7 +44,7 @@ class Progression:
         elif record.failure is not Failure.INTERRUPTED:
             self._failed += 1
 
-    async def __aenter__(self) -> Progression:
+    async def __aenter__(self) -> Self:
         if self._console.is_terminal:
             self._bar.start()
         self._ticker = asyncio.create_task(self._tick())

@@ -3,8 +3,6 @@
 The tables are those of the terminal (`table`). Plotly draws the charts.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

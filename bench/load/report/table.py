@@ -1,7 +1,5 @@
 """The final table in the terminal. Its input is the JSON object of a report, so old reports print, too."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ The run works around what a server lacks, and says so in a note. Only a server t
 not speak the API, ends the run. The message says what to do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """One request over HTTP: path, headers and body, its stream, and a name for every failure."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ So prompts can share prefixes or the blocks of a trace. Text is made of common w
 for the server, so that lengths add up (`endpoint.find_tokenization` checks this with `/tokenize`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

@@ -4,8 +4,6 @@ Client `i` of `n` sends the sessions i, i+n, i+2n, …. In an open loop it sends
 In a closed loop its share of the users sends them one after another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

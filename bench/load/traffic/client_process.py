@@ -5,8 +5,6 @@ read when to start → write a `Record` for each request that ends, and `Progres
 `ClientUsage` → exit. When stdin ends, the process ends its requests and exits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import signal

@@ -3,8 +3,6 @@
 Errors name file and line.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs the client processes of one run and gathers what they report."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -6,12 +6,10 @@ computes the same sessions and times, and takes its share of them. A closed loop
 its next session when the last one ended.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 import numpy as np
@@ -29,7 +27,7 @@ class Distribution(msgspec.Struct, frozen=True):
     parameters: tuple[float, ...]
 
     @classmethod
-    def parse(cls, text: str, option: str) -> Distribution:
+    def parse(cls, text: str, option: str) -> Self:
         """Raises ValueError that names `option`, the flag with this text."""
         kind, colon, rest = text.strip().partition(":")
         if not colon:

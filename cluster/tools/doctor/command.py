@@ -1,7 +1,5 @@
 """Runs the selected checks and prints their findings."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterable, Iterator

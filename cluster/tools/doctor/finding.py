@@ -1,7 +1,5 @@
 """The result of one check, and its remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

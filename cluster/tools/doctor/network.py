@@ -10,8 +10,6 @@ The result of the lanes is the bandwidth of plain sockets. KV lanes add checksum
 docs/lab/kv-transfer.md.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import socket

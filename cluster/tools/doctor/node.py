@@ -1,7 +1,5 @@
 """Checks this machine: versions, GPUs, memory, network cards, system limits, ports, secret, model."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Checks a running cluster through its router: states and agreement of the workers, and a real request."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator

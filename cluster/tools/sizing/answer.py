@@ -1,7 +1,5 @@
 """Searches the smallest pools that meet the latency targets, and explains what limits them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

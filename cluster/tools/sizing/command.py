@@ -1,7 +1,5 @@
 """Prints the answer: a table, and for each pool a line with the reason for its size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

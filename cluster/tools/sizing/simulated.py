@@ -1,7 +1,5 @@
 """Simulates both pools under Poisson arrivals of equal requests. Times are in seconds."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, deque
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ This works for a model of similar width. A much smaller model is bound by kernel
 than the estimate.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
