@@ -68,6 +68,8 @@ _LIVE, _DONE, _LOST, _TOKENS, _OWN_STALL_US = range(5)
 
 # Children share the imports of this process. It has no thread and no gRPC channel when it forks.
 FORK = multiprocessing.get_context("fork")
+reporting = FORK.Value("b", False)
+"""Whether workers report their status."""
 
 
 class Large(StandIn):
@@ -80,7 +82,7 @@ class Large(StandIn):
         """Sends the status to one process of each router."""
         while True:
             await asyncio.sleep(REPORT_S)
-            for outputs in self._outputs & self.reported:
+            for outputs in self._outputs & self.reported if reporting.value else ():
                 outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
     async def Describe(
@@ -337,16 +339,19 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
 
         def join() -> None:
             """Each process joins all workers. For several at once the two cores would be too slow."""
-            for end in range(1, args.processes + 1):
+            for end in range(1, args.processes):
                 joined = ports[: len(ports) * end // args.processes]
                 list_workers(joined)
                 until(lambda part=joined: ready() == len(part), "a part of the workers")
+            list_workers(ports)
 
         phase("join", join, len(ports))
+        reporting.value = True
         time.sleep(REPORTS_S / 2)
         cpu = cpu_seconds(pid)
         time.sleep(REPORTS_S)
         reports = (cpu_seconds(pid) - cpu) / REPORTS_S
+        reporting.value = False
         report.add(Row(f"router.workers{args.workers}.reports", reports, "cores"))
         phase("fail", failing.close, len(ports) - len(parts[0]))
         again = fakes(secret, parts[0], len(parts[0]) // 2)
