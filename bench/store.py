@@ -18,8 +18,6 @@ of these, over the median of computing.
 reads all objects in one call.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """Ports, directories and child processes: their notation, and what a user is told when the system refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Prefills and decodes of a vLLM engine: what is known of each, the blocks they need, what they wait for."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

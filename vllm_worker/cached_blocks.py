@@ -4,8 +4,6 @@ vLLM publishes by ZeroMQ which blocks enter its cache, with their tokens, and wh
 by a hash of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

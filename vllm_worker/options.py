@@ -1,7 +1,5 @@
 """vLLM's command line from the options of a worker. Without vLLM itself."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

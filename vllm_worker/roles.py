@@ -16,8 +16,6 @@ Decodes go before prompts in vLLM's queue, and their blocks are counted before. 
 prompt. Two workers that both hold prefills for the other may both have no room: the hold deadline ends that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection

@@ -4,8 +4,6 @@ vLLM's prompt is prompt and output so far. What depends on the output alone cann
 refused by name.
 """
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Iterator

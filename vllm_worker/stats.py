@@ -1,7 +1,5 @@
 """The load and the speed of a vLLM engine, from what vLLM says after each step. Without vLLM itself."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

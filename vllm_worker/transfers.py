@@ -7,8 +7,6 @@ and what the worker wants, and tells the worker at once: vLLM may have no step s
 The transfer process is a child of vLLM (`TransferProcess`), or that of a worker (`attachment`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

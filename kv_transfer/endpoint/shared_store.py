@@ -9,8 +9,6 @@ process from an order to its answer. So blocks are given back at once when a fet
 that never comes holds no block. A new store process does no order of the one before: these have failed.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

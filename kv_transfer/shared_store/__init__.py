@@ -18,8 +18,6 @@ ends, the service starts both again. They run without torch.
 To add a store, write a `StoreBackend` and name it in `BACKENDS`.
 """
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

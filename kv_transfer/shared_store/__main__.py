@@ -11,8 +11,6 @@ Objects belong to a *period*, half of the age limit. Those of this period and th
 older ones are removed.
 """
 
-from __future__ import annotations
-
 import logging
 import logging.config
 import math

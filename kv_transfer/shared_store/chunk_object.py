@@ -11,8 +11,6 @@ name.
 A key in the store is baton-CLUSTER-TENANT-PERIOD-OBJECT: a pattern finds what a tenant or a period has.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from hashlib import blake2b

@@ -7,8 +7,6 @@ Each connection carries one call at a time. The memory of objects is shared. Any
 change it at any time.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal
