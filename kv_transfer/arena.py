@@ -4,8 +4,6 @@ A memfd has no name: it is inherited, it dies with the last process that maps it
 and no resource tracker. A slot belongs to one process at a time. Messages over the channel pass it on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap
@@ -59,7 +57,7 @@ class Arena:
         self._token = self.marks[num_slots * MARK :][:TOKEN]
 
     @classmethod
-    def create(cls, num_slots: int, slot_bytes: int, fd: int | None = None) -> Arena:
+    def create(cls, num_slots: int, slot_bytes: int, fd: int | None = None) -> "Arena":
         """`fd`: an empty one of `memory_file`. None: a new one."""
         if slot_bytes % PAGE or not PAGE <= slot_bytes <= MAX_SLOT_BYTES:
             raise ValueError(
@@ -113,13 +111,13 @@ class ArenaEnd:
     ranks: Sequence[socket.socket] = ()  # of rank 0 of an engine: to each other rank
 
     @classmethod
-    def pair(cls, num_slots: int, slot_bytes: int) -> tuple[ArenaEnd, ArenaEnd]:
+    def pair(cls, num_slots: int, slot_bytes: int) -> "tuple[ArenaEnd, ArenaEnd]":
         """Both ends, over one new arena."""
         arena = Arena.create(num_slots, slot_bytes)
         engine, transfer = channel_pair()
         return cls(engine, arena), cls(transfer, arena)
 
-    def of_ranks(self, ranks: int) -> tuple[ArenaEnd, list[ArenaEnd]]:
+    def of_ranks(self, ranks: int) -> "tuple[ArenaEnd, list[ArenaEnd]]":
         """This end as rank 0 of an engine holds it, and the ends of the other ranks. Their channels lead to
         rank 0."""
         pairs = [channel_pair() for _ in range(ranks - 1)]
@@ -127,7 +125,7 @@ class ArenaEnd:
         return first, [ArenaEnd(theirs, self.arena) for _, theirs in pairs]
 
     @classmethod
-    def inherited(cls, fds: Sequence[int], num_slots: int, slot_bytes: int) -> ArenaEnd:
+    def inherited(cls, fds: Sequence[int], num_slots: int, slot_bytes: int) -> "ArenaEnd":
         """The end of a process that inherited these `fds`."""
         channel, arena, *ranks = fds
         return cls(
@@ -160,7 +158,7 @@ class Arenas(msgspec.Struct, frozen=True):
     def fds(self) -> Sequence[int]:
         return *self.sending_fds, *self.receiving_fds
 
-    def with_fds(self, fds: Sequence[int]) -> Arenas:
+    def with_fds(self, fds: Sequence[int]) -> "Arenas":
         """As another process has them, which got these in place of `fds`."""
         sending = len(self.sending_fds)
         return msgspec.structs.replace(self, sending_fds=fds[:sending], receiving_fds=fds[sending:])

@@ -1,7 +1,5 @@
 """The channel between two processes of a worker: `local_messages` over a SEQPACKET socketpair."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What a transfer process is told at its start."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Not from torch's allocator: its segments may be expandable, and those have no ha
 context of the device, which torch has set for threads that use it.
 """
 
-from __future__ import annotations
-
 import ctypes
 from ctypes import byref, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache

@@ -8,8 +8,6 @@ in the current step. A memfd has no name. It is inherited, and it ends with the 
 Pages take no memory until they are written.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Collection
@@ -30,7 +28,7 @@ class Heartbeat:
         self._step_ids = memoryview(self._map)[16:]
 
     @classmethod
-    def create(cls) -> Heartbeat:
+    def create(cls) -> "Heartbeat":
         fd = os.memfd_create("baton-heartbeat", os.MFD_CLOEXEC)
         os.ftruncate(fd, _BYTES)
         return cls(fd)

@@ -7,8 +7,6 @@ map positions to their own block tables; a block size never travels. A part that
 ``[rows, heads, head_dim]``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Annotated

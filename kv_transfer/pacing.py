@@ -1,7 +1,5 @@
 """How the sending and the receiving side pace themselves: the tuning constants of their processes."""
 
-from __future__ import annotations
-
 _LEAST_LANES = 4  # a session with fewer lanes gets the slots and the credit of so many
 
 # ---------------------------------------------------------------- sender

@@ -11,8 +11,6 @@ The memory has `num_slots` slots of `slot_bytes`, then the marks, then a token. 
 memory of its own. On CPUs this is the arena for all of them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os
@@ -59,11 +57,7 @@ class PeerMemories(Generic[M]):
     Slots are numbered over all ranks of the worker: those of rank 0, then those of rank 1, and so on."""
 
     def __init__(
-        self,
-        export: Export,
-        layout: KVLayout,
-        heads: Sequence[Range],
-        open_one: Callable[[Export], M],
+        self, export: Export, layout: KVLayout, heads: Sequence[Range], open_one: Callable[[Export], M]
     ) -> None:
         """Opens those with any of `heads`, by part of the layout. Raises Unreachable."""
         ranks = len(export.handles)

@@ -1,8 +1,6 @@
 """Starts processes of a worker: what they inherit, and how they end. And the messages between a transfer
 process and its service."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

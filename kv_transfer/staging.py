@@ -1,7 +1,5 @@
 """How slots go between an arena or a peer's memory and dense memory on a GPU, in few copies. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from baton.kv_transfer.arena import exported_bytes

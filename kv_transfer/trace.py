@@ -4,8 +4,6 @@ A file starts with `[` and every event ends with a comma. The format allows the 
 process leaves a readable trace. To merge files, drop the first line of all but one, and join them with `cat`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """The KV cache that an engine hands to `endpoint`, and the events that its sender and its receiver report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 class PagedKV:
     """The KV cache of an engine, or of one rank of it. The engine owns the tensors."""
 
-    layers: Sequence[torch.Tensor]
+    layers: "Sequence[torch.Tensor]"
     """Of each layer with KV: [2 (K, V), num_blocks, block_size, KV heads of this rank, head_dim]."""
     block_size: int
     """Tokens."""
@@ -33,13 +31,13 @@ class PagedKV:
     layers_ready: Callable[[], int] = lambda: 0
     """With several ranks: how many layers are ready so far, over all steps that hand over KV. All ranks count
     the same layers."""
-    scales: Sequence[torch.Tensor] = ()
+    scales: "Sequence[torch.Tensor]" = ()
     """Of each layer with KV, if the layout has scales: [2, num_blocks, KV heads of this rank, block_size]
     float32."""
-    states: Sequence[Sequence[torch.Tensor]] = ()
+    states: "Sequence[Sequence[torch.Tensor]]" = ()
     """Of each state of the layout, of each layer with states: [slots, rows, heads of this rank, head_dim].
     Heads and their numbers are neighbours. The slots and rows need not be."""
-    rows: Sequence[Sequence[torch.Tensor]] = ()
+    rows: "Sequence[Sequence[torch.Tensor]]" = ()
     """In place of `layers`, on CPUs: K and V of each layer as tensors with strides of their own."""
 
     @property

@@ -1,8 +1,6 @@
 """Waiting for descriptors of any number, which `select` does not take, and for less than a millisecond, which
 Python's `poll` and `epoll` round up. And when a loop polls instead."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

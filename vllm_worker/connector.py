@@ -96,7 +96,8 @@ class BatonConnector(KVConnectorBase_V1):
         self._transfers: Transfers | None = None  # of rank 0
         self._copier: RankCopier | None = None  # of each other rank
         self._plan = Plan()
-        self._num_layers = self._layers_written = 0
+        self._layers: dict[str, int] = {}  # by name. A model may have layers without attention
+        self._layers_written = 0
         self._first_tokens: dict[str, int] = {}  # as in the `Plan` of the step
         self._process: TransferProcess | None = None
 
@@ -200,7 +201,7 @@ class BatonConnector(KVConnectorBase_V1):
             rank=get_tensor_model_parallel_rank(),
             ranks=config.parallel_config.tensor_parallel_size,
         )
-        self._num_layers = kv.layout.num_layers
+        self._layers = {name: i for i, name in enumerate(sorted(kv_caches, key=layer_number))}
         model, vocabulary = _fingerprint(config), config.model_config.get_vocab_size()
         if settings.attach:
             if not config.use_v2_model_runner:
@@ -256,7 +257,7 @@ class BatonConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._written(layer_number(layer_name))
+        self._written(self._layers[layer_name])
 
     def _written(self, layer: int) -> None:
         self._layers_written = layer + 1
@@ -269,7 +270,7 @@ class BatonConnector(KVConnectorBase_V1):
         """Does not wait: blocks stay until they are sent. A step that one CUDA graph holds has called
         `save_kv_layer` for no layer. Such steps compute one token of each request."""
         if self._plan.chunks:
-            for layer in range(self._layers_written, self._num_layers):
+            for layer in range(self._layers_written, len(self._layers)):
                 self._written(layer)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -295,8 +296,13 @@ def check_config(config: VllmConfig) -> None:
     """Raises ValueError for options that are not supported."""
     if config.parallel_config.world_size != config.parallel_config.tensor_parallel_size:
         raise ValueError("BatonConnector supports tensor parallelism alone: start vLLM with one stage")
-    for name, given in (("speculative decoding", config.speculative_config), ("LoRA", config.lora_config)):
-        if given is not None:
+    refused = {
+        "speculative decoding": config.speculative_config,
+        "LoRA": config.lora_config,
+        "microbatches": config.parallel_config.use_ubatching,  # a layer would be saved in parts
+    }
+    for name, given in refused.items():
+        if given:
             raise ValueError(f"BatonConnector does not support {name}: start vLLM without it")
 
 

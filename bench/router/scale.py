@@ -7,7 +7,7 @@ memory   fills the index with reports, for one router process and for several. M
          processes share counts once.
 
 A stall is a late timer of the router's own event loop (`baton:event_loop_lag_seconds`), so a pause of this
-client is none. The client and the fake workers have a CPU while no other process wants it.
+client is none. The client and the fake workers have a lower priority than the router.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ _LIVE, _DONE, _LOST, _TOKENS, _OWN_STALL_US = range(5)
 
 # Children share the imports of this process. It has no thread and no gRPC channel when it forks.
 FORK = multiprocessing.get_context("fork")
+reporting = FORK.Value("b", False)
+"""Whether workers report their status."""
 
 
 class Large(StandIn):
@@ -80,7 +82,7 @@ class Large(StandIn):
         """Sends the status to one process of each router."""
         while True:
             await asyncio.sleep(REPORT_S)
-            for outputs in self._outputs & self.reported:
+            for outputs in self._outputs & self.reported if reporting.value else ():
                 outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
     async def Describe(
@@ -107,7 +109,7 @@ def child(target: Callable[..., None], *args: object) -> Iterator[Connection]:
 
     def run() -> None:
         gc.disable()
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        os.nice(10)
         target(*args, theirs)
 
     process = FORK.Process(target=run, daemon=True)
@@ -337,16 +339,19 @@ def measure_workers(args: argparse.Namespace, report: Report) -> None:
 
         def join() -> None:
             """Each process joins all workers. For several at once the two cores would be too slow."""
-            for end in range(1, args.processes + 1):
+            for end in range(1, args.processes):
                 joined = ports[: len(ports) * end // args.processes]
                 list_workers(joined)
                 until(lambda part=joined: ready() == len(part), "a part of the workers")
+            list_workers(ports)
 
         phase("join", join, len(ports))
+        reporting.value = True
         time.sleep(REPORTS_S / 2)
         cpu = cpu_seconds(pid)
         time.sleep(REPORTS_S)
         reports = (cpu_seconds(pid) - cpu) / REPORTS_S
+        reporting.value = False
         report.add(Row(f"router.workers{args.workers}.reports", reports, "cores"))
         phase("fail", failing.close, len(ports) - len(parts[0]))
         again = fakes(secret, parts[0], len(parts[0]) // 2)

@@ -20,7 +20,7 @@ class PoolSize(NamedTuple):
 
         Raises typer.BadParameter for another form.
         """
-        if isinstance(value, PoolSize):
+        if isinstance(value, cls):
             return value
         words = str(value).split(":")
         try:

@@ -1,21 +1,18 @@
 """`baton status`: prints the router's report on its workers, as a table or as JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from baton.cluster.options.clients import EndpointOptions, StatusOptions
 from baton.cluster.tools.http import checked, session
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 TIMEOUT = aiohttp.ClientTimeout(total=10)
 
@@ -44,16 +41,11 @@ ORDER = {"prefill": 0, "decode": 1}
 
 def console() -> Console:
     """Standard output. Without a terminal a table must not be cut to the default width of 80."""
-    from rich.console import Console
-
     return Console(highlight=False, width=None if sys.stdout.isatty() else 240)
 
 
 def table(rows: Iterable[Mapping[str, str]], columns: Sequence[str], numbers_from: int = 99) -> Table:
     """The columns of these names. Those from number `numbers_from` on have their text on the right."""
-    from rich.markup import escape
-    from rich.table import Table
-
     drawn = Table(header_style="bold", box=None, pad_edge=False)
     for number, column in enumerate(columns):
         drawn.add_column(column, justify="right" if number >= numbers_from else "left")

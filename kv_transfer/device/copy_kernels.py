@@ -15,8 +15,6 @@ The checksum of a slice is the sum of its 32-bit words, each mixed with its plac
 the mix is a bijection, so one wrong word is always found. The kernel that moves a slice can sum it, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +60,7 @@ class Pages:
     head: int
 
     @classmethod
-    def of(cls, pool: Tensor) -> Pages:
+    def of(cls, pool: Tensor) -> "Pages":
         """`pool` as in `pool.planes`."""
         rows, _, block_size, heads, _ = pool.shape
         sizes = [stride * pool.itemsize for stride in (*pool.stride()[:4], pool.shape[4])]

@@ -1,7 +1,5 @@
 """KV between the engine's paged pool and slots, on a GPU. Imported where there is one: it needs Triton."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

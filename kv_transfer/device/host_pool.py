@@ -5,8 +5,6 @@ values = x / scale, rounded to the nearest FP8 number. A NaN or infinite number 
 only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

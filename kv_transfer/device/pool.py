@@ -1,8 +1,6 @@
 """The interface of a rank's KV cache, as a sender or a receiver uses it: `Pool`. And what its implementations
 share: where the parts of a cache (`content.cache_kinds`) and of a slice lie."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -133,14 +131,14 @@ def window(piece: Slice, part: CachePart, held: Range) -> Window:
     return Window(here, count, 0, 1, there, 0, piece.head_count, 1)
 
 
-def planes(kv: PagedKV) -> list[list[dict[int, Rows]]]:
+def planes(kv: PagedKV) -> "list[list[dict[int, Rows]]]":
     """The tensors of each part of the layout, by layer: values, and scales in FP8.
 
     Each has rows, and each row is [blocks, positions of a block, heads, head_dim] and shares the memory of
     the cache, in any order of dimensions. Slots are blocks, and heads are their positions, as in `Window`. A
     scale is a head of one value."""
 
-    def by_layer(part: int, tensors: Sequence[Rows]) -> dict[int, Rows]:
+    def by_layer(part: int, tensors: "Sequence[Rows]") -> "dict[int, Rows]":
         return dict(zip(kv.layout.layers_of(part), tensors, strict=True))
 
     found = [[by_layer(0, kv.rows or kv.layers)]]

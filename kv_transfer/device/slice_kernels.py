@@ -1,7 +1,5 @@
 """Launches the kernels of `copy_kernels`, with their tables. Imported on GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -4,8 +4,6 @@ Tables use their memory again and again. `torch.tensor(…, pin_memory=True).to(
 the host, this a fourth of it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ class Table:
     there: torch.Tensor
 
     @classmethod
-    def of_size(cls, count: int, device: torch.device) -> Table:
+    def of_size(cls, count: int, device: torch.device) -> "Table":
         pinned = torch.empty(count, dtype=torch.int64, pin_memory=True)
         return cls(pinned, pinned.numpy(), torch.empty(count, dtype=torch.int64, device=device))
 

@@ -4,8 +4,6 @@ A `Sender` reads KV of the engine's cache, and a `Receiver` writes KV to it. All
 engine thread, and none blocks. The transfer process moves the bytes over TCP lanes, or with NIXL.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from baton.kv_transfer.arena import ArenaEnd

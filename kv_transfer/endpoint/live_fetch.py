@@ -1,7 +1,5 @@
 """What a receiver knows of a fetch: what came, what is in the blocks, and when the rest should come. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ A *prefill* is known until it is released. A *transfer* of it is open while a pe
 Its slices need credit and room in the window of the session with that peer.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,7 +24,7 @@ class OutgoingPrefill:
     ready: list[tuple[int, int, int, Any]] = field(default_factory=list)  # (layer, start, stop, event)
     launched: bool = False  # nothing more becomes ready
     first_token: FirstToken | None = None
-    transfer: OutgoingTransfer | None = None
+    transfer: "OutgoingTransfer | None" = None
     gathers: int = 0  # enqueued, their events not passed
     ended: str | None = None
     states_at: tuple[int, ...] = ()  # the positions after which its states are sent

@@ -1,7 +1,5 @@
 """Memory that an engine exports, memory that its peers export, and the copies from it that are under way."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ Ended = tuple[Sequence[Arrived], list[bool]]
 """Slices that were read, and whether the generation and the checksum of each were right."""
 
 
-def exported(pool: Pool, adopted: Export | None = None) -> Exported:
+def exported(pool: "Pool", adopted: Export | None = None) -> Exported:
     """Makes the pool export slots of its own, or fill those that it adopts from the transfer process."""
     try:
         if adopted is None:
@@ -43,13 +41,13 @@ class _Pull:
     source: _Source
     event: Any
     arrived: Sequence[Arrived]
-    outcome: Outcome
+    outcome: "Outcome"
 
 
 class Pulls:
     """For `Receiver`. Memory is closed when its session has ended and no copy from it is under way."""
 
-    def __init__(self, pool: Pool, *, allowed: bool) -> None:
+    def __init__(self, pool: "Pool", *, allowed: bool) -> None:
         self._pool = pool
         self._allowed = allowed
         self._sources: dict[int, _Source] = {}  # by session

@@ -5,8 +5,6 @@ one consumer. The pump thread has all else, the channel included, while it holds
 takes this lock only if the pump sleeps, and never waits for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

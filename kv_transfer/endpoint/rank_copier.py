@@ -1,7 +1,5 @@
 """Copies of the ranks from 1 on, between their KV caches and arena slots. `ranked_pool` has the plan."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import deque

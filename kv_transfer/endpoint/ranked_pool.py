@@ -16,8 +16,6 @@ last layer. Rank 0 starts a step with the KV only after every rank has copied. I
 a layer inside (`Receiver.wait_for_layer`), no rank uses it before rank 0 has seen all copies.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress

@@ -14,8 +14,6 @@ or when its queue of launches is full. The wait costs the launch of one attentio
 hundred times as long.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -51,14 +49,7 @@ class Receiver:
     Slices come in arena slots, and are copied into the blocks. Or they wait in memory that the sender
     exports, and are copied from there."""
 
-    def __init__(
-        self,
-        end: ArenaEnd,
-        kv: PagedKV,
-        trace: TraceWriter,
-        *,
-        pulls: bool = False,
-    ) -> None:
+    def __init__(self, end: ArenaEnd, kv: PagedKV, trace: TraceWriter, *, pulls: bool = False) -> None:
         """`pulls`: slots that peers on this host export are read."""
         from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 

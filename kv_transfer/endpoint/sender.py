@@ -1,7 +1,5 @@
 """The engine's half of the sending side: what is ready. The `pump` moves it into the arena."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from baton.kv_transfer.arena import ArenaEnd

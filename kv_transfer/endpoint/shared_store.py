@@ -40,12 +40,8 @@ from baton.kv_transfer.shared_store import READERS, StoreFds, Units
 from baton.kv_transfer.shared_store.chunk_object import label, name_of, part_of
 from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
 
-FETCHES = 64
-"""Under way at most."""
 OFFERS = 1 << 14
 """Objects that wait to be written. One more replaces the oldest."""
-KNOWN = 1 << 16
-"""Objects of which this worker remembers that the store has them."""
 SHARE = 0.01
 """Of the time in which requests run, how long the engine's thread may gather chunks to write."""
 PAUSE = 10.0
@@ -90,25 +86,20 @@ class SharedStore:
     """Owns the units that the store process does not have. The engine's thread calls it. No call blocks.
 
     Attributes:
+        session: of the store process that is connected. 0: there is none.
         unanswered: probes, and fetches that were given up before the store had said what it has.
         written, refused: objects that the store took, or did not.
         missed: objects that it had, and that were wrong or gone when they were read.
     """
 
     def __init__(
-        self,
-        kv: PagedKV,
-        fds: StoreFds,
-        identity: str,
-        *,
-        hold: Callable[[bytes, int, int], Held | None],
-        known: Callable[[bytes, bool], None],
-        answered: Callable[[float], None],
-        probed: Callable[[float, float], None],
-    ) -> None:
+        self, kv: PagedKV, fds: StoreFds, identity: str, *,
+        hold: Callable[[bytes, int, int], Held | None], known: Callable[[bytes, bool], None],
+        answered: Callable[[float], None], probed: Callable[[float, float], None],
+    ) -> None:  # fmt: skip
         """`identity`: as in `ObjectSeal`. `hold`: keeps the chunk of this name in place, or the states after
         it, if the second argument is not 0. The third is the position of the chunk in its prompt. `known` is
-        called when this worker learns that the store has a chunk or lacks it, and when it forgets that.
+        called when this worker learns that the store has a chunk or lacks it.
         `answered` gets the seconds after which the store said what it has of a fetch. `probed` gets the same
         of a probe, and the seconds that it needed to read an object."""
         self._layout = kv.layout
@@ -124,7 +115,7 @@ class SharedStore:
         self._gathers = pool(fds.gathers)
         self._scatters = pool(fds.scatters) if fds.scatters else self._gathers
         self._hold, self._on_known, self._on_answer, self._on_probe = hold, known, answered, probed
-        self._session = 0  # 0: the store is not open
+        self.session = 0
         self._tickets = 0
         self._orders: dict[int, tuple[Sequence[int], Answer]] = {}
         self._free = list(range(units.count))
@@ -137,7 +128,6 @@ class SharedStore:
         self._lacking: deque[tuple[bytes, int]] = deque()  # offers that the store does not have
         self._asks = False  # what it has of some offers
         self._next_write = self._paused_until = 0.0  # time.monotonic()
-        self._known: OrderedDict[bytes, None] = OrderedDict()
         self.written = self.refused = self.missed = self.unanswered = 0
         self._describes = StoreLayout(identity, kv.layout, kv.ranks)
         self._channel.send(self._describes)
@@ -145,21 +135,15 @@ class SharedStore:
     def fileno(self) -> int:
         return self._channel.fileno()
 
-    # Fetches, as a `Receiver`
+    # As a `Receiver`
 
     def fetch_content(
-        self,
-        fetch_id: bytes,
-        *,
-        salt: bytes,
-        chunks: Sequence[bytes],
-        first_chunk: int,
-        block_ids: Sequence[int],
-        state_slot: int | None,
-    ) -> None:
+        self, fetch_id: bytes, *, salt: bytes, chunks: Sequence[bytes], first_chunk: int,
+        block_ids: Sequence[int], state_slot: int | None,
+    ) -> None:  # fmt: skip
         """As `Receiver.fetch_content`. `state_slot`: the states after the last chunk that comes, go there.
         None: the model has none. Chunks without states after them do not come if it has."""
-        if not self._session or self._channel.full or len(self._fetches) >= FETCHES:
+        if not self.session or self._channel.full:
             self._events.append(FetchFailed(fetch_id, "busy"))
             return
         table = self._scatters.table(block_ids, (first_chunk + len(chunks)) * CHUNK_TOKENS, state_slot or 0)
@@ -175,13 +159,8 @@ class SharedStore:
             if there:  # the process goes on
                 self._on_answer(fetch.found_at - fetch.asked_at)
             count = [*there[: len(names)], False].index(False)
-            for name in names[:count]:
-                self._knows(name)
-            missing = [name for name, is_there in zip(names, there, strict=False) if not is_there]
-            for name in missing:
-                self._forget(name)
-            for name in missing[:1]:  # routers may know it from a worker that has ended
-                self._on_known(name_of(name), False)
+            for name, is_there in zip(names, there, strict=False):
+                self._on_known(name_of(name), is_there)
             if parts:
                 with_states = zip(ends, there[len(names) :], strict=False)
                 count = next((end for end, is_there in with_states if is_there and end <= count), 0)
@@ -193,7 +172,7 @@ class SharedStore:
 
     def probe(self) -> bool:
         """The store process shall measure how fast the store is. False: not now, the units are in use."""
-        if not self._session or self._channel.full or len(self._free) < READERS * self._batch:
+        if not self.session or self._channel.full or len(self._free) < READERS * self._batch:
             return False
 
         def answered(units: Sequence[int], _: list[bool]) -> None:
@@ -231,14 +210,10 @@ class SharedStore:
         events, self._events = self._events, []
         return events
 
-    # Offers
-
     def offer(self, salt: bytes, name: bytes, chunk: int, *, states: bool = False) -> None:
         """The prefix cache has this chunk, at this position in its prompt, or the states after it."""
         for part in range(1, len(self._cut.objects)) if states else (0,):
             self._offer(label(salt, name, part), chunk)
-
-    # Both
 
     @property
     def copies(self) -> bool:
@@ -249,12 +224,7 @@ class SharedStore:
     def writes(self) -> bool:
         """Whether offers wait or are under way that the store will take."""
         wait = self._offers or self._lacking or self._writing or self._asks
-        return bool(wait and self._session) and time.monotonic() >= self._paused_until
-
-    @property
-    def session(self) -> int:
-        """Of the store process that is connected. 0: there is none."""
-        return self._session
+        return bool(wait and self.session) and time.monotonic() >= self._paused_until
 
     @property
     def idle(self) -> bool:
@@ -266,11 +236,10 @@ class SharedStore:
         while messages := self._channel.receive():
             for message in messages:
                 match message:
-                    case StoreOpened(session, waited, seconds):
-                        if seconds:
-                            self._on_probe(waited, seconds)
-                        else:
-                            self._reset(session)
+                    case StoreOpened(_, waited, seconds) if seconds:
+                        self._on_probe(waited, seconds)
+                    case StoreOpened(session):
+                        self._reset(session)
                     case StoreAnswer(ticket, done):
                         if (order := self._orders.pop(ticket, None)) is not None:  # else of the one before
                             order[1](done)
@@ -281,16 +250,15 @@ class SharedStore:
         for fetch in list(self._fetches.values()):
             if fetch.stop is not None:
                 self._go_on(fetch, fetch.stop, now)
-        if self._session and not self._channel.full:
+        if self.session and not self._channel.full:
             self._ask()
             if self._lacking and now >= max(self._next_write, self._paused_until):
                 self._write(now, busy=busy)
 
     def close(self) -> None:
         self._channel.sock.close()
-        self._gathers.close()
-        if self._scatters is not self._gathers:
-            self._scatters.close()
+        for pool in {self._gathers, self._scatters}:
+            pool.close()
 
     def _order(
         self, then: Answer, names: Sequence[bytes], units: Sequence[int] = (), *,
@@ -298,20 +266,18 @@ class SharedStore:
     ) -> None:  # fmt: skip
         self._tickets += 1
         self._orders[self._tickets] = units, then
-        self._channel.send(
-            StoreOrder(self._session, self._tickets, is_urgent, is_put, tuple(names), tuple(units))
-        )
+        order = self.session, self._tickets, is_urgent, is_put, tuple(names), tuple(units)
+        self._channel.send(StoreOrder(*order))
 
     def _reset(self, session: int) -> None:
-        """There is another store process: what the one before had to do has failed. The store may be another
-        one, too."""
-        self._session = session
-        self._known.clear()
+        """There is another store process: what the one before had to do has failed."""
+        self.session = session
         if not session:
             self._channel.send(self._describes)
         orders, self._orders = self._orders, {}
         for units, then in orders.values():
             then([False] * len(units))
+        self._paused_until = 0.0  # no store has refused these
 
     # Fetches
 
@@ -320,24 +286,19 @@ class SharedStore:
             count = min(stop - fetch.asked, len(self._free), self._batch)
             self._get(fetch, range(fetch.asked, fetch.asked + count))
             fetch.asked += count
-        scattering = fetch.answered < fetch.asked
+        if self._copies if fetch.ended else fetch.answered < fetch.asked or fetch.asked < stop:
+            return
+        event: Injected | FetchFailed | Closed = FetchFailed(fetch.id, "gone")
         if fetch.ended:
-            if not self._copies:
-                self._end(fetch, Closed(fetch.id))
-        elif not scattering and fetch.asked >= stop:
-            chunks = min(stop, fetch.chunks)
-            self._end(fetch, self._injected(fetch, chunks, now) if chunks else FetchFailed(fetch.id, "gone"))
-
-    def _end(self, fetch: _Fetch, event: Injected | FetchFailed | Closed) -> None:
+            event = Closed(fetch.id)
+        elif chunks := min(stop, fetch.chunks):
+            tokens, asked, found = chunks * CHUNK_TOKENS, fetch.asked_at, fetch.found_at
+            size = tokens * self._layout.bytes_per_token
+            stats = InjectStats(size, tokens, chunks, asked, asked, found, now, found, now, now)
+            event = Injected(fetch.id, FirstToken(0), stats)
         fetch.stop, fetch.ended = 0, True
         del self._fetches[fetch.id]
         self._events.append(event)
-
-    def _injected(self, fetch: _Fetch, chunks: int, now: float) -> Injected:
-        tokens, asked, found = chunks * CHUNK_TOKENS, fetch.asked_at, fetch.found_at
-        size = tokens * self._layout.bytes_per_token
-        stats = InjectStats(size, tokens, chunks, asked, asked, found, now, found, now, now)
-        return Injected(fetch.id, FirstToken(0), stats)
 
     def _get(self, fetch: _Fetch, numbers: range) -> None:
         units = [self._free.pop() for _ in numbers]
@@ -351,7 +312,7 @@ class SharedStore:
                 assert fetch.stop is not None, "objects are ordered when it is known"
                 if not right:
                     self.missed += 1
-                    self._forget(name := fetch.objects[number])
+                    self._knows(name := fetch.objects[number], False)
                     self._offer(name, fetch.first_chunk + number)  # it may have been computed meanwhile
                     # Chunks are of no use without the states after the last one.
                     fetch.stop = 0 if len(fetch.objects) > fetch.chunks else min(fetch.stop, number)
@@ -378,11 +339,9 @@ class SharedStore:
     # Offers
 
     def _offer(self, name: bytes, chunk: int) -> None:
-        if name in self._known or name in self._offers:
-            return
-        if len(self._offers) >= OFFERS:
-            self._offers.popitem(last=False)
         self._offers[name] = chunk
+        if len(self._offers) > OFFERS:
+            self._offers.popitem(last=False)
 
     def _ask(self) -> None:
         """Asks which of the next offers the store lacks."""
@@ -396,7 +355,7 @@ class SharedStore:
                 self._offers.update(some)
             for (name, chunk), known in zip(some, there, strict=False):
                 if known:
-                    self._knows(name)
+                    self._knows(name, True)
                 else:
                     self._lacking.append((name, chunk))
 
@@ -426,7 +385,7 @@ class SharedStore:
             self._writing -= 1
             if all(done):
                 self.written += 1
-                self._knows(name)
+                self._knows(name, True)
             else:
                 self.refused += 1
                 self._paused_until = time.monotonic() + PAUSE
@@ -435,18 +394,6 @@ class SharedStore:
         if busy:
             self._next_write = now + (time.monotonic() - now) / SHARE
 
-    # What the store has
-
-    def _knows(self, name: bytes) -> None:
-        if name not in self._known and not part_of(name):
-            self._on_known(name_of(name), True)
-        self._known[name] = None
-        self._known.move_to_end(name)
-        if len(self._known) > KNOWN:
-            self._forget(next(iter(self._known)))
-
-    def _forget(self, name: bytes) -> None:
-        if name in self._known:
-            del self._known[name]
-            if not part_of(name):
-                self._on_known(name_of(name), False)
+    def _knows(self, name: bytes, is_there: bool) -> None:
+        if not part_of(name):
+            self._on_known(name_of(name), is_there)

@@ -6,8 +6,6 @@ It is one thread, whose loop serves the engine's two channels, the service socke
 and, where there are no movers, all lanes.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import logging.config

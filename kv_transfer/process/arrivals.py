@@ -4,8 +4,6 @@
 `_receiving`. A slot named in `Arrived` belongs to the engine until `SlotsFree`.
 """
 
-from __future__ import annotations
-
 import time
 
 from baton.kv_transfer.channel import Channel

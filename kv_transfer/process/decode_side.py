@@ -1,7 +1,5 @@
 """The receiving side in its transfer process: between the engine, its transfers, and its sessions."""
 
-from __future__ import annotations
-
 import time
 from typing import ClassVar
 

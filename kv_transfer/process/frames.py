@@ -1,7 +1,5 @@
 """What a lane moves, and what it reports to: frames to send, and slots for frames that come."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import struct

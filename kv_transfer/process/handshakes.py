@@ -1,7 +1,5 @@
 """Lanes that have not authenticated. Any process on the network can open them, so their number is bounded."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ and go, while the bytes are in this core's cache. On an encrypted lane the same 
 buffer before they go, and decrypted in their slot when they came.
 """
 
-from __future__ import annotations
-
 import fcntl
 import select
 import socket
@@ -47,7 +45,7 @@ _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 
 class Lane:
     def __init__(
-        self, sock: socket.socket, loop: Loop, owner: LaneOwner[Lane], trace: TraceWriter, *,
+        self, sock: socket.socket, loop: Loop, owner: "LaneOwner[Lane]", trace: TraceWriter, *,
         read: bytes = bytes(MAX_TRAILER_BYTES), unwritten: bytes = b"", keys: LaneKeys | None = None,
     ) -> None:  # fmt: skip
         """`read`, `unwritten`, `keys`: what `leave` returned for a lane that another process opened."""

@@ -3,8 +3,6 @@
 With one thread there are no queues between threads, and no waits for Python's lock.
 """
 
-from __future__ import annotations
-
 import os
 import select
 from collections import deque

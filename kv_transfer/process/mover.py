@@ -5,8 +5,6 @@ credits. All other checks are made by the transfer process when it reads the rep
 only after that. Lane 0, which carries control messages, never goes to a mover.
 """
 
-from __future__ import annotations
-
 import select
 import socket
 import time

@@ -1,7 +1,5 @@
 """Movers as the transfer process sees them: their start and end, and a stand-in for each of their lanes."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -37,7 +35,7 @@ class FarLane:
 
     Reports of the mover come late, but in order."""
 
-    def __init__(self, handle: MoverHandle, number: int, owner: LaneOwner[FarLane]) -> None:
+    def __init__(self, handle: "MoverHandle", number: int, owner: "LaneOwner[FarLane]") -> None:
         self.heard = time.monotonic()
         self.kv_moved = 0.0  # as its mover last reported it
         self.closed_by = math.inf  # time.monotonic(): if the lane is open then, its mover hangs
@@ -154,10 +152,7 @@ class MoverHandle:
 
 
 def fork(
-    config: TransferConfig,
-    sending: Arena,
-    slots: SlotPipe,
-    inherited: Sequence[socket.socket],
+    config: TransferConfig, sending: Arena, slots: SlotPipe, inherited: Sequence[socket.socket]
 ) -> list[MoverHandle]:
     """Forks `config.movers` movers, which close the sockets in `inherited`.
 

@@ -12,8 +12,6 @@ Shared memory is copied by the thread that starts the read, and the bytes are in
 their checksum. Only this file imports NIXL, when a worker uses it.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -10,8 +10,6 @@ Slots with marks are on a GPU. The transfer process allocates them, since UCX ca
 has by CUDA IPC. On a CPU they are the arena, so that tests run all of this without a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 from baton.kv_transfer.arena import MARK, TOKEN, Arena

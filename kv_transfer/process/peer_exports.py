@@ -13,8 +13,6 @@ the moment when `Arrivals` hands the slice over to the engine:
 - NIXL reads into slots with marks: when it is read, and the engine verifies it there
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

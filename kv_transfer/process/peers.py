@@ -1,7 +1,5 @@
 """The prefill workers that decode fetches from: connects, waits between attempts, and repeats ACKs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

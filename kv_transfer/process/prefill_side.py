@@ -1,7 +1,5 @@
 """The sending side in its transfer process: between the engine's pump, the held prefills and the sessions."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter, deque
@@ -160,10 +158,10 @@ class PrefillSide:
 
     # ------------------------------------------------------------ from sessions
 
-    def session_up(self, session: SendingSession) -> None:
+    def session_up(self, session: "SendingSession") -> None:
         self._sessions[session.number] = session
 
-    def _offer_memory(self, session: SendingSession) -> None:
+    def _offer_memory(self, session: "SendingSession") -> None:
         """At the first FETCH. When lane 0 is up here, the peer may still wait for its other lanes."""
         if session.number in self._transports:
             return
@@ -174,7 +172,7 @@ class PrefillSide:
             session.send(self._export)
         self._transports[session.number] = f"tcp: {why}"
 
-    def session_down(self, session: SendingSession, reason: str, detail: str) -> None:
+    def session_down(self, session: "SendingSession", reason: str, detail: str) -> None:
         del self._sessions[session.number]
         self._transports.pop(session.number, None)
         self._apply(self.table.session_down(session.number, time.monotonic()))
@@ -183,7 +181,7 @@ class PrefillSide:
             self._taken(slot)
         self._channel.post(local.SessionGone(session.number))
 
-    def control(self, session: SendingSession, header: Header, message: wire.Control) -> None:
+    def control(self, session: "SendingSession", header: Header, message: wire.Control) -> None:
         self._bound_unread(session, header)
         now = time.monotonic()
         if isinstance(message, wire.Fetch | wire.FetchContent):
@@ -208,7 +206,7 @@ class PrefillSide:
                 else:
                     self._apply(self.table.abort(header.transfer_id, message.reason, now))
 
-    def _from_reader(self, session: SendingSession, message: wire.Reach | wire.Taken, now: float) -> None:
+    def _from_reader(self, session: "SendingSession", message: wire.Reach | wire.Taken, now: float) -> None:
         match message:
             case wire.Reach(reached, why):
                 if self._export is None or session.number not in self._transports:
@@ -226,7 +224,7 @@ class PrefillSide:
                     self._counters.bytes_sent += sent.header.length
                     self.table.sent(sent.header.transfer_id, now)
 
-    def _bound_unread(self, session: SendingSession, header: Header) -> None:
+    def _bound_unread(self, session: "SendingSession", header: Header) -> None:
         """Ends the session if too many of its messages wait here because the engine reads none."""
         if not self._channel.full:
             self._unread.clear()
@@ -237,7 +235,7 @@ class PrefillSide:
                 "flood", f"{_MOST_UNREAD >> 20} MiB of messages while the engine reads none"
             )
 
-    def session_over(self, session: SendingSession) -> None:
+    def session_over(self, session: "SendingSession") -> None:
         pass  # `frame_dropped` gave back each slot that the lanes held
 
     def frame_begins(self, frame: OutgoingFrame) -> bool:

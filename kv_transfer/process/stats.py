@@ -1,7 +1,5 @@
 """What a transfer process counts."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

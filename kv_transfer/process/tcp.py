@@ -1,7 +1,5 @@
 """The TCP connector: opens sessions of N lanes, runs their handshakes, and ends those that are silent."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import ipaddress

@@ -1,7 +1,5 @@
 """Sessions over TCP: the authenticated lanes of one pair of workers, in the direction that KV takes."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence
@@ -52,7 +50,7 @@ class Sessions:
         self.by_id: dict[bytes, Session] = {}  # from the first word to the end
         self._movers = movers
 
-    def is_up(self, session: Session) -> None:
+    def is_up(self, session: "Session") -> None:
         if session.side == "sender":
             assert session.peer is not None
             for other in list(self.by_id.values()):
@@ -62,13 +60,13 @@ class Sessions:
                     other.end("lost", "replaced by a new session of the same peer")
         session.handler.session_up(session)
 
-    def ended(self, session: Session, reason: str, detail: str) -> None:
+    def ended(self, session: "Session", reason: str, detail: str) -> None:
         del self.by_id[session.id]
         log.info("session with %s ended (%s): %s", *map(printable, (session.name, reason, detail)))
         if session.up or session.side == "receiver":
             session.handler.session_down(session, reason, detail)
 
-    def place(self, lane: Lane, session: Session) -> Lane | FarLane:
+    def place(self, lane: Lane, session: "Session") -> Lane | FarLane:
         """Where an authenticated lane goes on: in the mover with the fewest, or where it is."""
         if not self._movers:
             return lane
@@ -86,12 +84,7 @@ class Session(LaneOwner[Lane | FarLane], Generic[H]):
     is up with lane 0."""
 
     def __init__(
-        self,
-        handler: H,
-        sessions: Sessions,
-        number: int,
-        session_id: bytes,
-        lane_count: int,
+        self, handler: H, sessions: Sessions, number: int, session_id: bytes, lane_count: int
     ) -> None:
         self.handler = handler
         self.number = number  # unique in this process

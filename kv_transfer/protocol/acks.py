@@ -4,8 +4,6 @@ Nothing confirms an ACK. A second ACK does no harm. A prefill that gets none kee
 deadline. So ACKs that may be lost with a session are sent again in the next one. Pure.
 """
 
-from __future__ import annotations
-
 from baton.kv_transfer.config import TransferDeadlines
 
 # Seconds, on top of `peer_dead` twice: for two looks at the clock (0.25 each), and for bytes on their way.

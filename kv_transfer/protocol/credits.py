@@ -5,8 +5,6 @@ carry totals since the session began, so a message that is read late still means
 out the lowest free slot: so few slots are used again and again, and neighbouring slots are copied together.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 

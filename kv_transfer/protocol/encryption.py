@@ -8,8 +8,6 @@ secret.
 The import takes 50 ms, so it waits until a worker encrypts.
 """
 
-from __future__ import annotations
-
 import os
 
 from cryptography.exceptions import InvalidTag

@@ -5,8 +5,6 @@ and the decision whether a failed transfer is worth a new FETCH. A transfer is o
 engine has injected or cancelled it, or until it failed. Ids of transfers that ended leave a tombstone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +35,7 @@ class _Source:
     session: int | None = None  # the one that is up
     up_at: float = 0.0  # since when
     moved: float = 0.0  # when a frame of any of its transfers last came
-    transfers: dict[bytes, Transfer] = field(default_factory=dict)
+    transfers: "dict[bytes, Transfer]" = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,8 +6,6 @@ it is computed while the payload leaves, and the reader verifies it. On an encry
 payload is followed by a tag instead.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import hmac

@@ -10,8 +10,6 @@ only. The peer grants them for blocks that it has reserved. The id of a pin is l
 So no peer can draw the id of a prefill for a pin, or name a pin in a FETCH.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Mapping

@@ -8,8 +8,6 @@
 docs/protocol.md has the rules. Fingerprints are compared after the peer has proved itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os
@@ -123,7 +121,7 @@ def _mac(secret: bytes, label: bytes, opened: bytes, reply: wire.HelloReply) -> 
     return hmac.digest(secret, message, hashlib.sha256)
 
 
-def _key_exchange(encrypt: bool) -> tuple[KeyExchange | None, bytes]:
+def _key_exchange(encrypt: bool) -> "tuple[KeyExchange | None, bytes]":
     """This side's part of an exchange, if the lane is encrypted, and its nonce."""
     if not encrypt:
         return None, os.urandom(32)
@@ -133,7 +131,7 @@ def _key_exchange(encrypt: bool) -> tuple[KeyExchange | None, bytes]:
     return exchange, exchange.public
 
 
-def _keys(exchange: KeyExchange, peer: bytes, bound_to: bytes, *, initiates: bool) -> LaneKeys:
+def _keys(exchange: "KeyExchange", peer: bytes, bound_to: bytes, *, initiates: bool) -> LaneKeys:
     try:
         return exchange.keys(peer, bound_to, initiates=initiates)
     except ValueError as e:

@@ -5,8 +5,6 @@ COMMIT came; every frame that it counts came exactly once; and all frames togeth
 FETCH asked for.
 """
 
-from __future__ import annotations
-
 import enum
 from bisect import bisect_left
 from collections.abc import Sequence

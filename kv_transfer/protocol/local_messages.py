@@ -4,8 +4,6 @@ Each message names what it hands over. A slot named in `SlicesOut` or `Arrived` 
 then on, until the reader names it in `SlotsFree` (or the transfer process in its `SlotFree`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Every payload is the msgpack of one fixed type: an array of its fields in this o
 before it is read, and its fields are validated while it is decoded. Nothing else from a lane is decoded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar, get_args

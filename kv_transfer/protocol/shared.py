@@ -1,7 +1,5 @@
 """What the state machines of both sides share: effects, and the memory of ids that ended."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar

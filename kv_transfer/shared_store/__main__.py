@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
 
@@ -65,7 +66,7 @@ class StoreProcess:
         self._orders: dict[bool, SimpleQueue[StoreOrder | None]] = {True: SimpleQueue(), False: SimpleQueue()}
         self._calls: dict[int, float] = {}  # since when a connection is in use; time.monotonic()
         self._read_at = 0.0  # the last urgent call, as above
-        self._marks: list[float] = []  # when all readers were ready for a part of a probe, as above
+        self._marks = deque[float](maxlen=2)  # when all readers were ready for a part of a probe, as above
         self._readers = threading.Barrier(READERS, lambda: self._marks.append(time.monotonic()))
 
     def run(self, client: ClientProcess) -> None:
@@ -155,7 +156,7 @@ class StoreProcess:
             if all(done):
                 done = self._get(client, connection, wanted, keys, period)
         if not self._readers.wait() and all(done):
-            seconds = (self._marks[-1] - self._marks[-2]) / (READERS * len(keys))
+            seconds = (self._marks[1] - self._marks[0]) / (READERS * len(keys))
             self._answer(StoreOpened(self._session, waited, seconds))
         client.call(connection, "remove", keys)
         return done

@@ -7,8 +7,6 @@ A *place* has all layers of one block, as this rank holds them. A block gets a c
 it is loaded, the checksum must match. If it does not, the block's bytes are undefined.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 Pair = tuple[int, int]

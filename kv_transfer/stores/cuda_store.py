@@ -1,7 +1,5 @@
 """Blocks of a KV cache on a GPU in pinned memory of the host. Imported on GPUs only: it needs Triton."""
 
-from __future__ import annotations
-
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence

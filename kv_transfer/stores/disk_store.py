@@ -8,8 +8,6 @@ because the disk is full, ends its save. A read that fails ends its load as a wr
 of an earlier process is ever read, since the file has no name.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

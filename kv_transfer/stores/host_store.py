@@ -1,7 +1,5 @@
 """Blocks of a KV cache in the memory of the host, of an engine on any device: `open_host_store`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 

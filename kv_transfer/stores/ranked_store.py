@@ -6,8 +6,6 @@
 Each rank keeps its heads of a block. A block is whole if it is whole on all ranks.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -7,15 +7,7 @@ refused by name. Unknown fields are ignored, as in vLLM.
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from google.protobuf.message import DecodeError
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    RootModel,
-    model_validator,
-)
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, RootModel, model_validator
 
 from baton.router.api.fields import (
     MAX_CHOICES,

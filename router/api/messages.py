@@ -103,10 +103,7 @@ class Message(Part):
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": call.function.parsed_arguments(),
-                    },
+                    "function": {"name": call.function.name, "arguments": call.function.parsed_arguments()},
                 }
                 for call in self.tool_calls
             ]

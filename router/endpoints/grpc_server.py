@@ -106,9 +106,7 @@ class GrpcEndpoint:
     # ------------------------------------------------------------ the service
 
     async def _generate(
-        self,
-        requests: AsyncIterator[bytes],
-        context: "grpc.aio.ServicerContext[bytes, pb.GenerateResponse]",
+        self, requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, pb.GenerateResponse]"
     ) -> None:
         sent = context.invocation_metadata() or ()
         metadata = {key: value for key, value in sent if isinstance(value, str)}

@@ -123,12 +123,7 @@ def peek(raw: Raw) -> Peek:
 
 
 def prepare(
-    kind: Kind,
-    raw: Raw,
-    tokenizer: ModelTokenizer,
-    served: Served,
-    history: bytes = b"",
-    salt: bytes = b"",
+    kind: Kind, raw: Raw, tokenizer: ModelTokenizer, served: Served, history: bytes = b"", salt: bytes = b""
 ) -> Prepared | bytes:
     """Returns a request to generate, or the JSON response of an endpoint that only counts or converts. For a
     peek returns a `Peek` as MessagePack.

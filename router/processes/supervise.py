@@ -180,8 +180,7 @@ class Supervisor:
     """Owns the processes, the reserved ports, the admin port, and the memory that the processes share."""
 
     def __init__(self, config: RouterConfig, run: Callable[[RouterConfig], int], forks: ForkServer) -> None:
-        """`run`: what each process does with its configuration. Returns the exit code. `forks`: starts their
-        children."""
+        """`run`: what each process does. Returns the exit code. `forks`: starts their children."""
         keys_fd, chunks_fd = (os.memfd_create(f"baton {name}") for name in ("API keys", "chunks"))
         self._forks = forks
         self._config = replace(config, keys_fd=keys_fd, chunks_fd=chunks_fd, forks_fd=forks.fd)

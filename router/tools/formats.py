@@ -156,10 +156,7 @@ class DeepSeekV31Parser(MarkedParser):
     specials = (opening, closing, *around, "<｜tool▁sep｜>")
     head = re.compile(rf"\s*{NAME}\s*<｜tool▁sep｜>\s*")
     written = Written(
-        f"{opening}{{name}}<｜tool▁sep｜>{{arguments}}{closing}",
-        "",
-        begin=around[0],
-        end=around[1],
+        f"{opening}{{name}}<｜tool▁sep｜>{{arguments}}{closing}", "", begin=around[0], end=around[1]
     )
 
 

@@ -1,7 +1,9 @@
 """The checked-in messages match proto/, and the stubs have its methods."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,15 @@ def test_checked_in_messages_are_current(source, tmp_path):
     assert len(generated) == 2
     for name, text in generated.items():
         assert (ROOT / "rpc" / name).read_text() == text, f"{name} is stale: run `make proto`"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_protobuf_that_baton_asks_for_takes_the_messages(source):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (asked,) = (need for need in project["dependencies"] if need.startswith("protobuf>="))
+    generated = (ROOT / "rpc" / source.replace(".proto", "_pb2.py")).read_text()
+    (version,) = re.findall(r"^# Protobuf Python Version: (.+)$", generated, re.MULTILINE)
+    assert asked == f"protobuf>={version}"
 
 
 @pytest.mark.parametrize("stub", [WorkerStub, InferenceStub, ExternalProcessorStub])

@@ -508,6 +508,23 @@ class SlowStore:
         return found
 
 
+def test_prompts_do_not_wait_while_the_store_is_silent_or_its_speed_is_not_known(world: World) -> None:
+    world.put_behind()
+    store = SlowStore(world, 100.0, 100.0)
+    store.fetches._receiver = cast("Any", store)
+    store.session = 0
+    probe, store.probe = store.probe, lambda: False
+    assert not any(store.waits(3))
+    store.session = 1
+    assert not any(store.waits(3))
+    store.probe = probe
+    assert all(store.waits(3))
+    store.unanswered = 1
+    assert not any(store.waits(3))
+    store.session, store.unanswered, store.probe = 2, 0, lambda: False
+    assert not any(store.waits(3)), "what was measured is of another store"
+
+
 @pytest.mark.parametrize(("promised", "tries"), [(2.2, 0), (6.6, 1)], ids=["as probed", "slower"])
 def test_no_prompt_waits_for_a_store_that_is_slower_than_computing(
     world: World, promised: float, tries: int

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -66,6 +67,12 @@ async def generate(stream: WorkerStream, prompt: list[int]) -> tuple[list[int], 
     await stream.reserved(decode_id)
     tokens = [token for token, _ in await stream.tokens(decode_id)]
     return [token.token_id for token in tokens], tokens[0].cached_tokens
+
+
+def keys(store: Mooncake) -> list[str]:
+    """What the store has."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{store.metrics_port}/get_all_keys", timeout=10) as found:
+        return found.read().decode().split()
 
 
 async def warm(stream: WorkerStream) -> None:
@@ -151,6 +158,7 @@ async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
             await assert_whole(first)
             assert await asyncio.to_thread(first.stop, timeout=70.0) == 0
     with ExitStack() as stack:
+        in_store = 0 if victim == "master" else len(await asyncio.to_thread(keys, store))
         if victim in ("master", "store"):
             store.kill()
             store = stack.enter_context(mooncake(tmp_path, port=store.port))
@@ -159,6 +167,8 @@ async def test_whatever_is_killed_while_kv_is_written_tokens_are_right(
                 await warm(stream)
                 found = [await generate(stream, prompt) for prompt in prompts(12)]
         assert [tokens for tokens, _ in found] == expected
+        if victim == "store process":
+            assert in_store == 12 * 6, "its successor has written all before the worker ended"
         if victim in ("worker", "store process"):
             assert sum(cached for _, cached in found) >= 2 * 384, "what was written is found"
 
