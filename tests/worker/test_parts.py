@@ -357,12 +357,12 @@ def share_with(
         opened.append(peer.accept())
     [lane] = [lane for lane in opened if lane.number == 0]
     transfer, fetch = lane.expect(second_wire.FETCH)
-    assert fetch == [second_wire.part_id(theirs, mine), 0, [[0, 64]], 0, 2]
+    assert fetch == [second_wire.part_id(theirs, mine), 0, [[0, 64]]]
     while not lane.granted:
         assert lane.read()[0] == second_wire.CREDIT
     port = int(described.kv_address.rpartition(":")[2])
     coming = second_wire.connect(port, who=second_wire.identity("receiver", **about))
-    coming.say(second_wire.FETCH, [second_wire.part_id(mine, theirs), 0, [[64, 128]], 0, 2], os.urandom(16))
+    coming.say(second_wire.FETCH, [second_wire.part_id(mine, theirs), 0, [[64, 128]]], os.urandom(16))
     coming.say(second_wire.CREDIT, [8])
     kv = bytes(2 * 64 * 2 * 16 * 4)
     for layer in range(2):  # the worker sends a layer of its own, and waits for this one
