@@ -4,6 +4,8 @@ The descriptors have names, kinds and types of the methods, so gRPC's plugin for
 stub says the types of its methods for readers and type checkers.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
