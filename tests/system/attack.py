@@ -352,8 +352,8 @@ class Attack:
         lane = wire.connect(self.target.kv_port, self.target.secret.encode(), who=self.who)
         with lane.sock:
             if not self.who:  # the first time it learns what a peer is
-                _, versions, *_, ranks, model, layout, dtype, scales, slot = wire.unpack(lane.peer)
-                about = [0, ranks, model, layout, dtype, scales, slot]
+                _, versions, *_, ranks, model, layout, dtype, slot = wire.unpack(lane.peer)
+                about = [0, ranks, model, layout, dtype, slot]
                 self.who = wire.pack(["receiver", versions, "insider", 1, *about])
                 return
             frames = hostile_frames(Noise(self.rng, [os.urandom(16)]))
