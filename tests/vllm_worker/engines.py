@@ -38,6 +38,7 @@ class Server:
             )
             environment["PYTHONPATH"] += f":{packages.parent}"
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+            environment["TORCH_COMPILE_DISABLE"] = "1"  # torch would compile for that Triton
         self.preemptions = 0
         self.process = subprocess.Popen(
             [PYTHON, Path(__file__).with_name("vllm_server.py"), model, json.dumps(options)],
