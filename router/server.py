@@ -288,8 +288,8 @@ async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float
 
 
 async def observe_lag(observe: Callable[[float], None], observe_own: Callable[[float], None]) -> None:
-    """Measures how late timers run. A stall of the event loop delays all streams and all new requests. `own`
-    is without the wait for a CPU: what may have been before the timer was due still counts."""
+    """Measures how late timers run. A stall of the event loop delays all streams and all new requests.
+    `observe_own` gets it without the wait for a CPU, which may have begun before the timer was due."""
     loop, waited = asyncio.get_running_loop(), waited_for_cpu(os.getpid())
     while True:
         due = loop.time() + LAG_PERIOD

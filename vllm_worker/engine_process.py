@@ -68,7 +68,8 @@ def _environment(config: EngineProcessConfig) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the CPUs
         **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
     }
-    os.environ |= settings | os.environ
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
 
 
 class EngineProcess:

@@ -203,9 +203,9 @@ class RequestMemory:
         """Ends what `keep_states` began: the request goes on with the copy, or with what was kept."""
         if live.kept_slot is not None:
             assert self._states is not None
-            chosen, other = live.state_slot, live.kept_slot
-            live.state_slot, other = (chosen, other) if newest else (other, chosen)
-            self._states.release(other)
+            copy, kept = live.state_slot, live.kept_slot
+            live.state_slot, unused = (copy, kept) if newest else (kept, copy)
+            self._states.release(unused)
             live.kept_slot = None
 
     def most_drafts(self, live: LiveRequest, chunk: range) -> int:

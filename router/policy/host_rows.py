@@ -76,7 +76,8 @@ class HostRows:
         if self._alone:
             return
         self._written += 1
-        data = _HEAD.pack(status.ByteSize(), incarnation, self._written) + status.SerializeToString()
+        report = status.SerializeToString()
+        data = _HEAD.pack(len(report), incarnation, self._written) + report
         if len(data) <= _REPORT_BYTES:
             first = _PLACES + row * _REPORT_BYTES
             self._memory[first : first + len(data)] = data

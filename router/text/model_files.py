@@ -82,8 +82,9 @@ def read_directory(path: Path) -> TextModel:
     """Reads a Hugging Face directory. Raises ValueError when a file is missing or malformed."""
     file = path / "tokenizer.json"
     if not file.is_file():
-        has = " (its tiktoken.model can be converted: docs/troubleshooting.md)"
-        raise ValueError(f"{path} has no tokenizer.json{has * (path / 'tiktoken.model').is_file()}")
+        other = (path / "tiktoken.model").is_file()
+        remedy = " (its tiktoken.model can be converted: docs/troubleshooting.md)" if other else ""
+        raise ValueError(f"{path} has no tokenizer.json{remedy}")
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions

@@ -31,17 +31,20 @@ class StoreFetches(PrefixFetches):
     _session = 0  # that the link is of
     _probe_at = 0.0  # time.monotonic()
 
-    def measure(self, now: float) -> None:
+    def measure(self, now: float) -> bool:
         """Has the store probed when its speed is not known, or has made prompts compute. So the speed is
-        learnt beside prompts, and not by any that waits: a try would cost it what it lacks of a gain."""
+        learnt beside prompts, and not by any that waits: a try would cost it what it lacks of a gain.
+
+        Returns whether the session is another one than at the last call. Then it may be another store."""
         store, link = cast("SharedStore", self._receiver), self._links.to(SOURCE)
-        if store.session != self._session:  # it may be another store
+        if is_new := store.session != self._session:
             self._session, self._probe_at, link.chunk_seconds = store.session, now, 0.0
             link.transfers.clear()
         if now >= self._probe_at and (link.refused or not link.chunk_seconds) and store.probe():
             self._probe_at = now + (RECENT if link.chunk_seconds else PAUSE)
         # Nor do prompts wait for a store that is silent.
         link.paused_until = 0.0 if link.chunk_seconds and not store.unanswered else math.inf
+        return is_new
 
     @property
     def _exchange(self) -> PrefixExchange | None:
@@ -101,10 +104,9 @@ class StoreTier(SharedStore):
             f"{kv.layout.fingerprint} {engine.content_root.hex()}",
             hold=self._held,
             known=cached_chunks.stored,
-            answered=lambda seconds: link.waited.add(seconds),
+            answered=lambda seconds: link.waited.add(seconds),  # a probe makes a new average
             probed=link.probed,
         )
-        self._seen = 0  # the session
         self._again: Iterator[CachedPrefix] | None = None  # what the cache had when this session began
         self.fetches = StoreFetches(engine, self, config.incarnation, counts, links, trace)
 
@@ -151,9 +153,7 @@ class StoreTier(SharedStore):
         for event in self.poll():
             self.fetches.handle(event)
         self.fetches.expire()
-        self.fetches.measure(time.monotonic())
-        if self.session != self._seen:  # it may have lost all objects
-            self._seen = self.session
+        if self.fetches.measure(time.monotonic()):  # the store may have lost all objects
             self._again = self._exchange.last_used() if self.session else None
         if self._again is not None and not self.writes:
             prefix = next(self._again, None)
