@@ -112,7 +112,7 @@ class CallReader(Reader):
         elif character in "{[":
             self._open(character)
         elif character in "}]":
-            self._close()
+            self._close(character)
         elif self._depth == 1 and character == ":":
             self._key, self._string = _parsed(self._string), []
         elif self._depth == 1 and character == ",":
@@ -136,7 +136,7 @@ class CallReader(Reader):
                 self._break(character)
         self._depth += 1
 
-    def _close(self) -> None:
+    def _close(self, character: str) -> None:
         self._depth -= 1
         if self._depth == 1:
             self.reading_arguments = False
@@ -144,7 +144,7 @@ class CallReader(Reader):
             self._end_member()
             self.done = True
             if self.name is None or self._arguments is None:
-                self._break("}")
+                self._break(character)
 
     def _end_member(self) -> None:
         if self._key == "name" and self.name is None:

@@ -236,6 +236,10 @@ def has_in_order(text: str, part: str) -> bool:
     return all(character in characters for character in part)
 
 
+def test_a_bracket_of_the_wrong_kind_stays_what_it_is():
+    assert parse("llama3_json", ["{] THE END"]) == ("{] THE END", [])
+
+
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(FORMATS)), HOSTILE, st.data())
 def test_hostile_output_gives_no_error_and_loses_and_doubles_no_text(
