@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from baton.bench.harness.cluster import LocalCluster, Worker
+from baton.bench.harness.cluster import LocalCluster, Worker, leaks_when_idle
 from baton.bench.harness.streams import Case, Stream, cases, expected, new_session, read
 
 from .recovery import Broken, each_has
@@ -66,6 +66,8 @@ async def test_the_tokens_are_those_of_one_worker(whole: Broken) -> None:
             assert stream.token_ids == whole.right[case]
     splits = split() - before
     assert splits > 0
+    # It asks each worker for its status, which the worker's metrics follow.
+    assert not await asyncio.to_thread(leaks_when_idle, cluster.url)
     parts = [worker.metric("baton:prompt_parts_total") for worker in cluster.workers]
     assert sum(parts) >= 2 * splits
     assert not any(worker.metric("baton:prompt_parts_failed_total") for worker in cluster.workers)
