@@ -3,9 +3,10 @@
     all tokens of the step, each with the token after it ─▶ KV, so that later guesses find it
     the last right token of each request ─▶ a guess ─▶ with that guess, another one ─▶ …
 
-Graphs replay the first line if a graph has replayed the step and it has no prompts, by its rows. They replay
-each guess, by the requests. Requests that pad a graph have no room; their guesses go to a row of their own.
-The next step overwrites the KV of the guesses. Nothing here waits for the device.
+Graphs replay the first line if a graph has replayed the step and it has no prompts, by its rows. One graph
+replays all guesses, by the requests and the guesses of each. A graph of one guess, launched twice in a row,
+failed with an illegal instruction (H200, driver 580). Requests that pad a graph have no room; their guesses
+go to a row of their own. The next step overwrites the KV of the guesses. Nothing here waits for the device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,10 +81,10 @@ class DraftRunner:
         self._ranks = ranks
         self._block_size = block_size
         self._of_rows: dict[int, torch.cuda.CUDAGraph] = {}
-        self._of_guess: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        """By requests, and whether it is their first guess."""
-        self._kept: Any = None
-        """The memory in which graphs pass on what they find. A graph itself keeps no tensor alive."""
+        self._of_guesses: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        """By requests, and guesses of each."""
+        self._hidden: Tensor | None = None
+        """The memory in which graphs pass on hidden states. A graph itself keeps no tensor alive."""
 
     def known(self, token_ids: Tensor) -> Tensor:
         """The token ids with those that were guessed after the step before."""
@@ -92,52 +93,41 @@ class DraftRunner:
 
     def capture(self, graphs: StepGraphs) -> None:
         """Captures graphs for the steps that these graphs replay."""
-        most, static = graphs.batch_sizes[-1], graphs.static
-        hidden = graphs.hidden.new_zeros((most, self._config.hidden_size))
-        tables = torch.zeros_like(static.tensors["block_tables"])
-        tokens, places, positions, ends = self._sampled.new_zeros((4, most))
-        kept = _Guessed(tokens, places, hidden.clone(), positions, ends, tables)
-        self._kept = hidden, kept
+        sizes, static, most = graphs.batch_sizes, graphs.static, self._guesses.shape[1]
+        self._hidden = hidden = graphs.hidden.new_zeros((sizes[-1], self._config.hidden_size))
 
         def read(rows: int, _: LayerDone) -> None:
             inputs = static.first(dict.fromkeys(("tokens", "decode rows", "requests", "followed"), rows))
             found = self._read(inputs, graphs.hidden, rows, [], lambda _: None)
             hidden[:rows].copy_(found)
 
-        def guess(requests: int, is_first: bool, _: LayerDone) -> None:
-            now = _Guessed(*(values[:requests] for values in kept))
-            inputs = static.first({"drafting": requests})
-            found = self._first(inputs, hidden) if is_first else self._next(now)
-            for values, new in zip(now, found, strict=True):
-                if new is not values:
-                    values.copy_(new)
+        def guess(requests: int, count: int, _: LayerDone) -> None:
+            self._guess_all(static.first({"drafting": requests}), hidden, count)
 
         with no_garbage_collection():
-            for rows in reversed(graphs.batch_sizes):
+            for rows in reversed(sizes):
                 (self._of_rows[rows],) = graphs.capture(partial(read, rows))
-                for is_first in (True, False)[: self._guesses.shape[1]]:
-                    (self._of_guess[rows, is_first],) = graphs.capture(partial(guess, rows, is_first))
+                for count in range(1, most + 1):
+                    (self._of_guesses[rows, count],) = graphs.capture(partial(guess, rows, count))
 
     def draft(self, sampled_step: SampledStep) -> Tensor | None:
         """Enqueues the work. Returns the guesses on the host, [sampled rows, count], once the step is over.
         None: there are none."""
         step, size = sampled_step.step, sampled_step.size
         requests, count = len(step.drafting.first_rows), step.drafting.count
+        guesses = count and requests
         if size is not None and not size.chunks:
             self._of_rows[size.rows].replay()
-            if not count or not requests:
-                return None
-            padded = min(rows for rows in self._of_rows if rows >= requests)
-            for number in range(count):
-                self._of_guess[padded, not number].replay()
+            if guesses:
+                padded = min(rows for rows, _ in self._of_guesses if rows >= requests)
+                self._of_guesses[padded, count].replay()
         else:
             inputs, hidden = sampled_step.inputs, sampled_step.hidden
             hidden = self._read(inputs, hidden, step.decode_rows, step.prefills, sampled_step.layer_done)
-            if not count or not requests:
-                return None
-            found = self._first(inputs, hidden)
-            for _ in range(1, count):
-                found = self._next(found)
+            if guesses:
+                self._guess_all(inputs, hidden, count)
+        if not guesses:
+            return None
         return to_host(self._guesses[: len(step.sampled_rows), :count])
 
     def _read(
@@ -162,6 +152,12 @@ class DraftRunner:
         of_model = self._head.first(of_model[: len(following), size:].contiguous())
         token_ids = torch.where(following < 0, newest, following)
         return self._compute(token_ids, of_model, positions, attention, layer_done)
+
+    def _guess_all(self, inputs: Mapping[str, Tensor], hidden: Tensor, count: int) -> None:
+        """Makes `count` guesses for each request. `hidden`: of all tokens of the step."""
+        found = self._first(inputs, hidden)
+        for _ in range(1, count):
+            found = self._next(found)
 
     def _first(self, inputs: Mapping[str, Tensor], hidden: Tensor) -> _Guessed:
         """The first guesses after a step, from the hidden states of its tokens."""
