@@ -176,15 +176,14 @@ def types() -> Iterator[str]:
 def endpoints() -> Iterator[str]:
     rows = []
     for operation in OPERATIONS:
-        kinds = [operation.body, operation.response, operation.chunk]
-        body, response, chunk = (
+        body, response = (
             "" if each is None else each if isinstance(each, str) else type_of({"$ref": each.__name__})
-            for each in kinds
+            for each in (operation.body, operation.response)
         )
         errors = "all" if operation.errors == REQUEST_ERRORS else ", ".join(map(str, operation.errors))
         notes = [note for note, holds in (("no key", operation.open), ("admin", operation.admin)) if holds]
         sent = " ".join(filter(None, (body, "→", response))) if body or response else ""
-        sent += f", events {chunk}" if chunk else ""
+        sent += ", or events" if operation.streams else ""
         endpoint = f"`{operation.method.upper()} {operation.path}`"
         rows.append((endpoint, operation.summary, sent, errors, ", ".join(notes)))
     yield f"*All* errors are {', '.join(map(str, REQUEST_ERRORS))}."

@@ -2,9 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import RootModel
-
-from baton.router.api.responses import ResponseModel, TokenLogprob, one_of
+from baton.router.api.responses import ResponseModel, TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -51,30 +49,12 @@ class OutputFunctionCall(ResponseModel):
 OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
 
 
-class InputTokensDetails(ResponseModel):
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(ResponseModel):
-    reasoning_tokens: int
-
-
 class ResponsesUsage(ResponseModel):
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: dict[str, int]
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: dict[str, int]
     total_tokens: int
-
-
-class IncompleteDetails(ResponseModel):
-    reason: Literal["max_output_tokens"]
-
-
-class FailureDetails(ResponseModel):
-    code: Literal["server_error"]
-    message: str
 
 
 class ResponseObject(ResponseModel):
@@ -87,8 +67,8 @@ class ResponseObject(ResponseModel):
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
     output: list[OutputItem]
-    error: FailureDetails | None
-    incomplete_details: IncompleteDetails | None
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
     usage: ResponsesUsage | None
     """Of a complete or incomplete response."""
     instructions: str | None
@@ -110,70 +90,3 @@ class ResponseObject(ResponseModel):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
-
-
-class InputItems(ResponseModel):
-    """The items that the model got, with those of earlier responses."""
-
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class InputTokens(ResponseModel):
-    object: Literal["response.input_tokens"]
-    input_tokens: int
-
-
-class DeletedResponse(ResponseModel):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-_NUMBER = {"sequence_number": int}
-"""Counts the events of a stream from 0."""
-_ITEM: dict[str, Any] = _NUMBER | {"item_id": str, "output_index": int}
-_PART = _ITEM | {"content_index": int}
-_LOGPROBS = (list[TokenLogprob] | None, None)
-_LIFECYCLE = Literal[
-    "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
-]  # fmt: skip
-_Event = one_of(
-    {
-        "LifecycleEvent": _NUMBER | {"type": _LIFECYCLE, "response": ResponseObject},
-        "ItemEvent": _NUMBER
-        | {
-            "type": Literal["response.output_item.added", "response.output_item.done"],
-            "output_index": int,
-            "item": OutputItem,
-        },
-        "PartEvent": _PART
-        | {
-            "type": Literal["response.content_part.added", "response.content_part.done"],
-            "part": OutputTextPart | ReasoningPart,
-        },
-        "TextDeltaEvent": _PART
-        | {
-            "type": Literal["response.output_text.delta", "response.reasoning_text.delta"],
-            "delta": str,
-            "logprobs": _LOGPROBS,
-        },
-        "TextDoneEvent": _PART
-        | {
-            "type": Literal["response.output_text.done", "response.reasoning_text.done"],
-            "text": str,
-            "logprobs": _LOGPROBS,
-        },
-        "ArgumentsDeltaEvent": _ITEM
-        | {"type": Literal["response.function_call_arguments.delta"], "delta": str},
-        "ArgumentsDoneEvent": _ITEM
-        | {"type": Literal["response.function_call_arguments.done"], "name": str, "arguments": str},
-    }
-)
-
-
-class ResponseEvent(RootModel[_Event]):
-    """One event of a stream. There is no [DONE] at the end."""
