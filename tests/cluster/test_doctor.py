@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 from aiohttp import web
 from typer.testing import CliRunner
 
 from baton.cluster.cli import app
 from baton.cluster.options.clients import DoctorOptions, EndpointOptions
-from baton.cluster.tools.doctor import network, nixl, node
+from baton.cluster.tools.doctor import node
 from baton.cluster.tools.doctor.finding import Finding, bad, exit_code, good, warning
 from baton.cluster.tools.doctor.running import running, workers
 from baton.rpc.tls import TlsFiles
@@ -119,75 +117,6 @@ def test_a_model_that_is_not_there() -> None:
     [found] = node.the_model(DoctorOptions(model="/no/such/model"))
     assert found.level == "bad"
     assert "/no/such/model" in found.found
-
-
-def listening(secret: bytes, lanes: int = 2) -> tuple[threading.Thread, list[Finding], int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    found: list[Finding] = []
-    options = DoctorOptions(listen=port, kv_lanes=lanes)
-    thread = threading.Thread(target=lambda: found.extend(network.measure(options, secret)))
-    thread.start()
-    return thread, found, port
-
-
-def sent(port: int, secret: bytes, lanes: int = 2) -> list[Finding]:
-    """Sends as soon as a process listens there."""
-    while True:
-        found = list(network.measure(DoctorOptions(peer=f"127.0.0.1:{port}", kv_lanes=lanes), secret))
-        if "refused" not in found[0].found:
-            return found
-
-
-def test_both_ends_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "SECONDS", 0.2)
-    monkeypatch.setattr("baton.kv_transfer.config.NIXL_WHEELS", ())
-    thread, heard, port = listening(SECRET)
-    [there] = sent(port, SECRET)
-    thread.join(10)
-    [here] = heard
-    assert here.check == there.check == "lanes"
-    assert "over 2 lanes" in here.found
-    assert here.level in ("good", "warning")
-
-
-def test_both_ends_measure_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "SECONDS", 0.1)
-    monkeypatch.setattr(nixl, "SECONDS", 0.2)
-    monkeypatch.setattr("baton.kv_transfer.process.nixl_memory.rdma_devices", list)
-    thread, heard, port = listening(SECRET)
-    there = sent(port, SECRET)
-    thread.join(10)
-    assert [finding.check for finding in heard] == ["nixl", "lanes"]
-    assert (heard[0].level, heard[0]) == ("good", there[0])
-    assert heard[0].found.endswith("GB/s); RDMA devices here: none")
-
-
-def test_one_node_has_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.kv_transfer.config.NIXL_WHEELS", ())
-    here, there = socket.socketpair()
-    with here, there:
-        there.sendall((3).to_bytes(4, "little") + b"abc")
-        [found] = nixl.measure(here, here.recv, b"", reads=True)
-    assert (found.level, found.found) == ("note", "not installed here")
-
-
-def test_metadata_of_nixl_that_workers_do_not_take() -> None:
-    memory: Any = None
-    theirs = msgspec.msgpack.encode((1, 2, ["nixl", "", [bytes(5000)], 4, 4096, bytes(16)]))
-    size, _, why = nixl._read(memory, theirs)
-    assert (size, why) == (
-        0, "the memory of the other node: Expected `bytes` of length <= 4096 - at `$[2][2][0]`"
-    )  # fmt: skip
-
-
-def test_both_ends_refuse_a_peer_with_another_secret() -> None:
-    thread, heard, port = listening(SECRET, lanes=1)
-    [there] = sent(port, b"quite another secret", lanes=1)
-    thread.join(10)
-    assert [there.level, heard[0].level] == ["bad", "bad"]
-    assert "secret" in there.found + there.remedy
 
 
 WORKER = {

@@ -133,7 +133,7 @@ def cards(root: Path) -> Iterator[Finding]:
             continue
         speed = _read(card / "speed")
         if speed is None or int(speed) <= 0:
-            yield note(f"network {card.name}", "speed unknown (virtual): measure it with --listen and --peer")
+            yield note(f"network {card.name}", "speed unknown (virtual): measure it, as with iperf3")
         elif int(speed) < 10_000:
             yield warning(
                 f"network {card.name}", f"{int(speed) / 1000:g} Gbit/s",
