@@ -14,7 +14,6 @@ from baton.router.api.anthropic.body import CountTokensBody, MessagesBody
 from baton.router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage
 from baton.router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, InvocationBody, TokenizeBody
 from baton.router.api.openai_responses.body import ResponsesBody
-from baton.router.api.openai_responses.reply import ResponseObject
 
 _JSON = "application/json"
 _SCHEMA = "#/components/schemas/{model}"
@@ -66,12 +65,12 @@ OPERATIONS = (
         body=CompletionBody, streams=True,
     ),
     Operation(
-        "post", "/v1/responses", "Respond to an input, and keep the response.", ResponseObject,
+        "post", "/v1/responses", "Respond to an input, and keep the response.", responses.ResponseObject,
         body=ResponsesBody, streams=True,
     ),
     Operation(
         "get", "/v1/responses/{id}", "A response that is kept, or runs in the background.",
-        ResponseObject, streams=True, also=(400, 404),
+        responses.ResponseObject, streams=True, also=(400, 404),
     ),
     Operation("delete", "/v1/responses/{id}", "Forget a response.", _JSON, also=(404,)),
     Operation(
@@ -82,7 +81,7 @@ OPERATIONS = (
         body=ResponsesBody,
     ),
     Operation(
-        "post", "/v1/responses/{id}/cancel", "End a response in the background.", ResponseObject,
+        "post", "/v1/responses/{id}/cancel", "End a response in the background.", responses.ResponseObject,
         also=(400, 404),
     ),
     Operation(

@@ -5,7 +5,7 @@ each token would cost more than the rest of its response. The events of streams 
 those of the OpenAI and Anthropic APIs, and tests read them with the types of these clients.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -181,3 +181,46 @@ class ModelCard(ResponseModel):
 class ModelList(ResponseModel):
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class ResponsesUsage(ResponseModel):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseObject(ResponseModel):
+    """The JSON of /v1/responses, whose items are those of OpenAI's API. It repeats fields of its request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    usage: ResponsesUsage | None
+    """Of a complete or incomplete response."""
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    tool_choice: Any
+    tools: list[Any]
+    truncation: Literal["disabled"]
+    background: bool
+    store: bool
+    reasoning: dict[str, str]
+    text: dict[str, Any]
+    service_tier: Literal["default"]
+    temperature: float
+    top_p: float
+    top_logprobs: int | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None

@@ -10,6 +10,7 @@ import openai
 import pytest
 from aiohttp import web
 from openai.types.responses import (
+    Response,
     ResponseFunctionToolCall,
     ResponseOutputMessage,
     ResponseReasoningItem,
@@ -19,7 +20,7 @@ from pydantic import TypeAdapter
 
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.keys import api_keys
-from baton.router.api.openai_responses.reply import ResponseObject
+from baton.router.api.responses import ResponseObject
 from baton.router.endpoints import stored_responses
 from baton.router.endpoints.http_generation import HttpGeneration
 from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
@@ -105,6 +106,7 @@ async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
     async with thinking.http.get(f"{thinking.url}{PATH}/{final['id']}") as response:
         assert await response.json() == final
     ResponseObject.model_validate(final)
+    Response.model_validate(final)
 
 
 async def test_a_limit_makes_a_response_incomplete(cluster: Cluster):
@@ -124,6 +126,7 @@ async def test_logprobs_of_a_message(thinking: Cluster):
     include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     _, result = await thinking.post(PATH, input="Hi", tools=[WEATHER], **include)
     ResponseObject.model_validate(result)
+    Response.model_validate(result)
     entries = result["output"][1]["content"][0]["logprobs"]
     assert "".join(entry["token"] for entry in entries).strip() == ANSWER.strip() + "<", "of the tool call"
     assert result["output"][0]["content"][0].keys() == {"type", "text"}
