@@ -81,7 +81,7 @@ class DoctorOptions:
     check_port: list[int] = opt([], "Check that this port is free; repeat it.", "PORT")
     model: str | None = opt(None, "Check this model's files.", "MODEL", shown="the embedded model")
     tensor_parallel_size: int = opt(
-        1, "Check that the model and this machine allow workers of N GPUs.", "N", check=between(1)
+        1, "Check that the model allows workers of N GPUs.", "N", check=between(1)
     )
     cluster_secret_file: Path | None = opt(
         None, "Secret of the cluster.", shown="BATON_CLUSTER_SECRET", **OLD_FILE

@@ -75,19 +75,6 @@ def test_a_poor_machine(root: Path) -> None:
     assert level(limits, "net.core.somaxconn") == "good"
 
 
-@pytest.mark.parametrize(
-    ("present", "size", "level"),
-    [(4, 1, None), (4, 2, "good"), (4, 4, "good"), (4, 8, "bad"), (0, 8, None)],
-)
-def test_the_gpus_of_a_group(
-    present: int, size: int, level: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node, "visible_gpus", lambda: [str(gpu) for gpu in range(present)])
-    found = list(node.groups(DoctorOptions(tensor_parallel_size=size)))
-    assert [finding.level for finding in found] == ([] if level is None else [level])
-    assert all(f"{size} GPUs" in finding.check for finding in found)
-
-
 def test_a_taken_port_and_a_free_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as free:
         free.bind(("127.0.0.1", 0))

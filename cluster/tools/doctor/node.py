@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton.cluster import check_model, model
-from baton.cluster.gpus import nvidia_smi, visible_gpus
+from baton.cluster.gpus import nvidia_smi
 from baton.cluster.options.clients import DoctorOptions
 from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.roles import FrontOptions
@@ -44,7 +44,6 @@ def node(options: DoctorOptions) -> Iterator[Finding]:
     """All checks of this machine."""
     yield from versions()
     yield from gpus()
-    yield from groups(options)
     yield from memory(ROOT)
     yield from cards(ROOT)
     yield from limits(ROOT)
@@ -101,21 +100,6 @@ def gpus() -> Iterator[Finding]:
         links = nvidia_smi("nvlink", "--status") or []
         active = sum("GB/s" in line for line in links)
         yield good("NVLink", f"{active} links") if active else note("NVLink", "none between these GPUs")
-
-
-def groups(options: DoctorOptions) -> Iterator[Finding]:
-    """Checks whether this machine has the GPUs of a worker with several. On a CPU ranks need no devices."""
-    size, present = options.tensor_parallel_size, len(visible_gpus())
-    if size == 1 or not present:
-        return
-    check = f"workers of {size} GPUs"
-    if size > present:
-        yield bad(
-            check, f"this machine has {present}",
-            "Lower --tensor-parallel-size, or run the worker on a machine with more GPUs.",
-        )  # fmt: skip
-    else:
-        yield good(check, f"{present // size} fit on the {present} GPUs of this machine")
 
 
 def memory(root: Path) -> Iterator[Finding]:
