@@ -34,7 +34,7 @@ def faults(found: ResolvedModel, engine: EngineOptions, tokenizer: str | None = 
     """The problems for which workers or routers would refuse a model on this machine.
 
     A name on the hub is not checked, and weights are not checked without torch or for vLLM. The files of the
-    embedded model are not checked, because `model.resolve` has verified its digest.
+    embedded model are not checked: pip has verified them.
     """
     ranks = engine.tensor_parallel_size > 1 or engine.enable_expert_parallel
     plain = not ranks and engine.quantization == "auto" and tokenizer is None

@@ -252,13 +252,11 @@ def top(endpoint: clients.EndpointOptions, top: clients.TopOptions) -> int:
     CLIENTS,
     "baton doctor",
     "baton doctor --cluster --url http://10.0.0.5:8000",
-    "baton doctor --listen 7100 --host 0.0.0.0   # on one node, then on the other:",
-    "baton doctor --peer 10.0.0.5:7100 --kv-lanes 8",
 )
 def doctor(
     doctor: clients.DoctorOptions, endpoint: clients.EndpointOptions, output: clients.StatusOptions
 ) -> int:
-    """Find problems and their remedies: on this machine, between two machines, or in a running cluster.
+    """Find problems and their remedies, on this machine or in a running cluster.
 
     The exit code is 1 when a check fails. Warnings do not change the exit code.
     """

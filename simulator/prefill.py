@@ -9,39 +9,15 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Self
 
 from baton.content import CHUNK_TOKENS
 from baton.machine import Average
-from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill import PrefillPolicy, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.trace import Session, Trace, Turn, hit_tokens
-
-SIMULATED = ("ring", "rows", "wait", "speed", "cached", "load")
-"""The signals (fields of `PrefillSnapshot`) that simulated workers report, or whose values follow from that:
-nothing is cached below their devices, so `load` is 0."""
-
-
-class SimulatedSnapshot(PrefillSnapshot):
-    """Has these signals alone. A policy that reads another one would be judged by a value that never
-    changes."""
-
-    @classmethod
-    def of(cls, snapshot: PrefillSnapshot) -> Self:
-        seen = object.__new__(cls)
-        for name in SIMULATED:
-            object.__setattr__(seen, name, getattr(snapshot, name))
-        return seen
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise ValueError(
-            f"the policy reads the signal {name}, which is not simulated ({', '.join(SIMULATED)} are): let "
-            "simulated workers report it, and add it to SIMULATED in simulator/prefill.py"
-        )
-
 
 Speed = Callable[[int, int], float]
 """Takes the uncached and the cached tokens of one prompt. Returns the seconds that the prompt takes."""
@@ -199,7 +175,7 @@ class PrefillRouter:
         self._choices += 1
         snapshot = self.loads.snapshot(request, now)
         assert snapshot is not None
-        row = self._policy(SimulatedSnapshot.of(snapshot), request)
+        row = self._policy(snapshot, request)
         return self._workers[row], PrefillWork(turn.tokens - snapshot.cached.of(row), turn.chunks)
 
 

@@ -17,7 +17,7 @@ import typer
 
 from baton.bench.load import options as groups
 from baton.bench.load.options import Options
-from baton.bench.load.traffic.datasets import SAMPLE_TRACE
+from baton.bench.load.traffic.trace import SAMPLE_TRACE
 from baton.cluster.options.parameters import group_parameters
 
 app = typer.Typer(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from baton.bench.contract import Report, Row
@@ -17,13 +16,12 @@ from baton.bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Opti
 from baton.bench.load.target import endpoint
 from baton.bench.load.target.request import Dialect, Target, new_http_session
 from baton.bench.load.target.tokenization import Tokenization
-from baton.bench.load.traffic import datasets
 from baton.bench.load.traffic.client import ClientConfig
 from baton.bench.load.traffic.fleet import Harvest
+from baton.bench.load.traffic.trace import read_trace, trace_sessions
 from baton.bench.load.traffic.workload import Listed, Synthetic, Workload
 
 _PROBE_TIMEOUT = 120.0
-_LISTED_SESSIONS = 2000  # of a data set, if no number of requests is given
 _CHECKED_SESSIONS = 500
 
 
@@ -92,8 +90,7 @@ async def prepare(options: Options) -> Plan:
         )
         target, notes = await endpoint.find_dialect(http, target)
         tokenization = await endpoint.find_tokenization(http, target)
-        workload, said = await _workload(http, target, options, tokenization)
-        notes += said
+    workload = await _workload(options, tokenization)
     _check_lengths(options, workload, model.max_model_len)
     return Plan(options, client_of(options, target, workload, tokenization), tuple(notes))
 
@@ -177,7 +174,7 @@ def _notes(plan: Plan, summary: Summary) -> Iterator[str]:
     if interrupted := detail["interrupted"]:
         yield f"{interrupted} requests were interrupted and do not count"
     options = plan.options
-    repeats = options.prefix_groups or options.trace or options.dataset or options.turns != "1"
+    repeats = options.prefix_groups or options.trace or options.turns != "1"
     if not repeats and (share := values.get("input.cached")):
         yield (
             f"the server took {share:.0%} of the prompt tokens from its cache, though no two prompts of this "
@@ -185,30 +182,18 @@ def _notes(plan: Plan, summary: Summary) -> Iterator[str]:
         )
 
 
-async def _workload(
-    http: aiohttp.ClientSession, target: Target, options: Options, tokenization: Tokenization
-) -> tuple[Workload, list[str]]:
+async def _workload(options: Options, tokenization: Tokenization) -> Workload:
     least = tokenization.overhead + 1
     if options.trace is not None:
-        lines = await asyncio.to_thread(datasets.read_trace, options.trace)
-        sessions = datasets.trace_sessions(
+        lines = await asyncio.to_thread(read_trace, options.trace)
+        sessions = trace_sessions(
             lines,
             seed=options.seed,
             block=options.block_size,
             length_scale=options.length_scale,
             least_input=least,
         )
-        return Listed(sessions, timed=True), []
-    if options.dataset is not None:
-        turns = round(options.turn_distribution.parameters[-1])
-        conversations = await asyncio.to_thread(
-            datasets.read_conversations,
-            datasets.resolve(options.dataset), options.requests or _LISTED_SESSIONS, turns, options.seed,
-        )  # fmt: skip
-        replies = [e.reply for conversation in conversations for e in conversation]
-        lengths, how = await endpoint.count_texts(http, target, replies)
-        listed = Listed(datasets.conversation_sessions(conversations, lengths))
-        return listed, [f"output lengths are those of the data set's replies, counted {how}"]
+        return Listed(sessions)
     needed, asked = least + options.prefix_len, options.input_distribution
     if asked.kind == "fixed" and asked.least < needed:
         raise ValueError(
@@ -224,7 +209,7 @@ async def _workload(
         prefix_groups=options.prefix_groups,
         prefix_len=options.prefix_len,
         least_input=needed,
-    ), []
+    )
 
 
 def _check_lengths(options: Options, workload: Workload, max_model_len: int | None) -> None:
@@ -232,7 +217,7 @@ def _check_lengths(options: Options, workload: Workload, max_model_len: int | No
     if max_model_len is None:
         return
     count = min(workload.count or _CHECKED_SESSIONS, options.requests or sys.maxsize)
-    # The last turn has the history before it. The length of a text is not known and counts as 0.
+    # The last turn has the history before it.
     lengths = [
         sum(turn.input_tokens + turn.output_tokens for turn in workload.session(i).turns)
         for i in range(count)
@@ -250,8 +235,6 @@ def _described(options: Options) -> dict[str, Any]:
     if options.trace is not None:
         scaled = {} if options.length_scale == 1 else {"length_scale": options.length_scale}
         return {"trace": options.trace.name, "block_size": options.block_size} | scaled
-    if options.dataset is not None:
-        return {"dataset": options.dataset.name, "turns": options.turns}
     found: dict[str, Any] = {
         "input_len": str(options.input_distribution),
         "output_len": str(options.output_distribution),

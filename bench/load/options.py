@@ -16,7 +16,7 @@ from baton.bench.contract import require_plotly
 from baton.bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
 from baton.bench.load.measurement.slo import Slo
 from baton.bench.load.target.request import Api
-from baton.bench.load.traffic.datasets import MOONCAKE_BLOCK
+from baton.bench.load.traffic.trace import MOONCAKE_BLOCK
 from baton.bench.load.traffic.workload import (
     DEFAULT_PRESET,
     PRESETS,
@@ -77,7 +77,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What to send: lengths, or the conversations of a data set."""
+    """What to send."""
 
     panel: ClassVar = "Workload"
     preset: str | None = opt(None, f"Lengths by name: {', '.join(PRESETS)}.", "IN/OUT", shown=DEFAULT_PRESET)
@@ -91,12 +91,6 @@ class Workload:
     prefix_groups: int = opt(0, "Groups of prompts that share their prefix.", "N")
     turns: str = opt("1", "Requests of a session, each with all before it: a number as above.", "N")
     think_time: str = opt("0", "From an answer to the next turn: likewise.", "SECONDS")
-    dataset: Path | None = opt(
-        None,
-        "ShareGPT-style JSON with conversations; 'sample' is one that comes with Baton.",
-        "FILE",
-        also="--dataset-path",
-    )
 
     @property
     def input_distribution(self) -> Distribution:
@@ -286,16 +280,6 @@ class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
             )
         if self.turn_distribution.least < 1 and self.turn_distribution.kind in ("fixed", "uniform"):
             raise ValueError(f"--turns {self.turns}: a session has at least one turn. Try uniform:1,8.")
-        if self.dataset is not None:
-            if self.preset or self.input_len or self.output_len or self.prefix_groups:
-                raise ValueError(
-                    f"--dataset {self.dataset} brings its own lengths. Leave out --preset, --input-len, "
-                    "--output-len and the prefixes."
-                )
-            if self.turn_distribution.kind != "fixed":
-                raise ValueError(
-                    f"--turns {self.turns}: with --dataset, give a number: the most turns of a conversation."
-                )
         self.output_distribution, self.think_distribution  # noqa: B018 - read for their errors
 
     @property

@@ -224,12 +224,7 @@ def add_split(report: Report, short: bool) -> None:
 
 def add_prefill(report: Report, short: bool) -> None:
     for case, trace, setting, names in cases(short):
-        outcomes = {}
-        for name in names:
-            try:
-                outcomes[name] = Simulation(trace, POLICIES[name], setting).run()
-            except ValueError as error:
-                sys.exit(f"bench.routing_sim: {name}: {error}")
+        outcomes = {name: Simulation(trace, POLICIES[name], setting).run() for name in names}
         report.add(Row(f"routing_sim.{case}.bound", bound(outcomes["sticky"]), "of prompt tokens"))
         for name, outcome in outcomes.items():
             add_rows(report, case, name, outcome)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from baton.cluster.options.engine import kv_cache_dtype
-from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, argument, between, opt
+from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, argument, between, opt
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,11 @@ class DoctorOptions:
     admin_url: str | None = opt(
         None, "URL of the router's --admin-port, if it has one.", "URL", shown="as --url"
     )
-    listen: int | None = opt(
-        None, "Measure the network: wait for a node with --peer.", "PORT", shown="no", **PORT
-    )
-    peer: str | None = opt(None, "Measure the network to a node with --listen.", "HOST:PORT", shown="no")
-    host: str = opt("127.0.0.1", "Address of --listen and --check-port.", "ADDRESS")
+    host: str = opt("127.0.0.1", "Address of --check-port.", "ADDRESS")
     check_port: list[int] = opt([], "Check that this port is free; repeat it.", "PORT")
-    kv_lanes: int = opt(4, "TCP connections to measure with.", "N", check=between(1, 64))
     model: str | None = opt(None, "Check this model's files.", "MODEL", shown="the embedded model")
     tensor_parallel_size: int = opt(
-        1, "Check that the model and this machine allow workers of N GPUs.", "N", check=between(1)
+        1, "Check that the model allows workers of N GPUs.", "N", check=between(1)
     )
     cluster_secret_file: Path | None = opt(
         None, "Secret of the cluster.", shown="BATON_CLUSTER_SECRET", **OLD_FILE

@@ -6,14 +6,12 @@ Run it with `make reference`. A test compares the pages with `pages()`.
 import json
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import typer
-from pydantic import BaseModel
 
 from baton.bench.load import cli as bench
 from baton.cluster.cli import app as baton_app
@@ -135,56 +133,33 @@ def field(name: str, schema: Schema, required: bool) -> str:
     )
 
 
-def fields(schema: Schema, inherited: Schema) -> str:
-    """The fields of a type, without those that it inherits."""
+def fields(schema: Schema) -> str:
     if "properties" not in schema:
         return type_of(schema)
-    own = {name: each for name, each in schema["properties"].items() if inherited.get(name) != each}
-    return "\n".join(field(name, each, name in schema.get("required", ())) for name, each in own.items())
-
-
-def bases(model: type[BaseModel], shared: set[type[BaseModel]]) -> list[type[BaseModel]]:
-    """The nearest classes above this model that several bodies have in common."""
-    found: list[type[BaseModel]] = []
-    for base in model.__bases__:
-        found += [base] if base in shared else bases(base, shared) if issubclass(base, BaseModel) else []
-    return list(dict.fromkeys(found))
+    required = schema.get("required", ())
+    return "\n".join(field(name, each, name in required) for name, each in schema["properties"].items())
 
 
 def types() -> Iterator[str]:
     schemas: dict[str, Schema] = dict(description("", keys=True, admin=True)["components"]["schemas"])
-    bodies = {operation.body for operation in OPERATIONS if operation.body is not None}
-    users = Counter(above for body in bodies for above in body.__mro__[1:])
-    shared = {each for each, count in users.items() if count > 1 and each is not BaseModel}
-    shared = {each for each in shared if issubclass(each, BaseModel)}
-    above = {model.__name__: bases(model, shared) for model in bodies | shared}
-    for model in shared:
-        schemas[model.__name__] = model.model_json_schema(ref_template="#/components/schemas/{model}")
     for name, schema in sorted(schemas.items()):
         yield f"### {name}"
         if "description" in schema:
             yield prose(schema["description"])
-        inherited: Schema = {}
-        for base in above.get(name, ()):
-            inherited |= schemas[base.__name__]["properties"]
-        if inherited:
-            links = " and ".join(type_of({"$ref": base.__name__}) for base in above[name])
-            yield f"The fields of {links}. These extend or replace them:"
-        yield fields(schema, inherited)
+        yield fields(schema)
 
 
 def endpoints() -> Iterator[str]:
     rows = []
     for operation in OPERATIONS:
-        kinds = [operation.body, operation.response, operation.chunk]
-        body, response, chunk = (
+        body, response = (
             "" if each is None else each if isinstance(each, str) else type_of({"$ref": each.__name__})
-            for each in kinds
+            for each in (operation.body, operation.response)
         )
         errors = "all" if operation.errors == REQUEST_ERRORS else ", ".join(map(str, operation.errors))
         notes = [note for note, holds in (("no key", operation.open), ("admin", operation.admin)) if holds]
         sent = " ".join(filter(None, (body, "→", response))) if body or response else ""
-        sent += f", events {chunk}" if chunk else ""
+        sent += ", or events" if operation.streams else ""
         endpoint = f"`{operation.method.upper()} {operation.path}`"
         rows.append((endpoint, operation.summary, sent, errors, ", ".join(notes)))
     yield f"*All* errors are {', '.join(map(str, REQUEST_ERRORS))}."

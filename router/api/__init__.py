@@ -9,5 +9,5 @@ Life of a request here:
    become chat completions. The errors of that chat completion get the names of their fields (`validation`).
 3. `jobs` makes one `Job` for each choice: token ids and sampling parameters.
 
-`responses` has the models of responses. `openapi` describes both.
+`responses` has the models of the main responses. `openapi` describes both.
 """

@@ -11,22 +11,11 @@ from pydantic.json_schema import models_json_schema
 
 from baton.router.api import responses
 from baton.router.api.anthropic.body import CountTokensBody, MessagesBody
-from baton.router.api.anthropic.reply import (
-    AnthropicErrorResponse,
-    AnthropicMessage,
-    MessageEvent,
-    TokenCount,
-)
+from baton.router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage
 from baton.router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, InvocationBody, TokenizeBody
 from baton.router.api.openai_responses.body import ResponsesBody
-from baton.router.api.openai_responses.reply import (
-    DeletedResponse,
-    InputItems,
-    InputTokens,
-    ResponseEvent,
-    ResponseObject,
-)
 
+_JSON = "application/json"
 _SCHEMA = "#/components/schemas/{model}"
 REQUEST_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 """HTTP statuses of the errors of an endpoint with a body."""
@@ -42,8 +31,8 @@ class Operation:
     response: type[BaseModel] | str | None = None
     """Of a success: the model of its JSON, or its content type. None: the response is empty."""
     body: type[BaseModel] | None = None
-    chunk: type[BaseModel] | None = None
-    """One server-sent event of a stream."""
+    streams: bool = False
+    """Can send server-sent events instead."""
     also: tuple[int, ...] = ()
     """HTTP statuses of errors that endpoints like this one do not have."""
     error: type[BaseModel] = responses.ErrorResponse
@@ -69,73 +58,66 @@ class Operation:
 OPERATIONS = (
     Operation(
         "post", "/v1/chat/completions", "Complete a chat.", responses.ChatResponse,
-        body=ChatBody, chunk=responses.ChatChunk,
+        body=ChatBody, streams=True,
     ),
     Operation(
         "post", "/v1/completions", "Complete a text.", responses.CompletionResponse,
-        body=CompletionBody, chunk=responses.CompletionChunk,
+        body=CompletionBody, streams=True,
     ),
     Operation(
-        "post", "/v1/responses", "Respond to an input, and keep the response.", ResponseObject,
-        body=ResponsesBody, chunk=ResponseEvent,
+        "post", "/v1/responses", "Respond to an input, and keep the response.", responses.ResponseObject,
+        body=ResponsesBody, streams=True,
     ),
     Operation(
         "get", "/v1/responses/{id}", "A response that is kept, or runs in the background.",
-        ResponseObject, chunk=ResponseEvent, also=(400, 404),
+        responses.ResponseObject, streams=True, also=(400, 404),
     ),
-    Operation("delete", "/v1/responses/{id}", "Forget a response.", DeletedResponse, also=(404,)),
+    Operation("delete", "/v1/responses/{id}", "Forget a response.", _JSON, also=(404,)),
     Operation(
-        "get", "/v1/responses/{id}/input_items", "The items before a response.",
-        InputItems, also=(400, 404),
+        "get", "/v1/responses/{id}/input_items", "The items before a response.", _JSON, also=(400, 404),
     ),
     Operation(
-        "post", "/v1/responses/input_tokens", "How long the prompt of a response is.", InputTokens,
+        "post", "/v1/responses/input_tokens", "How long the prompt of a response is (`input_tokens`).", _JSON,
         body=ResponsesBody,
     ),
     Operation(
-        "post", "/v1/responses/{id}/cancel", "End a response in the background.", ResponseObject,
+        "post", "/v1/responses/{id}/cancel", "End a response in the background.", responses.ResponseObject,
         also=(400, 404),
     ),
     Operation(
         "post", "/v1/messages", "Complete a chat, in Anthropic's form.", AnthropicMessage,
-        body=MessagesBody, chunk=MessageEvent, error=AnthropicErrorResponse,
+        body=MessagesBody, streams=True, error=AnthropicErrorResponse,
     ),
     Operation(
-        "post", "/v1/messages/count_tokens", "How long a prompt is, in Anthropic's form.", TokenCount,
+        "post", "/v1/messages/count_tokens", "How long a prompt is (`input_tokens`).", _JSON,
         body=CountTokensBody, error=AnthropicErrorResponse,
     ),
     Operation(
         "post", "/invocations", "As /v1/chat/completions if the body has messages, else as /v1/completions.",
-        "application/json", body=InvocationBody,
+        _JSON, body=InvocationBody,
     ),
     Operation("get", "/v1/models", "The model that is served.", responses.ModelList),
     Operation("get", "/v1/models/{id}", "The model with this id.", responses.ModelCard, also=(404,)),
-    Operation(
-        "post", "/tokenize", "Text or messages to token ids.", responses.TokenizeResponse,
-        body=TokenizeBody,
-    ),
-    Operation("post", "/detokenize", "Token ids to text.", responses.DetokenizeResponse, body=DetokenizeBody),
+    Operation("post", "/tokenize", "Text or messages to token ids (`tokens`).", _JSON, body=TokenizeBody),
+    Operation("post", "/detokenize", "Token ids to text (`prompt`).", _JSON, body=DetokenizeBody),
     Operation("get", "/health", "The process serves.", open=True),
     Operation("get", "/ping", "As /health.", open=True),
     Operation("post", "/ping", "As /health.", open=True),
-    Operation("get", "/load", "How many requests it serves.", responses.LoadResponse),
-    Operation("get", "/server_info", "How the router serves.", responses.ServerInfoResponse),
-    Operation(
-        "get", "/tokenizer_info", "The chat template and the special tokens.",
-        responses.TokenizerInfoResponse,
-    ),
+    Operation("get", "/load", "How many requests this process generates for (`server_load`).", _JSON),
+    Operation("get", "/server_info", "How the router serves.", _JSON),
+    Operation("get", "/tokenizer_info", "The chat template and the special tokens.", _JSON),
     Operation("get", "/ready", "Each pool of the cluster has a worker.", also=(503,), open=True),
     Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True, admin=True),
     Operation(
         "get", "/metrics/targets", "Where Prometheus finds the workers' metrics (HTTP service discovery).",
-        "application/json", admin=True,
+        _JSON, admin=True,
     ),
-    Operation("get", "/version", "The version of Baton.", responses.VersionResponse, open=True),
-    Operation("get", "/openapi.json", "This description.", "application/json", open=True),
+    Operation("get", "/version", "The version of Baton.", _JSON, open=True),
+    Operation("get", "/openapi.json", "This description.", _JSON, open=True),
     Operation("get", "/docs", "This description as a page.", "text/html", open=True),
     Operation("get", "/chat", "A page that chats with the model.", "text/html", open=True),
     Operation("get", "/", "A page with links to these two.", "text/html", open=True),
-    Operation("get", "/status", "The router and its workers.", responses.StatusResponse, admin=True),
+    Operation("get", "/status", "The router and its workers.", _JSON, admin=True),
 )  # fmt: skip
 
 
@@ -146,7 +128,7 @@ def description(version: str, keys: bool, admin: bool) -> dict[str, Any]:
     `keys`: the router demands API keys. `admin`: it serves the admin endpoints itself, without an admin port.
     """
     bodies = [operation.body for operation in OPERATIONS if operation.body]
-    sent = [r for o in OPERATIONS for r in (o.response, o.chunk) if isinstance(r, type)]
+    sent = [o.response for o in OPERATIONS if isinstance(o.response, type)]
     models = [(model, "validation") for model in bodies]
     models += [(model, "serialization") for model in dict.fromkeys([*sent, *(o.error for o in OPERATIONS)])]
     _, schemas = models_json_schema(models, ref_template=_SCHEMA)  # pyrefly: ignore[bad-argument-type]
@@ -176,29 +158,22 @@ def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
     if isinstance(operation.response, str):
         content[operation.response] = {}
     elif operation.response is not None:
-        content["application/json"] = _schema(operation.response)
-    if operation.chunk is not None:
-        # The data of each event is a chunk. The data of OpenAI's last event of completions is [DONE].
-        content["text/event-stream"] = {"x-event-schema": _ref(operation.chunk)}
+        content[_JSON] = _schema(operation.response)
+    if operation.streams:
+        content["text/event-stream"] = {}
     errors = [code for code in operation.errors if keys or code != 401]
     described: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {
             "200": {"description": "Success", **({"content": content} if content else {})},
             **{
-                str(code): {
-                    "description": "An error",
-                    "content": {"application/json": _schema(operation.error)},
-                }
+                str(code): {"description": "An error", "content": {_JSON: _schema(operation.error)}}
                 for code in errors
             },
         },
     }
     if operation.body is not None:
-        described["requestBody"] = {
-            "required": True,
-            "content": {"application/json": _schema(operation.body)},
-        }
+        described["requestBody"] = {"required": True, "content": {_JSON: _schema(operation.body)}}
     if operation.parameters:
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -209,9 +184,5 @@ def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
     return described
 
 
-def _ref(model: type[BaseModel]) -> dict[str, str]:
-    return {"$ref": _SCHEMA.format(model=model.__name__)}
-
-
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    return {"schema": _ref(model)}
+    return {"schema": {"$ref": _SCHEMA.format(model=model.__name__)}}

@@ -1,24 +1,17 @@
-"""The JSON of responses, as models for `/openapi.json` and for tests.
+"""The JSON of the main responses, as models for `/openapi.json` and for tests.
 
 The router itself builds responses as plain dicts (`router.endpoints.builders`), because a model for
-each token would cost more than the rest of its response.
+each token would cost more than the rest of its response. The events of streams have no model: they are
+those of the OpenAI and Anthropic APIs, and tests read them with the types of these clients.
 """
 
-from functools import reduce
-from operator import or_
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-
-
-def one_of(models: dict[str, dict[str, Any]]) -> Any:
-    """Makes a model of each of these names with these members. Returns their union."""
-    made = [create_model(name, __base__=ResponseModel, **members) for name, members in models.items()]
-    return reduce(or_, made)
 
 
 class ErrorDetail(ResponseModel):
@@ -139,13 +132,12 @@ class Timing(ResponseModel):
 
 
 class Completion(ResponseModel):
-    """What chats and completions share, whole ones and the events of a stream."""
+    """What chats and completions share."""
 
     id: str
     created: int
     model: str
     metrics: Timing | None = None
-    """Of a stream the event with the usage has it."""
 
 
 class ChatResponse(Completion):
@@ -156,72 +148,16 @@ class ChatResponse(Completion):
     prompt_logprobs: PromptLogprobs | None
 
 
-class FunctionDelta(ResponseModel):
-    name: str | None = None
-    arguments: str
-
-
-class ToolCallDelta(ResponseModel):
-    """A part of a tool call.
-
-    The first part has id, type and name. Clients join the `arguments` of all parts.
-    """
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
-
-
-class AssistantDelta(ResponseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-
-
-class ChatChunkChoice(ResponseModel):
-    index: int
-    delta: AssistantDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinishReason | None
-    stop_reason: str | int | None = None
-    matched_stop: str | int | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatChunk(Completion):
-    """One event of a stream. If usage was asked for, the last event has it, and no choice."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class CompletionChunkChoice(ResponseModel):
+class CompletionChoice(ResponseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
-    matched_stop: str | int | None = None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    matched_stop: str | int | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-
-
-class CompletionChoice(CompletionChunkChoice):
     prompt_logprobs: PromptLogprobs | None
-    finish_reason: FinishReason  # pyrefly: ignore[bad-override]  (fields are never assigned)
-
-
-class CompletionChunk(Completion):
-    """One event of a stream. If usage was asked for, the last event has it, and no choice."""
-
-    object: Literal["text_completion"]
-    choices: list[CompletionChunkChoice]
-    usage: Usage | None = None
 
 
 class CompletionResponse(Completion):
@@ -247,79 +183,44 @@ class ModelList(ResponseModel):
     data: list[ModelCard]
 
 
-class TokenizeResponse(ResponseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str | None] | None
-    """The tokens as the vocabulary spells them, with `return_token_strs`."""
+class ResponsesUsage(ResponseModel):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
 
 
-class DetokenizeResponse(ResponseModel):
-    prompt: str
+class ResponseObject(ResponseModel):
+    """The JSON of /v1/responses, whose items are those of OpenAI's API. It repeats fields of its request."""
 
-
-class TokenizerInfoResponse(ResponseModel):
-    """The names are those of tokenizer_config.json. Without a chat template the first three are null."""
-
-    chat_template: str | None
-    bos_token: str | None
-    eos_token: str | None
-    tokenizer_class: str
-    """The class of transformers that loads such a tokenizer."""
-    vocab_size: int
-    model_max_length: int
-
-
-class LoadResponse(ResponseModel):
-    server_load: int
-    """Requests that this router process generates for."""
-
-
-class ServerInfoResponse(ResponseModel):
-    version: str
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
-    max_model_len: int
-    tool_call_parser: str | None
-    reasoning_parser: str | None
-    default_sampling_params: dict[str, float]
-
-
-class VersionResponse(ResponseModel):
-    version: str
-
-
-class StatusWorker(ResponseModel):
-    """A worker. `description` and `status` are WorkerDescription and WorkerStatus of proto/worker.proto."""
-
-    address: str
-    role: Literal["prefill", "decode", "unknown"]
-    index: int
-    incarnation: str
-    state: str
-    reason: str
-    remedy: str
-    attempts: int
-    description: dict[str, Any]
-    status: dict[str, Any]
-
-
-class StatusRouter(ResponseModel):
-    index: int
-    pid: int
-    model: str
-    state: Literal["serving", "draining"]
-    ready: bool
-    requests: int
-    waiting_for_turn: int
-    waiting_for_room: int
-    waiting_for_workers: int
-    waiting_tokens: int
-
-
-class StatusResponse(ResponseModel):
-    """`cluster` is the report of the supervisor of `baton serve`; null without one."""
-
-    router: StatusRouter
-    workers: list[StatusWorker]
-    cluster: dict[str, Any] | None
+    output: list[dict[str, Any]]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    usage: ResponsesUsage | None
+    """Of a complete or incomplete response."""
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    tool_choice: Any
+    tools: list[Any]
+    truncation: Literal["disabled"]
+    background: bool
+    store: bool
+    reasoning: dict[str, str]
+    text: dict[str, Any]
+    service_tier: Literal["default"]
+    temperature: float
+    top_p: float
+    top_logprobs: int | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None

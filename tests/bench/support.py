@@ -11,7 +11,7 @@ from baton.bench.load.target.answer import Record
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.target.tokenization import WORDS, Tokenization
 from baton.bench.load.traffic.client import Client, ClientConfig
-from baton.bench.load.traffic.workload import Arrivals, Session, Turn, Workload
+from baton.bench.load.traffic.workload import Arrivals, Distribution, Synthetic, Workload
 
 # Words that the mock server counts as one token each.
 SHORT_WORDS = tuple(w for w in WORDS if len(w) <= 5)
@@ -84,5 +84,7 @@ async def run_client(
     return records
 
 
-def one_turn(output_tokens: int = 4) -> Session:
-    return Session((Turn(output_tokens, text="hello there"),))
+def short_prompts(output_tokens: int = 4, turns: int = 1, think_seconds: float = 0.0) -> Synthetic:
+    """Sessions of prompts with three tokens."""
+    lengths = [Distribution("fixed", (n,)) for n in (3, output_tokens, turns, think_seconds)]
+    return Synthetic(1, lengths[0], lengths[1], lengths[2], lengths[3])

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from baton.bench.load.cli import app
 from baton.bench.load.target.answer import Failure, Record
-from baton.bench.load.traffic import datasets
 from baton.bench.load.traffic.fleet import REFUSALS, Refusals
+from baton.bench.load.traffic.trace import SAMPLE_TRACE, read_trace
 from tests.bench.mock_server import Behavior, Fault, MockServer, Served
 from tests.bench.test_page import report as report_of_a_run
 from tests.forked import FreshPopen, forking
@@ -240,7 +240,7 @@ async def test_replay_keeps_the_lengths_and_times_of_the_trace(tmp_path: Path) -
         Behavior(ttft=0, gaps=(0,)), "replay", "--speed", "40", "--json", tmp_path / "r.json"
     )  # the first one is the probe
     assert code in MEASURED, err
-    lines = datasets.read_trace(datasets.SAMPLE_TRACE)
+    lines = read_trace(SAMPLE_TRACE)
     assert sorted(s.prompt_tokens for s in served) == sorted(line.input_length for line in lines)
     assert sorted(s.max_tokens for s in served) == sorted(line.output_length for line in lines)
     span = max(s.arrived for s in served) - min(s.arrived for s in served)

@@ -18,14 +18,15 @@ import pytest
 
 from baton.bench.load.target.answer import Answer, Record
 from baton.bench.load.target.request import Api, Dialect, Target
-from baton.bench.load.traffic.workload import Distribution, Listed, Session, Synthetic, Turn, Workload
+from baton.bench.load.target.tokenization import Composer
+from baton.bench.load.traffic.workload import Distribution, Listed, Session, Synthetic, Workload
 from tests.bench.mock_server import Behavior, Fault, MockServer
-from tests.bench.support import client_config, one_turn, open_loop, run_client
+from tests.bench.support import EXACT, client_config, open_loop, run_client, short_prompts
 
-SAME = Listed((one_turn(),))
+SHORT = short_prompts()
 
 
-async def _answered(behavior: Behavior, workload: Workload = SAME, **more: Any) -> list[Record]:
+async def _answered(behavior: Behavior, workload: Workload = SHORT, **more: Any) -> list[Record]:
     """The records of a client. `more`: fields of its configuration."""
     async with MockServer(behavior) as server:
         return await run_client(client_config(server.url, workload, **more))
@@ -42,7 +43,7 @@ async def test_records_match_what_the_server_sent(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Answer, "feed", fed)
     start = time.monotonic()
     async with MockServer(Behavior(ttft=0.05, gate=lambda *_: read.acquire())) as server:
-        config = client_config(server.url, Listed((one_turn(5),)), sessions=1)
+        config = client_config(server.url, short_prompts(5), sessions=1)
         (record,) = await run_client(config, start=start)
         (served,) = server.served
     assert record.ok
@@ -73,7 +74,7 @@ async def test_a_closed_loop_keeps_its_users_busy() -> None:
 async def test_clients_share_the_sessions_and_the_users() -> None:
     async with MockServer(Behavior(ttft=0)) as server:
         configs = [
-            client_config(server.url, SAME, sessions=11, concurrency=5, index=i, clients=3) for i in range(3)
+            client_config(server.url, SHORT, sessions=11, concurrency=5, index=i, clients=3) for i in range(3)
         ]
         found = await asyncio.gather(*map(run_client, configs))
     assert [c.users for c in configs] == [2, 2, 1]
@@ -83,7 +84,7 @@ async def test_clients_share_the_sessions_and_the_users() -> None:
 async def test_several_servers_take_sessions_in_turn() -> None:
     async with MockServer(Behavior(ttft=0)) as one, MockServer(Behavior(ttft=0)) as other:
         target = Target((one.url, other.url), "completions", "mock", Dialect())
-        config = client_config("", SAME, sessions=5, concurrency=1)
+        config = client_config("", SHORT, sessions=5, concurrency=1)
         await run_client(msgspec.structs.replace(config, target=target))
         assert [len(server.served) for server in (one, other)] == [3, 2]
 
@@ -95,8 +96,8 @@ async def test_an_open_loop_keeps_its_times_beside_a_slow_server() -> None:
 
 
 async def test_a_trace_is_replayed_at_its_times_scaled_by_its_speed() -> None:
-    sessions = tuple(Session(one_turn().turns, at=at) for at in (0.0, 1.0, 1.5, 4.0))
-    records = await _answered(Behavior(ttft=0), Listed(sessions, timed=True), concurrency=0, time_scale=10.0)
+    sessions = tuple(Session(SHORT.session(0).turns, at=at) for at in (0.0, 1.0, 1.5, 4.0))
+    records = await _answered(Behavior(ttft=0), Listed(sessions), concurrency=0, time_scale=10.0)
     assert [r.intended for r in records] == pytest.approx([0.0, 0.1, 0.15, 0.4])
     assert all(r.sent >= r.intended for r in records)
 
@@ -122,9 +123,9 @@ async def test_an_open_loop_shows_a_stall_that_a_closed_loop_hides() -> None:
     behavior = Behavior(ttft=0, gaps=(0,), gate=stall)
     async with MockServer(behavior) as one, MockServer(behavior) as other:
         opened = asyncio.create_task(
-            run_client(client_config(one.url, SAME, sessions=40, **open_loop(200.0)), start=start)
+            run_client(client_config(one.url, SHORT, sessions=40, **open_loop(200.0)), start=start)
         )
-        closed = asyncio.create_task(run_client(client_config(other.url, SAME, sessions=40), start=start))
+        closed = asyncio.create_task(run_client(client_config(other.url, SHORT, sessions=40), start=start))
         await asyncio.gather(one.requests(30), other.requests(11))
         stalled_until = time.monotonic() - start
         over.set()
@@ -139,10 +140,10 @@ async def test_an_open_loop_shows_a_stall_that_a_closed_loop_hides() -> None:
 
 
 async def test_sessions_keep_their_id_history_and_think_time() -> None:
-    turns = tuple(Turn(2, text=f"question {i}", think_seconds=0.1 if i else 0.0) for i in range(3))
+    workload = short_prompts(2, turns=3, think_seconds=0.1)
     async with MockServer(Behavior(ttft=0.01)) as server:
         target = Target((server.url,), "chat", "mock", Dialect())
-        config = client_config("", Listed((Session(turns),)), sessions=2, concurrency=2, target=target)
+        config = client_config("", workload, sessions=2, concurrency=2, target=target)
         records = await run_client(config)
         served = server.served
     assert len(records) == 6
@@ -151,22 +152,23 @@ async def test_sessions_keep_their_id_history_and_think_time() -> None:
     assert [len(s.prompt) for s in mine] == [1, 3, 5]
     assert [m["role"] for m in mine[2].prompt] == ["user", "assistant"] * 2 + ["user"]
     assert mine[2].prompt[1]["content"] == " t0 t1", "what the server had said"
-    assert mine[2].prompt[4]["content"] == "question 2"
+    asked = workload.session(0).turns[2].segments
+    assert mine[2].prompt[4]["content"] == Composer(EXACT).compose(asked, first=False)
     first, second, _ = [r for r in records if r.index == 0]
     assert second.sent >= second.intended >= first.ended + 0.1
 
 
 async def test_the_history_of_completions_is_one_text() -> None:
-    turns = (Turn(2, text="one"), Turn(2, text="two"))
+    workload, composer = short_prompts(2, turns=2), Composer(EXACT)
+    one, two = (composer.compose(t.segments, first=not i) for i, t in enumerate(workload.session(0).turns))
     async with MockServer(Behavior(ttft=0)) as server:
-        await run_client(client_config(server.url, Listed((Session(turns),)), sessions=1))
-        assert [s.prompt for s in server.served] == ["one", "one t0 t1\ntwo"]
+        await run_client(client_config(server.url, workload, sessions=1))
+        assert [s.prompt for s in server.served] == [one, f"{one} t0 t1\n{two}"]
 
 
 async def test_a_failed_turn_ends_its_session() -> None:
-    turns = tuple(Turn(4, text="x") for _ in range(4))
     behavior = Behavior(ttft=0, faults=("none", "half"))
-    records = await _answered(behavior, Listed((Session(turns),)), sessions=1)
+    records = await _answered(behavior, short_prompts(turns=4), sessions=1)
     assert [r.error_class for r in records] == ["", "half_streamed"]
     assert records[-1].skipped_turns == 2
 
@@ -192,7 +194,7 @@ FAULTS: dict[Fault, str] = {
 async def test_every_failure_is_named_and_counted(api: Api) -> None:
     async with MockServer(Behavior(ttft=0, faults=tuple(FAULTS))) as server:
         target = Target((server.url,), api, "mock", Dialect())
-        config = client_config("", SAME, sessions=2 * len(FAULTS), concurrency=4, target=target)
+        config = client_config("", SHORT, sessions=2 * len(FAULTS), concurrency=4, target=target)
         records = await run_client(config)
         server.behavior.faults = ("hang",)
         late = await run_client(msgspec.structs.replace(config, sessions=1, timeout=0.2))
@@ -218,7 +220,7 @@ async def test_users_back_off_from_a_server_that_does_not_answer(monkeypatch: py
         return found
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    records = await run_client(client_config("http://127.0.0.1:1", SAME, sessions=6))
+    records = await run_client(client_config("http://127.0.0.1:1", SHORT, sessions=6))
     assert [r.error_class for r in records] == ["refused"] * 6
     assert pauses() == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     records = await _answered(Behavior(ttft=0, faults=["500", "500", "none"]), sessions=6)
@@ -227,7 +229,7 @@ async def test_users_back_off_from_a_server_that_does_not_answer(monkeypatch: py
 
 
 async def test_an_unknown_host_is_unreachable() -> None:
-    records = await run_client(client_config("http://host.invalid:80", SAME, sessions=1))
+    records = await run_client(client_config("http://host.invalid:80", SHORT, sessions=1))
     assert [r.error_class for r in records] == ["unreachable"]
 
 
@@ -248,7 +250,7 @@ async def test_a_server_that_ends_in_the_middle_of_a_stream() -> None:
 
     async with MockServer(Behavior(ttft=0, gaps=(0,), gate=gate)) as server:
         running = asyncio.create_task(
-            run_client(client_config(server.url, SAME, **open_loop(100.0)), stop_when=enough)
+            run_client(client_config(server.url, SHORT, **open_loop(100.0)), stop_when=enough)
         )
         await half.wait()
     classes = Counter(r.error_class for r in await running)
@@ -273,7 +275,7 @@ async def test_an_answer_after_the_drain_time_has_failed(load: dict[str, Any], c
 async def test_a_stop_keeps_what_was_measured(shape: dict) -> None:
     async with MockServer(Behavior(ttft=0.01, faults=("none", "hang"))) as server:
         # Every second request hangs. So when two have ended, the one between them is under way.
-        config = client_config(server.url, SAME, duration=30.0, **shape)
+        config = client_config(server.url, SHORT, duration=30.0, **shape)
         records = await run_client(config, stop_when=lambda found: len(found) == 2)
     classes = Counter(r.error_class for r in records)
     assert classes[""] >= 2

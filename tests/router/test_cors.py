@@ -67,9 +67,17 @@ async def test_the_small_endpoints_of_vllm(cluster: Cluster):
             return await response.json()
 
     assert await get("/load") == {"server_load": 0}
+    assert (await get("/version")).keys() == {"version"}
     info = await get("/server_info")
+    assert info.keys() == {
+        "version", "model", "max_model_len", "tool_call_parser", "reasoning_parser",
+        "default_sampling_params",
+    }  # fmt: skip
     assert (info["model"], info["max_model_len"], info["reasoning_parser"]) == ("fake", 8192, None)
     template = await get("/tokenizer_info")
+    assert template.keys() == {
+        "chat_template", "bos_token", "eos_token", "tokenizer_class", "vocab_size", "model_max_length",
+    }  # fmt: skip
     assert "<|im_start|>" in str(template["chat_template"])
     assert template["eos_token"] == "<|im_end|>"
     async with cluster.http.post(cluster.url + "/ping") as response:

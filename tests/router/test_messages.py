@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from baton.router.admission.keys import api_keys
-from baton.router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage, MessageEvent
+from baton.router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage
 from baton.router.endpoints.builders.anthropic import _arguments
 from baton.router.text.tokenizer import ModelTokenizer
 
@@ -80,9 +81,12 @@ async def test_the_tool_runner_of_the_anthropic_client_sends_the_whole_conversat
 
 
 async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
+    import anthropic
+
     events = await thinking.typed_events(PATH, **BODY, tools=[TOOL])
+    stream_event = TypeAdapter[Any](anthropic.types.RawMessageStreamEvent)
     for event in events:
-        MessageEvent.model_validate(event)
+        stream_event.validate_python(event)
     kinds = [event["type"] for event in events]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert list(dict.fromkeys(kinds)) == ["message_start", *block, "message_delta", "message_stop"]
@@ -124,6 +128,8 @@ async def test_a_document_of_plain_text_is_in_the_prompt(cluster: Cluster):
 
 
 async def test_why_a_message_stops(cluster: Cluster):
+    import anthropic
+
     for more, reason, sequence, text in (
         ({}, "end_turn", None, TEXT),
         ({"max_tokens": 99_999}, "end_turn", None, TEXT),
@@ -132,6 +138,7 @@ async def test_why_a_message_stops(cluster: Cluster):
     ):
         status, result = await cluster.post(PATH, **{**BODY, **more})
         AnthropicMessage.model_validate(result)
+        anthropic.types.Message.model_validate(result)
         assert (status, result["stop_reason"], result["stop_sequence"]) == (200, reason, sequence)
         assert result["content"] == [{"type": "text", "text": text}]
 
@@ -212,7 +219,7 @@ async def test_a_failed_stream_ends_with_an_error(cluster: Cluster):
         worker.step_seconds = 3600.0
     events = await cluster.typed_events(PATH, **BODY, timeout=0.3)
     assert events[-1]["type"] == "error"
-    MessageEvent.model_validate(events[-1])
+    AnthropicErrorResponse.model_validate(events[-1])
     assert events[-1]["error"]["type"] == "timeout_error"
 
 

@@ -9,11 +9,18 @@ import aiohttp
 import openai
 import pytest
 from aiohttp import web
-from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
+from openai.types.responses import (
+    Response,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    ResponseReasoningItem,
+    ResponseStreamEvent,
+)
+from pydantic import TypeAdapter
 
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.keys import api_keys
-from baton.router.api.openai_responses.reply import ResponseEvent, ResponseObject
+from baton.router.api.responses import ResponseObject
 from baton.router.endpoints import stored_responses
 from baton.router.endpoints.http_generation import HttpGeneration
 from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
@@ -24,6 +31,7 @@ from baton.router.text.tokenizer import ModelTokenizer
 from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
 
 PATH = "/v1/responses"
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": True}
 
 
@@ -71,7 +79,7 @@ async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
     body = {"input": "Weather?", "tools": [WEATHER]}
     events = await thinking.typed_events(PATH, **body)
     for event in events:
-        ResponseEvent.model_validate(event)
+        EVENT.validate_python(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert list(dict.fromkeys(kinds)) == [
@@ -98,6 +106,7 @@ async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
     async with thinking.http.get(f"{thinking.url}{PATH}/{final['id']}") as response:
         assert await response.json() == final
     ResponseObject.model_validate(final)
+    Response.model_validate(final)
 
 
 async def test_a_limit_makes_a_response_incomplete(cluster: Cluster):
@@ -117,6 +126,7 @@ async def test_logprobs_of_a_message(thinking: Cluster):
     include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     _, result = await thinking.post(PATH, input="Hi", tools=[WEATHER], **include)
     ResponseObject.model_validate(result)
+    Response.model_validate(result)
     entries = result["output"][1]["content"][0]["logprobs"]
     assert "".join(entry["token"] for entry in entries).strip() == ANSWER.strip() + "<", "of the tool call"
     assert result["output"][0]["content"][0].keys() == {"type", "text"}
@@ -318,7 +328,7 @@ async def test_a_failed_stream_ends_with_response_failed(cluster: Cluster):
         worker.step_seconds = 3600.0
     await asyncio.wait_for(read(), 20)
     assert events[-1]["type"] == "response.failed"
-    ResponseEvent.model_validate(events[-1])
+    EVENT.validate_python(events[-1])
     assert events[-1]["response"]["error"]["code"] == "server_error"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from openai.types.chat import ChatCompletionChunk
 
 from baton.router.api import responses
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -66,7 +67,7 @@ def joined(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None]:
     message: dict[str, Any] = {"content": None, **NULLS}
     reason = None
     for event in events:
-        responses.ChatChunk.model_validate(event)
+        ChatCompletionChunk.model_validate(event)
         choice = event["choices"][0]
         assert reason is None
         reason = choice["finish_reason"]

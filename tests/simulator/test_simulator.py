@@ -1,12 +1,10 @@
 """The simulator, and what it shows of the router's policies."""
 
 import random
-import sys
 from dataclasses import replace
 
 import pytest
 
-import baton.bench.routing_sim.__main__ as routing_sim
 from baton.bench.routing_sim.baselines import POLICIES
 from baton.bench.routing_sim.traces import h200, multi_turn, shared_prefix, size
 from baton.simulator.prefill import Outcome, Queued, Simulation, SimWorker
@@ -48,23 +46,6 @@ def test_a_worker_computes_one_prompt_after_another_and_evicts_the_least_recentl
     assert changes == [[], [9]]
     assert compute(7, 8) == 0
     assert changes == [[3, 2], [8, 7]], "the unused end of the prefix is evicted first"
-
-
-def test_a_policy_that_reads_a_signal_which_is_not_simulated_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    turns = (Turn(128, (1, 2), 1.0), Turn(200, (1, 2, 3), 1.0))
-    trace = Trace("t", [Session(key, turns, 1) for key in range(20)])
-    setting = size(trace, workers=2, routers=1, sessions=15)
-    case = "tiny", trace, setting, ["round_robin", "sticky"]
-    monkeypatch.setattr(routing_sim, "cases", lambda short: [case])
-    monkeypatch.setattr(sys, "argv", ["routing_sim", "--only", "prefill"])
-    assert routing_sim.main() == 0
-    monkeypatch.setattr("baton.simulator.prefill.SIMULATED", ("ring", "rows", "wait", "cached"))
-    with pytest.raises(
-        SystemExit, match=r"sticky: the policy reads the signal (load|speed), which is not sim"
-    ):
-        routing_sim.main()
 
 
 def test_no_policy_finds_more_than_one_cache_of_all_workers_would():

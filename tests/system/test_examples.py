@@ -57,8 +57,6 @@ def main_of(script: str) -> Any:
     ("script", "printed"),
     [
         ("chat_stream.py", f"{ANSWER}\n"),
-        ("http_stream.py", f"{COMPLETION}\n"),
-        ("logprobs.py", "' Tokyo'"),
         ("structured_output.py", "'country': 'France'"),
     ],
 )

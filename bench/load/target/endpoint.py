@@ -8,7 +8,7 @@ not speak the API, ends the run. The message says what to do.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import aiohttp
@@ -208,17 +208,3 @@ async def _by_usage(http: aiohttp.ClientSession, target: Target) -> Tokenization
         overhead=overhead,
         statement=f"approximate: {per_word:.3f} tokens a word and {overhead} more, from two probes' usage",
     )
-
-
-async def count_texts(
-    http: aiohttp.ClientSession, target: Target, texts: Sequence[str]
-) -> tuple[list[int], str]:
-    """Returns the tokens of each text, and how they were counted."""
-    count = _counter(http, msgspec.structs.replace(target, api="completions"))
-    empty = await count("the") if texts else None
-    if empty is not None:
-        counts = await asyncio.gather(*(count(text) for text in texts))
-        if None not in counts:
-            # "the" is one token. The server adds the rest of the count to every prompt.
-            return [max(1, n - (empty - 1)) for n in counts if n is not None], "by the server's /tokenize"
-    return [max(1, round(len(text) / 4)) for text in texts], "estimated: 4 characters a token"

@@ -214,7 +214,7 @@ class Client:
         return target.body([*messages, _message("user", last)], turn.output_tokens)
 
     def _text(self, turn: Turn, number: int) -> str:
-        return turn.text or self._composer.compose(turn.segments, first=number == 0)
+        return self._composer.compose(turn.segments, first=number == 0)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(coroutine)

@@ -1,7 +1,7 @@
 """What is sent and when: pure functions of a specification and a seed.
 
 Sessions of one or more turns follow from their index. `Synthetic` draws them from distributions. `Listed`
-holds the sessions of a data set or a trace. `Arrivals` has the times of an open loop. Every client process
+holds those of a trace. `Arrivals` has the times of an open loop. Every client process
 computes the same sessions and times, and takes its share of them. A closed loop has no times: a user starts
 its next session when the last one ended.
 """
@@ -117,19 +117,17 @@ _LENGTHS, _UNIQUE, _PREFIX = range(3)  # uses of a seed
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """One request. Its prompt is `text` or `segments`. In a later turn the history precedes it.
+    """One request. In a later turn the history precedes its prompt.
 
     `think_seconds` is the time from the end of the last answer to the intended send time of this turn.
     """
 
     output_tokens: int
-    segments: tuple[Segment, ...] = ()
-    text: str = ""
+    segments: tuple[Segment, ...]
     think_seconds: float = 0.0
 
     @property
     def input_tokens(self) -> int:
-        """0 for a text, which only the server can count."""
         return sum(s.length for s in self.segments)
 
 
@@ -180,21 +178,20 @@ class Synthetic(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listed(msgspec.Struct, frozen=True, tag=True):
-    """Given sessions. If `timed`, each is sent once at its `at`. Else they are sent again and again."""
+    """Sessions of one turn. Each is sent once, at its `at`."""
 
     sessions: tuple[Session, ...]
-    timed: bool = False
 
     @property
-    def count(self) -> int | None:
-        return len(self.sessions) if self.timed else None
+    def count(self) -> int:
+        return len(self.sessions)
 
     @property
     def keeps_sessions(self) -> bool:
-        return any(len(s.turns) > 1 for s in self.sessions)
+        return False
 
     def session(self, index: int) -> Session:
-        return self.sessions[index % len(self.sessions)]
+        return self.sessions[index]
 
 
 Workload = Synthetic | Listed

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from baton.cluster.options.clients import DoctorOptions, EndpointOptions, StatusOptions
 from baton.cluster.tools.doctor.finding import Finding, exit_code
-from baton.cluster.tools.doctor.network import measure
 from baton.cluster.tools.doctor.node import node
 from baton.cluster.tools.doctor.running import running
 from baton.cluster.tools.status import console
@@ -33,12 +32,7 @@ def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: StatusOptions)
 
 
 def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Finding]:
-    if doctor.listen is not None or doctor.peer is not None:
-        from baton.rpc.auth import load_secret
-
-        secret = load_secret(doctor.cluster_secret_file)
-        yield from measure(doctor, secret)
-    elif doctor.cluster:
+    if doctor.cluster:
 
         async def collect() -> list[Finding]:
             return [finding async for finding in running(doctor, endpoint)]

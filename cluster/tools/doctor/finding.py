@@ -1,7 +1,8 @@
 """The result of one check, and its remedy."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 Level = Literal["good", "note", "warning", "bad"]
@@ -13,28 +14,16 @@ class Finding:
     """The result of one check. Only a warning and a bad finding have a `remedy`."""
 
     check: str
-    level: Level
     found: str
     remedy: str = ""
+    level: Level = field(kw_only=True)
 
     def __post_init__(self) -> None:
         assert bool(self.remedy) == (self.level in ("warning", "bad")), f"{self.check}: remedy and level"
 
 
-def good(check: str, found: str) -> Finding:
-    return Finding(check, "good", found)
-
-
-def note(check: str, found: str) -> Finding:
-    return Finding(check, "note", found)
-
-
-def warning(check: str, found: str, remedy: str) -> Finding:
-    return Finding(check, "warning", found, remedy)
-
-
-def bad(check: str, found: str, remedy: str) -> Finding:
-    return Finding(check, "bad", found, remedy)
+good, note = partial(Finding, level="good"), partial(Finding, level="note")
+warning, bad = partial(Finding, level="warning"), partial(Finding, level="bad")
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton.cluster import check_model, model
-from baton.cluster.gpus import nvidia_smi, visible_gpus
+from baton.cluster.gpus import nvidia_smi
 from baton.cluster.options.clients import DoctorOptions
 from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.roles import FrontOptions
@@ -44,7 +44,6 @@ def node(options: DoctorOptions) -> Iterator[Finding]:
     """All checks of this machine."""
     yield from versions()
     yield from gpus()
-    yield from groups(options)
     yield from memory(ROOT)
     yield from cards(ROOT)
     yield from limits(ROOT)
@@ -103,21 +102,6 @@ def gpus() -> Iterator[Finding]:
         yield good("NVLink", f"{active} links") if active else note("NVLink", "none between these GPUs")
 
 
-def groups(options: DoctorOptions) -> Iterator[Finding]:
-    """Checks whether this machine has the GPUs of a worker with several. On a CPU ranks need no devices."""
-    size, present = options.tensor_parallel_size, len(visible_gpus())
-    if size == 1 or not present:
-        return
-    check = f"workers of {size} GPUs"
-    if size > present:
-        yield bad(
-            check, f"this machine has {present}",
-            "Lower --tensor-parallel-size, or run the worker on a machine with more GPUs.",
-        )  # fmt: skip
-    else:
-        yield good(check, f"{present // size} fit on the {present} GPUs of this machine")
-
-
 def memory(root: Path) -> Iterator[Finding]:
     free = available_memory(root)
     found = f"{free / 2**30:.1f} GiB free, {usable_cpus(root)} CPUs"
@@ -133,7 +117,7 @@ def cards(root: Path) -> Iterator[Finding]:
             continue
         speed = _read(card / "speed")
         if speed is None or int(speed) <= 0:
-            yield note(f"network {card.name}", "speed unknown (virtual): measure it with --listen and --peer")
+            yield note(f"network {card.name}", "speed unknown (virtual): measure it, as with iperf3")
         elif int(speed) < 10_000:
             yield warning(
                 f"network {card.name}", f"{int(speed) / 1000:g} Gbit/s",

@@ -1,4 +1,4 @@
-"""Checks a running cluster through its router: states and agreement of the workers, and a real request."""
+"""Checks a running cluster through its router: states and KV of the workers, and a real request."""
 
 import time
 from collections import defaultdict
@@ -19,8 +19,6 @@ ADMIN = (
     "--admin-url."
 )
 TIMEOUT = aiohttp.ClientTimeout(total=120)
-MUST_AGREE = ("model_fingerprint", "layout_fingerprint")
-FP8 = "float8_e4m3fn"
 NEARLY_FULL = 0.95
 
 
@@ -55,22 +53,8 @@ def workers(found: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]
             # A worker that cannot be reached may come back. A refused worker stays refused.
             level = bad if worker.get("state") == "refused" else warning
             yield level(place_of(worker), why, remedy)
-    for field in MUST_AGREE:
-        values: defaultdict[str, list[str]] = defaultdict(list)
-        for worker in found:
-            if value := (worker.get("description") or {}).get(field):
-                values[value].append(f"{worker['role']} {worker['index']}")
-        if len(values) > 1:
-            told = ", unlike ".join(f"{', '.join(names)} ({value})" for value, names in values.items())
-            yield bad(
-                field, told,
-                "Give every worker the same --model and --revision; where only the format differs, the same "
-                "--dtype and --quantization.",
-            )  # fmt: skip
-        elif values:
-            yield good(field, f"the same at all workers: {next(iter(values))}")
-    if any((worker.get("description") or {}).get("dtype") for worker in found):
-        yield _kv(found)
+    if kinds := _kv(found):
+        yield good("KV cache", kinds)
     for worker in found:
         load = worker.get("status") or {}
         total = load.get("blocks_total")
@@ -81,18 +65,15 @@ def workers(found: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]
             )  # fmt: skip
 
 
-def _kv(found: list[dict[str, Any]]) -> Finding:
-    """The dtype of each worker's KV cache. FP8 and one other dtype are converted into each other."""
+def _kv(found: list[dict[str, Any]]) -> str:
+    """The dtype of each worker's KV cache. The router refuses workers whose KV cannot be converted."""
     kinds: defaultdict[str, list[str]] = defaultdict(list)
     for worker in found:
         described = worker.get("description") or {}
         if dtype := described.get("dtype"):
             size = described.get("kv_token_bytes")
             kinds[dtype + (f", {size:,} bytes a token" if size else "")].append(name_of(worker))
-    told = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
-    if len({kind.partition(",")[0] for kind in kinds} - {FP8}) > 1:
-        return bad("KV cache", told, "Give every worker the same --dtype.")
-    return good("KV cache", told if len(kinds) > 1 else f"{next(iter(kinds))} at all workers")
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
 
 
 def _pools(found: list[dict[str, Any]], complete: bool) -> Iterator[Finding]:

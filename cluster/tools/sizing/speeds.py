@@ -22,12 +22,13 @@ from pathlib import Path
 
 import torch
 
-from baton.cluster.model import reach_hub
+from baton.cluster.model import reach_hub, resolve
 from baton.cluster.tools.sizing import MODELS
 from baton.engine.loader.hf import read_config
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, cache_bytes_per_token, cache_spec
+from baton.router.text.model_files import locate
 
 ELEMENT_BYTES = 2  # bfloat16
 CONTEXT = 1064  # tokens per request in the measured decode steps
@@ -208,18 +209,10 @@ def shape(name: str) -> ModelConfig:
     """
     if name in MODELS:
         return model_config_from_hf(MODELS[name], {}, name)
-    directory = Path(name).expanduser()
-    file = directory / "config.json"
-    if not directory.exists() and name.count("/") == 1:
-        from huggingface_hub import hf_hub_download
-
-        reach_hub(name)
-        try:
-            file = Path(hf_hub_download(name, "config.json"))
-        except (OSError, ValueError) as error:  # errors of the hub's client derive from these
-            raise ValueError(f"--model {name}: the hub has no config.json for it ({error})") from error
-    if not file.is_file():
+    if "/" not in name and not Path(name).exists():
         raise ValueError(
             f"--model {name}: must be {', '.join(MODELS)}, a directory with config.json, or a name on the hub"
         )
-    return read_config(file.parent)
+    location = resolve(name).location
+    reach_hub(location)
+    return read_config(locate(location, None))

@@ -2,61 +2,21 @@
 
 from typing import Any, Literal
 
-from pydantic import RootModel
-
-from baton.router.api.responses import ResponseModel, one_of
+from baton.router.api.responses import ResponseModel
 from baton.router.errors import ApiError
-
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-
-
-class OutputThinking(ResponseModel):
-    type: Literal["thinking"]
-    thinking: str
-    signature: Literal[""]
-
-
-class OutputText(ResponseModel):
-    type: Literal["text"]
-    text: str
-
-
-class OutputToolUse(ResponseModel):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-OutputBlock = OutputThinking | OutputText | OutputToolUse
-
-
-class ThinkingTokens(ResponseModel):
-    thinking_tokens: int
-
-
-class MessageUsage(ResponseModel):
-    input_tokens: int
-    """Without those that were found in a prefix cache."""
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-    output_tokens_details: ThinkingTokens
 
 
 class AnthropicMessage(ResponseModel):
+    """The blocks of its content, and its usage, are those of Anthropic's API."""
+
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[OutputBlock]
-    stop_reason: StopReason | None
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
-    usage: MessageUsage
-
-
-class TokenCount(ResponseModel):
-    input_tokens: int
+    usage: dict[str, Any]
 
 
 class AnthropicErrorDetail(ResponseModel):
@@ -71,34 +31,6 @@ class AnthropicErrorResponse(ResponseModel):
     type: Literal["error"]
     error: AnthropicErrorDetail
     request_id: str
-
-
-class MessageEnd(ResponseModel):
-    stop_reason: StopReason
-    stop_sequence: str | None
-
-
-_Delta = one_of(
-    {
-        "ThinkingDelta": {"type": Literal["thinking_delta"], "thinking": str},
-        "TextDelta": {"type": Literal["text_delta"], "text": str},
-        "InputJsonDelta": {"type": Literal["input_json_delta"], "partial_json": str},
-    }
-)
-_Event = one_of(
-    {
-        "MessageStart": {"type": Literal["message_start"], "message": AnthropicMessage},
-        "BlockStart": {"type": Literal["content_block_start"], "index": int, "content_block": OutputBlock},
-        "BlockDelta": {"type": Literal["content_block_delta"], "index": int, "delta": _Delta},
-        "BlockStop": {"type": Literal["content_block_stop"], "index": int},
-        "MessageDelta": {"type": Literal["message_delta"], "delta": MessageEnd, "usage": MessageUsage},
-        "MessageStop": {"type": Literal["message_stop"]},
-    }
-)
-
-
-class MessageEvent(RootModel[_Event | AnthropicErrorResponse]):
-    """One event of a stream. There is no [DONE] at the end."""
 
 
 _TYPES = {

@@ -1,34 +1,18 @@
-"""Sessions from files: ShareGPT-style conversations, and traces in Mooncake's format.
+"""Sessions from traces in Mooncake's format. Errors name file and line."""
 
-Errors name file and line.
-"""
-
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
 from baton.bench.load.target.tokenization import Segment
 from baton.bench.load.traffic.workload import Session, Turn
 
-SAMPLES = Path(__file__).parent / "samples"
-SAMPLE_TRACE = SAMPLES / "mooncake.jsonl"
-SAMPLE_CONVERSATIONS = SAMPLES / "sharegpt.json"
+SAMPLE_TRACE = Path(__file__).parent / "samples" / "mooncake.jsonl"
 MOONCAKE_BLOCK = 512  # tokens of one hash id (Mooncake, FAST 2025)
 
-_USERS, _ASSISTANTS = {"human", "user"}, {"gpt", "assistant", "chatgpt", "bing", "bard"}
 _BLOCK, _TAIL = 101, 102  # uses of a seed
-
-
-class _Said(msgspec.Struct):
-    speaker: str = msgspec.field(name="from")
-    value: str
-
-
-class _Conversation(msgspec.Struct):
-    conversations: list[_Said] = []
 
 
 class TraceLine(msgspec.Struct):
@@ -38,56 +22,6 @@ class TraceLine(msgspec.Struct):
     input_length: Annotated[int, msgspec.Meta(ge=1)]
     output_length: Annotated[int, msgspec.Meta(ge=0)]
     hash_ids: list[int] = []
-
-
-class Exchange(NamedTuple):
-    """A prompt and its recorded answer. The load test asks for an answer of the same length."""
-
-    prompt: str
-    reply: str
-
-
-def resolve(path: Path) -> Path:
-    """The path itself; `sample` is the file that comes with Baton, unless a file has that name."""
-    return SAMPLE_CONVERSATIONS if path == Path("sample") and not path.exists() else path
-
-
-def read_conversations(path: Path, count: int, turns: int, seed: int) -> list[list[Exchange]]:
-    """Up to `count` conversations in random order, each with up to `turns` exchanges."""
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
-    except (OSError, msgspec.DecodeError) as e:
-        raise ValueError(
-            f"--dataset {path}: {e}. Give ShareGPT-style JSON: "
-            '[{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}]'
-        ) from e
-    sessions = [session for c in found if (session := list(_exchanges(c))[:turns])]
-    if not sessions:
-        raise ValueError(f"--dataset {path}: no conversation in it has a question with an answer.")
-    random.Random(seed).shuffle(sessions)
-    return sessions[:count]
-
-
-def _exchanges(conversation: _Conversation) -> Iterator[Exchange]:
-    """The questions with an answer. The first question without one ends the conversation."""
-    said = [s for s in conversation.conversations if s.speaker in _USERS | _ASSISTANTS]
-    if said and said[0].speaker in _ASSISTANTS:
-        said = said[1:]
-    for question, reply in zip(said[::2], said[1::2], strict=False):
-        if question.speaker not in _USERS or reply.speaker not in _ASSISTANTS or not question.value.strip():
-            return
-        yield Exchange(question.value, reply.value)
-
-
-def conversation_sessions(
-    conversations: Sequence[Sequence[Exchange]], reply_tokens: Sequence[int]
-) -> tuple[Session, ...]:
-    """`reply_tokens`: the length of every reply of all conversations, in order."""
-    lengths = iter(reply_tokens)
-    return tuple(
-        Session(tuple(Turn(output_tokens=max(1, next(lengths)), text=e.prompt) for e in conversation))
-        for conversation in conversations
-    )
 
 
 def read_trace(path: Path) -> list[TraceLine]:
