@@ -53,13 +53,11 @@ class Backend:
         await self._tree.engine_link.send(message)
 
     async def drain(self) -> None:
-        """Refuses new attempts, and offers the prefix cache to other workers."""
+        """Refuses new attempts."""
         self.draining = True
         # Routers get the last status at once, because a new one must wait for the engine's step.
         self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
         self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
-        if self._routers.attached:
-            await self.send(messages.OfferPrefixes())
 
     async def status(self) -> pb.WorkerStatus:
         """Asks the engine and transfer processes for their status."""
@@ -118,8 +116,6 @@ class Backend:
             # Routers get the label at once, because a new status must wait for the engine's step.
             self._last_status.pool = pool
             self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
-            if pool == pb.POOL_DECODE:
-                await self.send(messages.OfferPrefixes())
         return await self.status()
 
     def cache_snapshot(self) -> Iterator[pb.WorkerMessage]:
@@ -179,8 +175,6 @@ class Backend:
                 assert self._cache is not None
                 for changes in self._cache.changed(tiers, stored):
                     self._routers.broadcast_cache_events(changes)
-            case messages.Offered():
-                self._routers.offer(message)
             case _:
                 raise AssertionError(f"unexpected message of the engine: {message}")
 

@@ -244,7 +244,6 @@ class Service:
             block_size=engine.block_size,
             num_blocks=engine.num_blocks,
             offload_blocks=engine.offload_blocks,
-            fetches_prefixes=config.engine.enable_prefix_caching and config.engine_args is None,
             max_model_len=engine.max_model_len,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
