@@ -155,7 +155,8 @@ class StartFailed(_Message):
 
 
 class EngineReady(_Message):
-    """The properties of the loaded engine, for Describe and for the start of the transfer process."""
+    """The properties of the loaded engine, for the start of the transfer process and for Describe.
+    `WorkerDescription` in proto/worker.proto has most under the same names."""
 
     model_fingerprint: str
     content_root: bytes
