@@ -10,7 +10,6 @@ from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.layout import Slice
-from baton.kv_transfer.pacing import window
 from baton.kv_transfer.peer_memory import TCP_ONLY
 from baton.kv_transfer.process import nixl_memory
 from baton.kv_transfer.process.frames import OutgoingFrame
@@ -21,6 +20,7 @@ from baton.kv_transfer.process.stats import TransferCounters, printable
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol import messages as wire
+from baton.kv_transfer.protocol.credits import window
 from baton.kv_transfer.protocol.frame import HEADER_BYTES, Header
 from baton.kv_transfer.protocol.held import Effect, Held, HeldPrefills, StartTransfer
 from baton.kv_transfer.protocol.shared import Expired, Send
