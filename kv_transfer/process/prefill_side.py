@@ -81,8 +81,11 @@ class PrefillSide:
         match message:
             case local.SlicesOut(slices):
                 self._send(slices, now)
-            case local.Exported():
-                self._exported_now(message)
+            case local.Exported(export, why):
+                self._set_export(export, why)
+                for number in list(self._transports):
+                    del self._transports[number]
+                    self._offer_memory(self._sessions[number])
             case local.Offer(prefill_id):
                 self._apply(self.table.offer(prefill_id, now))
             case local.Finished(prefill_id):
@@ -110,12 +113,6 @@ class PrefillSide:
                 export = None
                 log.warning("KV goes over TCP: %s", why)
         self._export, self._why_tcp = export, why
-
-    def _exported_now(self, m: local.Exported) -> None:
-        self._set_export(m.export, m.why)
-        for number in list(self._transports):
-            del self._transports[number]
-            self._offer_memory(self._sessions[number])
 
     def _send(self, slices: Sequence[local.SliceOut], now: float) -> None:
         """A slice goes as a frame, unless the peer reads slots: then SLICES names it. A slice of a transfer

@@ -145,8 +145,10 @@ class Backend:
                 self._journal.failed(message)
                 failed = streams.failed(origin.attempt_id, code, text, prefill_id)
                 self._routers.deliver(stream, failed)
-            case EngineStatus():
-                self._answer(message)
+            case EngineStatus(question):
+                answer = self._status_answers.get(question)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
             case messages.KVInjected(_, stats):
                 self._metrics.injected(stats)
                 self._journal.injected(message)
@@ -166,8 +168,3 @@ class Backend:
                     self._routers.broadcast_cache_events(changes)
             case _:
                 raise AssertionError(f"unexpected message of the engine: {message}")
-
-    def _answer(self, status: EngineStatus) -> None:
-        answer = self._status_answers.get(status.question)
-        if answer is not None and not answer.done():
-            answer.set_result(status)
