@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from baton.engine.api.config import EngineConfig, SpeculativeConfig
 from baton.engine.api.request import (
     CachedBlock,
-    CachedPrefix,
     EngineRequest,
     Hooks,
     Logprobs,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CachedBlock",
-    "CachedPrefix",
     "Engine",
     "EngineConfig",
     "EngineRequest",

@@ -322,14 +322,14 @@ class Engine(StepLoop):
         limit, cache = meters.chunk_limit, scheduler.cache
         under_way = sum(plan.prompt_tokens for plan, _ in self._flights)
         return EngineStats(
-            running=len(scheduler.running),
-            decoding=scheduler.decoding,
-            waiting=len(scheduler.waiting) + len(scheduler.loading),
+            requests_running=len(scheduler.running),
+            requests_decoding=scheduler.decoding,
+            requests_waiting=len(scheduler.waiting) + len(scheduler.loading),
             tokens_waiting=scheduler.tokens_waiting + under_way,
             blocks_free=scheduler.pool.free,
             blocks_total=scheduler.pool.num_blocks,
             blocks_cached=scheduler.pool.cached,
-            held=len(scheduler.held),
+            held_prefills=len(scheduler.held),
             reservations=len(scheduler.reserved),
             preemptions=scheduler.preemptions,
             prefix_cache_queries=cache.queries if cache else 0,
@@ -337,7 +337,7 @@ class Engine(StepLoop):
             prefill_tokens_per_s=meters.prefill_tokens_per_s,
             step_seconds=meters.step_seconds,
             decode_seconds=limit.step_seconds,
-            fastest_seconds=limit.fastest_seconds,
+            fastest_step_seconds=limit.fastest_seconds,
             short=limit.mixed_step(limit.short_seconds),
             long=limit.mixed_step(limit.long_seconds),
             experts=None if (load := self._runner.expert_load) is None else load.read(),

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from baton.kv_transfer.arena import exported_bytes
 from baton.kv_transfer.config import EXPORTED_SLOT_BYTES
-from baton.kv_transfer.pacing import SLICES_AT_ONCE
 
+SLICES_AT_ONCE = 16
+"""That are injected together at most."""
 SLACK = 256 << 10
 """Bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host)."""
 GATHER_BYTES = 128 << 20

@@ -14,6 +14,8 @@ SPIN = 0.016
 """Seconds that a loop polls for a COMMIT at most. After the last KV a prefill computes the rest of that
 layer: an 8B model on an H200 takes 1.2 ms for 2,000 tokens, 5.5 ms for 8,000, and 12 ms for the last 8,192 of
 32,000."""
+EVENT_POLL = 0.00005
+"""Seconds between two looks at events of a GPU that a receiver awaits."""
 _CORES_TO_SPIN = 8
 _cores = usable_cpus()
 

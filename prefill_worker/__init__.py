@@ -20,6 +20,5 @@ A decode on the same worker can take a held prefill: the engine resumes it, and 
 handover is released without a COMMIT. So is a prefill if its first token ends the request.
 
 The role also serves its prefix cache to other workers: it pins the chunks that a worker asks for, until they
-are sent or the deadline has passed. A worker that drains, or leaves the prefill pool, first offers
-the prefixes that it used last to other workers, for a few seconds at most (`prefill_worker.offers`).
+are sent or the deadline has passed.
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.content import CHUNK_TOKENS
-from baton.engine import CachedPrefix, Engine, Output, StepResult
+from baton.engine import Engine, Output, StepResult
 from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.kv_transfer import (
     Began,
@@ -21,7 +21,6 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.endpoint.pump import NO_TOKEN
 from baton.kv_transfer.endpoint.receiver import Event
-from baton.prefill_worker.offers import PrefixOffers
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts
 from baton.worker.engine_process.loop import Parts, Role
@@ -31,9 +30,6 @@ from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.messages import Code, ToEngine
 
 log = logging.getLogger(__name__)
-
-OFFER_POLL = 0.05
-"""Seconds between two looks at the offers of a worker that leaves."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -121,7 +117,7 @@ class PrefillRole(Role):
     reported the prefill as released.
     """
 
-    handles = (messages.Prefill, messages.FetchPrefix, messages.OfferPrefixes, messages.OfferDeclined)
+    handles = (messages.Prefill,)
 
     def __init__(
         self,
@@ -148,7 +144,6 @@ class PrefillRole(Role):
         self._prefix_fetches = prefix_fetches
         self._prefills = parts.attempts.table(PrefillAttempt)
         self._pins: set[bytes] = set()  # what transfers read of the prefix cache
-        self._offers = PrefixOffers(self._offer, engine.block_bytes // engine.block_size)
 
     def owns(self, attempt_id: bytes) -> bool:
         return attempt_id in self._prefills
@@ -158,31 +153,13 @@ class PrefillRole(Role):
         return self._sender.fileno()
 
     @property
-    def poll_within(self) -> float | None:
-        return OFFER_POLL if self._offers.open else None
-
-    @property
     def empty(self) -> bool:
-        return not (self._pins or self._offers.open) and self._sender.idle
+        return not self._pins and self._sender.idle
 
     # ------------------------------------------------------------ messages
 
     def handle(self, message: ToEngine) -> None:
-        exchange = self.engine.prefix_exchange
-        match message:
-            case messages.Prefill():
-                self._submit(message)
-            case messages.FetchPrefix(request, content):
-                self._prefix_fetches.start(request, content, lambda fetched: None)
-            case messages.OfferPrefixes():
-                if exchange is not None:
-                    self._offers.start(exchange.last_used())
-            case messages.OfferDeclined(number):
-                self._offers.declined(number)
-            case _:
-                raise AssertionError(f"not of this role: {message}")
-
-    def _submit(self, message: messages.Prefill) -> None:
+        assert isinstance(message, messages.Prefill)
         request = message.work.request
         prefill_id = request.id
         prefill = PrefillAttempt(
@@ -287,9 +264,6 @@ class PrefillRole(Role):
     def cancel(self, prefill_id: bytes) -> None:
         self._close(self._prefills[prefill_id], "cancelled")
 
-    def _offer(self, number: int, prefix: CachedPrefix) -> None:
-        self._link.send(messages.Offered(number, list(prefix.token_ids), prefix.cache_salt, prefix.tenant))
-
     def shutdown(self) -> None:
         self._sender.shutdown()
 
@@ -335,11 +309,8 @@ class PrefillRole(Role):
                 assert exchange is not None, "it pinned"
                 self._pins.remove(event.prefill_id)
                 exchange.unpin(event.prefill_id)
-                self._offers.unpinned(event.prefill_id)
             else:
                 self._released(event)
-        for pin_id in self._offers.pump():
-            self._sender.close(pin_id, "gone")
 
     def _serve(self, wanted: ContentWanted) -> None:
         """Sends another worker what the prefix cache has of a prompt, its host tier included."""
@@ -357,7 +328,6 @@ class PrefillRole(Role):
             return
         self._trace.instant("pinned", chunks=count)
         self._pins.add(pin_id)
-        self._offers.asked(pin_id, wanted.chunks[:count])
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + count))
         self._sender.serve(pin_id, block_ids, start, stop)
 

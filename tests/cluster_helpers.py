@@ -224,7 +224,6 @@ class WorkerStream:
     started: dict[bytes, float] = field(default_factory=dict)  # prefill id -> time.monotonic()
     statuses: asyncio.Queue[pb.WorkerStatus] = field(default_factory=asyncio.Queue)
     caches: asyncio.Queue[pb.CacheEvents] = field(default_factory=asyncio.Queue)
-    offers: asyncio.Queue[pb.Offer] = field(default_factory=asyncio.Queue)
     events: defaultdict[bytes, asyncio.Queue[Seen]] = field(
         default_factory=lambda: defaultdict(asyncio.Queue)
     )
@@ -338,8 +337,6 @@ class WorkerStream:
                 self.events[message.failed.attempt_id].put_nowait(Seen(message.failed, now))
             case "cache":
                 self.caches.put_nowait(message.cache)
-            case "offer":
-                self.offers.put_nowait(message.offer)
             case "status":
                 self.statuses.put_nowait(message.status)
 

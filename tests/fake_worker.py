@@ -124,12 +124,6 @@ class FakeWorker(StandIn):
         for outputs in self._outputs - self._sharing:
             outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
-    def offer(self, number: int, token_ids: list[int]) -> None:
-        """Offers a prefix to all routers."""
-        offer = pb.Offer(number=number, prefix=pb.Prefix(token_ids=token_ids))
-        for outputs in self._outputs:
-            outputs.put_nowait(pb.WorkerMessage(offer=offer))
-
     def change_cache(
         self,
         added: Iterable[int],
@@ -163,7 +157,6 @@ class FakeWorker(StandIn):
         self.arrived.set()
         await self.before_description()
         described = await super().Describe(request, context)
-        described.fetches_prefixes = self.cache is not None
         for name in (
             "index", "model", "served_model_name", "vocab_size", "vocabulary_fingerprint",
             "model_fingerprint", "metrics_address", "max_model_len", "numerics",
@@ -201,7 +194,7 @@ class FakeWorker(StandIn):
                 self._sharing.discard(outputs)
                 self._put_snapshot(outputs)
         super()._take(message, outputs)
-        if kind in ("prefill", "decode", "retarget", "fetch_prefix", "offer_declined"):
+        if kind in ("prefill", "decode", "retarget"):
             self.submitted.append(message)
         self.arrived.set()
 

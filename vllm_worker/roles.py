@@ -131,8 +131,6 @@ class Roles:
             case messages.CancelStream(stream):
                 for attempt in [of for of in self._table.values() if of.stream == stream]:
                     self._close(attempt)
-            case messages.FetchPrefix() | messages.OfferPrefixes() | messages.OfferDeclined():
-                pass  # vLLM's prefix cache exchanges nothing
             case _:
                 raise AssertionError(f"not of a role: {message}")
 

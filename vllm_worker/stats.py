@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.engine import EngineStats, MixedStep
+from baton.engine import EngineStats
 from baton.machine import Average
 
 
@@ -57,16 +57,15 @@ class Load:
     def stats(
         self, *, blocks: int, decoding: int, tokens_waiting: int, held: int, reservations: int
     ) -> EngineStats:
-        unknown = MixedStep(0, 0.0)
         return EngineStats(
-            running=self.running,
-            decoding=decoding,
-            waiting=self.waiting,
+            requests_running=self.running,
+            requests_decoding=decoding,
+            requests_waiting=self.waiting,
             tokens_waiting=tokens_waiting,
             blocks_free=round(blocks * (1 - self.usage)),
             blocks_total=blocks,
             blocks_cached=0,
-            held=held,
+            held_prefills=held,
             reservations=reservations,
             preemptions=self.preemptions,
             prefix_cache_queries=self.queries,
@@ -74,9 +73,5 @@ class Load:
             prefill_tokens_per_s=self.prefill_speed.value,
             step_seconds=self.steps.value,
             decode_seconds=self.decodes.value,
-            fastest_seconds=0.0 if self.fastest == math.inf else self.fastest,
-            short=unknown,
-            long=unknown,
-            experts=None,
-            offload=(),
+            fastest_step_seconds=0.0 if self.fastest == math.inf else self.fastest,
         )

@@ -112,23 +112,6 @@ class Retarget(_Message):
     output_ids: list[int]
 
 
-class FetchPrefix(_Message):
-    """Fetch what the prefix cache lacks of these tokens, for requests to come."""
-
-    request: EngineRequest  # with an id that is used nowhere else
-    content: ContentSource
-
-
-class OfferPrefixes(_Message):
-    """The worker leaves: offer what it has cached to other workers."""
-
-
-class OfferDeclined(_Message):
-    """No other worker lacks the prefix of an offer."""
-
-    number: int
-
-
 class Cancel(_Message):
     stream: int
     attempt_id: bytes
@@ -152,19 +135,7 @@ class Exit(_Message):
     """Free everything and exit with 0. Sent after Stopped, when the transfer process has closed its lanes."""
 
 
-ToEngine = (
-    Prefill
-    | Decode
-    | Retarget
-    | FetchPrefix
-    | OfferPrefixes
-    | OfferDeclined
-    | Cancel
-    | CancelStream
-    | AskStatus
-    | Stop
-    | Exit
-)
+ToEngine = Prefill | Decode | Retarget | Cancel | CancelStream | AskStatus | Stop | Exit
 
 # ---------------------------------------------------------------- engine to service
 
@@ -184,7 +155,8 @@ class StartFailed(_Message):
 
 
 class EngineReady(_Message):
-    """The properties of the loaded engine, for Describe and for the start of the transfer process."""
+    """The properties of the loaded engine, for the start of the transfer process and for Describe.
+    `WorkerDescription` in proto/worker.proto has most under the same names."""
 
     model_fingerprint: str
     content_root: bytes
@@ -301,16 +273,6 @@ class CacheChanged(_Message):
     stored: dict[int, bool] = {}  # chunk → whether the shared store has it now, as far as known
 
 
-class Offered(_Message):
-    """A prefix that another worker may fetch. It is answered by a FETCH from there, by OfferDeclined or not
-    at all."""
-
-    number: int
-    token_ids: list[int]
-    cache_salt: bytes
-    tenant: bytes
-
-
 class Stopped(_Message):
     """Answers Stop. It is the engine's last message; the engine then waits for Exit."""
 
@@ -368,7 +330,6 @@ FromEngine = (
     | EngineStatus
     | Report
     | CacheChanged
-    | Offered
     | Stopped
 )
 

@@ -171,16 +171,6 @@ class CachedBlock(NamedTuple):
     salt: bytes
 
 
-class CachedPrefix(NamedTuple):
-    """The beginning of a prompt, with KV in the prefix cache."""
-
-    token_ids: Sequence[int]
-    chunks: Sequence[bytes]
-    """The names of its 64-token chunks."""
-    cache_salt: bytes
-    tenant: bytes
-
-
 def _nothing(*_: object) -> None:
     pass
 

@@ -50,6 +50,9 @@ class MixedStep(NamedTuple):
     seconds: float
 
 
+UNKNOWN_STEP = MixedStep(0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
     """Drafts of tokens since the start."""
@@ -63,12 +66,13 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The state of an engine at one moment, and averages over its recent steps."""
+    """The state of an engine at one moment, and averages over its recent steps. A worker reports the fields
+    that `WorkerStatus` in proto/worker.proto has under the same names."""
 
-    running: int
-    decoding: int
-    """The part of `running` whose prompts are computed."""
-    waiting: int
+    requests_running: int
+    requests_decoding: int
+    """The part of these whose prompts are computed."""
+    requests_waiting: int
     tokens_waiting: int
     """Prompt tokens of waiting and running requests that no step has computed yet, and that the prefix cache
     does not have now."""
@@ -77,7 +81,7 @@ class EngineStats:
     blocks_total: int
     blocks_cached: int
     """Blocks in the prefix cache, held by a request or not."""
-    held: int
+    held_prefills: int
     """Requests that are prefilled for a handover and keep their blocks."""
     reservations: int
     """Requests that wait here for KV from a prefill worker."""
@@ -93,16 +97,16 @@ class EngineStats:
     """Running average of a step. 0 before the first."""
     decode_seconds: float
     """Running average of a step that only decodes. 0 before the first."""
-    fastest_seconds: float
+    fastest_step_seconds: float
     """The fastest step that only decoded. 0 before the first."""
-    short: MixedStep
+    short: MixedStep = UNKNOWN_STEP
     """A step with decodes, and with so few prompt tokens that the decoding requests hardly feel them."""
-    long: MixedStep
+    long: MixedStep = UNKNOWN_STEP
     """A step with decodes, and with as many prompt tokens as the gap target allows. Decoding requests get it
     only if a prompt would otherwise be late."""
-    experts: ExpertStats | None
+    experts: ExpertStats | None = None
     """None: a dense model."""
-    offload: Sequence[OffloadStats]
+    offload: Sequence[OffloadStats] = ()
     """One entry for each tier below the device."""
     speculation: SpeculationStats | None = None
     """None: no token is drafted."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier, extend_names, name_of_prefix, packed, salted
-from baton.engine.api.request import NO_HOOKS, CachedBlock, CachedPrefix, EngineRequest, Hooks
+from baton.engine.api.request import NO_HOOKS, CachedBlock, EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.state_copies import StateCopies
@@ -50,10 +50,6 @@ class PrefixNames:
         extend_names(self.chunks, self._token_ids, end, self._root)
         return self.chunks[end // CHUNK_TOKENS - 1]
 
-    def token_ids(self, index: int) -> "array[int]":
-        """The tokens of a block."""
-        return self._token_ids[index * self._block_size : (index + 1) * self._block_size]
-
     def cached(self, indices: Sequence[int]) -> Iterator[CachedBlock]:
         """These blocks, with the chunks that end in them."""
         for index in indices:
@@ -64,7 +60,6 @@ class PrefixNames:
 class _Cached(NamedTuple):
     chunks: Sequence[bytes]  # that end in the block
     before: bytes  # the name of the block before it in its prompt; empty: none
-    token_ids: "array[int]"
     salt: bytes
     tenant: bytes
 
@@ -131,9 +126,7 @@ class PrefixCache:
                 entered.append(index)
         for index, block in zip(entered, names.cached(entered), strict=True):
             before = names.blocks[index - 1] if index else b""
-            self._cached[block.name] = _Cached(
-                block.chunks, before, names.token_ids(index), names.salt, names.tenant
-            )
+            self._cached[block.name] = _Cached(block.chunks, before, names.salt, names.tenant)
             last = (index + 1) * self._block_size // CHUNK_TOKENS
             for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
                 first = chunk * CHUNK_TOKENS // self._block_size
@@ -154,8 +147,9 @@ class PrefixCache:
         for name in names:
             self._cached.move_to_end(name)
 
-    def last_used(self) -> Iterator[CachedPrefix]:
-        """Cached prefixes, the last used first. None is the beginning of one before it."""
+    def last_used(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Yields the salts and the chunks of cached prefixes, the last used first. None is the beginning of
+        one before it."""
         seen: set[bytes] = set()
         for last in reversed(list(self._cached)):
             if last in seen:
@@ -168,12 +162,7 @@ class PrefixCache:
                 name = blocks[-1].before
             if blocks and not name:  # otherwise the cache has lost the beginning
                 blocks.reverse()
-                yield CachedPrefix(
-                    [token for block in blocks for token in block.token_ids],
-                    [chunk for block in blocks for chunk in block.chunks],
-                    blocks[0].salt,
-                    blocks[0].tenant,
-                )
+                yield blocks[0].salt, [chunk for block in blocks for chunk in block.chunks]
 
     def usable(self, names: Sequence[bytes]) -> int:
         """How many of these cached blocks a request can begin with. For a model with states, these are the

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.content import CHUNK_TOKENS
-from baton.engine.api.request import CachedPrefix, EngineRequest
+from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 
@@ -67,8 +67,8 @@ class PrefixExchange:
     def empty(self) -> bool:
         return not self._pins and not self._imports and not self._brought
 
-    def last_used(self) -> Iterator[CachedPrefix]:
-        """Prefixes that this cache has, the last used first. None is the beginning of one before it."""
+    def last_used(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """As `PrefixCache.last_used`."""
         return self._cache.last_used()
 
     def bring(self, chunks: Sequence[bytes], first_chunk: int, then: Callable[[], None]) -> bool:

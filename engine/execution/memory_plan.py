@@ -266,7 +266,11 @@ def _no_request_fits(
     config: EngineConfig, limits: CacheLimits, use: MemoryUse | None, capacity: int
 ) -> ValueError:
     """`capacity`: tokens of the KV pool."""
-    remedy = "raise --num-blocks" if config.num_blocks or use is None else _remedy(config)
+    remedy = "lower --max-num-batched-tokens or --max-num-seqs, or choose a smaller model"
+    if config.num_blocks or use is None:
+        remedy = "raise --num-blocks"
+    elif config.gpu_memory_utilization < 1:
+        remedy = f"raise --gpu-memory-utilization, {remedy}"
     return ValueError(
         f"--max-model-len {limits.max_model_len}: one request of that length needs "
         f"{gib(limits.max_model_len * limits.token_bytes)} of KV, and the KV pool holds {capacity} tokens, "
@@ -314,12 +318,6 @@ def _needs(config: EngineConfig, use: MemoryUse) -> str:
         f"(--max-num-batched-tokens {config.max_num_batched_tokens}, "
         f"--max-num-seqs {config.max_num_seqs}){beside}"
     )
-
-
-def _remedy(config: EngineConfig) -> str:
-    return (
-        "raise --gpu-memory-utilization, " if config.gpu_memory_utilization < 1 else ""
-    ) + "lower --max-num-batched-tokens or --max-num-seqs, or choose a smaller model"
 
 
 def gib(size: int) -> str:

@@ -11,10 +11,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
 from baton.engine.models.deepseek import DeepSeek
 from baton.engine.models.hybrids import Bamba, GraniteMoeHybrid, Qwen3Next
-from baton.engine.models.llama import Glm4, GptOss, Llama, Qwen2
-from baton.engine.models.llama4 import Llama4
-from baton.engine.models.olmo2 import Olmo2
-from baton.engine.models.qwen3 import Gemma3, Qwen3
+from baton.engine.models.llama import Gemma3, Glm4, GptOss, Llama, Llama4, Olmo2, Qwen2, Qwen3
 
 MODELS: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,

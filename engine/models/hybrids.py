@@ -11,8 +11,7 @@ from baton.engine.layers.state_mixers import GatedDeltaMixer, Mamba2Mixer, Mix
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
-from baton.engine.models.llama import Attend, Llama, LlamaAttention
-from baton.engine.models.qwen3 import Qwen3Attention
+from baton.engine.models.llama import Attend, Llama, LlamaAttention, Qwen3Attention
 
 
 class Bamba(Llama):

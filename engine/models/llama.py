@@ -1,6 +1,8 @@
-"""Llama (2, 3.x), models with its architecture (SmolLM2, Mistral, Phi-3), and those that hardly differ."""
+"""Llama (2, 3.x), models with its architecture (SmolLM2, Mistral, Phi-3), and those that differ in
+a few places."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from baton.engine.kernels import HeadNorm, LatentHeads, LatentNorm, LinearMethod
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, RMSNorm
-from baton.engine.layers.ranks import whole
+from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.vocabulary import Embedding, OutputProjection
 from baton.engine.layers.weights import Weights
@@ -219,3 +221,133 @@ class GptOss(Llama):
 
     attention = GptOssAttention
     router_name = "router"
+
+
+class Qwen3Attention(LlamaAttention):
+    def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
+        super().__init__(config, weights, name)
+        q_scale = weights.take(f"{name}.q_norm.weight", (self.head_dim,))
+        k_scale = weights.take(f"{name}.k_norm.weight", (self.head_dim,))
+        scale = torch.stack([q_scale] * self.q_heads.length + [k_scale] * self.kv_heads.length)
+        self.head_norm = HeadNorm(scale, config.rms_norm_eps)
+
+
+class Qwen3(Llama):
+    """Qwen3, dense or with experts: with RMSNorm of each query and key head before rotation."""
+
+    attention = Qwen3Attention
+
+
+class Gemma3(Qwen3):
+    """Gemma 3, the text model: with norms after attention and after the MLP too, and with GeGLU. Most of its
+    layers attend within a window, and rotate with frequencies of their own."""
+
+    norms = Norms(
+        before_mixer="input_layernorm",
+        after_mixer="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    )
+    gelu = True
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        local = config.local_rope
+        assert local is not None, "the loader sets it for this architecture"
+        assert self.embedding_scale is not None, "the loader sets the multipliers"
+        # The model was trained with a factor in its dtype.
+        self.embedding_scale = torch.tensor(self.embedding_scale, dtype=weights.dtype).item()
+        self.local_layers = frozenset(local.layers)
+        self.local_rotary = Rotary(replace(config, rope_theta=local.theta, rope_scaling=None), weights)
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        of_local = self.local_rotary.at(positions)
+
+        def attend_in(layer: int, qkv: Tensor, rotary: Tensor, *others: Any) -> Tensor:
+            return attend(layer, qkv, of_local if layer in self.local_layers else rotary, *others)
+
+        return super().__call__(token_ids, positions, attend_in)
+
+
+class Olmo2Attention(LlamaAttention):
+    def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
+        super().__init__(config, weights, name)
+        self.eps = config.rms_norm_eps
+        self.ranks = weights.ranks
+        self.scales = [
+            weights.stack([f"{name}.{norm}.weight"], [[heads.of(self.head_dim)]]).view(-1, self.head_dim)
+            for norm, heads in (("q_norm", self.q_heads), ("k_norm", self.kv_heads))
+        ]
+
+    def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
+        def attend_normalized(layer: int, qkv: Tensor, *others: Any) -> Tensor:
+            self._normalize(qkv)
+            return attend(layer, qkv, *others)
+
+        return super().__call__(layer, x, rotary, attend_normalized)
+
+    def _normalize(self, qkv: Tensor) -> None:
+        """Applies both norms, in place. With several ranks, each has some of the heads that a norm spans."""
+        q, k, _ = qkv.split((self.q_heads.length, self.kv_heads.length, self.kv_heads.length), dim=1)
+        squares = torch.stack([self._squares(*part) for part in ((q, self.q_heads), (k, self.kv_heads))])
+        factors = (self.ranks.all_reduce(squares) + self.eps).rsqrt_()
+        for heads, factor, scale in zip((q, k), factors, self.scales, strict=True):
+            heads.copy_(heads * factor[:, None, None] * scale)
+
+    def _squares(self, heads: Tensor, part: Part) -> Tensor:
+        """This rank's term of the mean of the squares of all heads [tokens] float32."""
+        holders = max(1, self.ranks.size // part.size)  # ranks with the same heads
+        return heads.float().square().sum((1, 2)) / (part.size * self.head_dim * holders)
+
+
+class Olmo2(Llama):
+    """OLMo 2: with its norms after attention and the MLP, and RMSNorm of all query and of all key heads."""
+
+    attention = Olmo2Attention
+    norms = Norms(
+        before_mixer=None,
+        after_mixer="post_attention_layernorm",
+        before_mlp=None,
+        after_mlp="post_feedforward_layernorm",
+    )
+
+
+class Llama4(Llama):
+    """Llama 4, the text model.
+
+    Most layers rotate queries and keys, and attend within chunks of the context. The others have no positions
+    (NoPE, Kazemnejad 2023) and attend to the whole context; their queries grow with their position. Some
+    layers or all have a mixture of experts beside an MLP that computes every token."""
+
+    mlp_name = "feed_forward"
+    router_name = "router"
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
+        nope = config.nope
+        assert nope is not None, "the loader sets it for this architecture"
+        self.nope_layers = nope.layers
+        attention = self.layers[0].mixer
+        self.num_heads = attention.q_heads.length
+        if nope.head_norm:
+            heads = self.num_heads + attention.kv_heads.length
+            scale = torch.ones(heads, config.head_dim, dtype=weights.dtype, device=weights.device)
+            for i, layer in enumerate(self.layers):
+                if i not in nope.layers:
+                    # The model normalizes after it rotates, which does not change the norm of a head.
+                    layer.mixer.head_norm = HeadNorm(scale, config.rms_norm_eps)
+        ends = torch.arange(1.0, config.max_model_len + 1, device=weights.device)
+        self.scales = (ends / nope.floor_scale).floor().log1p() * nope.attention_scale + 1
+        """[positions] float32: of the queries of layers without positions (Nakanishi 2025)."""
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        unrotated = self.rotary.at(torch.zeros_like(positions))
+        scales = self.scales.index_select(0, positions)[:, None, None]
+
+        def attend_in(layer: int, qkv: Tensor, rotary: Tensor, *others: Any) -> Tensor:
+            if layer not in self.nope_layers:
+                return attend(layer, qkv, rotary, *others)
+            qkv[:, : self.num_heads] *= scales
+            return attend(layer, qkv, unrotated, *others)
+
+        return super().__call__(token_ids, positions, attend_in)

@@ -19,15 +19,17 @@ from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing, Turns
 from baton.kv_transfer.endpoint.pulls import exported
 from baton.kv_transfer.layout import slice_bytes
-from baton.kv_transfer.pacing import LOOK, LOOK_LAUNCHED
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.credits import SenderSlots
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import ContentWanted, PagedKV, Released
-from baton.kv_transfer.wait import wait
+from baton.kv_transfer.wait import EVENT_POLL, wait
 
+LOOK = 0.002
+"""Seconds between two looks at CUDA events until all is launched. Each look and each gather takes the GIL
+from the thread that launches a forward pass, and that pass hides the transfer."""
 NO_TOKEN = FirstToken(0)
 """In COMMIT of a transfer by content. It means nothing."""
 _Taken = tuple[OutgoingPrefill, local.Staged, local.SliceOut]
@@ -130,7 +132,7 @@ class Pump:
             while not self._stopping:
                 watched, look = [self._wake, fd], None
                 if waiting and urgent:
-                    look = LOOK_LAUNCHED
+                    look = EVENT_POLL
                 elif waiting:
                     watched, look = [self._wake], LOOK  # messages about free slots can wait, too
                 self._asleep = not waiting

@@ -15,13 +15,14 @@ from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Event, Outcome, Pool
 from baton.kv_transfer.endpoint.pulls import exported as export_of
-from baton.kv_transfer.pacing import EVENT_POLL, LOOK_LAUNCHED, LOOK_OF_RANK
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
 from baton.kv_transfer.protocol.local_messages import Copied, Copy, ExportGone, ExportIn, Opened, Staged
 from baton.kv_transfer.staging import scattered_at_once
 from baton.kv_transfer.transport import PagedKV
-from baton.kv_transfer.wait import wait
+from baton.kv_transfer.wait import EVENT_POLL, wait
 
+LOOK = 0.0005
+"""As `pump.LOOK`. Rank 0 learns of these gathers when it looks itself."""
 TABLES = 1024
 """Tables that a rank keeps for each direction. Slices of one range of positions have the same one in every
 layer, and making it takes a GPU's host 60 to 100 µs."""
@@ -81,7 +82,7 @@ class RankCopier:
                 look = EVENT_POLL if under_way else None
                 if is_gather:
                     if under_way:
-                        look = LOOK_LAUNCHED if self._launched else LOOK_OF_RANK
+                        look = EVENT_POLL if self._launched else LOOK
                     self._orders_wait = bool(orders)
                     if self._is_ready(orders):  # the layer was done before `_orders_wait` was set
                         look = 0

@@ -29,15 +29,17 @@ from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint.live_fetch import LayerPace, LayersThere, LiveFetch
 from baton.kv_transfer.endpoint.pulls import Pulls
 from baton.kv_transfer.layout import Range
-from baton.kv_transfer.pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.staging import scattered_at_once
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import Began, Closed, FetchFailed, Injected, InjectStats, PagedKV
-from baton.kv_transfer.wait import wait
+from baton.kv_transfer.wait import EVENT_POLL, wait
 
 Event = Injected | FetchFailed | Closed | Began
 
+INJECTING = 0.0005  # seconds that one injection may take the host, rarely longer
+HOLD = 0.002  # seconds that a slice waits for others
+PATIENCE = 0.02  # seconds after which launches wait for a slice: on a busy host a launch is always due
 _MAX_REFETCHES = 2
 TICK = 0.1
 """Seconds between two signs of life of an engine that waits inside a step."""

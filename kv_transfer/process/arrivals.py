@@ -8,12 +8,11 @@ import time
 
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
-from baton.kv_transfer.pacing import credit
 from baton.kv_transfer.process.frames import SlotPipe
 from baton.kv_transfer.process.peers import Peers
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session
-from baton.kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots
+from baton.kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots, credit
 from baton.kv_transfer.protocol.fetches import (
     Acknowledge,
     Effect,

@@ -16,7 +16,6 @@ import setproctitle
 from baton.kv_transfer.arena import Arena, channel_pair
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
-from baton.kv_transfer.pacing import FRAMES_AHEAD
 from baton.kv_transfer.process import mover
 from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
 from baton.kv_transfer.process.lane import Lane
@@ -27,6 +26,7 @@ from baton.machine.system import die_with_parent
 
 log = logging.getLogger("baton.kv")
 
+FRAMES_AHEAD = 2  # that a lane in a mover has: one that is written, and the next
 _STOPS_WITHIN = 3.0  # seconds that a mover takes at most to close a lane, or to end
 
 

@@ -10,7 +10,6 @@ from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.layout import Slice
-from baton.kv_transfer.pacing import window
 from baton.kv_transfer.peer_memory import TCP_ONLY
 from baton.kv_transfer.process import nixl_memory
 from baton.kv_transfer.process.frames import OutgoingFrame
@@ -21,6 +20,7 @@ from baton.kv_transfer.process.stats import TransferCounters, printable
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol import messages as wire
+from baton.kv_transfer.protocol.credits import window
 from baton.kv_transfer.protocol.frame import HEADER_BYTES, Header
 from baton.kv_transfer.protocol.held import Effect, Held, HeldPrefills, StartTransfer
 from baton.kv_transfer.protocol.shared import Expired, Send
@@ -81,8 +81,11 @@ class PrefillSide:
         match message:
             case local.SlicesOut(slices):
                 self._send(slices, now)
-            case local.Exported():
-                self._exported_now(message)
+            case local.Exported(export, why):
+                self._set_export(export, why)
+                for number in list(self._transports):
+                    del self._transports[number]
+                    self._offer_memory(self._sessions[number])
             case local.Offer(prefill_id):
                 self._apply(self.table.offer(prefill_id, now))
             case local.Finished(prefill_id):
@@ -110,12 +113,6 @@ class PrefillSide:
                 export = None
                 log.warning("KV goes over TCP: %s", why)
         self._export, self._why_tcp = export, why
-
-    def _exported_now(self, m: local.Exported) -> None:
-        self._set_export(m.export, m.why)
-        for number in list(self._transports):
-            del self._transports[number]
-            self._offer_memory(self._sessions[number])
 
     def _send(self, slices: Sequence[local.SliceOut], now: float) -> None:
         """A slice goes as a frame, unless the peer reads slots: then SLICES names it. A slice of a transfer

@@ -10,6 +10,29 @@ from dataclasses import dataclass
 
 from baton.kv_transfer.protocol.messages import Credit
 
+_LEAST_LANES = 4  # a session with fewer lanes gets the slots and the credit of so many
+# Of a sender, under way: one that is written, the next, and one that is sent but not reported yet.
+_SLOTS_PER_LANE = 3
+# Of a receiver, that wait for frames: enough until the next grant is used. The memory of more slots would
+# have left every cache before it is written to.
+_CREDIT_PER_LANE = 4
+
+
+def window(lanes: int, num_slots: int, *, exported: bool) -> int:
+    """How many of the sender's slots the frames of a session may have at once: at most half of them.
+
+    Three quarters of slots that the peer reads, in shared memory or on a GPU. It answers only when its engine
+    looks: after 2 ms, in which a link between GPUs carries 700 MB, and on CPUs after a whole step."""
+    if exported:
+        return max(1, num_slots * 3 // 4)
+    return min(max(lanes, _LEAST_LANES) * _SLOTS_PER_LANE, max(1, num_slots // 2))
+
+
+def credit(missing_frames: int, lanes: int, *, exported: bool) -> int:
+    """The credit that a session can use. One frame more per lane: slices need not have their full size."""
+    wanted = missing_frames + lanes
+    return wanted if exported else min(wanted, _CREDIT_PER_LANE * max(lanes, _LEAST_LANES))
+
 
 class CreditExceeded(Exception):
     """A frame came without credit: its session ends."""

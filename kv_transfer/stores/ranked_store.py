@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.pacing import EVENT_POLL
 from baton.kv_transfer.protocol.local_messages import BlocksCopied, CopyBlocks
 from baton.kv_transfer.stores import BlockStore, Pair
-from baton.kv_transfer.wait import wait
+from baton.kv_transfer.wait import EVENT_POLL, wait
 
 
 class RankedStore(BlockStore):

@@ -7,7 +7,7 @@ import random
 import time
 from dataclasses import dataclass, replace
 
-from baton.content import CHUNK_TOKENS, Tier, prompt_hints
+from baton.content import Tier
 from baton.router.config import RouterConfig
 from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.decode import DecodePool, FreeCapacity
@@ -28,7 +28,7 @@ from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest, Prefil
 from baton.router.policy.prefill_loads import PrefillWork
 from baton.router.policy.split import MOST_WORKERS, PromptCost, Split, SplitWorker, may_gain, split
 from baton.router.workers.checks import RouterModel
-from baton.router.workers.prefixes import PrefixSource, prefix_source
+from baton.router.workers.prefixes import prefix_source
 from baton.router.workers.roster import Roster
 from baton.router.workers.sharing import share
 from baton.router.workers.stream import WorkerStream
@@ -111,7 +111,7 @@ class WorkerPool(Roster):
     def _open(self, address: str) -> None:
         worker = Worker(address, self.loads, lambda: self.on_capacity(), self.breaker_changed)
         self.listed[address] = worker
-        self._streams[address] = WorkerStream(worker, self, self.offered, self._config)
+        self._streams[address] = WorkerStream(worker, self, self._config)
 
     def retire(self, address: str) -> None:
         """Discovery no longer lists this worker."""
@@ -353,34 +353,9 @@ class WorkerPool(Roster):
             return None
         return source.message()
 
-    def offered(self, worker: Worker, offer: pb.Offer) -> None:
-        """Tells the worker that would compute prompts with this prefix to fetch it. Declines the offer if
-        that worker has the prefix, or cannot fetch it."""
-        root, prefix = worker.description.content_root, offer.prefix
-        chunks = prompt_hints(prefix.token_ids, root, prefix.cache_salt)
-        target = None
-        if chunks and self._config.prefix_fetches:
-            tokens, avoid = len(prefix.token_ids), {worker.address}
-            target = self.choose_prefill(PrefillRequest(chunks[0], tokens, chunks, avoid))
-        if target is None or target.worker is worker or not _lacks(target, root):
-            declined = pb.OfferDeclined(number=offer.number)
-            worker.send(pb.RouterMessage(offer_declined=declined))
-        else:
-            source = PrefixSource(worker, self.loads.index.slowest_tier(worker.row, chunks))
-            fetch = pb.FetchPrefix(prefix=prefix, content=source.message())
-            target.worker.send(pb.RouterMessage(fetch_prefix=fetch))
-
 
 def _takes_part(worker: Worker) -> bool:
     """Whether the worker may compute a part of a prompt now."""
     # What ended since the last report is known of the own requests of this router.
     decodes = worker.load.own or min(worker.status.requests_decoding, worker.load.running)
     return worker.ready and worker.description.attention_doubles_at > 0 and not decodes
-
-
-def _lacks(target: PrefillTarget, content_root: bytes) -> bool:
-    """Whether a worker lacks at least a chunk of a prefix with names of this root, and can fetch it."""
-    described = target.worker.description
-    if not described.fetches_prefixes or described.content_root != content_root:
-        return False
-    return target.work.tokens > max(CHUNK_TOKENS, described.block_size)

@@ -36,49 +36,29 @@ from baton.rpc.stubs import WorkerStub
 
 log = logging.getLogger(__name__)
 
-OFFERS = 6.0
-"""Seconds that the stream of a worker stays open after the worker left the list. It may offer prefixes then,
-for a shorter time (`prefill_worker.offers`)."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0
 
 
 class WorkerStream:
     """Owns the task that keeps the stream open. Tells the `roster` what the worker reports."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        roster: Roster,
-        on_offer: Callable[[Worker, pb.Offer], None],
-        config: RouterConfig,
-    ) -> None:
-        """`on_offer`: the worker leaves its pool, and another one may fetch this prefix from it."""
+    def __init__(self, worker: Worker, roster: Roster, config: RouterConfig) -> None:
         self.worker = worker
         self._roster = roster
-        self._on_offer = on_offer
         self._config = config
-        self._may_offer = False  # the worker is retired, and its stream stays open for offers
         self._cache = CacheSequence(self._ask_for_snapshot)
         self._task = asyncio.create_task(self._run(), name=f"worker {worker.address}")
 
     def retire(self, on_closed: Callable[["WorkerStream"], None]) -> None:
-        """The worker takes no new work from now on. The stream closes when the last attempt has ended. A
-        worker that leaves may offer its prefixes before, for a bounded time."""
+        """The worker takes no new work from now on. The stream closes when the last attempt has ended."""
         worker = self.worker
         worker.retired, worker.on_end = True, self._close_if_done
         self._task.add_done_callback(lambda _: on_closed(self))
         self._roster.availability_changed(worker)
-        if worker.attached and worker.description.fetches_prefixes:
-            self._may_offer = True
-            asyncio.get_running_loop().call_later(OFFERS, self._offers_over)
-        self._close_if_done()
-
-    def _offers_over(self) -> None:
-        self._may_offer = False
         self._close_if_done()
 
     def _close_if_done(self) -> None:
-        if not self.worker.attempts and not self._may_offer:
+        if not self.worker.attempts:
             self._task.cancel()
 
     async def close(self) -> None:
@@ -219,8 +199,6 @@ class WorkerStream:
                 self._receive_failure(message.failed)
             case "cache":
                 self._receive_cache(message.cache)
-            case "offer":
-                self._on_offer(self.worker, message.offer)
             case "status":
                 self._roster.reported(self.worker, message.status)
 

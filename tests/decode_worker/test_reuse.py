@@ -91,28 +91,6 @@ def cache_of(worker: WorkerProcess) -> pb.ContentSource:
     return pb.ContentSource(kv_address=worker.ready["kv_address"], incarnation=worker.ready["incarnation"])
 
 
-async def test_a_worker_that_leaves_its_pool_offers_what_it_has(caching_workers: Workers, pair: Pair) -> None:
-    """This test is the router: it passes the offer on."""
-    prompt = text(200, 200)
-    work = request(prompt, sampling(max_tokens=1))
-    await pair.prefill.token(await pair.prefill.submit_prefill(work, handover=False))
-    await pair.prefill.next_status()  # a later one has the pool
-    try:
-        await pair.prefill.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_DECODE))
-        offer = await asyncio.wait_for(pair.prefill.offers.get(), 10)
-        assert [*offer.prefix.token_ids] == prompt[:192]
-        content = cache_of(caching_workers[0])
-        await pair.decode.send(fetch_prefix=pb.FetchPrefix(prefix=offer.prefix, content=content))
-        chunks = {*await pair.decode.hints(prompt)}
-        async with asyncio.timeout(10):
-            while chunks:
-                chunks -= {*(await pair.decode.caches.get()).added}
-        _, cached = await alone(pair.decode, prompt, SHORT)
-        assert cached == 192
-    finally:
-        await pair.prefill.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_PREFILL))
-
-
 async def answered(
     stream: WorkerStream,
     prompt: list[int],

@@ -85,7 +85,7 @@ def main() -> int:
     rng = random.Random(0)
     for number in range(STEPS):
         stats = warm.stats()
-        if stats.running + stats.waiting < rng.choice([1, 5, 20, 63]):
+        if stats.requests_running + stats.requests_waiting < rng.choice([1, 5, 20, 63]):
             prompt = [TOKEN] * rng.choice([1, 2, 17, 100, 600, 1500, 3000])
             extra: Any = {
                 **rng.choice(SAMPLING),

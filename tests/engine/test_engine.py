@@ -340,7 +340,7 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
     for _, layer, _, chunk, kv in layers:
         assert torch.equal(kv, final[layer][:, chunk.start : chunk.stop]), "reported before it was written"
     assert len(results[request.id].outputs) == 1
-    assert engine.stats().held == 1
+    assert engine.stats().held_prefills == 1
     assert not engine.idle
     assert not engine.has_work
     engine.release(request.id)
@@ -360,7 +360,7 @@ def test_a_handover_that_ends_with_its_first_token_keeps_its_blocks_until_releas
         request = request_of(i, PROMPT, **sampling)
         (output,) = run(engine, [request], handover=True)[request.id].outputs
         assert (output.token, output.finish_reason) == (first, reason)
-        assert engine.stats().held == 1, "the pump may still be reading"
+        assert engine.stats().held_prefills == 1, "the pump may still be reading"
         engine.release(request.id)
         engine.assert_whole()
 
@@ -419,7 +419,8 @@ def test_cancel_in_every_phase(tiny_engine: MakeEngine) -> None:
     engine.step()
     engine.add(waiting)
     stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.held, stats.reservations) == (3, 1, 1, 1)
+    assert (stats.requests_running, stats.requests_waiting) == (3, 1)
+    assert (stats.held_prefills, stats.reservations) == (1, 1)
     assert stats.tokens_waiting == 10 + (10 - 6)
     with pytest.raises(AssertionError, match="only a held request is released, this one is RUNNING"):
         engine.release(decoding.id)

@@ -56,7 +56,7 @@ def test_the_blocks_of_an_ended_request_stay_in_use_until_its_last_launched_step
     assert last.finish_reason == "stop"
     assert engine.waits_for_device, "a step with the ended request is under way"
     assert engine.blocks_free < 8
-    assert engine.stats().running == 0
+    assert engine.stats().requests_running == 0
     assert not engine.idle
     assert land_one(engine).outputs == []
     assert engine.blocks_free == 8

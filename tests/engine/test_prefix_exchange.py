@@ -68,6 +68,12 @@ class Worker:
         return None if missing is None or blocks is None else Import(missing, blocks)
 
 
+def chunks_of(prompt: list[int], salt: bytes = b"") -> Sequence[bytes]:
+    names = PrefixNames(ROOT, salt, 16)
+    names.extend(prompt, len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS)
+    return names.chunks
+
+
 def content(prompt: list[int], position: int, salt: bytes) -> object:
     return position, tuple(prompt[: position + 1]), salt
 
@@ -263,20 +269,23 @@ def test_a_peer_that_names_wrong_positions_gets_nothing(size: int) -> None:
 
 
 def test_the_prefixes_used_last_come_first() -> None:
-    worker = Worker(16, num_blocks=26)
-    old, new = text(100, 1), text(100, 2)
-    branch = [*old[:64], *text(50, 3)]
+    worker = Worker(16, num_blocks=52)
+    old, new = text(200, 1), text(200, 2)
+    branch = [*old[:64], *text(100, 3)]
     for prompt in (old, new, branch):
         worker.compute(prompt)
     worker.compute(new, salt=b"salt")
-    assert worker.compute(old) == 96
-    found = list(worker.exchange.last_used())
-    assert [prefix.token_ids for prefix in found] == [old[:96], new[:96], branch[:112], new[:96]]
-    assert [prefix.cache_salt for prefix in found] == [b"", b"salt", b"", b""]
-    assert {len(prefix.chunks) for prefix in found} == {1}
-    worker.compute(text(320, 4))  # evicts all but the beginnings of the last used prompts
+    assert worker.compute(old) == 192
+    assert list(worker.exchange.last_used()) == [
+        (b"", chunks_of(old)),
+        (b"salt", chunks_of(new, b"salt")),
+        (b"", chunks_of(branch)),
+        (b"", chunks_of(new)),
+    ]
+    last = text(640, 4)
+    worker.compute(last)  # evicts all but the beginnings of the last used prompts
     [newest, *_] = worker.exchange.last_used()
-    assert newest.token_ids == text(320, 4)
+    assert newest == (b"", chunks_of(last))
 
 
 def test_the_next_turn_goes_on_in_the_last_block_of_the_turn_before() -> None:

@@ -164,7 +164,7 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(tiny_engine: Mak
             engine.add(request_of(number, prompt, max_tokens=2), handover=True)
             if number % 3 == 0:
                 continue  # two at once
-            while engine.stats().running + engine.stats().waiting > 1:
+            while engine.stats().requests_running + engine.stats().requests_waiting > 1:
                 for output in engine.step().outputs:
                     found.setdefault(output.id, []).append(output.token)
                     if output.id != decoding.id:

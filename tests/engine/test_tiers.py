@@ -35,7 +35,8 @@ def answers(
         for pump in pumps:
             break_store(pump._store)
         engine.add(EngineRequest(request_id, prompt, sampling=SamplingParams(max_tokens=20, ignore_eos=True)))
-        while not engine.idle if number % 3 == 2 or number == len(prompts) - 1 else engine.stats().waiting:
+        to_the_end = number % 3 == 2 or number == len(prompts) - 1
+        while not engine.idle if to_the_end else engine.stats().requests_waiting:
             if engine.has_work:
                 for output in engine.step().outputs:
                     tokens[output.id].append(output.token)

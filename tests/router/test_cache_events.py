@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from baton.content import Tier, prompt_hints
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.workers import stream
 from baton.router.workers.checks import CacheSequence
 from baton.router.workers.prefixes import PrefixSource, prefix_source
 from baton.rpc import worker_pb2 as pb
@@ -257,45 +256,6 @@ async def test_a_decode_worker_that_computes_a_prompt_gets_the_name_of_the_worke
     await caching.complete(prompt=prompt)
     assert not decodes(decode)[-1].HasField("source")
     assert not decodes(decode)[-1].HasField("content"), "the holder knows KV of another dtype by other names"
-
-
-async def test_what_a_worker_offers_goes_to_a_worker_that_lacks_it(caching: Cluster):
-    prompt, [leaving, *others] = list(range(3, 503)), caching.prefills
-    chunks = prompt_hints(prompt, b"", b"")
-    others[0].change_cache(chunks[:1])
-    await caching.until(lambda: reported(caching)[1] == 1)
-    leaving.status.health = pb.WorkerStatus.HEALTH_DRAINING
-    leaving.report()
-    leaving.offer(1, prompt)
-    await others[0].until(lambda worker: worker.submitted)
-    asked = others[0].submitted[-1].fetch_prefix
-    assert [*asked.prefix.token_ids] == prompt
-    assert asked.content.incarnation == leaving.incarnation
-    assert not others[1].submitted
-    others[0].change_cache(chunks[1:])
-    await caching.until(lambda: reported(caching)[1] == 7)
-    leaving.offer(2, prompt)
-    await leaving.until(lambda worker: worker.submitted)
-    assert leaving.submitted[-1].offer_declined.number == 2, "another worker has it"
-    for worker in others:
-        worker.status.health = pb.WorkerStatus.HEALTH_DRAINING
-        worker.report()
-    await caching.until(lambda: not caching.pool.ready(pb.POOL_PREFILL))
-    leaving.offer(3, list(range(900)))
-    await leaving.until(lambda worker: len(worker.submitted) == 2)
-    assert leaving.submitted[-1].offer_declined.number == 3, "all workers leave"
-
-
-async def test_a_worker_that_left_the_list_may_offer_prefixes_for_a_while(
-    caching: Cluster, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(stream, "OFFERS", 0.2)
-    leaving, pool = caching.prefills[0], caching.pool
-    pool.retire(leaving.address)
-    leaving.offer(1, list(range(200)))
-    await caching.until(lambda: any(worker.submitted for worker in caching.prefills))
-    assert not leaving.submitted, "it was not declined"
-    await caching.until(lambda: not leaving.attached)
 
 
 async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster):

@@ -181,7 +181,7 @@ async def test_a_restarted_worker_is_a_new_incarnation(cluster: Cluster):
 
 def open_stream(pool: WorkerPool) -> WorkerStream:
     worker = Worker("127.0.0.1:1", pool.loads, lambda: None, lambda _: None)
-    return WorkerStream(worker, pool, pool.offered, RouterConfig(model=None, secret=b"x" * 16))
+    return WorkerStream(worker, pool, RouterConfig(model=None, secret=b"x" * 16))
 
 
 async def test_a_connection_closes_if_its_stream_breaks_at_the_same_time(

@@ -135,7 +135,7 @@ async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None
     assert worker.tokens() == [(0, 5, "")], "the decode worker goes on"
     assert worker.of(messages.Prefilled)
     assert worker.computing == []
-    assert worker.roles.status(0).stats.held == 1
+    assert worker.roles.status(0).stats.held_prefills == 1
     worker.roles.heard(Released(P, "acked"))
     assert worker.idle
     assert not worker.failures()

@@ -29,13 +29,14 @@ def stats(load: Load) -> EngineStats:
 
 def test_load_is_that_of_the_last_step() -> None:
     load = Load()
-    assert stats(load).fastest_seconds == stats(load).step_seconds == 0.0
+    assert stats(load).fastest_step_seconds == stats(load).step_seconds == 0.0
     load.step(scheduler(5, 0.25, 2), iteration(), 1.0, prefills=True)
     load.step(scheduler(3, 0.1), None, 2.0, prefills=True)
     found = stats(load)
-    assert (found.running, found.waiting, found.blocks_free, found.blocks_total) == (3, 0, 90, 100)
+    assert (found.requests_running, found.requests_waiting) == (3, 0)
+    assert (found.blocks_free, found.blocks_total) == (90, 100)
     load.step(scheduler(3, waiting=2), None, 3.0, prefills=True)
-    assert stats(load).waiting == 4, "fetches of KV are skipped in vLLM's queue"
+    assert stats(load).requests_waiting == 4, "fetches of KV are skipped in vLLM's queue"
     assert (found.preemptions, found.prefix_cache_queries, found.prefix_cache_hits) == (1, 20, 8)
 
 
@@ -49,7 +50,7 @@ def test_seconds_of_a_step_are_those_of_vllms_process() -> None:
     load.step(scheduler(2), iteration(0.25, 0.75), 109.0, prefills=True)
     assert stats(load).decode_seconds == 0.0, "it also computed a prompt"
     load.step(scheduler(2), iteration(0.125), 110.0, prefills=False)
-    assert stats(load).decode_seconds == stats(load).fastest_seconds == 0.125
+    assert stats(load).decode_seconds == stats(load).fastest_step_seconds == 0.125
 
 
 def test_prompts_at_the_same_time_share_the_speed() -> None:

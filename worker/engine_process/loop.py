@@ -56,6 +56,7 @@ class Role(Protocol):
     @property
     def poll_within(self) -> float | None:
         """Seconds after which `move_kv` must be called even if `kv_fd` is not readable. None: no limit."""
+        return None
 
     @property
     def empty(self) -> bool:

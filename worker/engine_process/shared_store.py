@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from baton.content import CHUNK_TOKENS, Tier
-from baton.engine import CachedBlock, CachedPrefix, Engine, EngineRequest
+from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import TraceWriter
 from baton.kv_transfer.endpoint.shared_store import PAUSE, Held, SharedStore
@@ -107,7 +107,8 @@ class StoreTier(SharedStore):
             answered=lambda seconds: link.waited.add(seconds),  # a probe makes a new average
             probed=link.probed,
         )
-        self._again: Iterator[CachedPrefix] | None = None  # what the cache had when this session began
+        # What the cache had when this session began.
+        self._again: Iterator[tuple[bytes, list[bytes]]] | None = None
         self.fetches = StoreFetches(engine, self, config.incarnation, counts, links, trace)
 
     def _held(self, name: bytes, part: int, chunk: int) -> Held | None:
@@ -160,5 +161,6 @@ class StoreTier(SharedStore):
             if prefix is None:
                 self._again = None
             else:
-                for chunk, name in enumerate(prefix.chunks):
-                    self.offer(prefix.cache_salt, name, chunk)
+                salt, chunks = prefix
+                for chunk, name in enumerate(chunks):
+                    self.offer(salt, name, chunk)

@@ -5,6 +5,9 @@ import logging
 import time
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
+
+from google.protobuf.message import Message
 
 from baton.content import Tier
 from baton.rpc import LONGEST_REPORT
@@ -24,6 +27,11 @@ log = logging.getLogger(__name__)
 
 POOLS: dict[Role, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 NAMES = {pool: name for name, pool in POOLS.items()}
+
+
+def same_names(message: type[Message], value: object) -> dict[str, Any]:
+    """The fields of a message that `value` has under the same names."""
+    return {name: getattr(value, name) for name in message.DESCRIPTOR.fields_by_name if hasattr(value, name)}
 
 
 class Backend:
@@ -53,13 +61,11 @@ class Backend:
         await self._tree.engine_link.send(message)
 
     async def drain(self) -> None:
-        """Refuses new attempts, and offers the prefix cache to other workers."""
+        """Refuses new attempts."""
         self.draining = True
         # Routers get the last status at once, because a new one must wait for the engine's step.
         self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
         self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
-        if self._routers.attached:
-            await self.send(messages.OfferPrefixes())
 
     async def status(self) -> pb.WorkerStatus:
         """Asks the engine and transfer processes for their status."""
@@ -71,41 +77,22 @@ class Backend:
         self._last_status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
             pool=self._pool,
-            requests_running=stats.running,
-            requests_decoding=stats.decoding,
-            requests_waiting=stats.waiting,
-            tokens_waiting=stats.tokens_waiting,
-            blocks_free=stats.blocks_free,
-            blocks_total=stats.blocks_total,
-            held_prefills=stats.held,
-            reservations=stats.reservations,
             transfers_open=transfer.transfers_open,
             arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,
             arena_slots_total=2 * transfer.slots,
-            prefill_tokens_per_s=stats.prefill_tokens_per_s,
-            step_seconds=stats.step_seconds,
             prompt_tokens=engine.counts.prompt_tokens,
             no_room=engine.counts.no_room,
             chunk_tokens=stats.short.tokens,
             chunk_seconds=stats.short.seconds,
             long_chunk_tokens=stats.long.tokens,
             long_chunk_seconds=stats.long.seconds,
-            decode_seconds=stats.decode_seconds,
-            fastest_step_seconds=stats.fastest_seconds,
             kv_transports=transfer.transports,
             host_tokens_per_s=loads.get(Tier.HOST, 0.0),
             disk_tokens_per_s=loads.get(Tier.DISK, 0.0),
             store_tokens_per_s=0.0 if engine.store is None else engine.store.tokens_per_s,
             store="" if engine.store is None else "open" if engine.store.is_open else "closed",
-            prefix_links=[
-                pb.PrefixLink(
-                    incarnation=link.incarnation,
-                    tier=pb.Tier.Name(link.tier),
-                    wait=link.wait,
-                    tokens_per_s=link.tokens_per_s,
-                )
-                for link in engine.links
-            ],
+            prefix_links=[pb.PrefixLink(**same_names(pb.PrefixLink, link)) for link in engine.links],
+            **same_names(pb.WorkerStatus, stats),
         )
         return self._last_status
 
@@ -118,8 +105,6 @@ class Backend:
             # Routers get the label at once, because a new status must wait for the engine's step.
             self._last_status.pool = pool
             self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
-            if pool == pb.POOL_DECODE:
-                await self.send(messages.OfferPrefixes())
         return await self.status()
 
     def cache_snapshot(self) -> Iterator[pb.WorkerMessage]:
@@ -160,8 +145,10 @@ class Backend:
                 self._journal.failed(message)
                 failed = streams.failed(origin.attempt_id, code, text, prefill_id)
                 self._routers.deliver(stream, failed)
-            case EngineStatus():
-                self._answer(message)
+            case EngineStatus(question):
+                answer = self._status_answers.get(question)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
             case messages.KVInjected(_, stats):
                 self._metrics.injected(stats)
                 self._journal.injected(message)
@@ -179,12 +166,5 @@ class Backend:
                 assert self._cache is not None
                 for changes in self._cache.changed(tiers, stored):
                     self._routers.broadcast_cache_events(changes)
-            case messages.Offered():
-                self._routers.offer(message)
             case _:
                 raise AssertionError(f"unexpected message of the engine: {message}")
-
-    def _answer(self, status: EngineStatus) -> None:
-        answer = self._status_answers.get(status.question)
-        if answer is not None and not answer.done():
-            answer.set_result(status)

@@ -44,8 +44,6 @@ class AttachService:
             "prefill": self._prefill,
             "decode": self._decode,
             "retarget": self._retarget,
-            "fetch_prefix": self._fetch_prefix,
-            "offer_declined": self._offer_declined,
             "cancel": self._cancel,
             "cache_resync": self._cache_resync,
         }
@@ -162,20 +160,6 @@ class AttachService:
             stream.put(streams.failed(decode_id, refusal.code, str(refusal)))
         else:
             await self._backend.send(messages.Retarget(stream.number, decode_id, source, output_ids))
-
-    async def _fetch_prefix(self, stream: RouterStream, message: pb.RouterMessage) -> None:
-        asked = message.fetch_prefix
-        try:
-            request = validation.prefix(asked.prefix, self._limits)
-            content = validation.content_source(asked)
-        except RefusedAttempt as refusal:
-            log.info("a prefix is not fetched: %s", refusal)
-            return
-        if content is not None and not self._backend.draining:
-            await self._backend.send(messages.FetchPrefix(request, content))
-
-    async def _offer_declined(self, stream: RouterStream, message: pb.RouterMessage) -> None:
-        await self._backend.send(messages.OfferDeclined(message.offer_declined.number))
 
     async def _cancel(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         attempt_id = validation.attempt_id(message.cancel.attempt_id, "attempt_id")

@@ -169,14 +169,18 @@ class Metrics(Collector):
         stats, counts, gauge, counter = status.stats, status.counts, self._gauge, self._counter
         used = 1.0 - stats.blocks_free / stats.blocks_total
         cached = stats.blocks_cached / stats.blocks_total
-        yield gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
-        yield gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.", stats.waiting)
+        yield gauge("vllm:num_requests_running", "Requests in the running batch.", stats.requests_running)
+        yield gauge(
+            "vllm:num_requests_waiting", "Requests that wait to be scheduled.", stats.requests_waiting
+        )
         yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
         text = "Share of KV blocks that hold a cached prefix, in use or not, 0 to 1."
         yield gauge("baton:prefix_cache_usage_perc", text, cached)
         text = "Prompt tokens accepted and not yet computed."
         yield gauge("baton:tokens_waiting", text, stats.tokens_waiting)
-        yield gauge("baton:held_prefills", "Finished prefills with KV that is not acknowledged.", stats.held)
+        yield gauge(
+            "baton:held_prefills", "Finished prefills with KV that is not acknowledged.", stats.held_prefills
+        )
         yield gauge("baton:reservations", "Reserved requests that wait for their KV.", stats.reservations)
         yield gauge("baton:prefill_tokens_per_second", "Recent prefill speed.", stats.prefill_tokens_per_s)
         yield gauge("baton:step_seconds", "Mean of recent engine steps.", stats.step_seconds)

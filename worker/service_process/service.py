@@ -22,7 +22,7 @@ from baton.worker.config import WorkerConfig
 from baton.worker.messages import Code, EngineReady
 from baton.worker.processes import EngineError, StartError, TreeError
 from baton.worker.service_process import streams
-from baton.worker.service_process.backend import POOLS, Backend
+from baton.worker.service_process.backend import POOLS, Backend, same_names
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.metrics import Metrics
@@ -237,15 +237,8 @@ class Service:
             index=config.index,
             incarnation=self._incarnation,
             model=config.engine.model,
-            model_fingerprint=engine.model_fingerprint,
-            content_root=engine.content_root,
             layout_fingerprint=engine.layout.fingerprint,
             kv_address=kv_address,
-            block_size=engine.block_size,
-            num_blocks=engine.num_blocks,
-            offload_blocks=engine.offload_blocks,
-            fetches_prefixes=config.engine.enable_prefix_caching and config.engine_args is None,
-            max_model_len=engine.max_model_len,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
             dtype=engine.layout.dtype,
@@ -254,13 +247,10 @@ class Service:
             tensor_parallel_size=config.engine.tensor_parallel_size,
             pid=os.getpid(),
             metrics_address=metrics_address,
-            vocab_size=engine.vocab_size,
-            vocabulary_fingerprint=engine.vocabulary_fingerprint,
-            attention_doubles_at=engine.attention_doubles_at,
             num_layers=engine.layout.num_layers,
-            numerics=engine.numerics,
             served_model_name=config.model_name,
             revision=config.engine.revision or "",
+            **same_names(pb.WorkerDescription, engine),
         )
 
 

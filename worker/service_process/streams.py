@@ -111,7 +111,6 @@ class Routers:
     def __init__(self) -> None:
         self._streams: dict[int, RouterStream] = {}
         self._opened = 0
-        self._offered = 0  # number of the stream that got the last offer
 
     def open(self, report_seconds: float, *, shares_reports: bool = False) -> RouterStream:
         self._opened += 1
@@ -150,26 +149,10 @@ class Routers:
             return LONGEST_REPORT
         return max(stream.report_seconds for stream in self._streams.values())
 
-    @property
-    def attached(self) -> bool:
-        """Whether the stream of a router is open."""
-        return bool(self._streams)
-
-    def offer(self, message: messages.Offered) -> None:
-        """Gives an offer to one router. The routers take turns."""
-        later = (number for number in self._streams if number > self._offered)
-        self._offered = next(later, next(iter(self._streams), 0))
-        self.deliver(self._offered, offer(message))
-
     def finish(self) -> None:
         """Ends every stream after its queued messages are written."""
         for stream in self._streams.values():
             stream.finish()
-
-
-def offer(message: messages.Offered) -> pb.WorkerMessage:
-    prefix = pb.Prefix(token_ids=message.token_ids, cache_salt=message.cache_salt, tenant=message.tenant)
-    return pb.WorkerMessage(offer=pb.Offer(number=message.number, prefix=prefix))
 
 
 def progress(

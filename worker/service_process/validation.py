@@ -7,7 +7,6 @@ names no attempt to answer, so it ends the stream (`StreamError`). `engine.Sampl
 """
 
 import math
-import os
 import re
 import time
 from collections.abc import Collection, Sequence
@@ -185,9 +184,7 @@ def source(value: pb.PrefillSource) -> messages.PrefillSource:
     return messages.PrefillSource(prefill_id, address, value.incarnation, value.attempt)
 
 
-def content_source(
-    submit: pb.SubmitPrefill | pb.SubmitDecode | pb.FetchPrefix,
-) -> messages.ContentSource | None:
+def content_source(submit: pb.SubmitPrefill | pb.SubmitDecode) -> messages.ContentSource | None:
     """Checks the source of cached KV, if there is one. Raises RefusedAttempt(INVALID)."""
     if not submit.HasField("content"):
         return None
@@ -228,22 +225,7 @@ def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
     return ranges
 
 
-def prefix(asked: pb.Prefix, limits: Limits) -> EngineRequest:
-    """A request that begins with these tokens, under a new id. Raises RefusedAttempt(INVALID)."""
-    # It has one token more, since the last token of a prompt is never cached.
-    prompt_ids = [*asked.token_ids, 0]
-    request = EngineRequest(
-        os.urandom(ID_BYTES), prompt_ids, cache_salt=asked.cache_salt, tenant=asked.tenant
-    )
-    _check_labels(asked)
-    try:
-        check_request(request, limits.vocab_size, limits.max_model_len)
-    except ValueError as error:
-        raise _invalid(str(error)) from error
-    return request
-
-
-def _check_labels(asked: pb.Request | pb.Prefix) -> None:
+def _check_labels(asked: pb.Request) -> None:
     for name, value in (("cache_salt", asked.cache_salt), ("tenant", asked.tenant)):
         if len(value) > MAX_LABEL_BYTES:
             raise _invalid(f"{name} has {len(value)} bytes, more than {MAX_LABEL_BYTES}")
