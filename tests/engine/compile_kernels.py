@@ -171,6 +171,9 @@ def main() -> None:
             int4 = Int4Linear(four_bits(codes, scales, zeros, dtype), None, 132)
             for tokens in (1, 2, 4, 16):
                 int4(torch.zeros(tokens, 4096, dtype=dtype))
+            exact_int4 = Int4Linear(int4.weight, None, 132, exact=True)
+            for tokens in (1, 17, 64, 128, 256, 1024):
+                exact_int4(torch.zeros(tokens, 4096, dtype=dtype))
             for tokens, form in itertools.product((64, 128, 256), FORMS):
                 x = TritonKernels(torch.device("cpu"), 128).quantize(
                     torch.zeros(tokens, 4096, dtype=dtype), grouped=False

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.kernels import AttentionMetadata, Choice, Experts, Fp8Experts, HeadNorm, Kernels
+from baton.engine.kernels import AttentionMetadata, Choice, Experts, FourBits, Fp8Experts, HeadNorm, Kernels
+from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.loader import check_model
 from baton.engine.model_config import Scoring, Span
 from tests.device import DEVICE
 from tests.engine.conftest import request_of, run
 from tests.engine.kernel_checks import BF16, F16, F32, normal
+from tests.engine.test_groups import random_groups
 
 ON_GPU = DEVICE == "cuda"
 HALVES = [BF16, F16] if ON_GPU else [F32]
@@ -41,7 +43,7 @@ def chained_products(patch: pytest.MonkeyPatch) -> None:
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         total = d.data.copy()
         for k in range(a.data.shape[1]):
-            total += a.data[:, k, None] * b.data[None, k]
+            total += a.data[:, k, None].astype(total.dtype) * b.data[None, k]
         return TensorHandle(total, d.dtype.scalar)
 
     patch.setattr(InterpreterBuilder, "create_dot", dot)
@@ -187,6 +189,32 @@ def test_products(kernel_device: str, dtype: torch.dtype) -> None:
         assert torch.equal(product(rows[-count:].contiguous()), whole[-count:]), count
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16] if ON_GPU else [F16])
+@pytest.mark.parametrize(
+    ("size", "columns", "zeros"), [(32, 288, True), (64, 512, False), (128, 640, True), (128, 256, False)]
+)
+@pytest.mark.usefixtures("exact_kernels")
+def test_products_in_four_bits(size: int, columns: int, zeros: bool, dtype: torch.dtype) -> None:
+    """Codes that a product reads, and codes that are written to memory first."""
+    from baton.engine.kernels.quantized.int4_linear import MAX_EXACT_ROWS, Int4Linear
+
+    out = 2560 if ON_GPU else 80
+    groups = random_groups(out, columns, size).on(torch.device(DEVICE))
+    weight, bias = four_bits(groups.codes, groups.scales, groups.zeros * zeros, dtype), normal(out)
+    product = Int4Linear(weight, bias.to(dtype).to(DEVICE), 3, exact=True)
+    assert product.quantizes(600) is None
+    rows = normal(MAX_EXACT_ROWS + 40, columns, seed=2).to(dtype).to(DEVICE)
+    whole = product(rows)
+    torch.testing.assert_close(
+        whole.float(), rows.float() @ weight.exact().float().T + bias.to(DEVICE), rtol=0.02, atol=0.02
+    )
+    for count in (1, 2, 3, 16, 17, 33, 64, 65, MAX_EXACT_ROWS, MAX_EXACT_ROWS + 1):
+        assert torch.equal(product(rows[:count].contiguous()), whole[:count]), count
+        assert torch.equal(product(rows[-count:].contiguous()), whole[-count:]), count
+    gated = product.silu_mul(rows, Kernels())
+    assert torch.equal(product.silu_mul(rows[:1].contiguous(), Kernels()), gated[:1])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("grouped", [False, True])
 def test_products_in_fp8(triton_kernels: Kernels, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,28 +230,53 @@ def test_products_in_fp8(triton_kernels: Kernels, grouped: bool, monkeypatch: py
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
-def test_experts(triton_kernels: Kernels, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts(exact_kernels: Kernels, fp8: bool) -> None:
     """Few pairs and many for each expert: all tiles."""
-    monkeypatch.setattr(triton_kernels, "exact", True)
     experts, size, inner = 16, 512, 256
     matrices = [normal(experts, *shape).mul(0.05).cuda() for shape in ((2 * inner, size), (size, inner))]
     held: list[Any] = [matrix.to(BF16) for matrix in matrices]
     if fp8:
-        quantized = [triton_kernels.quantize(matrix.flatten(0, 1), grouped=False) for matrix in matrices]
+        quantized = [exact_kernels.quantize(matrix.flatten(0, 1), grouped=False) for matrix in matrices]
         held = [
             Fp8Experts(q.values.view(matrix.shape), q.scales.view(experts, 1, -1))
             for q, matrix in zip(quantized, matrices, strict=True)
         ]
     layer = Experts(held[0], held[1], Choice(4, Scoring.NORMALIZED_SOFTMAX))
-    x, logits = normal(3000, size).to(BF16).cuda(), normal(3000, experts, seed=3).to(BF16).cuda()
+    check_experts(exact_kernels, layer, experts, size, BF16, (1, 8, 40, 100, 200, 300, 700, 1500, 3000))
 
-    def mixed(rows: int) -> Tensor:
-        counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
-        return triton_kernels.mix_experts(x[:rows].contiguous(), logits[:rows].contiguous(), layer, counts)
 
-    whole = mixed(3000)
-    for rows in (1, 8, 40, 100, 200, 300, 700, 1500):
-        assert torch.equal(mixed(rows), whole[:rows]), rows
+@pytest.mark.parametrize("dtype", [BF16, F16] if ON_GPU else [F16])
+@pytest.mark.parametrize("floats", [False, True])
+def test_experts_in_four_bits(exact_kernels: Kernels, dtype: torch.dtype, floats: bool) -> None:
+    experts, size, inner = (16, 512, 256) if ON_GPU else (4, 96, 64)
+
+    def held(out: int, columns: int) -> FourBits:
+        codes, scales, zeros = random_groups(out, columns, 32).on(torch.device(DEVICE))[:3]
+        each = [
+            four_bits(codes.roll(i, 0), scales, zeros * (not floats), dtype, floats=floats)
+            for i in range(experts)
+        ]
+        return of_experts(each)
+
+    layer = Experts(held(2 * inner, size), held(size, inner), Choice(4, Scoring.NORMALIZED_SOFTMAX))
+    rows = (1, 8, 40, 100, 200, 300, 700, 1500) if ON_GPU else (1, 10, 22, 60, 210)
+    check_experts(exact_kernels, layer, experts, size, dtype, rows)
+
+
+def check_experts(
+    kernels: Kernels, layer: Experts, experts: int, size: int, dtype: torch.dtype, rows: Sequence[int]
+) -> None:
+    """The results of so many rows are those of the most rows."""
+    x = normal(rows[-1], size).to(dtype).to(DEVICE)
+    logits = normal(rows[-1], experts, seed=3).to(dtype).to(DEVICE)
+
+    def mixed(count: int) -> Tensor:
+        counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
+        return kernels.mix_experts(x[:count].contiguous(), logits[:count].contiguous(), layer, counts)
+
+    whole = mixed(rows[-1])
+    for count in rows[:-1]:
+        assert torch.equal(mixed(count), whole[:count]), count
 
 
 def test_norms_activations_and_rotation(exact_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +333,15 @@ def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(exact
     assert different_tokens(exact_engine) == 0
 
 
+def test_an_engine_with_int4_weights(shallow_model_path: Path) -> None:
+    """A CPU dequantizes them at load. With the kernels of the default, a token differs."""
+    sizes: Any = {"dtype": "bfloat16", "max_num_batched_tokens": 64, "num_threads": 1}
+    config = EngineConfig(
+        str(shallow_model_path), quantization="int4", device=DEVICE, batch_invariant=True, **sizes
+    )
+    assert different_tokens(build_engine(config)) == 0
+
+
 @pytest.mark.skipif(ON_GPU, reason="the ranks are threads of one CPU")
 def test_three_ranks_give_the_same_tokens_in_any_batch_and_after_a_recovery(
     shallow_model_path: Path, ranks: Callable[..., Engine]
@@ -328,7 +390,6 @@ def test_numerics_are_a_part_of_content_names(exact_engine: Engine, shallow_mode
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"quantization": "int4"}, "weights in int4"),
         ({"device": "cuda", "kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 on a GPU"),
         ({"device": "cuda", "tensor_parallel_size": 3}, "more than two ranks on GPUs"),
     ],
