@@ -18,6 +18,7 @@ the same grid for all values in the tensors, read lengths on the device, and nev
 metadata in static tensors, and give padding rows context 0 and slot −1.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -171,7 +172,8 @@ class Kernels:
             inputs, gate_up = rounded(x, grouped=gate_up.grouped), gate_up.exact()
         if isinstance(down, Fp8Experts):
             round_inner, down = partial(rounded, grouped=down.grouped), down.exact()
-        y = mix(inputs, routing, counts.tolist(), gate_up, down, experts, round_inner).to(x.dtype)
+        y = mix(inputs, routing, counts.tolist(), gate_up, down, experts, round_inner, exact=self.exact)
+        y = y.to(x.dtype)
         return y if shared is None else y.add_(shared())
 
     def rope_and_write(
@@ -231,7 +233,8 @@ class Kernels:
     ) -> Any:
         """The plan that `latent_attention` needs, the same for all layers of a step. `fp8`: the caches are in
         FP8."""
-        return latent.LatentPlan(plan_attention(metadata, None, dtype), shape.least_expanded)
+        least = math.inf if self.exact else shape.least_expanded
+        return latent.LatentPlan(plan_attention(metadata, None, dtype, exact=self.exact), least)
 
     def latent_attention(
         self, q: Tensor, kv: KV, plan: Any, heads: LatentHeads, out: Tensor | None = None

@@ -178,7 +178,14 @@ class TritonKernels(Kernels):
         fp8: bool = False,
     ) -> latent_kernels.LatentPlan:
         return latent_kernels.plan_latent(
-            metadata, num_heads, shape, shape.least_expanded, dtype, self._multiprocessors, fp8=fp8
+            metadata,
+            num_heads,
+            shape,
+            shape.least_expanded,
+            dtype,
+            self._multiprocessors,
+            fp8=fp8,
+            exact=self.exact,
         )
 
     def tile_programs(self, num_kv_heads: int) -> int:

@@ -244,8 +244,11 @@ def main() -> None:
             kv, up = q.new_zeros(1, 8, block_size, 1, 576), q.new_zeros(heads, nope + value, 512)
             rotary = torch.zeros(rows, 2, 64)
             kernels.write_latent(q, made[:, :512], made[:, 512:], norm, rotary, kv, metadata.slots)
-            plan = kernels.plan_latent(metadata, heads, shape, dtype)
-            kernels.latent_attention(q, kv, plan, LatentHeads.of(up, shape))
+            exact = TritonKernels(torch.device("cpu"), 256, exact=True)
+            for plan in (
+                planning.plan_latent(metadata, heads, shape, dtype) for planning in (kernels, exact)
+            ):
+                kernels.latent_attention(q, kv, plan, LatentHeads.of(up, shape))
 
     print("-- Mamba-2")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -13,15 +13,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.content.cache_kinds import latent_head_dim
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.kernels import AttentionMetadata, Choice, Experts, FourBits, Fp8Experts, HeadNorm, Kernels
+from baton.engine.kernels import (
+    KV,
+    AttentionMetadata,
+    Choice,
+    Experts,
+    FourBits,
+    Fp8Experts,
+    Fp8KV,
+    HeadNorm,
+    Kernels,
+    LatentHeads,
+    LatentNorm,
+)
 from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.loader import check_model
-from baton.engine.model_config import Scoring, Span
+from baton.engine.model_config import LatentConfig, Scoring, Span
 from tests.device import DEVICE
-from tests.engine.conftest import request_of, run
+from tests.engine.conftest import request_of, run, save_tiny
 from tests.engine.kernel_checks import BF16, F16, F32, normal
+from tests.engine.test_fp8_kv import quantized
 from tests.engine.test_groups import random_groups
 
 ON_GPU = DEVICE == "cuda"
@@ -65,28 +79,24 @@ class Sequences:
         order = list(range(len(lengths) * width))
         random.Random(0).shuffle(order)
         self.tables = torch.tensor(order, dtype=torch.int32, device=DEVICE).view(len(lengths), width)
-        self.kv = normal(2, len(order), block_size, heads[1], head_dim).to(dtype).to(DEVICE)
+        self.kv: KV = normal(2, len(order), block_size, heads[1], head_dim).to(dtype).to(DEVICE)
         self.q = [
             normal(n, heads[0], head_dim, seed=i).mul(3).to(dtype).to(DEVICE) for i, n in enumerate(lengths)
         ]
         self.sinks: Tensor | None = None
         self.span: Span | None = None
 
-    def attend(
+    def step(
         self,
-        kernels: Kernels,
         decodes: Sequence[tuple[int, int]],
         chunks: Sequence[tuple[int, int, int]],
-        padding: int = 0,
-    ) -> Tensor:
+    ) -> tuple[Tensor, AttentionMetadata]:
         """Of decodes (request, position) and chunks (request, start, stop)."""
         requests = [request for request, *_ in (*decodes, *chunks)]
         spans = [(request, at, at + 1) for request, at in decodes] + list(chunks)
         q = torch.cat([self.q[request][start:stop] for request, start, stop in spans])
-        contexts = torch.tensor(
-            [at + 1 for _, at in decodes] + [0] * padding, dtype=torch.int32, device=DEVICE
-        )
-        metadata = AttentionMetadata(
+        contexts = torch.tensor([at + 1 for _, at in decodes], dtype=torch.int32, device=DEVICE)
+        return q, AttentionMetadata(
             self.block_size,
             torch.zeros(len(q), dtype=torch.int64, device=DEVICE),
             self.tables[requests],
@@ -94,8 +104,65 @@ class Sequences:
             len(decodes),
             [(start, stop) for _, start, stop in chunks],
         )
+
+    def attend(
+        self,
+        kernels: Kernels,
+        decodes: Sequence[tuple[int, int]],
+        chunks: Sequence[tuple[int, int, int]],
+    ) -> Tensor:
+        q, metadata = self.step(decodes, chunks)
         plan = kernels.plan(metadata, *self.heads, self.dtype, self.span)
         return kernels.attention(q, self.kv, plan, self.sinks, self.q[0].shape[2] ** -0.5)
+
+    def check(self, kernels: Kernels, length: int) -> None:
+        """Of the first request, which has `length` positions: a query as a decode alone and beside others,
+        and in chunks of several lengths."""
+        whole = self.attend(kernels, [], [(0, 0, length)])
+        draw = random.Random(1)
+        positions = sorted({0, 63, 64, length - 1, *(draw.randrange(length) for _ in range(3))})
+        for at in positions:
+            alone = self.attend(kernels, [(0, at)], [])[0]
+            beside = self.attend(kernels, [(1, length // 3), (0, at), (2, 3)], [(2, 5, 30)])[1]
+            assert torch.equal(alone, whole[at]), at
+            assert torch.equal(beside, alone), at
+        cut = draw.randrange(1, length)
+        chunks = [self.attend(kernels, [(1, 7)], [part])[1:] for part in ((0, 0, cut), (0, cut, length))]
+        assert torch.equal(torch.cat(chunks), whole)
+
+
+class Latents(Sequences):
+    """As `Sequences`, with latents."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        heads: int,
+        dims: tuple[int, int, int, int],
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        fp8: bool = False,
+    ) -> None:
+        """`dims`: as in `LatentStep`."""
+        rank, nope, rope, value = dims
+        super().__init__(lengths, (heads, 1), nope + rope, block_size, dtype)
+        self.shape, cut = LatentConfig(None, *dims, (nope + rope) ** -0.5), latent_head_dim(rank, rank + rope)
+        plain = normal(1, self.tables.numel(), block_size, (rank + rope) // cut, cut).to(dtype)
+        self.kv = quantized(plain, DEVICE) if fp8 else plain.to(DEVICE)
+        up = (normal(heads, nope + value, rank, seed=90) / rank**0.5).to(dtype).to(DEVICE)
+        self.up = LatentHeads.of(up, self.shape)
+
+    def attend(
+        self,
+        kernels: Kernels,
+        decodes: Sequence[tuple[int, int]],
+        chunks: Sequence[tuple[int, int, int]],
+    ) -> Tensor:
+        q, metadata = self.step(decodes, chunks)
+        fp8 = isinstance(self.kv, Fp8KV)
+        plan = kernels.plan_latent(metadata, self.heads[0], self.shape, self.dtype, fp8=fp8)
+        return kernels.latent_attention(q, self.kv, plan, self.up)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -103,26 +170,54 @@ class Sequences:
     ("span", "with_sinks"), [(None, False), (None, True), (Span(100), True), (Span(160, chunked=True), False)]
 )
 def test_attention(exact_kernels: Kernels, dtype: torch.dtype, span: Span | None, with_sinks: bool) -> None:
-    """Of a query: as a decode alone and beside others, and in chunks of several lengths."""
     length = 4500 if ON_GPU else 330
     shapes = [((4, 2), 64, 16), ((3, 1), 64, 128)] + [((8, 2), 128, 128)] * ON_GPU
     for heads, head_dim, block_size in shapes:
         requests = Sequences([length, length // 2, 40], heads, head_dim, block_size, dtype)
         requests.span = span
         requests.sinks = normal(heads[0], seed=5).to(dtype).to(DEVICE) if with_sinks else None
-        whole = requests.attend(exact_kernels, [], [(0, 0, length)])
-        draw = random.Random(1)
-        positions = sorted({0, 63, 64, length - 1, *(draw.randrange(length) for _ in range(3))})
-        for at in positions:
-            alone = requests.attend(exact_kernels, [(0, at)], [])[0]
-            beside = requests.attend(exact_kernels, [(1, length // 3), (0, at), (2, 3)], [(2, 5, 30)])[1]
-            assert torch.equal(alone, whole[at]), at
-            assert torch.equal(beside, alone), at
-        cut = draw.randrange(1, length)
-        chunks = [
-            requests.attend(exact_kernels, [(1, 7)], [part])[1:] for part in ((0, 0, cut), (0, cut, length))
-        ]
-        assert torch.equal(torch.cat(chunks), whole)
+        requests.check(exact_kernels, length)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.usefixtures("exact_casts")
+def test_latents(exact_kernels: Kernels, dtype: torch.dtype, fp8: bool) -> None:
+    """In chunks that the default expands, and with more decodes than have partial results at once."""
+    length, cases = 300, [(4, (32, 16, 16, 16), 16)]
+    if ON_GPU:
+        sizes = (512, 128, 64, 128), (512, 192, 64, 256)
+        length, cases = 4500, [(16, sizes[0], 64), (20, sizes[1], 128), (20, sizes[1], 16)]
+    for heads, dims, block_size in cases:
+        requests = Latents([length, length // 2, 40], heads, dims, block_size, dtype, fp8=fp8)
+        requests.check(exact_kernels, length)
+        positions = range(length - 150, length) if ON_GPU else range(100, 250)
+        many = requests.attend(exact_kernels, [(0, at) for at in positions], [])
+        assert torch.equal(
+            many[::50], requests.attend(exact_kernels, [(0, at) for at in positions[::50]], [])
+        )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_latents_that_are_written(exact_kernels: Kernels, dtype: torch.dtype, on_cpu: bool) -> None:
+    """The bits of a token in the cache, and of its rotated query."""
+    rank, rope, heads, count, size = 128, 32, 3, 70, 64
+    kernels, device = (Kernels(exact=True), "cpu") if on_cpu else (exact_kernels, DEVICE)
+    made = normal(count, heads * size + rank + rope).to(BF16 if on_cpu else dtype).to(device)
+    norm = LatentNorm(normal(rank, seed=1).to(made.dtype).to(device), 1e-6)
+    rotary, slots = normal(count, 2, rope, seed=2).to(device), torch.arange(count, device=device)
+
+    def written(rows: int) -> list[Tensor]:
+        q, latent, shared = made[:rows].clone().split((heads * size, rank, rope), dim=1)
+        kv, q = made.new_zeros(1, 5, 16, 5, 32), q.unflatten(1, (heads, size))
+        kernels.write_latent(q, latent, shared, norm, rotary[:rows], kv, slots[:rows])
+        return [q, kv.flatten(0, 2)[:rows]]
+
+    whole = written(count)
+    for rows in (1, 2, 17):
+        for some, of_all in zip(written(rows), whole, strict=True):
+            assert torch.equal(some, of_all[:rows])
 
 
 def test_pieces_are_whole_segments(exact_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +270,16 @@ def test_attention_on_a_cpu(span: Span | None) -> None:
     beside = requests.attend(kernels, [(1, 80), (0, 201)], [(0, 7, 100), (1, 0, 30)])
     assert torch.equal(alone, whole[::7])
     assert torch.equal(beside[1:95], torch.cat((whole[201:202], whole[7:100])))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dims", [(512, 192, 64, 256), (64, 8, 16, 8)])
+def test_latents_on_a_cpu(dims: tuple[int, int, int, int], fp8: bool) -> None:
+    """In bfloat16. The default expands chunks, with the second sizes from 10 queries on."""
+    if ON_GPU:
+        pytest.skip("the kernels of a CPU")
+    length = 600
+    Latents([length, length // 2, 40], 5, dims, 16, BF16, fp8=fp8).check(Kernels(exact=True), length)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16] if ON_GPU else [F32, BF16])
@@ -263,6 +368,16 @@ def test_experts_in_four_bits(exact_kernels: Kernels, dtype: torch.dtype, floats
     check_experts(exact_kernels, layer, experts, size, dtype, rows)
 
 
+def test_experts_on_a_cpu() -> None:
+    if ON_GPU:
+        pytest.skip("the kernels of a CPU")
+    experts, size, inner = 8, 512, 200
+    gate_up, down = normal(experts, 2 * inner, size), normal(experts, size, inner, seed=1)
+    choice = Choice(3, Scoring.NORMALIZED_SIGMOID, 4, 2, bias=normal(experts))
+    layer = Experts(gate_up.mul(0.05).to(BF16), down.mul(0.05).to(BF16), choice)
+    check_experts(Kernels(exact=True), layer, experts, size, BF16, (1, 2, 7, 40, 41, 300))
+
+
 def check_experts(
     kernels: Kernels, layer: Experts, experts: int, size: int, dtype: torch.dtype, rows: Sequence[int]
 ) -> None:
@@ -340,6 +455,25 @@ def test_an_engine_with_int4_weights(shallow_model_path: Path) -> None:
         str(shallow_model_path), quantization="int4", device=DEVICE, batch_invariant=True, **sizes
     )
     assert different_tokens(build_engine(config)) == 0
+
+
+@pytest.mark.parametrize("kind", ["DeepseekV3", "Glm4MoeLite"])
+def test_an_engine_with_latents(kind: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, kind, vocab_size=1000)
+    config = EngineConfig(
+        str(tmp_path),
+        dtype="bfloat16",
+        device=DEVICE,
+        block_size=64,
+        num_blocks=32,
+        max_num_batched_tokens=64,
+        num_threads=1,
+        enable_prefix_caching=True,
+        batch_invariant=True,
+    )
+    engine = build_engine(config)
+    assert different_tokens(engine) == 0
+    assert "block=64" in engine.numerics.split("; ")
 
 
 @pytest.mark.skipif(ON_GPU, reason="the ranks are threads of one CPU")
