@@ -70,7 +70,6 @@ def _check_exact(engine: EngineConfig, model: ModelConfig, device: torch.device)
     on_gpu = device.type == "cuda"
     refused = {
         "models with state layers": model.state is not None,
-        "--kv-cache-dtype fp8 on a GPU": engine.kv_cache_dtype == "fp8" and on_gpu,
         "more than two ranks on GPUs": engine.tensor_parallel_size > 2 and on_gpu,
     }
     for what, is_so in refused.items():

@@ -109,7 +109,7 @@ def main() -> None:
         for places in (None, torch.zeros(65, dtype=torch.int32)):
             plan = kernels.plan(replace(metadata, places=places), heads, kv_heads, dtype, span)
             kernels.attention(q, kv, plan, sinks, head_dim**-0.5)
-        if not fp8_kv and dtype is not torch.float32:
+        if dtype is not torch.float32:
             exact = TritonKernels(torch.device("cpu"), head_dim, exact=True)
             exact.attention(q, kv, exact.plan(metadata, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
             long = replace(metadata, num_decodes=0, prefills=[(5000, 5000 + rows)])

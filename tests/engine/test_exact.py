@@ -6,6 +6,7 @@ any shape add in the order of the columns, as `wgmma` does. On a GPU the same te
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,16 @@ class Sequences:
         head_dim: int,
         block_size: int,
         dtype: torch.dtype,
+        *,
+        fp8: bool = False,
     ) -> None:
         self.heads, self.block_size, self.dtype = heads, block_size, dtype
         width = max(-(-length // block_size) for length in lengths)
         order = list(range(len(lengths) * width))
         random.Random(0).shuffle(order)
         self.tables = torch.tensor(order, dtype=torch.int32, device=DEVICE).view(len(lengths), width)
-        self.kv: KV = normal(2, len(order), block_size, heads[1], head_dim).to(dtype).to(DEVICE)
+        plain = normal(2, len(order), block_size, heads[1], head_dim).to(dtype)
+        self.kv: KV = quantized(plain, DEVICE) if fp8 else plain.to(DEVICE)
         self.q = [
             normal(n, heads[0], head_dim, seed=i).mul(3).to(dtype).to(DEVICE) for i, n in enumerate(lengths)
         ]
@@ -126,8 +130,8 @@ class Sequences:
             beside = self.attend(kernels, [(1, length // 3), (0, at), (2, 3)], [(2, 5, 30)])[1]
             assert torch.equal(alone, whole[at]), at
             assert torch.equal(beside, alone), at
-        cut = draw.randrange(1, length)
-        chunks = [self.attend(kernels, [(1, 7)], [part])[1:] for part in ((0, 0, cut), (0, cut, length))]
+        cuts = [0, draw.randrange(1, length - 40), length - 20, length]
+        chunks = [self.attend(kernels, [(1, 7)], [(0, *part)])[1:] for part in pairwise(cuts)]
         assert torch.equal(torch.cat(chunks), whole)
 
 
@@ -166,14 +170,19 @@ class Latents(Sequences):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     ("span", "with_sinks"), [(None, False), (None, True), (Span(100), True), (Span(160, chunked=True), False)]
 )
-def test_attention(exact_kernels: Kernels, dtype: torch.dtype, span: Span | None, with_sinks: bool) -> None:
+@pytest.mark.usefixtures("exact_casts")
+def test_attention(
+    exact_kernels: Kernels, dtype: torch.dtype, span: Span | None, with_sinks: bool, fp8: bool
+) -> None:
+    """A long chunk of a cache in FP8 gathers its blocks, others convert tiles."""
     length = 4500 if ON_GPU else 330
     shapes = [((4, 2), 64, 16), ((3, 1), 64, 128)] + [((8, 2), 128, 128)] * ON_GPU
     for heads, head_dim, block_size in shapes:
-        requests = Sequences([length, length // 2, 40], heads, head_dim, block_size, dtype)
+        requests = Sequences([length, length // 2, 40], heads, head_dim, block_size, dtype, fp8=fp8)
         requests.span = span
         requests.sinks = normal(heads[0], seed=5).to(dtype).to(DEVICE) if with_sinks else None
         requests.check(exact_kernels, length)
@@ -412,7 +421,16 @@ def test_norms_activations_and_rotation(exact_kernels: Kernels, monkeypatch: pyt
         normed = exact_kernels.add_rms_norm(residual, delta[:rows, :size].contiguous(), weight, 1e-6)
         inner = exact_kernels.silu_mul(gate_up[:rows].clone())
         q = exact_kernels.rope_and_write(qkv[:rows].clone(), rotary[:rows], norm, kv, slots[:rows])
-        return [residual, normed, inner, q, kv.flatten(1, 2)[:, :rows].transpose(0, 1)]
+        small = quantized(kv.cpu(), DEVICE)
+        exact_kernels.rope_and_write(qkv[:rows].clone(), rotary[:rows], norm, small, slots[:rows])
+        written = kv, small.values.float(), small.scales.transpose(2, 3)[..., None]
+        return [
+            residual,
+            normed,
+            inner,
+            q,
+            *(part.flatten(1, 2)[:, :rows].transpose(0, 1) for part in written),
+        ]
 
     whole = results(many)
     for rows in (1, 9):
@@ -448,21 +466,29 @@ def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(exact
     assert different_tokens(exact_engine) == 0
 
 
-def test_an_engine_with_int4_weights(shallow_model_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_an_engine_with_int4_weights(kv: str, shallow_model_path: Path) -> None:
     """A CPU dequantizes them at load. With the kernels of the default, a token differs."""
-    sizes: Any = {"dtype": "bfloat16", "max_num_batched_tokens": 64, "num_threads": 1}
     config = EngineConfig(
-        str(shallow_model_path), quantization="int4", device=DEVICE, batch_invariant=True, **sizes
+        str(shallow_model_path),
+        dtype="bfloat16",
+        quantization="int4",
+        kv_cache_dtype=kv,
+        device=DEVICE,
+        max_num_batched_tokens=64,
+        num_threads=1,
+        batch_invariant=True,
     )
     assert different_tokens(build_engine(config)) == 0
 
 
-@pytest.mark.parametrize("kind", ["DeepseekV3", "Glm4MoeLite"])
-def test_an_engine_with_latents(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "kv"), [("DeepseekV3", "auto"), ("Glm4MoeLite", "fp8")])
+def test_an_engine_with_latents(kind: str, kv: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, kind, vocab_size=1000)
     config = EngineConfig(
         str(tmp_path),
         dtype="bfloat16",
+        kv_cache_dtype=kv,
         device=DEVICE,
         block_size=64,
         num_blocks=32,
@@ -524,7 +550,6 @@ def test_numerics_are_a_part_of_content_names(exact_engine: Engine, shallow_mode
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"device": "cuda", "kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 on a GPU"),
         ({"device": "cuda", "tensor_parallel_size": 3}, "more than two ranks on GPUs"),
     ],
 )
