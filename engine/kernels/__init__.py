@@ -98,7 +98,6 @@ class Kernels:
     quantize = staticmethod(quantize)
     fp8_linear = staticmethod(fp8_linear)
     write_latent = staticmethod(latent.write_latent)
-    mix_states = staticmethod(mamba2.mix_states)
     norm_gate = staticmethod(gated_delta.norm_gate)
     gated_squares = staticmethod(mamba2.gated_squares)
     gated_rms_norm = staticmethod(mamba2.gated_rms_norm)
@@ -247,6 +246,10 @@ class Kernels:
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
         """The plan that `mix_states` needs, the same for all layers of a step."""
         return mamba2.plan_states(metadata)
+
+    def mix_states(self, projected: Tensor, layer: StateLayer, state: LayerState, plan: Any) -> Tensor:
+        mix = mamba2.mix_states_by_row if self.exact else mamba2.mix_states
+        return mix(projected, layer, state, plan)
 
     def tile_programs(self, num_kv_heads: int) -> int:
         """Pieces of `AttentionMetadata.tiles` that the device computes at once. 0: tiles are not cut."""

@@ -60,23 +60,12 @@ ON_LOAD: dict[str, Callable[[torch.device], PlainFormat]] = {
 def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:
     """The format for this checkpoint on this device. Raises `ValueError` naming a format or flag that is not
     supported, with the list of those that are."""
-    if engine.batch_invariant:
-        _check_exact(engine, model, device)
+    if engine.batch_invariant and device.type == "cuda" and engine.tensor_parallel_size > 2:
+        raise ValueError(
+            f"--batch-invariant: more than two ranks on GPUs are not supported ({engine.model}); "
+            "leave the flag out"
+        )
     return _chosen(engine, model, device)
-
-
-def _check_exact(engine: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """Raises `ValueError` if a kernel of this model would give other bits in other steps."""
-    on_gpu = device.type == "cuda"
-    refused = {
-        "models with state layers": model.state is not None,
-        "more than two ranks on GPUs": engine.tensor_parallel_size > 2 and on_gpu,
-    }
-    for what, is_so in refused.items():
-        if is_so:
-            raise ValueError(
-                f"--batch-invariant: {what} are not supported ({engine.model}); leave the flag out"
-            )
 
 
 def _chosen(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:

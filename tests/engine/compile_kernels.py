@@ -278,6 +278,9 @@ def main() -> None:
             delta = GatedDelta(weight, None, per_head, per_head, groups)
             beside = torch.cat((inputs, inputs[:, :heads]), dim=1)
             kernels.norm_gate(kernels.mix_states(beside, delta, state, plan), gate, y[0, :width], 1e-5)
+            exact = TritonKernels(torch.device("cpu"), 128, exact=True)
+            for x, parameters in ((inputs, layer), (beside, delta)):
+                exact.mix_states(x, parameters, state, exact.plan_states(metadata, dtype))
 
     print("-- copies of states")
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)

@@ -28,6 +28,7 @@ from baton.engine.kernels import (
     Kernels,
     LatentHeads,
     LatentNorm,
+    LayerState,
 )
 from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.linear import PlainLinear
@@ -38,6 +39,8 @@ from tests.engine.conftest import request_of, run, save_tiny
 from tests.engine.kernel_checks import BF16, F16, F32, normal
 from tests.engine.test_fp8_kv import quantized
 from tests.engine.test_groups import random_groups
+from tests.engine.test_latents import FAMILIES
+from tests.engine.test_mamba2 import HEADS, DeltaStep, Step, layer_of
 
 ON_GPU = DEVICE == "cuda"
 HALVES = [BF16, F16] if ON_GPU else [F32]
@@ -403,6 +406,54 @@ def check_experts(
         assert torch.equal(mixed(count), whole[:count]), count
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("kind", [Step, DeltaStep])
+def test_states(exact_kernels: Kernels, kind: type[Step], on_cpu: bool, dtype: torch.dtype) -> None:
+    """Of a request: in one chunk, in several ones, as decodes, and in a copy of its state."""
+    kernels, device = (Kernels(exact=True), "cpu") if on_cpu else (exact_kernels, DEVICE)
+    dtype = BF16 if on_cpu else dtype
+    layer, length = layer_of(2, dtype), 150
+    parameters, channels = kind([(0, 1)], layer, dtype).parameters(device), layer.conv_weight.shape[1]
+    width = channels + HEADS * (2 if kind is DeltaStep else 1)
+    inputs = normal(3, length, width, seed=6).to(dtype).to(device)
+
+    def ran(state: LayerState, *spans: tuple[int, int, int], copied: int = 0) -> Sequence[Tensor]:
+        """y of spans (request, start, stop), decodes first. A copy of the state after so many tokens goes to
+        the last slot."""
+        decodes = sum(stop - start == 1 for _, start, stop in spans)
+        x = torch.cat([inputs[request, start:stop] for request, start, stop in spans])
+        copies = torch.zeros(len(x), dtype=torch.int32, device=device)
+        copies[copied - 1] = 4 if copied else 0
+        metadata = AttentionMetadata(
+            1,
+            x,
+            x,
+            torch.tensor([stop for *_, stop in spans], dtype=torch.int32, device=device),
+            decodes,
+            [(start, stop) for _, start, stop in spans[decodes:]],
+            state_slots=torch.tensor([request for request, *_ in spans], dtype=torch.int32, device=device),
+            state_copies=copies,
+        )
+        y = kernels.mix_states(x, parameters, state, kernels.plan_states(metadata, dtype))
+        return y.split([stop - start for _, start, stop in spans])
+
+    def states() -> LayerState:
+        conv, ssm = torch.zeros(4, 3, channels, dtype=dtype), torch.zeros(4, HEADS, 16, 32)
+        return LayerState(conv.to(device), ssm.to(device))
+
+    once, parted, short = states(), states(), states()
+    (whole,) = ran(once, (0, 0, length), copied=64)
+    found = [ran(parted, (1, 0, 1), (0, 0, 70), (2, 0, 30))[1]]
+    found += [ran(parted, (1, at - 69, at - 68), (0, at, at + 1))[1] for at in range(70, 80)]
+    found += [ran(parted, (2, 30, 31), (0, 80, length))[1]]
+    ran(short, (0, 0, 64))
+    assert torch.equal(torch.cat(found), whole)
+    for of_once, of_parted, of_short in zip(once, parted, short, strict=True):
+        assert torch.equal(of_once[0], of_parted[0])
+        assert torch.equal(of_once[3], of_short[0])
+
+
 def test_norms_activations_and_rotation(exact_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of many tokens rotate several of them in a program."""
     from baton.engine.kernels.attention import rope
@@ -482,8 +533,17 @@ def test_an_engine_with_int4_weights(kv: str, shallow_model_path: Path) -> None:
     assert different_tokens(build_engine(config)) == 0
 
 
-@pytest.mark.parametrize(("kind", "kv"), [("DeepseekV3", "auto"), ("Glm4MoeLite", "fp8")])
-def test_an_engine_with_latents(kind: str, kv: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kv"),
+    [
+        ("DeepseekV3", "auto"),
+        ("Glm4MoeLite", "fp8"),
+        ("Bamba", "fp8"),
+        ("GraniteMoeHybrid", "auto"),
+        ("Qwen3Next", "auto"),
+    ],
+)
+def test_an_engine_with_latents_or_states(kind: str, kv: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, kind, vocab_size=1000)
     config = EngineConfig(
         str(tmp_path),
@@ -499,7 +559,7 @@ def test_an_engine_with_latents(kind: str, kv: str, tmp_path: Path) -> None:
     )
     engine = build_engine(config)
     assert different_tokens(engine) == 0
-    assert "block=64" in engine.numerics.split("; ")
+    assert ("block=64" in engine.numerics.split("; ")) == (kind in FAMILIES)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the ranks are threads of one CPU")
@@ -547,13 +607,9 @@ def test_numerics_are_a_part_of_content_names(exact_engine: Engine, shallow_mode
     assert not default.numerics
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"device": "cuda", "tensor_parallel_size": 3}, "more than two ranks on GPUs"),
-    ],
-)
-def test_what_the_mode_does_not_cover_is_refused(embedded_model_path: Path, changes: Any, what: str) -> None:
-    config = EngineConfig(str(embedded_model_path), batch_invariant=True, **changes)
-    with pytest.raises(ValueError, match=f"--batch-invariant: {what}.* are not supported"):
+def test_more_than_two_ranks_on_gpus_are_refused(embedded_model_path: Path) -> None:
+    config = EngineConfig(
+        str(embedded_model_path), device="cuda", tensor_parallel_size=3, batch_invariant=True
+    )
+    with pytest.raises(ValueError, match="--batch-invariant: more than two ranks on GPUs are not supported"):
         check_model(config)
