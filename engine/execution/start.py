@@ -140,7 +140,7 @@ def numerics_of(
         "ranks": f"{config.tensor_parallel_size}{experts}",
         "dtype": str(limits.dtype).removeprefix("torch."),
         "kv": str(limits.kv_dtype).removeprefix("torch."),
-        "format": weight_format.identity or "plain",
+        "format": weight_format.identity or weight_format.name,
         "kernels": KERNELS_VERSION,
         "torch": torch.__version__,
     }
