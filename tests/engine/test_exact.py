@@ -232,6 +232,22 @@ def test_latents_that_are_written(exact_kernels: Kernels, dtype: torch.dtype, on
             assert torch.equal(some, of_all[:rows])
 
 
+def test_pieces_of_latents_are_the_segments_of_a_context(triton_kernels: Kernels) -> None:
+    """Of decodes, which a GPU cuts, and of the queries of a chunk, which the host cuts."""
+    from baton.engine.kernels.attention import latent_kernels
+
+    contexts = [1, 256, 257, 4096, 4097, 70000]
+    on_device = torch.tensor([*contexts, 0], dtype=torch.int32, device=DEVICE)
+    pieces = latent_kernels.partition(on_device, 1, 16 * len(on_device), segments=True)
+    first, work = pieces.first.tolist(), pieces.work.tolist()
+    for row, context in enumerate(contexts):
+        chunk = latent_kernels._pieces(context - 1, context, 32, 1, torch.device(DEVICE), exact=True)
+        assert [piece[1:] for piece in work[first[row] : first[row + 1]]] == chunk.work[:, 1:].tolist()
+        assert chunk.first.tolist() == [0, first[row + 1] - first[row]]
+    assert work[first[-2]][1:] == [0, 0], "padding has one piece, which writes zeros"
+    assert {piece[0] for piece in work[first[-1] :]} == {-1}
+
+
 def test_pieces_are_whole_segments(exact_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of pieces depends on the batch, the bits do not: one piece, and several of some segments."""
     length = 9000 if ON_GPU else 600
@@ -424,7 +440,7 @@ def test_states(exact_kernels: Kernels, kind: type[Step], on_cpu: bool, dtype: t
         decodes = sum(stop - start == 1 for _, start, stop in spans)
         x = torch.cat([inputs[request, start:stop] for request, start, stop in spans])
         copies = torch.zeros(len(x), dtype=torch.int32, device=device)
-        copies[copied - 1] = 4 if copied else 0
+        copies[copied - 1] = 4
         metadata = AttentionMetadata(
             1,
             x,
@@ -433,7 +449,7 @@ def test_states(exact_kernels: Kernels, kind: type[Step], on_cpu: bool, dtype: t
             decodes,
             [(start, stop) for _, start, stop in spans[decodes:]],
             state_slots=torch.tensor([request for request, *_ in spans], dtype=torch.int32, device=device),
-            state_copies=copies,
+            state_copies=copies if copied else None,
         )
         y = kernels.mix_states(x, parameters, state, kernels.plan_states(metadata, dtype))
         return y.split([stop - start for _, start, stop in spans])
