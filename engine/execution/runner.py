@@ -234,7 +234,8 @@ class ModelRunner:
         apart = Apart(q, out)
 
         def attends(attention: AttentionMetadata) -> LayerDone:
-            plan = self._plan_latent(attention, self._config)[bool(attention.num_decodes) :]
+            parts = self._plan_latent(attention, self._config)
+            plan = [part for part in parts if part.rows.start >= attention.num_decodes]
             return lambda layer: apart.layers[layer](plan)
 
         return apart, attends

@@ -30,6 +30,7 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
 from baton.engine.model_config import ModelConfig
+from baton.engine.models import attention_caches
 from baton.engine.models.cache_spec import CacheSpec
 from baton.machine import usable_cpus
 
@@ -139,10 +140,12 @@ def numerics_of(
         "ranks": f"{config.tensor_parallel_size}{experts}",
         "dtype": str(limits.dtype).removeprefix("torch."),
         "kv": str(limits.kv_dtype).removeprefix("torch."),
-        "format": weight_format.identity or "plain",
+        "format": weight_format.identity or weight_format.name,
         "kernels": KERNELS_VERSION,
         "torch": torch.__version__,
     }
+    if any(layer.kind == "latent" for layer in attention_caches(limits.cache)):
+        parts["block"] = limits.block_size  # on a GPU it decides which kernel attends
     return "; ".join(f"{key}={value}" for key, value in parts.items())
 
 

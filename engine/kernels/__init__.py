@@ -18,6 +18,7 @@ the same grid for all values in the tensors, read lengths on the device, and nev
 metadata in static tensors, and give padding rows context 0 and slot −1.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -97,7 +98,6 @@ class Kernels:
     quantize = staticmethod(quantize)
     fp8_linear = staticmethod(fp8_linear)
     write_latent = staticmethod(latent.write_latent)
-    mix_states = staticmethod(mamba2.mix_states)
     norm_gate = staticmethod(gated_delta.norm_gate)
     gated_squares = staticmethod(mamba2.gated_squares)
     gated_rms_norm = staticmethod(mamba2.gated_rms_norm)
@@ -171,7 +171,8 @@ class Kernels:
             inputs, gate_up = rounded(x, grouped=gate_up.grouped), gate_up.exact()
         if isinstance(down, Fp8Experts):
             round_inner, down = partial(rounded, grouped=down.grouped), down.exact()
-        y = mix(inputs, routing, counts.tolist(), gate_up, down, experts, round_inner).to(x.dtype)
+        y = mix(inputs, routing, counts.tolist(), gate_up, down, experts, round_inner, exact=self.exact)
+        y = y.to(x.dtype)
         return y if shared is None else y.add_(shared())
 
     def rope_and_write(
@@ -231,7 +232,8 @@ class Kernels:
     ) -> Any:
         """The plan that `latent_attention` needs, the same for all layers of a step. `fp8`: the caches are in
         FP8."""
-        return latent.LatentPlan(plan_attention(metadata, None, dtype), shape.least_expanded)
+        least = math.inf if self.exact else shape.least_expanded
+        return latent.LatentPlan(plan_attention(metadata, None, dtype, exact=self.exact), least)
 
     def latent_attention(
         self, q: Tensor, kv: KV, plan: Any, heads: LatentHeads, out: Tensor | None = None
@@ -244,6 +246,10 @@ class Kernels:
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
         """The plan that `mix_states` needs, the same for all layers of a step."""
         return mamba2.plan_states(metadata)
+
+    def mix_states(self, projected: Tensor, layer: StateLayer, state: LayerState, plan: Any) -> Tensor:
+        mix = mamba2.mix_states_by_row if self.exact else mamba2.mix_states
+        return mix(projected, layer, state, plan)
 
     def tile_programs(self, num_kv_heads: int) -> int:
         """Pieces of `AttentionMetadata.tiles` that the device computes at once. 0: tiles are not cut."""

@@ -178,7 +178,14 @@ class TritonKernels(Kernels):
         fp8: bool = False,
     ) -> latent_kernels.LatentPlan:
         return latent_kernels.plan_latent(
-            metadata, num_heads, shape, shape.least_expanded, dtype, self._multiprocessors, fp8=fp8
+            metadata,
+            num_heads,
+            shape,
+            shape.least_expanded,
+            dtype,
+            self._multiprocessors,
+            fp8=fp8,
+            exact=self.exact,
         )
 
     def tile_programs(self, num_kv_heads: int) -> int:
@@ -202,7 +209,7 @@ class TritonKernels(Kernels):
         return thresholds(probs, top_k, top_p, min_p, exact=self.exact)
 
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> TritonStatePlan:
-        return plan_states(metadata, dtype, self._multiprocessors)
+        return plan_states(metadata, dtype, self._multiprocessors, exact=self.exact)
 
     def mix_states(
         self, projected: Tensor, layer: StateLayer, state: LayerState, plan: TritonStatePlan
@@ -212,12 +219,14 @@ class TritonKernels(Kernels):
         x, beside = projected.split((channels, projected.shape[1] - channels), dim=1)
         y = x.new_empty(len(x), heads * head_dim)
         rows = x.new_empty(x.shape)
-        if len(plan.contexts):
+        if len(plan.contexts) and not plan.exact:
             causal_conv.convolve_next(x, layer, state.conv, plan, rows)
         if plan.scans is not None:
             causal_conv.convolve(x, layer, state.conv, plan, rows)
-        if len(plan.contexts):
+        if len(plan.contexts) or plan.exact:
             state_update.update(rows, beside, layer, state.ssm, plan, y)
+        if plan.exact:
+            return y
         if plan.scans is not None and isinstance(layer, Mamba2):
             ssd.scan(rows, beside, layer, state.ssm, plan, y)
         elif plan.scans is not None:

@@ -5,7 +5,8 @@ CPU, bfloat16     decodes    torch's kernel for 4 bits, which computes a row in 
 GPU, 16 bits      few rows   a kernel that reads the codes, from Hopper on (`quantized.int4_linear`)
                   many rows  dequantized for each product
                   experts    the grouped form of that kernel (`moe.grouped_linear`)
-other             dequantized at load
+other             dequantized at load; also on a CPU in the exact mode, since both kernels of a CPU would have
+                  to add in one order
 """
 
 import functools
@@ -99,8 +100,9 @@ def grouped_linear(
         return Reordered(product, groups.order)
     if weights.device.type == "cuda":
         return _on_gpu(groups, bias, weights)
-    if not packs(groups.bits, weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
-        return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
+    exact, packed = weights.kernels.exact, packs(groups.bits, weights.dtype, weights.device)
+    if exact or not packed or groups.size not in GROUP_SIZES or rows % 16:
+        return PlainLinear(groups.values().to(weights.dtype), bias, exact=exact)
     plain = for_prompts(groups.values(), bias)
     return ByRows(PackedLinear(groups, bias), plain, output=output)
 
@@ -138,7 +140,7 @@ def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMeth
     if not _packs_on_gpu(groups, weights):
         return PlainLinear(groups.values().to(weights.dtype), bias, exact=weights.kernels.exact)
     weight = four_bits(*groups[:3], weights.dtype, floats=groups.floats)
-    return Int4Linear(weight, bias, multiprocessors(weights.device))
+    return Int4Linear(weight, bias, multiprocessors(weights.device), exact=weights.kernels.exact)
 
 
 class Reordered(LinearMethod):

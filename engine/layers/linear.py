@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels import LinearMethod
+from baton.engine.kernels.blocks_of_rows import in_blocks
 
 
 class PlainLinear(LinearMethod):
@@ -27,10 +28,7 @@ class PlainLinear(LinearMethod):
         self.in_blocks = exact and not weight.is_cuda
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.in_blocks:
-            return self._multiply(x)
-        blocks = F.pad(x, (0, 0, 0, -len(x) % EXACT_ROWS)).split(EXACT_ROWS)
-        return torch.cat([self._multiply(block) for block in blocks])[: len(x)]
+        return in_blocks(self._multiply, x) if self.in_blocks else self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self.packed:
@@ -60,10 +58,6 @@ def _product(weight: Tensor, bias: Tensor | None, *, exact: bool) -> Callable[[T
         return None
     return (ExactLinear if exact else SkinnyLinear)(weight, bias, multiprocessors(weight.device))
 
-
-EXACT_ROWS = 16
-"""Rows of x at a time on a CPU in the exact mode, padded with zeros. oneDNN chooses the order of sums by the
-number of rows: a single one has another kernel. For 16 it takes hardly longer than for one."""
 
 MAX_SKINNY_ROWS = 64
 """Rows of x on a GPU; cuBLAS is faster for more."""

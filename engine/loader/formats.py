@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.layers.fp8_linear import Fp8Format
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import fp8_formats, gguf_groups, int4_formats
 from baton.engine.loader.gpt_oss import mxfp4
@@ -61,28 +60,12 @@ ON_LOAD: dict[str, Callable[[torch.device], PlainFormat]] = {
 def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:
     """The format for this checkpoint on this device. Raises `ValueError` naming a format or flag that is not
     supported, with the list of those that are."""
-    chosen = _chosen(engine, model, device)
-    if engine.batch_invariant:
-        _check_exact(engine, model, device, chosen)
-    return chosen
-
-
-def _check_exact(engine: EngineConfig, model: ModelConfig, device: torch.device, chosen: PlainFormat) -> None:
-    """Raises `ValueError` if a kernel of this model would give other bits in other steps."""
-    on_gpu = device.type == "cuda"
-    refused = {
-        "models with state layers": model.state is not None,
-        "models with latent caches": model.latent is not None,
-        "mixtures of experts on a CPU": model.experts is not None and not on_gpu,
-        f"weights in {chosen.name}": not isinstance(chosen, Fp8Format) and type(chosen) is not PlainFormat,
-        "--kv-cache-dtype fp8 on a GPU": engine.kv_cache_dtype == "fp8" and on_gpu,
-        "more than two ranks on GPUs": engine.tensor_parallel_size > 2 and on_gpu,
-    }
-    for what, is_so in refused.items():
-        if is_so:
-            raise ValueError(
-                f"--batch-invariant: {what} are not supported ({engine.model}); leave the flag out"
-            )
+    if engine.batch_invariant and device.type == "cuda" and engine.tensor_parallel_size > 2:
+        raise ValueError(
+            f"--batch-invariant: more than two ranks on GPUs are not supported ({engine.model}); "
+            "leave the flag out"
+        )
+    return _chosen(engine, model, device)
 
 
 def _chosen(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:
@@ -91,7 +74,8 @@ def _chosen(engine: EngineConfig, model: ModelConfig, device: torch.device) -> P
     if settings is not None and method in READ_PLAIN:
         dtype = torch.bfloat16 if engine.dtype == "auto" else getattr(torch, engine.dtype)
         by_default = method != "gguf" or gguf_groups.serves_packed(settings, dtype, device)
-        by_default = by_default and not engine.batch_invariant
+        # A CPU would dequantize each product at load.
+        by_default = by_default and (device.type == "cuda" or not engine.batch_invariant)
         if wanted == "none" or (wanted == "auto" and not by_default):
             return PlainFormat()
         if wanted == "gguf" and engine.dtype == "float32":

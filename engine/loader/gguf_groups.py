@@ -90,7 +90,8 @@ class GGUFFormat(GroupsFormat):
         return fmean(map(of, self.products), self.products.values())
 
     def tied(self, weights: Weights, stack: Stack, embedding: Tensor) -> LinearMethod:
-        groups = None if weights.device.type == "cuda" else self.read_groups(weights, stack)
+        plain = weights.device.type == "cuda" or weights.kernels.exact
+        groups = None if plain else self.read_groups(weights, stack)
         if groups is None or not packs(groups.bits, weights.dtype, weights.device):
             return PlainLinear(embedding, exact=weights.kernels.exact)
         return grouped_linear(groups, None, weights, output=True)

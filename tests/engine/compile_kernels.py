@@ -109,7 +109,7 @@ def main() -> None:
         for places in (None, torch.zeros(65, dtype=torch.int32)):
             plan = kernels.plan(replace(metadata, places=places), heads, kv_heads, dtype, span)
             kernels.attention(q, kv, plan, sinks, head_dim**-0.5)
-        if not fp8_kv and dtype is not torch.float32:
+        if dtype is not torch.float32:
             exact = TritonKernels(torch.device("cpu"), head_dim, exact=True)
             exact.attention(q, kv, exact.plan(metadata, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
             long = replace(metadata, num_decodes=0, prefills=[(5000, 5000 + rows)])
@@ -171,6 +171,9 @@ def main() -> None:
             int4 = Int4Linear(four_bits(codes, scales, zeros, dtype), None, 132)
             for tokens in (1, 2, 4, 16):
                 int4(torch.zeros(tokens, 4096, dtype=dtype))
+            exact_int4 = Int4Linear(int4.weight, None, 132, exact=True)
+            for tokens in (1, 17, 64, 128, 256, 1024):
+                exact_int4(torch.zeros(tokens, 4096, dtype=dtype))
             for tokens, form in itertools.product((64, 128, 256), FORMS):
                 x = TritonKernels(torch.device("cpu"), 128).quantize(
                     torch.zeros(tokens, 4096, dtype=dtype), grouped=False
@@ -241,8 +244,11 @@ def main() -> None:
             kv, up = q.new_zeros(1, 8, block_size, 1, 576), q.new_zeros(heads, nope + value, 512)
             rotary = torch.zeros(rows, 2, 64)
             kernels.write_latent(q, made[:, :512], made[:, 512:], norm, rotary, kv, metadata.slots)
-            plan = kernels.plan_latent(metadata, heads, shape, dtype)
-            kernels.latent_attention(q, kv, plan, LatentHeads.of(up, shape))
+            exact = TritonKernels(torch.device("cpu"), 256, exact=True)
+            for plan in (
+                planning.plan_latent(metadata, heads, shape, dtype) for planning in (kernels, exact)
+            ):
+                kernels.latent_attention(q, kv, plan, LatentHeads.of(up, shape))
 
     print("-- Mamba-2")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -272,6 +278,9 @@ def main() -> None:
             delta = GatedDelta(weight, None, per_head, per_head, groups)
             beside = torch.cat((inputs, inputs[:, :heads]), dim=1)
             kernels.norm_gate(kernels.mix_states(beside, delta, state, plan), gate, y[0, :width], 1e-5)
+            exact = TritonKernels(torch.device("cpu"), 128, exact=True)
+            for x, parameters in ((inputs, layer), (beside, delta)):
+                exact.mix_states(x, parameters, state, exact.plan_states(metadata, dtype))
 
     print("-- copies of states")
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)

@@ -6,6 +6,7 @@ any shape add in the order of the columns, as `wgmma` does. On a GPU the same te
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,33 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.content.cache_kinds import latent_head_dim
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.kernels import AttentionMetadata, Choice, Experts, Fp8Experts, HeadNorm, Kernels
+from baton.engine.kernels import (
+    KV,
+    AttentionMetadata,
+    Choice,
+    Experts,
+    FourBits,
+    Fp8Experts,
+    Fp8KV,
+    HeadNorm,
+    Kernels,
+    LatentHeads,
+    LatentNorm,
+    LayerState,
+)
+from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.loader import check_model
-from baton.engine.model_config import Scoring, Span
+from baton.engine.model_config import LatentConfig, Scoring, Span
 from tests.device import DEVICE
-from tests.engine.conftest import request_of, run
+from tests.engine.conftest import request_of, run, save_tiny
 from tests.engine.kernel_checks import BF16, F16, F32, normal
+from tests.engine.test_fp8_kv import quantized
+from tests.engine.test_groups import random_groups
+from tests.engine.test_latents import FAMILIES
+from tests.engine.test_mamba2 import HEADS, DeltaStep, Step, layer_of
 
 ON_GPU = DEVICE == "cuda"
 HALVES = [BF16, F16] if ON_GPU else [F32]
@@ -41,7 +61,7 @@ def chained_products(patch: pytest.MonkeyPatch) -> None:
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         total = d.data.copy()
         for k in range(a.data.shape[1]):
-            total += a.data[:, k, None] * b.data[None, k]
+            total += a.data[:, k, None].astype(total.dtype) * b.data[None, k]
         return TensorHandle(total, d.dtype.scalar)
 
     patch.setattr(InterpreterBuilder, "create_dot", dot)
@@ -57,34 +77,33 @@ class Sequences:
         head_dim: int,
         block_size: int,
         dtype: torch.dtype,
+        *,
+        fp8: bool = False,
     ) -> None:
         self.heads, self.block_size, self.dtype = heads, block_size, dtype
         width = max(-(-length // block_size) for length in lengths)
         order = list(range(len(lengths) * width))
         random.Random(0).shuffle(order)
         self.tables = torch.tensor(order, dtype=torch.int32, device=DEVICE).view(len(lengths), width)
-        self.kv = normal(2, len(order), block_size, heads[1], head_dim).to(dtype).to(DEVICE)
+        plain = normal(2, len(order), block_size, heads[1], head_dim).to(dtype)
+        self.kv: KV = quantized(plain, DEVICE) if fp8 else plain.to(DEVICE)
         self.q = [
             normal(n, heads[0], head_dim, seed=i).mul(3).to(dtype).to(DEVICE) for i, n in enumerate(lengths)
         ]
         self.sinks: Tensor | None = None
         self.span: Span | None = None
 
-    def attend(
+    def step(
         self,
-        kernels: Kernels,
         decodes: Sequence[tuple[int, int]],
         chunks: Sequence[tuple[int, int, int]],
-        padding: int = 0,
-    ) -> Tensor:
+    ) -> tuple[Tensor, AttentionMetadata]:
         """Of decodes (request, position) and chunks (request, start, stop)."""
         requests = [request for request, *_ in (*decodes, *chunks)]
         spans = [(request, at, at + 1) for request, at in decodes] + list(chunks)
         q = torch.cat([self.q[request][start:stop] for request, start, stop in spans])
-        contexts = torch.tensor(
-            [at + 1 for _, at in decodes] + [0] * padding, dtype=torch.int32, device=DEVICE
-        )
-        metadata = AttentionMetadata(
+        contexts = torch.tensor([at + 1 for _, at in decodes], dtype=torch.int32, device=DEVICE)
+        return q, AttentionMetadata(
             self.block_size,
             torch.zeros(len(q), dtype=torch.int64, device=DEVICE),
             self.tables[requests],
@@ -92,35 +111,141 @@ class Sequences:
             len(decodes),
             [(start, stop) for _, start, stop in chunks],
         )
+
+    def attend(
+        self,
+        kernels: Kernels,
+        decodes: Sequence[tuple[int, int]],
+        chunks: Sequence[tuple[int, int, int]],
+    ) -> Tensor:
+        q, metadata = self.step(decodes, chunks)
         plan = kernels.plan(metadata, *self.heads, self.dtype, self.span)
         return kernels.attention(q, self.kv, plan, self.sinks, self.q[0].shape[2] ** -0.5)
 
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(
-    ("span", "with_sinks"), [(None, False), (None, True), (Span(100), True), (Span(160, chunked=True), False)]
-)
-def test_attention(exact_kernels: Kernels, dtype: torch.dtype, span: Span | None, with_sinks: bool) -> None:
-    """Of a query: as a decode alone and beside others, and in chunks of several lengths."""
-    length = 4500 if ON_GPU else 330
-    shapes = [((4, 2), 64, 16), ((3, 1), 64, 128)] + [((8, 2), 128, 128)] * ON_GPU
-    for heads, head_dim, block_size in shapes:
-        requests = Sequences([length, length // 2, 40], heads, head_dim, block_size, dtype)
-        requests.span = span
-        requests.sinks = normal(heads[0], seed=5).to(dtype).to(DEVICE) if with_sinks else None
-        whole = requests.attend(exact_kernels, [], [(0, 0, length)])
+    def check(self, kernels: Kernels, length: int) -> None:
+        """Of the first request, which has `length` positions: a query as a decode alone and beside others,
+        and in chunks of several lengths."""
+        whole = self.attend(kernels, [], [(0, 0, length)])
         draw = random.Random(1)
         positions = sorted({0, 63, 64, length - 1, *(draw.randrange(length) for _ in range(3))})
         for at in positions:
-            alone = requests.attend(exact_kernels, [(0, at)], [])[0]
-            beside = requests.attend(exact_kernels, [(1, length // 3), (0, at), (2, 3)], [(2, 5, 30)])[1]
+            alone = self.attend(kernels, [(0, at)], [])[0]
+            beside = self.attend(kernels, [(1, length // 3), (0, at), (2, 3)], [(2, 5, 30)])[1]
             assert torch.equal(alone, whole[at]), at
             assert torch.equal(beside, alone), at
-        cut = draw.randrange(1, length)
-        chunks = [
-            requests.attend(exact_kernels, [(1, 7)], [part])[1:] for part in ((0, 0, cut), (0, cut, length))
-        ]
+        cuts = [0, draw.randrange(1, length - 40), length - 20, length]
+        chunks = [self.attend(kernels, [(1, 7)], [(0, *part)])[1:] for part in pairwise(cuts)]
         assert torch.equal(torch.cat(chunks), whole)
+
+
+class Latents(Sequences):
+    """As `Sequences`, with latents."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        heads: int,
+        dims: tuple[int, int, int, int],
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        fp8: bool = False,
+    ) -> None:
+        """`dims`: as in `LatentStep`."""
+        rank, nope, rope, value = dims
+        super().__init__(lengths, (heads, 1), nope + rope, block_size, dtype)
+        self.shape, cut = LatentConfig(None, *dims, (nope + rope) ** -0.5), latent_head_dim(rank, rank + rope)
+        plain = normal(1, self.tables.numel(), block_size, (rank + rope) // cut, cut).to(dtype)
+        self.kv = quantized(plain, DEVICE) if fp8 else plain.to(DEVICE)
+        up = (normal(heads, nope + value, rank, seed=90) / rank**0.5).to(dtype).to(DEVICE)
+        self.up = LatentHeads.of(up, self.shape)
+
+    def attend(
+        self,
+        kernels: Kernels,
+        decodes: Sequence[tuple[int, int]],
+        chunks: Sequence[tuple[int, int, int]],
+    ) -> Tensor:
+        q, metadata = self.step(decodes, chunks)
+        fp8 = isinstance(self.kv, Fp8KV)
+        plan = kernels.plan_latent(metadata, self.heads[0], self.shape, self.dtype, fp8=fp8)
+        return kernels.latent_attention(q, self.kv, plan, self.up)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    ("span", "with_sinks"), [(None, False), (None, True), (Span(100), True), (Span(160, chunked=True), False)]
+)
+@pytest.mark.usefixtures("exact_casts")
+def test_attention(
+    exact_kernels: Kernels, dtype: torch.dtype, span: Span | None, with_sinks: bool, fp8: bool
+) -> None:
+    """A long chunk of a cache in FP8 gathers its blocks, others convert tiles."""
+    length = 4500 if ON_GPU else 330
+    shapes = [((4, 2), 64, 16), ((3, 1), 64, 128)] + [((8, 2), 128, 128)] * ON_GPU
+    for heads, head_dim, block_size in shapes:
+        requests = Sequences([length, length // 2, 40], heads, head_dim, block_size, dtype, fp8=fp8)
+        requests.span = span
+        requests.sinks = normal(heads[0], seed=5).to(dtype).to(DEVICE) if with_sinks else None
+        requests.check(exact_kernels, length)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.usefixtures("exact_casts")
+def test_latents(exact_kernels: Kernels, dtype: torch.dtype, fp8: bool) -> None:
+    """In chunks that the default expands, and with more decodes than have partial results at once."""
+    length, cases = 300, [(4, (32, 16, 16, 16), 16)]
+    if ON_GPU:
+        sizes = (512, 128, 64, 128), (512, 192, 64, 256)
+        length, cases = 4500, [(16, sizes[0], 64), (20, sizes[1], 128), (20, sizes[1], 16)]
+    for heads, dims, block_size in cases:
+        requests = Latents([length, length // 2, 40], heads, dims, block_size, dtype, fp8=fp8)
+        requests.check(exact_kernels, length)
+        positions = range(length - 150, length) if ON_GPU else range(100, 250)
+        many = requests.attend(exact_kernels, [(0, at) for at in positions], [])
+        assert torch.equal(
+            many[::50], requests.attend(exact_kernels, [(0, at) for at in positions[::50]], [])
+        )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_latents_that_are_written(exact_kernels: Kernels, dtype: torch.dtype, on_cpu: bool) -> None:
+    """The bits of a token in the cache, and of its rotated query."""
+    rank, rope, heads, count, size = 128, 32, 3, 70, 64
+    kernels, device = (Kernels(exact=True), "cpu") if on_cpu else (exact_kernels, DEVICE)
+    made = normal(count, heads * size + rank + rope).to(BF16 if on_cpu else dtype).to(device)
+    norm = LatentNorm(normal(rank, seed=1).to(made.dtype).to(device), 1e-6)
+    rotary, slots = normal(count, 2, rope, seed=2).to(device), torch.arange(count, device=device)
+
+    def written(rows: int) -> list[Tensor]:
+        q, latent, shared = made[:rows].clone().split((heads * size, rank, rope), dim=1)
+        kv, q = made.new_zeros(1, 5, 16, 5, 32), q.unflatten(1, (heads, size))
+        kernels.write_latent(q, latent, shared, norm, rotary[:rows], kv, slots[:rows])
+        return [q, kv.flatten(0, 2)[:rows]]
+
+    whole = written(count)
+    for rows in (1, 2, 17):
+        for some, of_all in zip(written(rows), whole, strict=True):
+            assert torch.equal(some, of_all[:rows])
+
+
+def test_pieces_of_latents_are_the_segments_of_a_context(triton_kernels: Kernels) -> None:
+    """Of decodes, which a GPU cuts, and of the queries of a chunk, which the host cuts."""
+    from baton.engine.kernels.attention import latent_kernels
+
+    contexts = [1, 256, 257, 4096, 4097, 70000]
+    on_device = torch.tensor([*contexts, 0], dtype=torch.int32, device=DEVICE)
+    pieces = latent_kernels.partition(on_device, 1, 16 * len(on_device), segments=True)
+    first, work = pieces.first.tolist(), pieces.work.tolist()
+    for row, context in enumerate(contexts):
+        chunk = latent_kernels._pieces(context - 1, context, 32, 1, torch.device(DEVICE), exact=True)
+        assert [piece[1:] for piece in work[first[row] : first[row + 1]]] == chunk.work[:, 1:].tolist()
+        assert chunk.first.tolist() == [0, first[row + 1] - first[row]]
+    assert work[first[-2]][1:] == [0, 0], "padding has one piece, which writes zeros"
+    assert {piece[0] for piece in work[first[-1] :]} == {-1}
 
 
 def test_pieces_are_whole_segments(exact_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +300,16 @@ def test_attention_on_a_cpu(span: Span | None) -> None:
     assert torch.equal(beside[1:95], torch.cat((whole[201:202], whole[7:100])))
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dims", [(512, 192, 64, 256), (64, 8, 16, 8)])
+def test_latents_on_a_cpu(dims: tuple[int, int, int, int], fp8: bool) -> None:
+    """In bfloat16. The default expands chunks, with the second sizes from 10 queries on."""
+    if ON_GPU:
+        pytest.skip("the kernels of a CPU")
+    length = 600
+    Latents([length, length // 2, 40], 5, dims, 16, BF16, fp8=fp8).check(Kernels(exact=True), length)
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16] if ON_GPU else [F32, BF16])
 def test_products(kernel_device: str, dtype: torch.dtype) -> None:
     """With any number of rows, by all tiles: those of few rows and of many, with a bias."""
@@ -185,6 +320,32 @@ def test_products(kernel_device: str, dtype: torch.dtype) -> None:
     for count in (1, 2, 15, 16, 17, 33, 64, 65, 129, 256, 257, 600):
         assert torch.equal(product(rows[:count].contiguous()), whole[:count]), count
         assert torch.equal(product(rows[-count:].contiguous()), whole[-count:]), count
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16] if ON_GPU else [F16])
+@pytest.mark.parametrize(
+    ("size", "columns", "zeros"), [(32, 288, True), (64, 512, False), (128, 640, True), (128, 256, False)]
+)
+@pytest.mark.usefixtures("exact_kernels")
+def test_products_in_four_bits(size: int, columns: int, zeros: bool, dtype: torch.dtype) -> None:
+    """Codes that a product reads, and codes that are written to memory first."""
+    from baton.engine.kernels.quantized.int4_linear import MAX_EXACT_ROWS, Int4Linear
+
+    out = 2560 if ON_GPU else 80
+    groups = random_groups(out, columns, size).on(torch.device(DEVICE))
+    weight, bias = four_bits(groups.codes, groups.scales, groups.zeros * zeros, dtype), normal(out)
+    product = Int4Linear(weight, bias.to(dtype).to(DEVICE), 3, exact=True)
+    assert product.quantizes(600) is None
+    rows = normal(MAX_EXACT_ROWS + 40, columns, seed=2).to(dtype).to(DEVICE)
+    whole = product(rows)
+    torch.testing.assert_close(
+        whole.float(), rows.float() @ weight.exact().float().T + bias.to(DEVICE), rtol=0.02, atol=0.02
+    )
+    for count in (1, 2, 3, 16, 17, 33, 64, 65, MAX_EXACT_ROWS, MAX_EXACT_ROWS + 1):
+        assert torch.equal(product(rows[:count].contiguous()), whole[:count]), count
+        assert torch.equal(product(rows[-count:].contiguous()), whole[-count:]), count
+    gated = product.silu_mul(rows, Kernels())
+    assert torch.equal(product.silu_mul(rows[:1].contiguous(), Kernels()), gated[:1])
 
 
 @pytest.mark.gpu
@@ -202,28 +363,111 @@ def test_products_in_fp8(triton_kernels: Kernels, grouped: bool, monkeypatch: py
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
-def test_experts(triton_kernels: Kernels, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts(exact_kernels: Kernels, fp8: bool) -> None:
     """Few pairs and many for each expert: all tiles."""
-    monkeypatch.setattr(triton_kernels, "exact", True)
     experts, size, inner = 16, 512, 256
     matrices = [normal(experts, *shape).mul(0.05).cuda() for shape in ((2 * inner, size), (size, inner))]
     held: list[Any] = [matrix.to(BF16) for matrix in matrices]
     if fp8:
-        quantized = [triton_kernels.quantize(matrix.flatten(0, 1), grouped=False) for matrix in matrices]
+        quantized = [exact_kernels.quantize(matrix.flatten(0, 1), grouped=False) for matrix in matrices]
         held = [
             Fp8Experts(q.values.view(matrix.shape), q.scales.view(experts, 1, -1))
             for q, matrix in zip(quantized, matrices, strict=True)
         ]
     layer = Experts(held[0], held[1], Choice(4, Scoring.NORMALIZED_SOFTMAX))
-    x, logits = normal(3000, size).to(BF16).cuda(), normal(3000, experts, seed=3).to(BF16).cuda()
+    check_experts(exact_kernels, layer, experts, size, BF16, (1, 8, 40, 100, 200, 300, 700, 1500, 3000))
 
-    def mixed(rows: int) -> Tensor:
-        counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
-        return triton_kernels.mix_experts(x[:rows].contiguous(), logits[:rows].contiguous(), layer, counts)
 
-    whole = mixed(3000)
-    for rows in (1, 8, 40, 100, 200, 300, 700, 1500):
-        assert torch.equal(mixed(rows), whole[:rows]), rows
+@pytest.mark.parametrize("dtype", [BF16, F16] if ON_GPU else [F16])
+@pytest.mark.parametrize("floats", [False, True])
+def test_experts_in_four_bits(exact_kernels: Kernels, dtype: torch.dtype, floats: bool) -> None:
+    experts, size, inner = (16, 512, 256) if ON_GPU else (4, 96, 64)
+
+    def held(out: int, columns: int) -> FourBits:
+        codes, scales, zeros = random_groups(out, columns, 32).on(torch.device(DEVICE))[:3]
+        each = [
+            four_bits(codes.roll(i, 0), scales, zeros * (not floats), dtype, floats=floats)
+            for i in range(experts)
+        ]
+        return of_experts(each)
+
+    layer = Experts(held(2 * inner, size), held(size, inner), Choice(4, Scoring.NORMALIZED_SOFTMAX))
+    rows = (1, 8, 40, 100, 200, 300, 700, 1500) if ON_GPU else (1, 10, 22, 60, 210)
+    check_experts(exact_kernels, layer, experts, size, dtype, rows)
+
+
+def test_experts_on_a_cpu() -> None:
+    if ON_GPU:
+        pytest.skip("the kernels of a CPU")
+    experts, size, inner = 8, 512, 200
+    gate_up, down = normal(experts, 2 * inner, size), normal(experts, size, inner, seed=1)
+    choice = Choice(3, Scoring.NORMALIZED_SIGMOID, 4, 2, bias=normal(experts))
+    layer = Experts(gate_up.mul(0.05).to(BF16), down.mul(0.05).to(BF16), choice)
+    check_experts(Kernels(exact=True), layer, experts, size, BF16, (1, 2, 7, 40, 41, 300))
+
+
+def check_experts(
+    kernels: Kernels, layer: Experts, experts: int, size: int, dtype: torch.dtype, rows: Sequence[int]
+) -> None:
+    """The results of so many rows are those of the most rows."""
+    x = normal(rows[-1], size).to(dtype).to(DEVICE)
+    logits = normal(rows[-1], experts, seed=3).to(dtype).to(DEVICE)
+
+    def mixed(count: int) -> Tensor:
+        counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
+        return kernels.mix_experts(x[:count].contiguous(), logits[:count].contiguous(), layer, counts)
+
+    whole = mixed(rows[-1])
+    for count in rows[:-1]:
+        assert torch.equal(mixed(count), whole[:count]), count
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("kind", [Step, DeltaStep])
+def test_states(exact_kernels: Kernels, kind: type[Step], on_cpu: bool, dtype: torch.dtype) -> None:
+    """Of a request: in one chunk, in several ones, as decodes, and in a copy of its state."""
+    kernels, device = (Kernels(exact=True), "cpu") if on_cpu else (exact_kernels, DEVICE)
+    dtype = BF16 if on_cpu else dtype
+    layer, length = layer_of(2, dtype), 150
+    parameters, channels = kind([(0, 1)], layer, dtype).parameters(device), layer.conv_weight.shape[1]
+    width = channels + HEADS * (2 if kind is DeltaStep else 1)
+    inputs = normal(3, length, width, seed=6).to(dtype).to(device)
+
+    def ran(state: LayerState, *spans: tuple[int, int, int], copied: int = 0) -> Sequence[Tensor]:
+        """y of spans (request, start, stop), decodes first. A copy of the state after so many tokens goes to
+        the last slot."""
+        decodes = sum(stop - start == 1 for _, start, stop in spans)
+        x = torch.cat([inputs[request, start:stop] for request, start, stop in spans])
+        copies = torch.zeros(len(x), dtype=torch.int32, device=device)
+        copies[copied - 1] = 4
+        metadata = AttentionMetadata(
+            1,
+            x,
+            x,
+            torch.tensor([stop for *_, stop in spans], dtype=torch.int32, device=device),
+            decodes,
+            [(start, stop) for _, start, stop in spans[decodes:]],
+            state_slots=torch.tensor([request for request, *_ in spans], dtype=torch.int32, device=device),
+            state_copies=copies if copied else None,
+        )
+        y = kernels.mix_states(x, parameters, state, kernels.plan_states(metadata, dtype))
+        return y.split([stop - start for _, start, stop in spans])
+
+    def states() -> LayerState:
+        conv, ssm = torch.zeros(4, 3, channels, dtype=dtype), torch.zeros(4, HEADS, 16, 32)
+        return LayerState(conv.to(device), ssm.to(device))
+
+    once, parted, short = states(), states(), states()
+    (whole,) = ran(once, (0, 0, length), copied=64)
+    found = [ran(parted, (1, 0, 1), (0, 0, 70), (2, 0, 30))[1]]
+    found += [ran(parted, (1, at - 69, at - 68), (0, at, at + 1))[1] for at in range(70, 80)]
+    found += [ran(parted, (2, 30, 31), (0, 80, length))[1]]
+    ran(short, (0, 0, 64))
+    assert torch.equal(torch.cat(found), whole)
+    for of_once, of_parted, of_short in zip(once, parted, short, strict=True):
+        assert torch.equal(of_once[0], of_parted[0])
+        assert torch.equal(of_once[3], of_short[0])
 
 
 def test_norms_activations_and_rotation(exact_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +488,16 @@ def test_norms_activations_and_rotation(exact_kernels: Kernels, monkeypatch: pyt
         normed = exact_kernels.add_rms_norm(residual, delta[:rows, :size].contiguous(), weight, 1e-6)
         inner = exact_kernels.silu_mul(gate_up[:rows].clone())
         q = exact_kernels.rope_and_write(qkv[:rows].clone(), rotary[:rows], norm, kv, slots[:rows])
-        return [residual, normed, inner, q, kv.flatten(1, 2)[:, :rows].transpose(0, 1)]
+        small = quantized(kv.cpu(), DEVICE)
+        exact_kernels.rope_and_write(qkv[:rows].clone(), rotary[:rows], norm, small, slots[:rows])
+        written = kv, small.values.float(), small.scales.transpose(2, 3)[..., None]
+        return [
+            residual,
+            normed,
+            inner,
+            q,
+            *(part.flatten(1, 2)[:, :rows].transpose(0, 1) for part in written),
+        ]
 
     whole = results(many)
     for rows in (1, 9):
@@ -278,6 +531,51 @@ def exact_engine(shallow_model_path: Path) -> Engine:
 
 def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(exact_engine: Engine) -> None:
     assert different_tokens(exact_engine) == 0
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_an_engine_with_int4_weights(kv: str, shallow_model_path: Path) -> None:
+    """A CPU dequantizes them at load. With the kernels of the default, a token differs."""
+    config = EngineConfig(
+        str(shallow_model_path),
+        dtype="bfloat16",
+        quantization="int4",
+        kv_cache_dtype=kv,
+        device=DEVICE,
+        max_num_batched_tokens=64,
+        num_threads=1,
+        batch_invariant=True,
+    )
+    assert different_tokens(build_engine(config)) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv"),
+    [
+        ("DeepseekV3", "auto"),
+        ("Glm4MoeLite", "fp8"),
+        ("Bamba", "fp8"),
+        ("GraniteMoeHybrid", "auto"),
+        ("Qwen3Next", "auto"),
+    ],
+)
+def test_an_engine_with_latents_or_states(kind: str, kv: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, kind, vocab_size=1000)
+    config = EngineConfig(
+        str(tmp_path),
+        dtype="bfloat16",
+        kv_cache_dtype=kv,
+        device=DEVICE,
+        block_size=64,
+        num_blocks=32,
+        max_num_batched_tokens=64,
+        num_threads=1,
+        enable_prefix_caching=True,
+        batch_invariant=True,
+    )
+    engine = build_engine(config)
+    assert different_tokens(engine) == 0
+    assert ("block=64" in engine.numerics.split("; ")) == (kind in FAMILIES)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the ranks are threads of one CPU")
@@ -325,15 +623,9 @@ def test_numerics_are_a_part_of_content_names(exact_engine: Engine, shallow_mode
     assert not default.numerics
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"quantization": "int4"}, "weights in int4"),
-        ({"device": "cuda", "kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 on a GPU"),
-        ({"device": "cuda", "tensor_parallel_size": 3}, "more than two ranks on GPUs"),
-    ],
-)
-def test_what_the_mode_does_not_cover_is_refused(embedded_model_path: Path, changes: Any, what: str) -> None:
-    config = EngineConfig(str(embedded_model_path), batch_invariant=True, **changes)
-    with pytest.raises(ValueError, match=f"--batch-invariant: {what}.* are not supported"):
+def test_more_than_two_ranks_on_gpus_are_refused(embedded_model_path: Path) -> None:
+    config = EngineConfig(
+        str(embedded_model_path), device="cuda", tensor_parallel_size=3, batch_invariant=True
+    )
+    with pytest.raises(ValueError, match="--batch-invariant: more than two ranks on GPUs are not supported"):
         check_model(config)

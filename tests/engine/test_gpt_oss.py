@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.engine import EngineConfig
+from baton.engine.execution.memory_plan import CacheLimits
+from baton.engine.execution.start import numerics_of
 from baton.engine.kernels.quantized.reference import four_bits
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import choose_format, open_checkpoint
-from baton.engine.loader.gpt_oss import GptOssCheckpoint
+from baton.engine.loader.gpt_oss import GptOssCheckpoint, Mxfp4
 from baton.engine.loader.hf import HFCheckpoint
+from baton.engine.models.cache_spec import AttentionCache
 from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json, edited_tensors, load
 from tests.engine.conftest import request_of, run, save_tiny, tokens_of
@@ -117,13 +119,15 @@ def test_groups_of_an_expert_have_its_values(checkpoints: tuple[Path, Path], kin
     assert plain.groups(name, parts) is None
 
 
-def test_packed_experts_are_not_exact(checkpoints: tuple[Path, Path]) -> None:
-    """By default such an engine reads them as plain matrices."""
-    config, cuda = EngineConfig(str(checkpoints[1]), batch_invariant=True), torch.device("cuda")
-    model = open_checkpoint(config, torch.device("cpu")).config
-    assert type(choose_format(config, model, cuda)) is PlainFormat
-    with pytest.raises(ValueError, match="--batch-invariant: weights in mxfp4"):
-        choose_format(replace(config, quantization="mxfp4"), model, cuda)
+def test_in_the_exact_mode_a_gpu_keeps_experts_packed(checkpoints: tuple[Path, Path]) -> None:
+    """Their products have other bits than those of plain matrices, though the values are the same."""
+    config, cpu = EngineConfig(str(checkpoints[1]), batch_invariant=True), torch.device("cpu")
+    model = open_checkpoint(config, cpu).config
+    packed, plain = (choose_format(config, model, torch.device(name)) for name in ("cuda", "cpu"))
+    assert isinstance(packed, Mxfp4)
+    assert type(plain) is PlainFormat
+    limits = CacheLimits(torch.bfloat16, 16, 64, [AttentionCache(2, 16, torch.bfloat16)])
+    assert numerics_of(config, limits, packed, cpu) != numerics_of(config, limits, plain, cpu)
 
 
 def test_dummy_weights_need_no_format(checkpoints: tuple[Path, Path]) -> None:

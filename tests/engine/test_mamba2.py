@@ -143,15 +143,23 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_torch_equals_the_recurrence(spans: list[tuple[int, int]], groups: int) -> None:
+@pytest.mark.parametrize(("groups", "exact"), [(1, False), (2, False), (2, True)])
+def test_torch_equals_the_recurrence(spans: list[tuple[int, int]], groups: int, exact: bool) -> None:
     step = Step(spans, layer_of(groups, F32))
-    step.compare(step.run(Kernels()), step.token_by_token())
+    step.compare(step.run(Kernels(exact=exact)), step.token_by_token())
 
 
 def test_limits_of_the_time_step() -> None:
     step = Step(BATCHES["ragged"], layer_of(1, F32, bias=False, dt_limits=(0.3, 0.9)))
     step.compare(step.run(Kernels()), step.token_by_token())
+
+
+@pytest.fixture(params=[False, True], ids=["default", "exact"])
+def default_and_exact(
+    triton_kernels: Kernels, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Kernels:
+    monkeypatch.setattr(triton_kernels, "exact", request.param)
+    return triton_kernels
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -165,10 +173,10 @@ def test_limits_of_the_time_step() -> None:
     ],
 )
 def test_triton_equals_torch(
-    triton_kernels: Kernels, dtype: torch.dtype, spans: list[tuple[int, int]], groups: int, dt_limits: Any
+    default_and_exact: Kernels, dtype: torch.dtype, spans: list[tuple[int, int]], groups: int, dt_limits: Any
 ) -> None:
     step = Step(spans, layer_of(groups, dtype, bias=groups > 1, dt_limits=dt_limits), dtype)
-    step.compare(step.run(triton_kernels, DEVICE), step.run(Kernels()))
+    step.compare(step.run(default_and_exact, DEVICE), step.run(Kernels()))
 
 
 def test_heads_and_states_of_any_size(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +228,12 @@ class DeltaStep(Step):
 
 
 @pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_gated_delta_rule_equals_the_recurrence(spans: list[tuple[int, int]], groups: int) -> None:
+@pytest.mark.parametrize(("groups", "exact"), [(1, False), (2, False), (2, True)])
+def test_the_gated_delta_rule_equals_the_recurrence(
+    spans: list[tuple[int, int]], groups: int, exact: bool
+) -> None:
     step = DeltaStep(spans, layer_of(groups, F32))
-    step.compare(step.run(Kernels()), step.token_by_token())
+    step.compare(step.run(Kernels(exact=exact)), step.token_by_token())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -231,7 +241,7 @@ def test_the_gated_delta_rule_equals_the_recurrence(spans: list[tuple[int, int]]
     ("spans", "head_dim", "size"), [(BATCHES["decodes"], 16, 32), ([(9, 10), (0, 3), (4, 71)], 24, 20)]
 )
 def test_triton_equals_torch_for_the_gated_delta_rule(
-    triton_kernels: Kernels,
+    default_and_exact: Kernels,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     spans: list[tuple[int, int]],
@@ -241,7 +251,7 @@ def test_triton_equals_torch_for_the_gated_delta_rule(
     monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", head_dim)
     monkeypatch.setattr(sys.modules[__name__], "SIZE", size)
     step = DeltaStep(spans, layer_of(2, dtype), dtype)
-    step.compare(step.run(triton_kernels, DEVICE), step.run(Kernels()))
+    step.compare(step.run(default_and_exact, DEVICE), step.run(Kernels()))
 
 
 def test_the_norm_of_heads_with_a_gate(triton_kernels: Kernels) -> None:
@@ -272,7 +282,7 @@ def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels) -
             close(after.ssm[slot], state.ssm[slot])
 
 
-def test_padding_of_a_graph_changes_nothing(triton_kernels: Kernels) -> None:
+def test_padding_of_a_graph_changes_nothing(default_and_exact: Kernels) -> None:
     """A graph has static work for more requests and chunks than a step has."""
     from baton.engine.kernels.state.mamba2 import scan_work
     from baton.engine.kernels.state.plan import chunk_tokens
@@ -285,7 +295,7 @@ def test_padding_of_a_graph_changes_nothing(triton_kernels: Kernels) -> None:
     contexts[1:] = 0
     padded = replace(plain, contexts=contexts, num_decodes=3, prefills=[], scans=F.pad(work, (0, 0, 0, 3)))
     step.metadata = lambda device: padded  # type: ignore[method-assign]
-    step.compare(step.run(triton_kernels, DEVICE), expected)
+    step.compare(step.run(default_and_exact, DEVICE), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -46,10 +46,9 @@ def exact_decode_attention(
     sinks: Tensor | None,
     scale: float,
 ) -> None:
-    """As `decode_attention`, for a cache that is not in FP8 and pieces that are exact."""
+    """As `decode_attention`, for pieces that are exact."""
     requests, num_heads, head_dim = q.shape
     shape, cache, slots = cache_of(kv, EXACT_N)
-    assert not shape.fp8, "a cache in FP8 is refused at start"
     group = num_heads // shape.kv_heads
     # A request of several pieces takes one of those that exceed the number of requests.
     results = (len(pieces.work) - requests) * SEGMENTS.value

@@ -17,6 +17,7 @@ A decode is absorbed: it is bound by reading the cache. A chunk of a prompt is e
 keys and values.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class LatentPlan(NamedTuple):
     """The plan for `latent_attention`, the same for all layers of a step."""
 
     groups: TorchPlan
-    least_expanded: int
+    least_expanded: float  # queries of a group; ∞ in the exact mode: all are absorbed
 
 
 def write_latent(
@@ -122,9 +123,20 @@ def latent_attention(q: Tensor, kv: KV, plan: LatentPlan, heads: LatentHeads) ->
         if len(q[group.rows]) >= plan.least_expanded:
             parts.append(_expanded(q[group.rows], kv, group, heads))
         else:
-            latents = prefill_group(heads.absorb(q[group.rows]), kv, group, None, heads.scale)
-            parts.append(heads.values_of(latents[..., :rank]))
+            parts.append(_absorbed(q[group.rows], kv, group, heads))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _absorbed(q: Tensor, kv: KV, group: PrefillGroup, heads: LatentHeads) -> Tensor:
+    """The products have the padded queries, as attention has. So in the exact mode their shapes depend on the
+    position alone."""
+    rows, padded = (
+        slice(group.before, group.before + len(q)),
+        len(q) if group.mask is None else len(group.mask),
+    )
+    q = F.pad(q, (0, 0, 0, 0, group.before, padded - rows.stop))
+    latents = prefill_group(heads.absorb(q), kv, replace(group, before=0), None, heads.scale)
+    return heads.values_of(latents[..., : heads.values.shape[2]])[rows]
 
 
 def _expanded(q: Tensor, kv: KV, group: PrefillGroup, heads: LatentHeads) -> Tensor:

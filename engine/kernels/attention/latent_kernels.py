@@ -9,6 +9,10 @@ absorbed, too: each of its queries is a row with a context of its own.
 *Expanded.* The keys and values of all positions of some chunks go to scratch memory, and `prefill` attends to
 them. The scratch memory always has `SCRATCH_BYTES`, so the rehearsal of the largest steps counts it. Chunks
 with more positions than it holds are absorbed, `MOST_ABSORBED` queries at a time.
+
+*Exact* (`--batch-invariant`): all chunks are absorbed, so one kernel attends for decodes and prompts. A piece
+is a segment (`online_softmax`). So the pieces of a query, and the order in which they are put together,
+depend on its position alone. Products of heads have tiles of EXACT_TILE rows, however many rows there are.
 """
 
 import functools
@@ -25,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.engine.kernels.attention import latent_wgmma
 from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
-from baton.engine.kernels.attention.online_softmax import LOG2_E, Expanded
+from baton.engine.kernels.attention.online_softmax import LOG2_E, SEGMENT, SEGMENTS, Expanded
 from baton.engine.kernels.attention.paged import KV, AttentionMetadata, parts
 from baton.engine.kernels.attention.pieces import Pieces, combine, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
@@ -44,6 +48,9 @@ SCRATCH_BYTES = 1 << 30
 SCRATCH_BLOCK = 128  # positions; the tiles of `prefill` divide it
 MOST_ABSORBED = 512
 """Queries of a chunk at a time: their partial results are larger than those of other kernels."""
+MOST_EXACT = 128
+"""Queries at a time in the exact mode, decodes as well: each may have SEGMENTS partial results."""
+EXACT_TILE = 16
 
 
 class Form(NamedTuple):
@@ -61,6 +68,7 @@ class Absorbed(NamedTuple):
     form: Form
     pieces: Pieces
     tables: Tensor  # [rows, blocks], or [blocks] of all rows
+    exact: bool
 
 
 class ExpandedChunks(NamedTuple):
@@ -94,18 +102,24 @@ def plan_latent(
     multiprocessors: int,
     *,
     fp8: bool = False,
+    exact: bool = False,
 ) -> LatentPlan:
     """`least_expanded`: queries of a chunk. `fp8`: as in `Kernels.plan_latent`."""
     decodes, device = metadata.num_decodes, metadata.contexts.device
     form = form_of(num_heads, shape, dtype, metadata.block_size, fp8=fp8)
     programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
     plan: list[Absorbed | ExpandedChunks] = []
-    if decodes:
+    for first in range(0, decodes if exact else 0, MOST_EXACT):
+        rows = slice(first, min(first + MOST_EXACT, decodes))
+        contexts = metadata.contexts[rows]
+        pieces = partition(contexts, 1, SEGMENTS.value * len(contexts), segments=True)
+        plan.append(Absorbed(rows, form, pieces, metadata.block_tables[rows], exact))
+    if decodes and not exact:
         # A program fills a multiprocessor. So the pieces are as many as run at once, or twice as many, …
         count = triton.cdiv(decodes + programs // 2, programs) * programs
         contexts = metadata.contexts[:decodes]
         pieces = partition(contexts, 1, count, block_n=form.block_n)
-        plan.append(Absorbed(slice(decodes), form, pieces, metadata.block_tables))
+        plan.append(Absorbed(slice(0, decodes), form, pieces, metadata.block_tables, exact))
     sizes = shape.key_dim, shape.value_dim
     blocks = SCRATCH_BYTES // (num_heads * sum(sizes) * dtype.itemsize * SCRATCH_BLOCK)
     room, scratch = blocks * SCRATCH_BLOCK, None
@@ -123,14 +137,15 @@ def plan_latent(
             expanded.clear()
 
     for request, (start, stop) in enumerate(metadata.prefills, decodes):
-        if stop - start < least_expanded or stop > room:
+        if exact or stop - start < least_expanded or stop > room:
             expand()
-            for begin in range(start, stop, MOST_ABSORBED):
-                end = min(begin + MOST_ABSORBED, stop)
+            most = MOST_EXACT if exact else MOST_ABSORBED
+            for begin in range(start, stop, most):
+                end = min(begin + most, stop)
                 rows = slice(row + begin - start, row + end - start)
                 table = metadata.block_tables[request]
-                pieces = _pieces(begin, end, form.block_n, programs, device)
-                plan.append(Absorbed(rows, form, pieces, table))
+                pieces = _pieces(begin, end, form.block_n, programs, device, exact=exact)
+                plan.append(Absorbed(rows, form, pieces, table, exact))
         else:
             if sum(map(_padded, (*(end for *_, end in expanded), stop))) > room:
                 expand()
@@ -165,16 +180,21 @@ def _expanded_chunks(
     return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, None))
 
 
-def _pieces(start: int, stop: int, block_n: int, programs: int, device: torch.device) -> Pieces:
-    """Cuts the contexts of queries at positions [start, stop) for so many programs at once."""
+def _pieces(
+    start: int, stop: int, block_n: int, programs: int, device: torch.device, *, exact: bool = False
+) -> Pieces:
+    """Cuts the contexts of queries at positions [start, stop) for so many programs at once. `exact`: into
+    segments."""
     contexts = np.arange(start + 1, stop + 1, dtype=np.int32)
     tiles = -(-stop * len(contexts) // (block_n * max(programs, len(contexts))))
-    length = max(1, tiles) * block_n
+    length = np.full_like(contexts, SEGMENT.value if exact else max(1, tiles) * block_n)
+    while exact and (contexts > length * SEGMENTS.value).any():  # as `segment_of`
+        length = np.where(contexts > length * SEGMENTS.value, length * 2, length)
     counts = -(-contexts // length)
     first = np.concatenate(([0], counts.cumsum())).astype(np.int32)
     rows = np.repeat(np.arange(len(contexts), dtype=np.int32), counts)
-    begins = (np.arange(first[-1], dtype=np.int32) - first[rows]) * length
-    work = np.stack((rows, begins, np.minimum(begins + length, contexts[rows])), axis=1)
+    begins = (np.arange(first[-1], dtype=np.int32) - first[rows]) * length[rows]
+    work = np.stack((rows, begins, np.minimum(begins + length[rows], contexts[rows])), axis=1)
     on_device = upload([work, first], device)
     return Pieces(on_device[0], on_device[1], on_device[0])  # no program counts the pieces that are finished
 
@@ -197,7 +217,7 @@ def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor
     (rows, num_heads, made_of), rank, size = q.shape, heads.values.shape[2], cut * head_dim
     count = len(part.pieces.work)
     queries, latents = q.new_empty(rows, num_heads, size), q.new_empty(rows, num_heads, rank)
-    _multiply_heads(q, heads.keys[:, :made_of], queries)
+    _multiply_heads(q, heads.keys[:, :made_of], queries, exact=part.exact)
     partial = torch.empty((count, num_heads, rank), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
     cached = cached.view(-1, size)
@@ -224,7 +244,7 @@ def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor
             **launch_options(),
         )
     combine(partial, lse, part.pieces, latents)
-    _multiply_heads(latents, heads.values.mT, out)
+    _multiply_heads(latents, heads.values.mT, out, exact=part.exact)
 
 
 def _expanded(q: Tensor, kv: KV, part: ExpandedChunks, heads: LatentHeads, out: Tensor) -> None:
@@ -367,16 +387,17 @@ def _attend_tile(q_latent, q_shared, latent, shared, inside, m, total, acc, scal
     return new_m, total, acc
 
 
-def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor) -> None:
+def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor, *, exact: bool) -> None:
     """Writes x [tokens, heads, k] times weights [heads, k, n] to out [tokens, heads, n], which is dense."""
     tokens, num_heads, size = x.shape
-    if tokens > MAX_SKINNY_ROWS:
+    if tokens > MAX_SKINNY_ROWS and not exact:
         torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
         return
     assert x.stride(2) == 1, "the kernel assumes dense heads"
     columns, inner = weights.shape[2], triton.next_power_of_2(size)
     block_n = max(16, WEIGHTS // inner)
-    _multiply[(triton.cdiv(columns, block_n), num_heads)](
+    rows = EXACT_TILE if exact else max(16, triton.next_power_of_2(tokens))
+    _multiply[(triton.cdiv(columns, block_n), num_heads, triton.cdiv(tokens, rows))](
         x,
         weights,
         out,
@@ -388,7 +409,7 @@ def _multiply_heads(x: Tensor, weights: Tensor, out: Tensor) -> None:
         HEADS=num_heads,
         SIZE=size,
         INNER=inner,
-        ROWS=max(16, triton.next_power_of_2(tokens)),
+        ROWS=rows,
         BLOCK_N=block_n,
         num_warps=4,
         **launch_options(),
@@ -414,7 +435,7 @@ def _multiply(
     BLOCK_N: tl.constexpr,
 ):
     head, column = tl.program_id(1), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner, row = tl.arange(0, INNER), tl.arange(0, ROWS)
+    inner, row = tl.arange(0, INNER), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     weights += head.to(tl.int64) * of_head + inner[:, None] * of_inner + column[None, :] * of_column
     inside = (column < columns)[None, :]
     weight = tl.load(weights, mask=(inner < SIZE)[:, None] & inside, other=0.0)

@@ -26,7 +26,8 @@ and segments (`segment_of`), which begin at fixed positions and depend on the po
 sums of a segment begin at zero, and `fold` adds segments in their order. Within a segment, the tensor cores
 add all sums, that of the weights, too (`attend_exactly`): from one key to the next, whatever the shape of a
 tile. A program reduces nothing across threads but the largest score, which has no order. Each product that is
-added is an explicit `fma`, since the compiler may fuse one kernel's additions and leave another's.
+added is an explicit `fma`, since the compiler may fuse one kernel's additions and leave another's. Keys and
+values in FP8 become the numbers that `gather_kv` writes, since long chunks read those.
 """
 
 from typing import Any, NamedTuple
@@ -232,10 +233,21 @@ def no_sums(queries: tl.constexpr, dims: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _plain(tile, dtype: tl.constexpr):
+    """The keys and values of a tile. Those in FP8 are multiplied by their scales, and rounded to `dtype`."""
+    k, v, k_scale, v_scale = tile
+    if k.dtype.is_fp8():
+        lower, upper = of_pairs(v, tl.float32)
+        k = (k.to(tl.float32) * k_scale[:, None]).to(dtype)
+        v = (tl.interleave(lower, upper) * v_scale[:, None]).to(dtype)
+    return k, v
+
+
+@triton.jit
 def attend_exactly(queries, tile, seen, m, total, acc, scale, AXIS: tl.constexpr):
     """Adds a tile of EXACT_N keys, of which those in `seen` count; None: all. AXIS 1: queries [queries,
     head_dim] and seen [queries, keys]. AXIS 0: both transposed. Returns the new m, total and acc."""
-    k, v, _, _ = tile
+    k, v = _plain(tile, queries.dtype)
     if AXIS == 0:
         scores = tl.dot(k, queries, input_precision="tf32x3")
     else:

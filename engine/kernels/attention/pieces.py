@@ -60,6 +60,7 @@ def partition(
     *,
     block_n: int = BLOCK_N,
     exact: bool = False,
+    segments: bool = False,
     sharing: Sharing | None = None,
 ) -> Pieces:
     """Cuts contexts [requests] int32 into up to so many pieces, at multiples of `block_n`, from the first
@@ -67,7 +68,9 @@ def partition(
 
     `exact`: pieces are whole segments (`online_softmax`). Their work has three more fields: the number of
     pieces of the request, the positions of a segment, and the piece's first segment, counted from the first
-    one of the request. `first` counts the segments of the requests that have several pieces."""
+    one of the request. `first` counts the segments of the requests that have several pieces.
+
+    `segments`: each piece is one segment. There are SEGMENTS pieces or more for each request."""
     requests = len(contexts)
     new = contexts.new_empty
     fields = EXACT_FIELDS.value if exact else FIELDS
@@ -82,9 +85,9 @@ def partition(
         requests,
         pieces,
         KV_HEADS=num_kv_heads,
-        BLOCK_N=EXACT_N if exact else block_n,
+        BLOCK_N=EXACT_N if exact or segments else block_n,
         FIELDS=fields,
-        EXACT=exact,
+        EXACT=exact or segments,
         QUERIES=1 if sharing is None else sharing.queries,
         REQUESTS=max(16, triton.next_power_of_2(requests)),
         PIECES=PARTITION_PIECES,
@@ -182,7 +185,7 @@ def _partition(
     tl.store(work + own * FIELDS, tl.where(taken, request, -1), mask=inside)
     tl.store(work + own * FIELDS + 1, start, mask=inside)
     tl.store(work + own * FIELDS + 2, stop, mask=inside)
-    if EXACT:
+    if FIELDS == EXACT_FIELDS:
         of_request = tl.maximum(tl.cdiv(tl.cdiv(last, unit) - seen // unit, length // unit), 1)
         tl.store(work + own * FIELDS + 3, of_request, mask=inside)
         tl.store(work + own * FIELDS + 4, unit, mask=inside)

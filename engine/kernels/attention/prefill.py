@@ -66,7 +66,7 @@ class Tiles:
     """[places, KV heads] int32: pieces that are finished, by the first place of the tile; 0 between layers.
     None: each tile is one piece."""
     exact: bool = False
-    """As in `online_softmax`. Each tile is one piece, and the cache is not in FP8."""
+    """As in `online_softmax`. Each tile is one piece."""
 
 
 def prefill_attention(

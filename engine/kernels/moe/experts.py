@@ -6,12 +6,14 @@ mix:   sort the tokens by expert ─▶ the products of each expert that has tok
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.kernels.blocks_of_rows import in_blocks
 from baton.engine.kernels.quantized.reference import FourBits, Fp8Experts
 from baton.engine.model_config import ClampedSwiGLU, Scoring
 
@@ -91,12 +93,15 @@ def mix(
     down: Tensor,
     experts: Experts,
     rounded: Callable[[Tensor], Tensor] | None = None,
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """The weighted sum of down(silu(gate(x)) * up(x)) over the experts of each row of x [tokens, size].
 
     `counts` has the number of tokens of each expert. gate_up [held, 2 * inner, size] and down [held, size,
     inner] are the exact values of those in `experts`; other experts add nothing. `rounded` applies to the
-    input of down. A token's terms are added in the order of `routing`, which other tokens do not change."""
+    input of down. A token's terms are added in the order of `routing`, which other tokens do not change.
+    `exact`: as in `Kernels`."""
     first = experts.first
     before, counts = sum(counts[:first]), counts[first : first + len(gate_up)]
     order = routing.experts.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
@@ -105,11 +110,18 @@ def mix(
     if routing.on_input:
         inputs *= weights.flatten()[order, None]
         weights = torch.ones_like(weights)
-    inner = _activated(_products(inputs, gate_up, experts.gate_up_bias, counts), experts.activation)
+    products = partial(_products, exact=exact)
+    inner = _activated(products(inputs, gate_up, experts.gate_up_bias, counts), experts.activation)
     inner = inner if rounded is None else rounded(inner)
-    sorted_out = _products(inner, down, experts.down_bias, counts)
+    sorted_out = products(inner, down, experts.down_bias, counts)
     out = x.new_zeros(routing.experts.numel(), x.shape[1]).index_copy_(0, order, sorted_out)
-    return torch.bmm(weights[:, None], out.unflatten(0, routing.experts.shape)).squeeze(1)
+    terms = out.unflatten(0, routing.experts.shape)
+    if not exact:
+        return torch.bmm(weights[:, None], terms).squeeze(1)
+    total = x.new_zeros(x.shape, dtype=torch.float32)
+    for i in range(weights.shape[1]):
+        total += terms[:, i].float() * weights[:, i, None]
+    return total.to(x.dtype)
 
 
 def _activated(gate_up: Tensor, activation: ClampedSwiGLU | None) -> Tensor:
@@ -120,14 +132,19 @@ def _activated(gate_up: Tensor, activation: ClampedSwiGLU | None) -> Tensor:
     return torch.sigmoid(activation.alpha * gate).mul_(gate).mul_(up + 1)
 
 
-def _products(x: Tensor, weights: Tensor, biases: Tensor | None, counts: Sequence[int]) -> Tensor:
+def _products(
+    x: Tensor, weights: Tensor, biases: Tensor | None, counts: Sequence[int], *, exact: bool
+) -> Tensor:
     """x Wᵀ + b, where the first counts[0] rows of x are for weights[0], and so on."""
     out = x.new_empty(len(x), weights.shape[1])
     start = 0
     for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            torch.mm(x[rows], weights[expert].T, out=out[rows])
+            if exact:
+                out[rows] = in_blocks(partial(torch.mm, mat2=weights[expert].T), x[rows])
+            else:
+                torch.mm(x[rows], weights[expert].T, out=out[rows])
             if biases is not None:
                 out[rows] += biases[expert]
             start += count

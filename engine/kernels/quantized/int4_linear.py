@@ -12,6 +12,10 @@ two and among tilings (`fastest`). These multiply the same numbers. cuBLAS needs
 of W. Other matrices are written to memory in x's dtype, for more than few rows.
 
 A program handles a tile of y, and one of SPLITS parts of the columns (`split_k`).
+
+*Exact* (`--batch-invariant`): the kernel for few rows, with one part, multiplies up to MAX_EXACT_ROWS rows.
+For more rows, W is written to memory in x's dtype, and `exact_linear` multiplies it. Both round W in the same
+way, and add its columns in their order.
 """
 
 from functools import partial
@@ -24,6 +28,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.engine.kernels import FourBits, Kernels, LinearMethod, Quantized
+from baton.engine.kernels.exact_linear import exact_linear
 from baton.engine.kernels.fastest import fastest
 from baton.engine.kernels.fp8 import outer_scales, quantize
 from baton.engine.kernels.launch import inputs_ready, launch_options
@@ -32,6 +37,8 @@ from baton.engine.kernels.quantized.four_bits import of_planes, outside_loop, ti
 from baton.engine.kernels.split_k import MAX_SPLITS, Tiling, add_parts, counters, parts_of, store_transposed
 
 MAX_FEW_ROWS = 32
+MAX_EXACT_ROWS = 128
+"""An estimate: from here on, each tile of 32 rows reads and converts W once more than writing it does."""
 MAX_MEASURED_ROWS = 1024
 ALIGNED = 16
 MAX_STAGES = 6
@@ -43,8 +50,10 @@ FORMS = {"narrow": 64, "wide": 128}
 the tensor cores."""
 
 
-def tiling(rows: int, weight: FourBits, multiprocessors: int, form: str | None = None) -> Tiling:
-    """The tiling for x of these rows. `form`: in FP8."""
+def tiling(
+    rows: int, weight: FourBits, multiprocessors: int, form: str | None = None, *, exact: bool = False
+) -> Tiling:
+    """The tiling for x of these rows. `form`: in FP8. `exact`: the columns are one part."""
     rows = max(16, triton.next_power_of_2(rows))  # as `fastest` counts them
     if form is None:
         narrow = triton.cdiv(rows, MAX_FEW_ROWS) * triton.cdiv(weight.size, 64) <= 2 * multiprocessors
@@ -54,7 +63,8 @@ def tiling(rows: int, weight: FourBits, multiprocessors: int, form: str | None =
     block_m = min(rows, most)
     tiles = rows // block_m * triton.cdiv(weight.size, block_n)
     most_splits = min(each * multiprocessors // tiles, weight.words.shape[1] // weight.block, MAX_SPLITS)
-    splits = 1 << max(1, most_splits).bit_length() - 1  # few numbers of splits are few kernels to compile
+    most_splits = 1 if exact else max(1, most_splits)
+    splits = 1 << most_splits.bit_length() - 1  # few numbers of splits are few kernels to compile
     sharing = min(each, triton.cdiv(tiles * splits, multiprocessors))
     # Bytes of a stage. Of W there is one less.
     scales = max(1, 4 * weight.block // weight.group) * (1 if weight.zeros is None else 2)
@@ -67,10 +77,13 @@ def tiling(rows: int, weight: FourBits, multiprocessors: int, form: str | None =
 class Int4Linear(LinearMethod):
     """A linear product with weights in 4 bits. Its calls must be in one stream."""
 
-    def __init__(self, weight: FourBits, bias: Tensor | None, multiprocessors: int) -> None:
-        """bias [out]."""
-        self.weight, self._bias, self._multiprocessors = weight, bias, multiprocessors
-        self._row_scales = None if weight.size % ALIGNED else weight.row_scales()
+    def __init__(
+        self, weight: FourBits, bias: Tensor | None, multiprocessors: int, *, exact: bool = False
+    ) -> None:
+        """bias [out]. `exact`: a row of a result has the same bits whatever the other rows."""
+        self.weight, self._bias, self._multiprocessors, self._exact = weight, bias, multiprocessors, exact
+        self._gemv_rows, self._few_rows = (0, MAX_EXACT_ROWS) if exact else (int4_gemv.MAX_ROWS, MAX_FEW_ROWS)
+        self._row_scales = None if exact or weight.size % ALIGNED else weight.row_scales()
         tiles = MAX_MEASURED_ROWS // MAX_BLOCK_M * triton.cdiv(weight.size, 64)
         self._finished = counters(tiles, weight.words.device)
         self._name = f"int4 {weight.size} x {weight.inner} in groups of {weight.group}"
@@ -81,12 +94,12 @@ class Int4Linear(LinearMethod):
     def __call__(self, x: Tensor | Quantized) -> Tensor:
         """x [rows, in], contiguous. Returns [rows, out]."""
         if isinstance(x, Tensor):
-            if len(x) <= int4_gemv.MAX_ROWS:
+            if len(x) <= self._gemv_rows:
                 return int4_gemv.gemv(x, self.weight, self._bias, gated=False)
-            if len(x) <= MAX_FEW_ROWS:
+            if len(x) <= self._few_rows:
                 return self.triton(x)
             if self._row_scales is None:
-                return F.linear(x, values(self.weight), self._bias)
+                return self._by_values(x)
             x = quantize(x, grouped=False)
         if len(x.values) > MAX_MEASURED_ROWS:
             return self.cublas(x)
@@ -94,9 +107,15 @@ class Int4Linear(LinearMethod):
         return fastest(self._name, x, len(x.values), kernels)
 
     def silu_mul(self, x: Tensor | Quantized, kernels: Kernels) -> Tensor:
-        if isinstance(x, Tensor) and len(x) <= int4_gemv.MAX_ROWS:
+        if isinstance(x, Tensor) and len(x) <= self._gemv_rows:
             return int4_gemv.gemv(x, self.weight, self._bias, gated=True)
         return super().silu_mul(x, kernels)
+
+    def _by_values(self, x: Tensor) -> Tensor:
+        weight = values(self.weight)
+        if self._exact:
+            return exact_linear(x, weight, self._bias, x.dtype, self._multiprocessors, self._finished)
+        return F.linear(x, weight, self._bias)
 
     def cublas(self, x: Quantized) -> Tensor:
         """The product by cuBLAS, of all values of W in FP8. It gives bfloat16 only."""
@@ -113,7 +132,7 @@ class Int4Linear(LinearMethod):
         x, of_x, of_w = (x, None, None) if isinstance(x, Tensor) else (*x, self._row_scales)
         assert x.is_contiguous(), "the kernel assumes dense rows"
         rows, weight = len(x), self.weight
-        shape = tiling(rows, weight, self._multiprocessors, form)
+        shape = tiling(rows, weight, self._multiprocessors, form, exact=self._exact)
         row_tiles, columns = triton.cdiv(rows, shape.block_m), triton.cdiv(weight.size, shape.block_n)
         out = torch.empty(rows, weight.size, dtype=weight.scales.dtype, device=x.device)
         _int4_linear[(row_tiles, columns, shape.splits)](

@@ -143,6 +143,23 @@ def mix_states(projected: Tensor, layer: StateLayer, state: LayerState, plan: An
     return y
 
 
+def mix_states_by_row(projected: Tensor, layer: StateLayer, state: LayerState, plan: Any) -> Tensor:
+    """As `mix_states`, with the same bits for a row whatever the other rows: each row is a decode by itself,
+    also those of prompts."""
+    decodes = zip(plan.slots.tolist(), plan.fresh.tolist(), strict=True)
+    spans = [Prompt(slot, fresh, slice(i, i + 1)) for i, (slot, fresh) in enumerate(decodes)]
+    y = projected.new_empty(len(projected), state.ssm.shape[1] * state.ssm.shape[2])
+    for prompt in (*spans, *plan.prompts):
+        slot, copies = torch.tensor([prompt.slot]), dict(prompt.copies)
+        for count, row in enumerate(range(prompt.rows.start, prompt.rows.stop), 1):
+            alone = TorchStatePlan(slot, torch.tensor([prompt.fresh and count == 1]), [])
+            y[row] = mix_states(projected[row : row + 1], layer, state, alone)[0]
+            if count in copies:
+                for part in state:
+                    part[copies[count]] = part[prompt.slot]
+    return y
+
+
 def convolve(x: Tensor, layer: StateLayer, state: Tensor, prompt: Prompt) -> Tensor:
     """The convolution of the tokens of a prompt: x [tokens, channels] → the same. Keeps the last inputs in
     `state`, as in `LayerState`."""

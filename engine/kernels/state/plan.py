@@ -17,11 +17,12 @@ TOKENS_FLOAT32 = 32  # more do not fit into registers and shared memory
 class TritonStatePlan:
     slots: Tensor  # [requests] int32
     contexts: Tensor  # [decodes] int32; a request with context 0 is padding
-    scans: Tensor | None  # [chunks, 6] int32, from `scan_work`; None: no chunks
+    scans: Tensor | None  # [chunks, 6] int32, from `scan_work`; None: no chunks. Exact: decodes first
     copies: Tensor | None  # as `AttentionMetadata.state_copies`
     prompts: int  # at most so many have chunks
     tokens: int  # of a chunk, a power of 2
     multiprocessors: int
+    exact: bool = False
 
 
 def chunk_tokens(dtype: torch.dtype) -> int:
@@ -29,7 +30,10 @@ def chunk_tokens(dtype: torch.dtype) -> int:
     return TOKENS_FLOAT32 if dtype is torch.float32 else TOKENS
 
 
-def plan_states(metadata: AttentionMetadata, dtype: torch.dtype, multiprocessors: int) -> TritonStatePlan:
+def plan_states(
+    metadata: AttentionMetadata, dtype: torch.dtype, multiprocessors: int, *, exact: bool = False
+) -> TritonStatePlan:
+    """`exact`: decodes are chunks of one token."""
     decodes, device, slots = metadata.num_decodes, metadata.contexts.device, metadata.state_slots
     assert slots is not None, "each request of a model with states has a slot"
     scans, tokens = metadata.scans, chunk_tokens(dtype)
@@ -39,4 +43,14 @@ def plan_states(metadata: AttentionMetadata, dtype: torch.dtype, multiprocessors
     if metadata.scans is not None:
         prompts = min(len(slots), len(metadata.scans))
     contexts = metadata.contexts[:decodes]
-    return TritonStatePlan(slots, contexts, scans, metadata.state_copies, prompts, tokens, multiprocessors)
+    if exact:
+        scans = torch.cat((_of_decodes(contexts), *([] if scans is None else [scans])))
+    copies = metadata.state_copies
+    return TritonStatePlan(slots, contexts, scans, copies, prompts, tokens, multiprocessors, exact)
+
+
+def _of_decodes(contexts: Tensor) -> Tensor:
+    """As `scan_work`, of decodes. Padding has no token."""
+    rows = torch.arange(len(contexts), dtype=torch.int32, device=contexts.device)
+    tokens = contexts.clamp_max(1)
+    return torch.stack((rows, rows, tokens, torch.zeros_like(rows), tokens, contexts - 1), dim=1)

@@ -5,6 +5,9 @@ A program takes some dims of a head of a request: a row of the state needs no ot
 the state once, in float32, and so takes the time of this. Programs that run at the same time have neighboring
 parts of one request's state. So it takes 7 % less time than with the same head of many requests (measured on
 an H200).
+
+*Exact* (`--batch-invariant`): the tokens of a prompt are steps, too, one after another in the same program.
+The products of a chunk would add in another order.
 """
 
 import triton
@@ -24,7 +27,7 @@ def update(
     rows: Tensor, beside: Tensor, layer: StateLayer, state: Tensor, plan: TritonStatePlan, y: Tensor
 ) -> None:
     """rows [requests, channels] after the convolution, beside [requests, heads or 2 · heads], y [requests,
-    heads · head_dim]: dense rows at any stride."""
+    heads · head_dim]: dense rows at any stride. If the plan is exact, they have a row for each token."""
     _, heads, head_dim, size = state.shape
     if isinstance(layer, Mamba2):
         d, limits, factors = layer.d, layer.dt_limits, (None, None)
@@ -32,7 +35,8 @@ def update(
     else:
         d, limits, factors = None, (None, None), (size**-0.5, EPS)
         dims, warps = DELTA_DIMS, DELTA_WARPS
-    _update[(triton.cdiv(head_dim, dims), heads, len(plan.contexts))](
+    requests = len(plan.contexts) + (plan.prompts if plan.exact else 0)
+    _update[(triton.cdiv(head_dim, dims), heads, requests)](
         rows,
         beside,
         layer.dt_bias,
@@ -41,6 +45,8 @@ def update(
         state,
         plan.slots,
         plan.contexts,
+        plan.scans if plan.exact else None,
+        plan.copies if plan.exact else None,
         y,
         rows.stride(0),
         beside.stride(0),
@@ -68,6 +74,8 @@ def _update(
     state,
     slots,
     contexts,
+    scans,  # None: each request has one token
+    copies,
     y,
     row_stride,
     beside_stride,
@@ -85,40 +93,53 @@ def _update(
 ):
     inputs_ready()
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    context = tl.load(contexts + row)
-    if context == 0:
-        return
+    if scans is None:
+        tokens, context = 1, tl.load(contexts + row)
+        if context == 0:
+            return
+        slot, has_state = tl.load(slots + row).to(tl.int64), context > 1
+    else:
+        scan = scans + row * 6
+        tokens = tl.load(scan + 4)
+        if (tokens == 0) | (tl.load(scan + 3) > 0):  # padding, or not the first chunk of its request
+            return
+        slot, has_state = tl.load(slots + tl.load(scan)).to(tl.int64), tl.load(scan + 5) > 0
+        row = tl.load(scan + 1).to(tl.int64)
     dims, columns = part * DIMS + tl.arange(0, DIMS), tl.arange(0, COLUMNS)
     in_head, in_state = dims < HEAD_DIM, columns < SIZE
     inside = in_head[:, None] & in_state[None, :]
-    slot = tl.load(slots + row).to(tl.int64)
-    kept = state + ((slot * HEADS + head) * HEAD_DIM + dims)[:, None] * SIZE + columns[None, :]
+    in_slot = (head * HEAD_DIM + dims)[:, None] * SIZE + columns[None, :]
+    kept = state + slot * (HEADS * HEAD_DIM * SIZE) + in_slot
     # At its first position a request has no state.
-    now = tl.load(kept, mask=inside & (context > 1), other=0.0)
-    channels = rows + row * row_stride
-    x = tl.load(channels + head * HEAD_DIM + dims, mask=in_head, other=0.0).to(tl.float32)
-    of_group = channels + HEADS * HEAD_DIM + head // GROUP * SIZE + columns
-    b = tl.load(of_group, mask=in_state, other=0.0).to(tl.float32)
-    c = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_state, other=0.0).to(tl.float32)
-    if d is None:
-        b *= tl.rsqrt(tl.sum(b * b, axis=0) + eps)
-        c *= tl.rsqrt(tl.sum(c * c, axis=0) + eps) * scale
+    now = tl.load(kept, mask=inside & has_state, other=0.0)
+    for _ in tl.range(tokens):
+        channels = rows + row * row_stride
+        x = tl.load(channels + head * HEAD_DIM + dims, mask=in_head, other=0.0).to(tl.float32)
+        of_group = channels + HEADS * HEAD_DIM + head // GROUP * SIZE + columns
+        b = tl.load(of_group, mask=in_state, other=0.0).to(tl.float32)
+        c = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_state, other=0.0).to(tl.float32)
         of_head = beside + row * beside_stride + head
-        step = time_step(tl.load(of_head).to(tl.float32) + tl.load(dt_bias + head), 0.0, float("inf"))
-        share = tl.sigmoid(tl.load(of_head + HEADS).to(tl.float32))
-        now *= tl.exp(step * tl.load(a + head))
-        written = (x - tl.sum(now * b[None, :], axis=1)) * share
-        now += written[:, None] * b[None, :]
-        out = tl.sum(now * c[None, :], axis=1).to(y.dtype.element_ty)
-        tl.store(y + row * y_stride + head * HEAD_DIM + dims, out, mask=in_head)
-        tl.store(kept, now, mask=inside)
-    else:
-        dt = tl.load(beside + row * beside_stride + head).to(tl.float32) + tl.load(dt_bias + head)
-        step = time_step(dt, dt_min, dt_max)
-        now = now * tl.exp(step * tl.load(a + head)) + (x * step)[:, None] * b[None, :]
-        tl.store(kept, now, mask=inside)
-        out = tl.sum(now * c[None, :], axis=1) + x * tl.load(d + head)
+        dt = tl.load(of_head).to(tl.float32) + tl.load(dt_bias + head)
+        if d is None:
+            b *= tl.rsqrt(tl.sum(b * b, axis=0) + eps)
+            c *= tl.rsqrt(tl.sum(c * c, axis=0) + eps) * scale
+            step = time_step(dt, 0.0, float("inf"))
+            share = tl.sigmoid(tl.load(of_head + HEADS).to(tl.float32))
+            now *= tl.exp(step * tl.load(a + head))
+            written = (x - tl.sum(now * b[None, :], axis=1)) * share
+            now += written[:, None] * b[None, :]
+            out = tl.sum(now * c[None, :], axis=1)
+        else:
+            step = time_step(dt, dt_min, dt_max)
+            now = now * tl.exp(step * tl.load(a + head)) + (x * step)[:, None] * b[None, :]
+            out = tl.sum(now * c[None, :], axis=1) + x * tl.load(d + head)
         tl.store(y + row * y_stride + head * HEAD_DIM + dims, out.to(y.dtype.element_ty), mask=in_head)
+        if copies is not None:
+            to_slot = tl.load(copies + row).to(tl.int64) - 1
+            copy = state + to_slot * (HEADS * HEAD_DIM * SIZE) + in_slot
+            tl.store(copy, now, mask=inside & (to_slot >= 0))
+        row += 1
+    tl.store(kept, now, mask=inside)
 
 
 @triton.jit
