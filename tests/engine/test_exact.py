@@ -578,6 +578,23 @@ def test_an_engine_with_latents_or_states(kind: str, kv: str, tmp_path: Path) ->
     assert ("block=64" in engine.numerics.split("; ")) == (kind in FAMILIES)
 
 
+@pytest.mark.skipif(ON_GPU, reason="its kernels are for 16 bits, and another test has engines with them")
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("DeepseekV3", {}),
+        ("Bamba", {}),
+        ("Qwen3Next", {"layer_types": ["full_attention", "linear_attention"]}),
+    ],
+)
+@pytest.mark.usefixtures("exact_kernels")
+def test_an_engine_on_the_kernels_of_a_gpu(
+    kind: str, changes: Any, tmp_path: Path, check_tokens_of_kernels: Callable[..., None]
+) -> None:
+    save_tiny(tmp_path, kind, head_dim=16, num_hidden_layers=2, **changes)
+    check_tokens_of_kernels(tmp_path)
+
+
 @pytest.mark.skipif(ON_GPU, reason="the ranks are threads of one CPU")
 def test_three_ranks_give_the_same_tokens_in_any_batch_and_after_a_recovery(
     shallow_model_path: Path, ranks: Callable[..., Engine]
