@@ -4,9 +4,9 @@
     the last right token of each request ─▶ a guess ─▶ with that guess, another one ─▶ …
 
 Graphs replay the first line if a graph has replayed the step and it has no prompts, by its rows. One graph
-replays all guesses, by the requests and the guesses of each. A graph of one guess, launched twice in a row,
-failed with an illegal instruction (H200, driver 580). Requests that pad a graph have no room; their guesses
-go to a row of their own. The next step overwrites the KV of the guesses. Nothing here waits for the device.
+replays all guesses, by the requests and the guesses of each. Requests that pad a graph have no room; their
+guesses go to a row of their own. The next step overwrites the KV of the guesses. Nothing here waits for the
+device.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -9,6 +9,7 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import fp8_formats, gguf_groups, int4_formats
 from baton.engine.loader.gpt_oss import mxfp4
+from baton.engine.loader.hybrid_config import QWEN3_NEXT
 from baton.engine.loader.int4_on_load import int4_on_load
 from baton.engine.model_config import ModelConfig
 
@@ -60,12 +61,25 @@ ON_LOAD: dict[str, Callable[[torch.device], PlainFormat]] = {
 def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:
     """The format for this checkpoint on this device. Raises `ValueError` naming a format or flag that is not
     supported, with the list of those that are."""
-    if engine.batch_invariant and device.type == "cuda" and engine.tensor_parallel_size > 2:
-        raise ValueError(
-            f"--batch-invariant: more than two ranks on GPUs are not supported ({engine.model}); "
-            "leave the flag out"
-        )
+    if engine.batch_invariant and device.type == "cuda":
+        _check_exact(engine, model)
     return _chosen(engine, model, device)
+
+
+def _check_exact(engine: EngineConfig, model: ModelConfig) -> None:
+    """Raises `ValueError` if a kernel of this model may give other bits in other steps of a GPU, or if equal
+    bits have not been shown on one."""
+    refused = {
+        "models with latent caches": model.latent is not None,
+        "layers with the gated delta rule": model.architecture == QWEN3_NEXT,
+        "KV in FP8": engine.kv_cache_dtype == "fp8",
+        "more than two ranks": engine.tensor_parallel_size > 2,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ValueError(
+                f"--batch-invariant: {what} on GPUs are not supported ({engine.model}); leave the flag out"
+            )
 
 
 def _chosen(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:

@@ -35,7 +35,7 @@ from baton.engine.layers.linear import PlainLinear
 from baton.engine.loader import check_model
 from baton.engine.model_config import LatentConfig, Scoring, Span
 from tests.device import DEVICE
-from tests.engine.conftest import request_of, run, save_tiny
+from tests.engine.conftest import TinyOf, request_of, run, save_tiny
 from tests.engine.kernel_checks import BF16, F16, F32, normal
 from tests.engine.test_fp8_kv import quantized
 from tests.engine.test_groups import random_groups
@@ -640,9 +640,18 @@ def test_numerics_are_a_part_of_content_names(exact_engine: Engine, shallow_mode
     assert not default.numerics
 
 
-def test_more_than_two_ranks_on_gpus_are_refused(embedded_model_path: Path) -> None:
-    config = EngineConfig(
-        str(embedded_model_path), device="cuda", tensor_parallel_size=3, batch_invariant=True
-    )
-    with pytest.raises(ValueError, match="--batch-invariant: more than two ranks on GPUs are not supported"):
+@pytest.mark.parametrize(
+    ("kind", "changes", "what"),
+    [
+        ("Llama", {"tensor_parallel_size": 4}, "more than two ranks"),
+        ("Llama", {"kv_cache_dtype": "fp8"}, "KV in FP8"),
+        ("DeepseekV3", {}, "models with latent caches"),
+        ("Qwen3Next", {}, "layers with the gated delta rule"),
+    ],
+)
+def test_what_a_gpu_does_not_do_exactly_is_refused(
+    tiny_of: TinyOf, kind: str, changes: dict[str, Any], what: str
+) -> None:
+    config = EngineConfig(str(tiny_of(kind)), device="cuda", batch_invariant=True, **changes)
+    with pytest.raises(ValueError, match=f"--batch-invariant: {what} on GPUs are not supported"):
         check_model(config)

@@ -66,13 +66,13 @@ class Step:
         self.copies = {row + COPIED - 1: slot for row, slot in zip(long[-2:], spare, strict=False)}
 
     def metadata(self, device: str) -> AttentionMetadata:
-        empty = torch.empty(0, device=device)
+        slots, tables = torch.empty(len(self.projected), device=device), torch.empty(0, device=device)
         contexts = torch.tensor([stop for _, stop in self.spans], dtype=torch.int32, device=device)
         copies = torch.zeros(len(self.projected), dtype=torch.int32)
         for row, slot in self.copies.items():
             copies[row] = slot + 1
         return AttentionMetadata(
-            1, empty, empty, contexts, self.decodes, self.spans[self.decodes :],
+            1, slots, tables, contexts, self.decodes, self.spans[self.decodes :],
             state_slots=self.slots.to(device), state_copies=copies.to(device) if self.copies else None,
         )  # fmt: skip
 

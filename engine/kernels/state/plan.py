@@ -42,10 +42,11 @@ def plan_states(
     prompts = len(metadata.prefills)
     if metadata.scans is not None:
         prompts = min(len(slots), len(metadata.scans))
-    contexts = metadata.contexts[:decodes]
+    contexts, copies = metadata.contexts[:decodes], metadata.state_copies
     if exact:
         scans = torch.cat((_of_decodes(contexts), *([] if scans is None else [scans])))
-    copies = metadata.state_copies
+        if copies is None:  # so that all steps run one compiled form of a kernel
+            copies = torch.zeros(len(metadata.slots), dtype=torch.int32, device=device)
     return TritonStatePlan(slots, contexts, scans, copies, prompts, tokens, multiprocessors, exact)
 
 
