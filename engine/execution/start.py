@@ -100,8 +100,8 @@ def start_rank(
     )
     if drafter is not None and on_gpu:
         log.warning(
-            "--speculative-config: an EAGLE-3 head failed on an H200 with 32 requests, for a cause that is not "
-            "known; if the engine ends with an illegal access, choose the method ngram"
+            "--speculative-config: an EAGLE-3 head failed on an H200 with 32 requests, for a cause that is "
+            "not known; if the engine ends with an illegal access, choose the method ngram"
         )
     use = _measure(config, runner, limits, model_config.full_step, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)
