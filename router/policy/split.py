@@ -11,8 +11,8 @@ So workers hardly wait for each other, also if some of them are busy at first. A
 several if no other worker is free. A later token costs more, since it attends to more positions. The times
 follow from measured speeds, so a plan has no constants of one machine.
 
-Prompts that come later wait for the time in which workers of the plan idle. Their delay counts like that of
-this prompt. Pure.
+Prompts that come before the plan ends wait for the time in which its workers idle. Their delay counts like
+that of this prompt. Pure.
 """
 
 import math
@@ -119,17 +119,21 @@ def may_gain(tokens: int, worker: SplitWorker) -> bool:
 
 
 def split(
-    cost: PromptCost, workers: Sequence[SplitWorker], decode: SplitWorker | None = None
+    cost: PromptCost,
+    workers: Sequence[SplitWorker],
+    decode: SplitWorker | None = None,
+    alone: float = math.inf,
 ) -> Split | None:
     """Returns the plan with the earliest first token and the least harm. None: one worker is about as good.
 
     Args:
         workers: in the order in which they are taken. The first one has `cost.cached`.
         decode: the worker that decodes, if it may have the last range. Its index is that after `workers`.
+        alone: seconds until a token, if one worker computes the whole prompt and decodes.
     """
     all_workers = [*workers, *([decode] if decode is not None else ())]
     unsplit = workers[0].wait + cost.work(cost.cached, cost.tokens) / workers[0].speed
-    best, least = None, (1 - LEAST_GAIN) * unsplit
+    best, least = None, min((1 - LEAST_GAIN) * unsplit, alone)
     for count in range(MOST_WORKERS, 1, -1):
         before = best
         ways: list[tuple[list[int], int | None]] = []
@@ -159,16 +163,16 @@ def _plan(
     if best is None or len({part.worker for part in best[0]}) == 1:
         return None
     ranges, seconds, idle = best
-    alone = unsplit - workers[0].wait
-    harm = sum(seconds * _delayed(workers[i], alone) for i, seconds in idle.items())
+    prompts = seconds / (unsplit - workers[0].wait)
+    harm = sum(lost * _delayed(workers[i], prompts) for i, lost in idle.items())
     return Split(tuple(ranges), seconds, unsplit, harm)
 
 
-def _delayed(worker: SplitWorker, prompt: float) -> float:
-    """How many prompts wait for a second that this worker loses: those that come until it has computed all
-    that it has, if they take `prompt` seconds each (an M/G/1 queue)."""
+def _delayed(worker: SplitWorker, prompts: float) -> float:
+    """How many prompts wait for a second that this worker loses. Until it is idle, so many come if it has
+    work for the time of `prompts` (an M/G/1 queue)."""
     share = min(worker.utilisation, 1 - LEAST_GAIN)  # a measured one is not exact
-    return worker.wait / prompt * share / (1 - share)
+    return prompts * share / (1 - share)
 
 
 def _fill(

@@ -290,11 +290,12 @@ class WorkerPool(Roster):
         return Place(chosen.worker, chosen.work, chosen.within, found)
 
     def split(
-        self, request: PrefillRequest, target: PrefillTarget, decode: Worker
+        self, request: PrefillRequest, target: PrefillTarget, decode: Worker, alone: float
     ) -> tuple[Split, list[Worker]] | None:
         """Chooses workers that compute a prompt together with `target`, the first of them, and their ranges.
         If `decode` has nothing to decode it may have the last one, so its KV need not be handed over. None:
-        one worker computes the prompt, since that takes about as long.
+        one worker computes the prompt, since that takes about as long. `alone`: seconds until a token, if it
+        worker decodes, too.
 
         A worker that decodes takes no part: its requests would wait for other workers."""
         first, now, described = target.worker, time.monotonic(), target.worker.description
@@ -324,6 +325,7 @@ class WorkerPool(Roster):
             cost,
             [self._split_worker(worker, first, now) for worker in chosen],
             None if last is None else self._split_worker(last, first, now),
+            alone,
         )
         return None if found is None else (found, [*chosen, decode])
 

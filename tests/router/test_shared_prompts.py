@@ -115,6 +115,19 @@ async def test_a_prompt_that_a_shared_store_has_is_not_split(cluster: Cluster) -
     assert await splits(cluster) == 2
 
 
+async def test_a_prompt_that_a_decode_worker_computes_sooner_is_not_split(cluster: Cluster) -> None:
+    [decode] = cluster.decodes
+    status = decode.status
+    status.requests_decoding = status.requests_running = 3
+    status.decode_seconds, status.long_chunk_tokens, status.long_chunk_seconds = 0.005, 500, 0.1
+    decode.report()
+    await cluster.until(lambda: cluster.connection(decode).status.requests_decoding == 3)
+    await answered(cluster)
+    assert await splits(cluster) == 0
+    assert len(decodes(decode)) == 1
+    assert not any(prefills(worker) for worker in cluster.workers)
+
+
 @pytest.mark.parametrize("flags", [{"split_prompts": False}])
 async def test_a_flag_turns_it_off(cluster: Cluster) -> None:
     await answered(cluster)

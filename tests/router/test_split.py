@@ -85,6 +85,25 @@ def test_one_worker_computes_a_prompt_that_gains_nothing(tokens: int, workers: l
     assert split(cost_of(tokens), workers) is None
 
 
+def test_a_plan_is_as_fast_as_a_worker_that_decodes() -> None:
+    plan = split(cost_of(8_000), idle(2))
+    assert plan is not None
+    assert split(cost_of(8_000), idle(2), alone=plan.seconds + 0.001) == plan
+    assert split(cost_of(8_000), idle(2), alone=plan.seconds - 0.001) is None
+
+
+def test_time_that_busy_workers_lose_counts_by_the_prompts_that_come() -> None:
+    """Each of two workers, both free, idles for the start of a step and for the layer that it is behind."""
+    busy = [SplitWorker(0.0, SPEED, STEP, FLOOR, utilisation=used) for used in (0.0, 0.5, 0.85)]
+    plans = [split(cost_of(8_000), [worker, worker]) for worker in busy]
+    harms = [plan.harm for plan in plans if plan is not None]
+    assert harms[0] == 0.0
+    assert harms[2] / harms[1] == pytest.approx(0.85 / 0.15)
+    assert 2 * FLOOR * 0.5 < harms[1] < 4 * FLOOR, "half of a prompt comes meanwhile"
+    assert split(cost_of(1_000), [busy[0]] * 2) is not None
+    assert split(cost_of(1_000), [busy[2]] * 2) is None
+
+
 def test_what_the_first_worker_has_cached_is_not_computed() -> None:
     cost = cost_of(8_000, cached=4_096)
     plan = split(cost, idle(2))
