@@ -36,7 +36,15 @@ from baton.router.policy.placement import (
 )
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, sticky
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
-from baton.router.policy.split import MOST_WORKERS, PromptCost, Split, SplitWorker, may_gain, split
+from baton.router.policy.split import (
+    MOST_WORKERS,
+    PromptCost,
+    Split,
+    SplitWorker,
+    first_speed,
+    may_gain,
+    split,
+)
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.placement_outcome import PlacementOutcome
@@ -223,7 +231,7 @@ class Router:
         status, loads = self._status[row], self._loads
         speed = max(1.0, status.prefill_tokens_per_s or loads.speed(row))
         wait = loads.tokens_waiting(row, self.clock.now) / speed
-        used = loads.utilisation(row)
+        used, speed = loads.utilisation(row), first_speed(speed, status, DOUBLES_AT)
         return SplitWorker(wait, speed, BUDGET, status.fastest_step_seconds, utilisation=used)
 
     def _share(self, request: Request, found: Split, rows: Sequence[int], *, queued: bool) -> None:

@@ -260,6 +260,7 @@ class Worker:
             blocks_total=BLOCKS,
             requests_waiting=len(self._prompts) - started,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
+            prefill_position=self._meters.prefill_position,
             step_seconds=self._meters.step_seconds,
             prompt_tokens=self._computed,
             chunk_tokens=short.tokens,
@@ -307,6 +308,7 @@ class Worker:
         if self._decodes:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.computed) for request, count in chunks]
+        position = sum(count * (start + count / 2) for count, start in starts) / max(1, tokens)
         now, seconds = self._clock.now, step_seconds(len(self._decodes), self._context, starts)
         seconds = max(seconds, *(request.earliest_end(self, seconds) - now for request, _ in chunks), 0.0)
         last = []
@@ -315,7 +317,7 @@ class Worker:
             if not request.left:
                 request.ends(now + seconds)
                 last.append(request)
-        self._clock.after(seconds, partial(self._end_step, seconds, tokens, last, joining))
+        self._clock.after(seconds, partial(self._end_step, seconds, tokens, position, last, joining))
         if not self._colocated:
             self._plan_next(tokens, seconds)
 
@@ -357,10 +359,12 @@ class Worker:
             request.take(count)
             yield request, count
 
-    def _end_step(self, seconds: float, tokens: int, computed: list[Request], joined: list[Request]) -> None:
+    def _end_step(
+        self, seconds: float, tokens: int, position: float, computed: list[Request], joined: list[Request]
+    ) -> None:
         now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
         self._under_way = 0
-        self._meters.record(decodes > 0, tokens, seconds)
+        self._meters.record(decodes > 0, tokens, seconds, position)
         self._computed += tokens
         self._tokens += 1
         self._context += decodes

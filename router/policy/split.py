@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.content import CHUNK_TOKENS
+from baton.rpc import worker_pb2 as pb
 
 LEAST_GAIN = 0.1
 """A prompt is split if the first token should come earlier by this share: the estimates are not exact, and a
@@ -109,6 +110,11 @@ class PromptCost:
         """The position up to which so much work goes from `start` on."""
         linear = 1 + start / self.doubles_at
         return start + int(self.doubles_at * (math.sqrt(linear**2 + 2 * work / self.doubles_at) - linear))
+
+
+def first_speed(speed: float, status: pb.WorkerStatus, doubles_at: float) -> float:
+    """Tokens/s at the beginning of a prompt. `speed`: at the positions that the worker computed lately."""
+    return speed * (1 + status.prefill_position / doubles_at)
 
 
 def may_gain(tokens: int, worker: SplitWorker) -> bool:

@@ -26,7 +26,15 @@ from baton.router.policy.placement import (
 )
 from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillWork
-from baton.router.policy.split import MOST_WORKERS, PromptCost, Split, SplitWorker, may_gain, split
+from baton.router.policy.split import (
+    MOST_WORKERS,
+    PromptCost,
+    Split,
+    SplitWorker,
+    first_speed,
+    may_gain,
+    split,
+)
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.prefixes import PrefixSource, prefix_source
 from baton.router.workers.roster import Roster
@@ -335,7 +343,7 @@ class WorkerPool(Roster):
         link = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
         return SplitWorker(
             wait=self.loads.tokens_waiting(row, now) / speed,
-            speed=speed,
+            speed=first_speed(speed, worker.status, worker.description.attention_doubles_at),
             step=worker.description.max_num_batched_tokens,
             floor=worker.status.fastest_step_seconds,
             link=math.inf if link is None else link.tokens_per_s,

@@ -59,13 +59,14 @@ def test_the_policy_is_no_worse_than_a_fixed_split_and_than_colocated_engines(lo
 
 
 def test_an_idle_prompt_is_shared_as_planned() -> None:
-    """By two prefill workers, and at first by the decode worker, too."""
+    """By three workers: one that computes the end of prompts, where attention takes long, counts as no slower
+    than the others."""
     idle = Load(30_000, 2, 0.01)
     shared, whole = (
         simulate(idle, "policy", requests=20, workers=3, prefills=2, splits=x) for x in (True, False)
     )
     assert shared.places == {"shared": 20}
-    assert shared.quantiles().ttft < 0.6 * whole.quantiles().ttft
+    assert shared.quantiles().ttft < 0.45 * whole.quantiles().ttft
 
 
 def test_shared_prompts_come_earlier_and_others_hardly_later() -> None:

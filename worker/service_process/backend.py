@@ -83,6 +83,7 @@ class Backend:
             arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,
             arena_slots_total=2 * transfer.slots,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            prefill_position=stats.prefill_position,
             step_seconds=stats.step_seconds,
             prompt_tokens=engine.counts.prompt_tokens,
             no_room=engine.counts.no_room,
