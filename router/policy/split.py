@@ -169,16 +169,19 @@ def _plan(
     if best is None or len({part.worker for part in best[0]}) == 1:
         return None
     ranges, seconds, idle = best
-    prompts = seconds / (unsplit - workers[0].wait)
-    harm = sum(lost * _delayed(workers[i], prompts) for i, lost in idle.items())
+    alone = unsplit - workers[0].wait
+    harm = sum(lost * _delayed(workers[i], seconds, alone) for i, lost in idle.items())
     return Split(tuple(ranges), seconds, unsplit, harm)
 
 
-def _delayed(worker: SplitWorker, prompts: float) -> float:
-    """How many prompts wait for a second that this worker loses. Until it is idle, so many come if it has
-    work for the time of `prompts` (an M/G/1 queue)."""
+def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
+    """How many prompts wait for a second that this worker loses: those that come until it is idle, if it has
+    work for `seconds` (an M/G/1 queue). `alone`: seconds of a prompt.
+
+    It has a mean queue at least: if less is known, other routers may have sent more since its report."""
     share = min(worker.utilisation, 1 - LEAST_GAIN)  # a measured one is not exact
-    return prompts * share / (1 - share)
+    unknown = max(0.0, share / 2 / (1 - share) - worker.wait / alone)
+    return (seconds / alone + unknown) * share / (1 - share)
 
 
 def _fill(
