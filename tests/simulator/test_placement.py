@@ -89,6 +89,20 @@ def test_a_worker_that_has_computed_no_prompt_beside_decodes_gets_some():
     assert ours.ttft_p99 <= 1.3 * colocated.ttft_p99
 
 
+@pytest.mark.parametrize("slower", [2, 8], ids=["a GPU half as fast", "and a model four times as large"])
+@pytest.mark.parametrize("load", [Load(2000, 150, 22), Load(8000, 200, 3), Load(500, 500, 12)], ids=str)
+def test_slower_workers_keep_the_order(load: Load, slower: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policies have no constants of one model on one GPU."""
+    policy, colocated = outcome(load, "policy").quantiles(), outcome(load, "colocated").quantiles()
+    monkeypatch.setattr(
+        "baton.simulator.step_worker.step_seconds", lambda *step: slower * step_seconds(*step)
+    )
+    fewer = Load(load.prompt, load.answer, load.rate / slower)
+    ours, theirs = (simulate(fewer, kind, requests=400).quantiles() for kind in ("policy", "colocated"))
+    assert ours.ttft_p99 / theirs.ttft_p99 < 1.1 * policy.ttft_p99 / colocated.ttft_p99
+    assert ours.gap_p99 / theirs.gap_p99 < 1.15 * policy.gap_p99 / colocated.gap_p99
+
+
 def test_light_loads_are_handed_over_and_short_prompts_are_not():
     assert outcome(Load(2000, 150, 12), "policy").places["handover"] > 200
     places = outcome(Load(200, 20, 80), "policy").places
