@@ -26,7 +26,7 @@ from baton.bench.contract import Report, Row
 from baton.bench.harness.cluster import LocalCluster, two_workers
 from baton.bench.harness.workers import Driver, Workers, prompt_of, request
 from baton.bench.shapes import DENSE
-from baton.router.policy.split import PromptCost, SplitWorker, split
+from baton.router.policy.split import PromptCost, SplitWorker, first_speed, split
 from baton.rpc import worker_pb2 as pb
 
 ROUNDS = 7
@@ -56,7 +56,8 @@ class Pair(Workers):
             described = await driver.stub.Describe(pb.DescribeRequest())
             status = await driver.stub.GetStatus(pb.StatusRequest())
             step, floor = described.max_num_batched_tokens, status.fastest_step_seconds
-            workers.append(SplitWorker(0.0, status.prefill_tokens_per_s, step, floor))
+            speed = first_speed(status.prefill_tokens_per_s, status, described.attention_doubles_at)
+            workers.append(SplitWorker(0.0, speed, step, floor))
         cost = PromptCost(tokens, 0, described.attention_doubles_at, layers=described.num_layers)
         found = split(cost, workers[:1], workers[1])
         if found is None:

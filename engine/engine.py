@@ -335,6 +335,7 @@ class Engine(StepLoop):
             prefix_cache_queries=cache.queries if cache else 0,
             prefix_cache_hits=cache.hits if cache else 0,
             prefill_tokens_per_s=meters.prefill_tokens_per_s,
+            prefill_position=meters.prefill_position,
             step_seconds=meters.step_seconds,
             decode_seconds=limit.step_seconds,
             fastest_step_seconds=limit.fastest_seconds,

@@ -182,7 +182,7 @@ class StepLoop:
         result.decodes = plan.decodes
         landed_at = time.monotonic()
         self._pace.landed(seconds, landed_at)
-        self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds)
+        self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds, plan.prompt_position)
         self._hooks.computing(frozenset().union(*(later.ids for later, _ in self._flights)))
         self._scheduler.landed(plan.chunks)
         if launched.scored is not None:

@@ -1,7 +1,8 @@
 """Where requests are computed, step by step: workers that decode and compute prompts, behind routers.
 
-    arrives ─▶ the router's window ─▶ two_choices, sticky, place ─▶ handover: a worker of each pool
-                                                                 └▶ decode or prefill: one worker
+    arrives ─▶ the router's window ─▶ two_choices, sticky, place, split ─▶ handover: a worker of each pool
+                                                                        ├▶ decode or prefill: one worker
+                                                                        └▶ shared: several workers
 
 The policies are those of the router. A worker is an engine step by step (`step_worker`), and reports once a
 second. The KV of a handover arrives `HANDOVER_SECONDS` after the first token.
@@ -35,9 +36,20 @@ from baton.router.policy.placement import (
 )
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, sticky
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from baton.router.policy.split import (
+    MOST_WORKERS,
+    PromptCost,
+    Split,
+    SplitWorker,
+    first_speed,
+    may_gain,
+    split,
+)
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
-from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, PlacementOutcome, Request, Worker
+from baton.simulator.placement_outcome import PlacementOutcome
+from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, Part, Plan, Request, Worker
+from baton.simulator.steps import DOUBLES_AT, LAYERS
 from baton.simulator.trace import Load, arrivals
 
 SEATS = 256
@@ -65,11 +77,13 @@ class Router:
     Attributes:
         workers: they begin in the decode pool (`move`).
         seats: requests that a worker decodes at once.
+        splits: whether several workers may compute a prompt.
     """
 
     workers: list[Worker]
     seats: int
     kind: Kind
+    splits: bool
     clock: Clock
     rng: random.Random
     outcome: PlacementOutcome
@@ -161,6 +175,8 @@ class Router:
         found = Placement("handover")
         if self.kind == "policy":
             found = self._place(request, asked, snapshot, prefill, decode)
+            if self.splits and self._split(request, prefill, decode, found.alone):
+                return
         token_seconds = 1 / float(snapshot.speed[prefill])
         if found.place == "decode":
             token_seconds = pace(self._status[decode]).token_seconds
@@ -190,11 +206,68 @@ class Router:
         load, utilisation = self._decodes[row], self._loads.utilisation(row)
         return prefill_offer(snapshot, asked, row, self._status[row], load, utilisation)
 
+    def _split(self, request: Request, prefill: int, decode: int, alone: float) -> bool:
+        """Lets several workers compute the prompt. False: one is about as good."""
+        loads, now = self._loads, self.clock.now
+        first = self._split_worker(prefill)
+        if not (self._decodes_nothing(prefill) and may_gain(request.prompt, first)):
+            return False
+        others = set(filter(self._decodes_nothing, loads.draw(2 * MOST_WORKERS, self.rng))) - {prefill}
+        rows = sorted(others, key=lambda row: loads.tokens_waiting(row, now))
+        queued = loads.tokens_queued(prefill, now) > BUDGET
+        last = self._split_worker(decode) if self._decodes_nothing(decode) and not queued else None
+        cost = PromptCost(request.prompt, 0, DOUBLES_AT, LAYERS)
+        found = split(cost, [first, *map(self._split_worker, rows)], last, alone)
+        if found is not None:
+            self.outcome.places["shared"] += 1
+            self._share(request, found, [prefill, *rows, decode], queued=queued)
+        return found is not None
+
+    def _decodes_nothing(self, row: int) -> bool:
+        load = self._decodes[row]
+        return not (load.own or min(self._status[row].requests_decoding, load.running))
+
+    def _split_worker(self, row: int) -> SplitWorker:
+        status, loads = self._status[row], self._loads
+        speed = max(1.0, status.prefill_tokens_per_s or loads.speed(row))
+        wait = loads.tokens_waiting(row, self.clock.now) / speed
+        used, speed = loads.utilisation(row), first_speed(speed, status, DOUBLES_AT)
+        return SplitWorker(wait, speed, BUDGET, status.fastest_step_seconds, utilisation=used)
+
+    def _share(self, request: Request, found: Split, rows: Sequence[int], *, queued: bool) -> None:
+        """`rows`: the workers of the plan. The last one decodes."""
+        workers = [self.workers[rows[part.worker]] for part in found.ranges]
+        plan = Plan(
+            [(w, range(p.start, p.stop)) for w, p in zip(workers, found.ranges, strict=True)], self.clock
+        )
+        for index in dict.fromkeys(part.worker for part in found.ranges):
+            part = Part(
+                request.number, request.prompt, request.answer, request.arrived,
+                measured=request.measured and index == found.ranges[-1].worker,
+                due=request.arrived + patience(found.seconds),
+                plan=plan,
+                own=deque(number for number, other in enumerate(found.ranges) if other.worker == index),
+            )  # fmt: skip
+            if index == found.ranges[-1].worker:
+                self._submit(part, rows[index], rows[-1], queued=queued)
+            else:
+                part.first_token = partial(self._computed, part, self._sent(part, rows[index]), rows[index])
+                self.workers[rows[index]].prefill(part)
+
+    def _sent(self, request: Request, computes: int) -> PrefillWork:
+        work = PrefillWork(request.tokens)
+        self._loads.sent(computes, work, self.clock.now)
+        self._sent_tokens += request.tokens
+        return work
+
+    def _computed(self, request: Request, work: PrefillWork, computes: int) -> None:
+        self._loads.ended(computes, work, computed=True, now=self.clock.now)
+        self._sent_tokens -= request.tokens
+        self._dispatch()
+
     def _submit(self, request: Request, computes: int, decodes: int, *, queued: bool = False) -> None:
         """`queued`: the decode worker gets the request when its prefill starts."""
-        work = PrefillWork(request.prompt)
-        self._loads.sent(computes, work, self.clock.now)
-        self._sent_tokens += request.prompt
+        work = self._sent(request, computes)
         request.first_token = partial(self._first_token, request, work, computes, decodes)
         request.ended = partial(self._ended, request, decodes)
         if computes != decodes:
@@ -215,14 +288,12 @@ class Router:
         self.workers[decode].reserve(request)
 
     def _first_token(self, request: Request, work: PrefillWork, computes: int, decodes: int) -> None:
-        self._loads.ended(computes, work, computed=True, now=self.clock.now)
-        self._sent_tokens -= request.prompt
         worker = self.workers[decodes]
         if computes == decodes:
             worker.decode(request)
         else:
             self.clock.after(self.rng.uniform(*HANDOVER_SECONDS), partial(worker.join, request))
-        self._dispatch()
+        self._computed(request, work, computes)
 
     def _ended(self, request: Request, decodes: int) -> None:
         self._decodes[decodes].ended(request.prompt + 1)
@@ -317,13 +388,14 @@ def simulate(
     seed: int = 1,
     seats: int = SEATS,
     target_steps: float = LONG,
+    splits: bool = True,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times. The times depend on the load and the seed only.
 
     `load`: what arrives, or what arrives at a time. `requests`: their number.
     `prefills`: workers of the prefill pool; 0: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
-    as `--max-num-seqs` and the gap target in fastest steps.
+    as `--max-num-seqs` and the gap target in fastest steps. `splits`: whether the policy may split prompts.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -334,6 +406,8 @@ def simulate(
         Worker(str(row), clock, outcome, colocated=kind == "colocated", target_steps=target_steps)
         for row in range(workers)
     ]
-    seen_by = [Router(engines, seats, kind, clock, random.Random(seed), outcome) for _ in range(routers)]
+    seen_by = [
+        Router(engines, seats, kind, splits, clock, random.Random(seed), outcome) for _ in range(routers)
+    ]
     _Cluster(asked, kind, engines, seen_by, clock, rng, outcome).run(prefills or workers // 2, flips)
     return outcome

@@ -18,11 +18,7 @@ from baton.router.policy.split import (
     split,
 )
 from baton.simulator.step_worker import BUDGET
-from baton.simulator.steps import PAIR_SECONDS, READ_SECONDS, ROW_SECONDS, step_seconds
-
-LAYERS = 32
-DOUBLES_AT = ROW_SECONDS / PAIR_SECONDS
-"""As an engine reports it: from the cost of a position beside that of a pair of positions."""
+from baton.simulator.steps import DOUBLES_AT, LAYERS, READ_SECONDS, step_seconds
 
 
 def alone_seconds(tokens: int) -> float:

@@ -9,17 +9,19 @@ wait for the step after it.
 
 import heapq
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from baton.engine.core.chunk_limit import MIXED_STEPS, ChunkLimit, may_join, prompt_limit
 from baton.engine.core.meters import Meters
 from baton.engine.core.pace import EARLY
+from baton.router.policy.split import HOP_SECONDS
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock
-from baton.simulator.steps import GRAPH_ROWS, step_seconds
+from baton.simulator.placement_outcome import PlacementOutcome
+from baton.simulator.steps import GRAPH_ROWS, LAYERS, step_seconds
 
 BLOCK = 128
 BLOCKS = 6_888
@@ -36,60 +38,6 @@ TOKENIZE_SECONDS = 1.4e-6
 """Of a prompt token, before its request arrives at the router's queue."""
 FIRST_CONTEXT = 16
 """Positions of the first request of each worker. No later step that only decodes is as fast."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Of all requests, in seconds."""
-
-    ttft: float
-    ttft_p99: float
-    gap_p99: float
-    first_gap_p99: float
-
-
-@dataclass(slots=True)
-class PlacementOutcome:
-    """What was measured, in seconds.
-
-    Attributes:
-        measures: whether the warm-up is over.
-        ttft: times to the first token.
-        gaps: how often each time between two tokens of a request occurred.
-        first_gaps: times between the first two tokens.
-        places: how many requests went to each place.
-        seconds: until the last token.
-        answers: of each request the time to its first token, and the mean of its gaps.
-        flips: how many workers moved to the other pool.
-    """
-
-    measures: bool = False
-    ttft: list[float] = field(default_factory=list)
-    gaps: Counter[float] = field(default_factory=Counter)
-    first_gaps: list[float] = field(default_factory=list)
-    places: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    answers: list[tuple[float, float]] = field(default_factory=list)
-    flips: int = 0
-
-    def goodput(self, ttft: float, gap: float) -> float:
-        """Share of the requests with first tokens within `ttft` seconds, and gaps of `gap` on average."""
-        return sum(first <= ttft and mean <= gap for first, mean in self.answers) / len(self.answers)
-
-    def quantiles(self) -> Quantiles:
-        ttft, first = Counter(self.ttft), Counter(self.first_gaps)
-        p99 = (quantile(counts, 0.99) for counts in (ttft, self.gaps, first))
-        return Quantiles(quantile(ttft, 0.5), *p99)
-
-
-def quantile(counts: Mapping[float, float], share: float) -> float:
-    """The least value that this share of the samples does not exceed. `counts`: of each value."""
-    left = share * sum(counts.values())
-    for value in sorted(counts):
-        left -= counts[value]
-        if left <= 0:
-            return value
-    raise ValueError("there are no samples")
 
 
 Event = Callable[[], None]
@@ -114,7 +62,7 @@ class Request:
         token_at: time of its first token.
         started: called when the first step takes tokens of the prompt.
         ends: called when the last step takes tokens of it, with the time when that is over.
-        first_token: called when the prompt is computed.
+        first_token: called when the prompt is computed, or the part of this worker.
         ended: called when the request has its last token.
     """
 
@@ -131,6 +79,101 @@ class Request:
     ends: Callable[[float], None] = _ignore
     first_token: Event = _nothing
     ended: Event = _nothing
+
+    @property
+    def tokens(self) -> int:
+        """That this worker computes."""
+        return self.prompt
+
+    @property
+    def computable(self) -> int:
+        """Tokens that the next step may take."""
+        return self.left
+
+    def take(self, count: int) -> None:
+        """The next step takes `count` tokens."""
+        self.left -= count
+
+    def earliest_end(self, worker: "Worker", seconds: float) -> float:
+        """When a step of this worker that takes `seconds` can end."""
+        return 0.0
+
+    def step_begins(self, worker: "Worker", count: int, seconds: float, now: float) -> None:
+        """A step computes `count` tokens."""
+        self.computed += count
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """A prompt that several workers compute.
+
+    Attributes:
+        ranges: the worker and the positions of each range, in order.
+        begun: how many ranges have begun, with all of their steps, as the next worker knows.
+        computes: the worker whose step began last.
+        ends: when that step ends.
+    """
+
+    ranges: Sequence[tuple["Worker", range]]
+    clock: Clock
+    begun: int = 0
+    computes: "Worker | None" = None
+    ends: float = 0.0
+
+    def begin_next(self) -> None:
+        self.begun += 1
+        if self.begun < len(self.ranges):
+            self.ranges[self.begun][0].wake()
+
+
+@dataclass(slots=True, eq=False)
+class Part(Request):
+    """What one worker computes of a prompt: the ranges with the numbers `own`.
+
+    A range begins when the one before has begun, and each step of it ends a layer after the last one there.
+    """
+
+    plan: Plan = field(kw_only=True)
+    own: deque[int] = field(kw_only=True)
+    total: int = field(init=False)
+    in_range: int = 0
+    """Tokens of its present range that no step has taken."""
+    stop: int = 0
+    """Of this range."""
+
+    def __post_init__(self) -> None:
+        self.total = sum(len(self.plan.ranges[number][1]) for number in self.own)
+
+    @property
+    def tokens(self) -> int:
+        return self.total
+
+    @property
+    def computable(self) -> int:
+        if not self.in_range and self.own and self.own[0] <= self.plan.begun:
+            positions = self.plan.ranges[self.own.popleft()][1]
+            self.computed, self.stop, self.in_range = positions.start, positions.stop, len(positions)
+        return self.in_range
+
+    def take(self, count: int) -> None:
+        self.left -= count
+        self.in_range -= count
+
+    def earliest_end(self, worker: "Worker", seconds: float) -> float:
+        plan = self.plan
+        return plan.ends + _lag(seconds) if plan.computes not in (None, worker) else 0.0
+
+    def step_begins(self, worker: "Worker", count: int, seconds: float, now: float) -> None:
+        plan = self.plan
+        self.computed += count
+        plan.computes, plan.ends = worker, now + seconds
+        if self.computed == self.stop:
+            plan.clock.after(_lag(seconds), plan.begin_next)
+
+
+def _lag(seconds: float) -> float:
+    """From the beginning of a step to that of the step of the next range: a layer, and its way."""
+    return seconds / LAYERS + HOP_SECONDS
 
 
 class Worker:
@@ -182,9 +225,9 @@ class Worker:
 
     def prefill(self, request: Request) -> None:
         """Computes the prompt, and then calls `first_token`."""
-        request.left = request.prompt
+        request.left = request.tokens
         self._prompts.append(request)
-        self._wake()
+        self.wake()
 
     def decode(self, request: Request) -> None:
         """Decodes a request, after this worker has computed its prompt."""
@@ -197,7 +240,7 @@ class Worker:
         del self.arriving[request.number]
         self._joined = True
         self._arrived.append(request)
-        self._wake()
+        self.wake()
 
     @property
     def idle(self) -> bool:
@@ -207,7 +250,7 @@ class Worker:
         limit = self._limit
         short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
-        started = sum(request.left < request.prompt for request in self._prompts)
+        started = sum(request.left < request.tokens for request in self._prompts)
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
@@ -217,6 +260,7 @@ class Worker:
             blocks_total=BLOCKS,
             requests_waiting=len(self._prompts) - started,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
+            prefill_position=self._meters.prefill_position,
             step_seconds=self._meters.step_seconds,
             prompt_tokens=self._computed,
             chunk_tokens=short.tokens,
@@ -235,7 +279,8 @@ class Worker:
 
     # ------------------------------------------------------------ steps
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """There may be something to compute."""
         if not self._stepping:
             self._step()
 
@@ -263,14 +308,16 @@ class Worker:
         if self._decodes:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.computed) for request, count in chunks]
-        seconds = step_seconds(len(self._decodes), self._context, starts)
+        position = sum(count * (start + count / 2) for count, start in starts) / max(1, tokens)
+        now, seconds = self._clock.now, step_seconds(len(self._decodes), self._context, starts)
+        seconds = max(seconds, *(request.earliest_end(self, seconds) - now for request, _ in chunks), 0.0)
         last = []
         for request, count in chunks:
-            request.computed += count
-            if request.computed == request.prompt:
-                request.ends(self._clock.now + seconds)
+            request.step_begins(self, count, seconds, now)
+            if not request.left:
+                request.ends(now + seconds)
                 last.append(request)
-        self._clock.after(seconds, partial(self._end_step, seconds, tokens, last, joining))
+        self._clock.after(seconds, partial(self._end_step, seconds, tokens, position, last, joining))
         if not self._colocated:
             self._plan_next(tokens, seconds)
 
@@ -299,23 +346,25 @@ class Worker:
     def _chunks(self, budget: int, decodes: int) -> Iterator[tuple[Request, int]]:
         taken = 0
         for request in self._prompts:
-            if not request.left:  # the step under way has the last tokens
+            if not request.computable:  # the step under way has the last tokens, or a range has not begun
                 continue
-            if (count := min(budget, request.left)) <= 0:
+            if (count := min(budget, request.computable)) <= 0:
                 return
-            if not decodes and not may_join(request.left, taken):
+            if not decodes and not may_join(request.computable, taken):
                 return
-            if request.left == request.prompt:
+            if request.left == request.tokens:
                 request.started()
             budget -= count
             taken += count
-            request.left -= count
+            request.take(count)
             yield request, count
 
-    def _end_step(self, seconds: float, tokens: int, computed: list[Request], joined: list[Request]) -> None:
+    def _end_step(
+        self, seconds: float, tokens: int, position: float, computed: list[Request], joined: list[Request]
+    ) -> None:
         now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
         self._under_way = 0
-        self._meters.record(decodes > 0, tokens, seconds)
+        self._meters.record(decodes > 0, tokens, seconds, position)
         self._computed += tokens
         self._tokens += 1
         self._context += decodes
@@ -334,7 +383,7 @@ class Worker:
                 outcome.answers.append((ttft, (now - request.token_at) / (request.answer - 1)))
             request.ended()
         for request in computed:
-            self._prompts.popleft()
+            self._prompts.remove(request)
             request.token_at = now
             if request.measured:
                 seconds = OVERHEAD_SECONDS + request.prompt * TOKENIZE_SECONDS

@@ -32,6 +32,9 @@ PAIR_SECONDS = 0.78e-9
 SMALL_PAIR_SECONDS = 1.2e-9
 """The same for a chunk of fewer than `SMALL` tokens. It does not occupy all multiprocessors."""
 SMALL = 1_024
+LAYERS = 32
+DOUBLES_AT = ROW_SECONDS / PAIR_SECONDS
+"""As an engine reports it: from the cost of a position beside that of a pair of positions."""
 
 
 def step_seconds(decodes: int, context: float, chunks: Iterable[tuple[int, int]]) -> float:

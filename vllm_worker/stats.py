@@ -71,6 +71,7 @@ class Load:
             prefix_cache_queries=self.queries,
             prefix_cache_hits=self.hits,
             prefill_tokens_per_s=self.prefill_speed.value,
+            prefill_position=0.0,  # it computes no part of a shared prompt
             step_seconds=self.steps.value,
             decode_seconds=self.decodes.value,
             fastest_step_seconds=0.0 if self.fastest == math.inf else self.fastest,

@@ -31,8 +31,8 @@ from baton.bench.routing_sim.traces import multi_turn, shared_prefix, size
 from baton.cluster.options.optimize import PROFILES
 from baton.simulator import placement
 from baton.simulator import split as shared_prompts
+from baton.simulator.placement_outcome import Quantiles
 from baton.simulator.prefill import Outcome, Setting, Simulation
-from baton.simulator.step_worker import Quantiles
 from baton.simulator.trace import Trace
 
 MAIN = 64

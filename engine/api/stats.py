@@ -93,6 +93,8 @@ class EngineStats:
     """How many of these the cache had."""
     prefill_tokens_per_s: float
     """Running average over steps with prefills, which may decode, too. 0 before the first."""
+    prefill_position: float
+    """Mean position of these tokens in their prompts. A later one costs more, by its attention."""
     step_seconds: float
     """Running average of a step. 0 before the first."""
     decode_seconds: float

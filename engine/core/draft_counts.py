@@ -1,4 +1,4 @@
-"""How many drafts each request of a step gets. Pure; the simulator has the same.
+"""How many drafts each request of a step gets. Pure.
 
 A draft is worth its probability of being accepted: with acceptance p, the j-th draft of a request adds p^j
 tokens. It costs a row. So of all drafts the most probable are taken, and as many as give the most tokens in a

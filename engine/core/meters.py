@@ -22,12 +22,14 @@ class Meters:
         self._largest = largest[0]
         self._prefill = Average(DECAY)  # prompt tokens in a second
         self._prefill.add(*largest)
+        self._position = Average(DECAY)  # of these tokens
+        self._position.add(largest[0] ** 2 / 2, largest[0])
         self._step = Average(DECAY)  # seconds
         self._small = defaultdict[int, Average](partial(Average, DECAY))
         """Seconds of steps with few prompt tokens alone, by size. Sizes differ by a factor of two."""
 
-    def record(self, decodes: bool, prefilled: int, seconds: float) -> None:
-        """Learns from a step that computed `prefilled` prompt tokens, or decoded."""
+    def record(self, decodes: bool, prefilled: int, seconds: float, position: float = 0.0) -> None:
+        """Learns from a step that computed `prefilled` prompt tokens, with a mean `position`, or decoded."""
         self.chunk_limit.record(decodes, prefilled, seconds)
         if 0 < prefilled < LARGE and not decodes:
             self._small[prefilled.bit_length()].add(seconds)
@@ -35,6 +37,7 @@ class Meters:
         self._largest = max(self._largest, prefilled)
         if prefilled and prefilled >= min(LARGE, self._largest // 2):
             self._prefill.add(prefilled, seconds)
+            self._position.add(prefilled * position, prefilled)
 
     @property
     def step_seconds(self) -> float:
@@ -45,6 +48,11 @@ class Meters:
     def prefill_tokens_per_s(self) -> float:
         """Of steps with many prompt tokens; 0 before the first."""
         return self._prefill.value
+
+    @property
+    def prefill_position(self) -> float:
+        """Mean position of the tokens in `prefill_tokens_per_s`."""
+        return self._position.value
 
     def prompt_tokens_per_s(self, *, decoding: bool) -> float:
         """Speed at which a prompt is computed now. Beside decodes it is that of long steps. 0: not known."""

@@ -80,6 +80,12 @@ class Schedule:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts.values()))
 
+    @property
+    def prompt_position(self) -> float:
+        """Mean position of these tokens; 0.0 without any."""
+        total = sum(len(chunk) * (chunk.start + chunk.stop) / 2 for chunk in self.prompts.values())
+        return total / max(1, self.prompt_tokens)
+
     def verified(self, live: LiveRequest, right: int) -> int:
         """The end of the positions of a request that stay computed, before its tokens are known, of which
         `right` are drafts. It may be behind all positions."""

@@ -201,12 +201,12 @@ class AttemptPair:
         )
         return self.prefill
 
-    def split(self, target: PrefillTarget, decode: Worker) -> bool:
+    def split(self, target: PrefillTarget, decode: Worker, alone: float) -> bool:
         """Makes the prefill attempts of several workers that compute the prompt together, and sends nothing
-        yet. False: one worker computes the prompt."""
+        yet. False: one worker computes the prompt. `alone`: as in `WorkerPool.split`."""
         if self.output_ids or not self.may_split or self._job.scores_prompt:
             return False
-        found = self._pool.split(self._wanted(self.length, None), target, decode)
+        found = self._pool.split(self._wanted(self.length, None), target, decode, alone)
         if found is None:
             return False
         plan, workers = found

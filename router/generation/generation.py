@@ -4,6 +4,7 @@ The docstring of the package shows the states, and what waits for what.
 """
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ class Generation:
             return TurnResult.PARKED
         target = self._pair.choose_prefill()
         place = self._pair.place(worker, target)
-        if target is not None and self._split(target, worker):
+        if place is not None and target is not None and self._split(target, worker, place.why.alone):
             pass
         elif place is not None and place.work is not None:
             return self._prefill_and_decode_on(place)
@@ -172,8 +173,8 @@ class Generation:
         self._pair.submit_decode(worker, self.output_ids)
         return TurnResult.SENT
 
-    def _split(self, target: PrefillTarget, decode: Worker) -> bool:
-        found = self._pair.split(target, decode)
+    def _split(self, target: PrefillTarget, decode: Worker, alone: float = math.inf) -> bool:
+        found = self._pair.split(target, decode, alone)
         self._metrics.split_prompts.inc(found)
         return found
 

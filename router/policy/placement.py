@@ -200,6 +200,11 @@ class Placement:
     reason: Reason | None = None
     """Why there is no handover. None: there is one."""
 
+    @property
+    def alone(self) -> float:
+        """Seconds until the second token if one worker computes the prompt and decodes."""
+        return min(self.decode, self.prefill)
+
     def attributes(self) -> dict[str, str | float]:
         """The choice and its reasons, for a trace."""
         costs = {"handover": self.handover, "decode": self.decode, "prefill": self.prefill}

@@ -11,8 +11,8 @@ So workers hardly wait for each other, also if some of them are busy at first. A
 several if no other worker is free. A later token costs more, since it attends to more positions. The times
 follow from measured speeds, so a plan has no constants of one machine.
 
-Prompts that come later wait for the time in which workers of the plan idle. Their delay counts like that of
-this prompt. Pure.
+Prompts that come before the plan ends wait for the time in which its workers idle. Their delay counts like
+that of this prompt. Pure.
 """
 
 import math
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.content import CHUNK_TOKENS
+from baton.rpc import worker_pb2 as pb
 
 LEAST_GAIN = 0.1
 """A prompt is split if the first token should come earlier by this share: the estimates are not exact, and a
@@ -111,6 +112,11 @@ class PromptCost:
         return start + int(self.doubles_at * (math.sqrt(linear**2 + 2 * work / self.doubles_at) - linear))
 
 
+def first_speed(speed: float, status: pb.WorkerStatus, doubles_at: float) -> float:
+    """Tokens/s at the beginning of a prompt. `speed`: at the positions that the worker computed lately."""
+    return speed * (1 + status.prefill_position / doubles_at)
+
+
 def may_gain(tokens: int, worker: SplitWorker) -> bool:
     """Whether a prompt with so many tokens to compute may be worth a split, if all workers are like this one.
     The whole decision takes a hundred times as long, and most prompts are short."""
@@ -119,17 +125,21 @@ def may_gain(tokens: int, worker: SplitWorker) -> bool:
 
 
 def split(
-    cost: PromptCost, workers: Sequence[SplitWorker], decode: SplitWorker | None = None
+    cost: PromptCost,
+    workers: Sequence[SplitWorker],
+    decode: SplitWorker | None = None,
+    alone: float = math.inf,
 ) -> Split | None:
     """Returns the plan with the earliest first token and the least harm. None: one worker is about as good.
 
     Args:
         workers: in the order in which they are taken. The first one has `cost.cached`.
         decode: the worker that decodes, if it may have the last range. Its index is that after `workers`.
+        alone: seconds until a token, if one worker computes the whole prompt and decodes.
     """
     all_workers = [*workers, *([decode] if decode is not None else ())]
     unsplit = workers[0].wait + cost.work(cost.cached, cost.tokens) / workers[0].speed
-    best, least = None, (1 - LEAST_GAIN) * unsplit
+    best, least = None, min((1 - LEAST_GAIN) * unsplit, alone)
     for count in range(MOST_WORKERS, 1, -1):
         before = best
         ways: list[tuple[list[int], int | None]] = []
@@ -160,15 +170,18 @@ def _plan(
         return None
     ranges, seconds, idle = best
     alone = unsplit - workers[0].wait
-    harm = sum(seconds * _delayed(workers[i], alone) for i, seconds in idle.items())
+    harm = sum(lost * _delayed(workers[i], seconds, alone) for i, lost in idle.items())
     return Split(tuple(ranges), seconds, unsplit, harm)
 
 
-def _delayed(worker: SplitWorker, prompt: float) -> float:
-    """How many prompts wait for a second that this worker loses: those that come until it has computed all
-    that it has, if they take `prompt` seconds each (an M/G/1 queue)."""
+def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
+    """How many prompts wait for a second that this worker loses: those that come until it is idle, if it has
+    work for `seconds` (an M/G/1 queue). `alone`: seconds of a prompt.
+
+    It has a mean queue at least: if less is known, other routers may have sent more since its report."""
     share = min(worker.utilisation, 1 - LEAST_GAIN)  # a measured one is not exact
-    return worker.wait / prompt * share / (1 - share)
+    unknown = max(0.0, share / 2 / (1 - share) - worker.wait / alone)
+    return (seconds / alone + unknown) * share / (1 - share)
 
 
 def _fill(

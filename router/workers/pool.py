@@ -26,7 +26,15 @@ from baton.router.policy.placement import (
 )
 from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillWork
-from baton.router.policy.split import MOST_WORKERS, PromptCost, Split, SplitWorker, may_gain, split
+from baton.router.policy.split import (
+    MOST_WORKERS,
+    PromptCost,
+    Split,
+    SplitWorker,
+    first_speed,
+    may_gain,
+    split,
+)
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.prefixes import prefix_source
 from baton.router.workers.roster import Roster
@@ -290,11 +298,12 @@ class WorkerPool(Roster):
         return Place(chosen.worker, chosen.work, chosen.within, found)
 
     def split(
-        self, request: PrefillRequest, target: PrefillTarget, decode: Worker
+        self, request: PrefillRequest, target: PrefillTarget, decode: Worker, alone: float
     ) -> tuple[Split, list[Worker]] | None:
         """Chooses workers that compute a prompt together with `target`, the first of them, and their ranges.
         If `decode` has nothing to decode it may have the last one, so its KV need not be handed over. None:
-        one worker computes the prompt, since that takes about as long.
+        one worker computes the prompt, since that takes about as long. `alone`: seconds until a token, if it
+        worker decodes, too.
 
         A worker that decodes takes no part: its requests would wait for other workers."""
         first, now, described = target.worker, time.monotonic(), target.worker.description
@@ -324,6 +333,7 @@ class WorkerPool(Roster):
             cost,
             [self._split_worker(worker, first, now) for worker in chosen],
             None if last is None else self._split_worker(last, first, now),
+            alone,
         )
         return None if found is None else (found, [*chosen, decode])
 
@@ -333,7 +343,7 @@ class WorkerPool(Roster):
         link = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
         return SplitWorker(
             wait=self.loads.tokens_waiting(row, now) / speed,
-            speed=speed,
+            speed=first_speed(speed, worker.status, worker.description.attention_doubles_at),
             step=worker.description.max_num_batched_tokens,
             floor=worker.status.fastest_step_seconds,
             link=math.inf if link is None else link.tokens_per_s,

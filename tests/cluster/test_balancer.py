@@ -13,7 +13,7 @@ from baton.cluster.autoscaling.scaling import GROW_AFTER
 from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.plan import Pool
 from baton.simulator.placement import SEATS, simulate
-from baton.simulator.step_worker import PlacementOutcome
+from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.trace import Load
 
 TTFT, GAP = 0.25, 0.02  # objectives of a request in seconds; the gap is the mean of a request

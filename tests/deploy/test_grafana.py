@@ -49,6 +49,13 @@ def test_the_panels_of_a_dashboard_have_ids_and_places_of_their_own() -> None:
         assert all(x < 24 for x, _ in taken)
 
 
+def test_boards_of_both_kinds_of_workers_show_the_shared_store() -> None:
+    """Decode workers write answers to it, and read prompts that they compute."""
+    for role in ("prefill", "decode"):
+        asked = [target["expr"] for panel in dashboards()[role]["panels"] for target in panel["targets"]]
+        assert any("baton:store_chunks_total" in expr and f'role="{role}"' in expr for expr in asked), role
+
+
 def test_promtool_accepts_rules_and_configuration() -> None:
     for what, file in (("rules", RULES), ("config", GRAFANA / "prometheus.yaml")):
         checked = subprocess.run([find("promtool"), "check", what, str(file)], capture_output=True, text=True)

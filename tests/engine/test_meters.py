@@ -7,6 +7,15 @@ from baton.engine.core.meters import LARGE, Meters
 from tests.engine.scheduling import add, make, step
 
 
+def test_the_speed_of_prompts_comes_with_their_positions() -> None:
+    meters = Meters(ChunkLimit(0.020, 8192), (8192, 0.2048))
+    assert meters.prefill_position == 4096
+    for _ in range(50):
+        meters.record(False, LARGE, 0.02, 20_000.0)
+        meters.record(False, 20, 0.005, 99.0)
+    assert meters.prefill_position == pytest.approx(20_000, rel=0.01), "a small step shows no speed"
+
+
 def test_short_prompts_do_not_lower_the_speed_of_long_ones() -> None:
     """A short prompt takes as long as reading the weights."""
     meters = Meters(ChunkLimit(0.020, 8192), (8192, 0.2048))

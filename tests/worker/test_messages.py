@@ -67,6 +67,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
                 11,
                 12,
                 0.5,
+                4096.0,
                 0.25,
                 0.125,
                 0.0625,

@@ -196,6 +196,7 @@ CHAT = (
     [
         pytest.param(LATENTS, {}, {}, id="latents"),
         pytest.param(HYBRID, {}, {}, id="states"),
+        pytest.param({"num_hidden_layers": 80}, {}, {}, id="80 layers", marks=pytest.mark.long),
         pytest.param({}, {"kv_cache_dtype": "fp8"}, {}, id="FP8", marks=pytest.mark.long),
         pytest.param({}, {}, {"kv_encrypt": True}, id="encrypted", marks=pytest.mark.long),
         pytest.param({}, TWO_RANKS, {}, id="equal ranks", marks=RANKS),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from baton.cluster.tools.sizing.speeds import Speeds
 from baton.router.policy.prefill import PREFILL_POLICIES
+from baton.simulator.placement_outcome import quantile
 from baton.simulator.prefill import Setting, Simulation
-from baton.simulator.step_worker import quantile
 from baton.simulator.trace import Session, Trace, Turn
 
 SEED = 1
