@@ -3,9 +3,9 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine fp8 fp8_kv int4 moe hybrid kv overlap disagg flip reuse ranks (default: all, in this order;
-# the last four where there are two GPUs), overlap_8000, groups (two GPUs, which the workers then
-# share, or more), disagg_70b (four).
+# STEP: tests kernels engine fp8 fp8_kv int4 moe latent hybrid exact drafts kv overlap disagg flip reuse ranks (default:
+# all, in this order; the last four where there are two GPUs), overlap_8000, store (needs Mooncake), vllm (needs vLLM),
+# groups (two GPUs, which the workers then share, or more), disagg_70b (four).
 # DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has the first and
 # decode the second. A step that fails does not stop the others; the exit status says how many did.
 set -uo pipefail
@@ -20,7 +20,7 @@ while (($#)); do
     esac
 done
 if ! ((${#steps[@]})); then
-    steps=(tests kernels engine fp8 fp8_kv int4 moe hybrid kv overlap)
+    steps=(tests kernels engine fp8 fp8_kv int4 moe latent hybrid exact drafts kv overlap)
     (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip reuse ranks)
 fi
 mkdir -p "$out"
@@ -68,6 +68,22 @@ int4() {
     python3 -m baton.bench.kernels --device cuda --quantization int4 --json "$out/int4_kernels.json"
 }
 moe() { python3 -m baton.bench.engine --device cuda --model-shape qwen3-30b-a3b --json "$out/moe.json"; }
+latent() {
+    python3 -m baton.bench.engine --device cuda --model-shape glm-4.7-flash --json "$out/latent.json"
+    python3 -m baton.bench.engine --device cuda --model-shape glm-4.7-flash --quantization fp8 --json "$out/fp8_latent.json"
+    python3 -m baton.bench.kernels --device cuda --model-shape glm-4.7-flash --json "$out/latent_kernels.json"
+}
+exact() {
+    python3 -m baton.bench.engine --device cuda --batch-invariant --json "$out/exact.json"
+    python3 -m baton.bench.engine --device cuda --quantization fp8 --batch-invariant --json "$out/exact_fp8.json"
+    python3 -m baton.bench.engine --device cuda --model-shape qwen3-30b-a3b --batch-invariant --json "$out/exact_moe.json"
+}
+drafts() {
+    python3 -m baton.bench.speculation --device cuda --json "$out/drafts.json"
+    python3 -m baton.bench.speculation --device cuda --method eagle3 --json "$out/eagle.json"
+}
+store() { python3 -m baton.bench.store --device cuda --json "$out/store.json"; }
+vllm() { python3 -m baton.bench.vllm --device cuda --logs "$out/vllm" --json "$out/vllm.json"; }
 kv() { python3 -m baton.bench.kv --json "$out/kv.json"; }
 overlap() {
     python3 -m baton.bench.overlap --device cuda --batch 32 --batch 64 --json "$out/overlap.json"
