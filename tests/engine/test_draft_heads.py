@@ -3,6 +3,7 @@
 import os
 import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.engine import EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig
+from baton.engine import EngineConfig, EngineRequest, SamplingParams, SpeculativeConfig, build_engine
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.execution.warmup import Rehearsal, rehearse
+from baton.engine.kernels import Kernels
 from baton.engine.loader import check_model
 from tests.device import DEVICE
 from tests.engine.checkpoints import assert_refused, edited_tensors, load
 from tests.engine.conftest import (
+    LateEvent,
     MakeEngine,
     Result,
     TinyOf,
@@ -86,6 +89,30 @@ def test_drafts_change_no_stream(
     stats = engine.stats().speculation
     assert stats is not None
     assert stats.drafts
+
+
+@ON_CPU
+def test_an_engine_on_the_kernels_of_a_gpu(
+    triton_kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the interpreter, which watches their memory: steps overlap, graphs replay them, and requests share
+    the keys of their drafts."""
+    model, head = tmp_path / "model", tmp_path / "head"
+    save_tiny(model, "Llama", head_dim=16, num_attention_heads=8)
+    random_eagle(head, model, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+    requests = [request_of(i, range(3, 30 + 9 * i), max_tokens=4, ignore_eos=True) for i in range(2)]
+    config = EngineConfig(str(model), dtype="float32", device="cpu", num_blocks=16, max_num_seqs=4)
+    expected = tokens_of(build_engine(config), requests)
+    for module in ("baton.engine.execution.start", "baton.engine.layers.weights"):
+        monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim, exact=False: triton_kernels)
+    wanted = SpeculativeConfig("eagle3", model=str(head), num_speculative_tokens=3)
+    engine = build_engine(replace(config, overlap=True, cuda_graphs=True, speculative_config=wanted))
+    monkeypatch.setattr(engine._runner, "_record", LateEvent)
+    monkeypatch.setattr(engine._landings, "expect", lambda event: None)
+    capture_on_cpu(engine, monkeypatch)
+    draft_always(engine)
+    assert tokens_of(engine, requests) == expected
+    assert replayed(engine)
 
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=ON_CPU)])

@@ -127,6 +127,27 @@ def test_an_engine_on_these_kernels(
     check_tokens_of_kernels(tmp_path)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU does not watch it")
+@pytest.mark.parametrize("what", ["reads", "writes", "adds"])
+def test_the_interpreter_refuses_memory_of_no_argument(kernel_device: str, what: str) -> None:
+    """As all tests of kernels rely on: a kernel with one element too many fails."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def copy(x, y, reads, writes, adds):
+        at = tl.arange(0, 8)
+        values = tl.load(x + at, mask=at < reads, other=0.0)
+        tl.store(y + at, values, mask=at < writes)
+        tl.atomic_add(y + at, values, mask=at < adds)
+
+    x, y = torch.ones(12)[:6], torch.zeros(12)[:6]
+    copy[(1,)](x, y, 6, 6, 6)
+    assert y.tolist() == [2.0] * 6
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="copy: 1 of 7 elements are not in any"):
+        copy[(1,)](x, y, *(6 + (name == what) for name in ("reads", "writes", "adds")))
+
+
 def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from baton.engine.kernels import kernels_for
 
