@@ -233,7 +233,7 @@ class StepGraphs:
         return values.tolist()
 
     def _drop_slow(self) -> None:
-        """Drops graphs with chunks that take longer than a larger graph: for some numbers of rows, cuBLAS
+        """Replays no graph with chunks that takes longer than a larger one: for some numbers of rows, cuBLAS
         chooses worse kernels than for a few rows more. Rank 0 measures for all ranks."""
         # Smaller graphs first, because a GPU that grows warm slows down: a size in doubt is kept.
         sizes = sorted(size for size in self._sizes if size.chunks)
@@ -242,8 +242,9 @@ class StepGraphs:
         for size in sizes:
             larger = (other for other in sizes if other.rows > size.rows and other.decodes == size.decodes)
             if any(took[other] < took[size] for other in larger):
+                # Its graphs stay. From 2.13 on, torch frees the cuBLAS workspace of their stream with any of
+                # them, and the others still write there (pytorch/pytorch#193402).
                 self._sizes.remove(size)
-                del self._forward[size]
 
     def rows_with_chunks(self, *, decodes: bool) -> list[int]:
         """Rows of the graphs for steps with chunks, with or without decodes, in ascending order."""

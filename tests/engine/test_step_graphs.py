@@ -1,6 +1,8 @@
 """Steps that graphs replay (on a GPU) give the results of steps that are launched kernel by kernel."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -15,6 +17,7 @@ from baton.engine.execution.graphs import (
     LARGEST_ALONE,
     WORK,
     Size,
+    StepGraphs,
     Widths,
     batch_sizes,
     chunk_sizes,
@@ -23,6 +26,7 @@ from baton.engine.execution.graphs import (
 )
 from baton.engine.execution.inputs import Inputs, read_by_device
 from baton.engine.kernels import parts
+from baton.engine.layers.ranks import Ranks
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, request_of
 from tests.engine.scheduling import hooks_to
@@ -60,6 +64,28 @@ def test_at_most_a_fifth_of_the_rows_is_padding_above_64() -> None:
 def test_prompts_that_share_a_step_have_a_graph(full_step: int, budget: int, rows: int) -> None:
     assert largest_graph(full_step, budget) == rows
     assert chunk_sizes(rows)[-1] == rows
+
+
+def test_slow_graphs_are_not_replayed_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would free the workspace of cuBLAS that the others use, too."""
+    found = StepGraphs.__new__(StepGraphs)
+    milliseconds = {Size(16, True, True): 3.0, Size(32, True, True): 2.0, Size(64, True, True): 2.5}
+    made = {size: [_Timed(took)] for size, took in milliseconds.items()}
+    monkeypatch.setattr("baton.engine.execution.graphs._milliseconds", lambda graphs: graphs[0].took)
+    kept = weakref.WeakSet(graph for graphs in made.values() for graph in graphs)
+    monkeypatch.setattr(found, "_ranks", Ranks(), raising=False)
+    monkeypatch.setattr(found, "_sampled", torch.zeros(1), raising=False)
+    monkeypatch.setattr(found, "_sizes", list(made), raising=False)
+    monkeypatch.setattr(found, "_forward", made, raising=False)
+    del made
+    found._drop_slow()
+    assert found._sizes == [Size(32, True, True), Size(64, True, True)]
+    assert len(kept) == len(milliseconds)
+
+
+@dataclass(eq=False)
+class _Timed:
+    took: float
 
 
 SIZES = [Size(rows, *kind) for rows in (8, 64) for kind in ((True, True), (True, False), (False, True))]
