@@ -459,8 +459,8 @@ def test_kv_is_read_only_with_the_secret_and_by_workers_that_encrypt_alike(
     assert reader.fetched(NAMES[:2]) == 2
     assert all(torch.equal(reader.chunk(name), writer.chunk(name)) for name in NAMES[:2])
     assert (pieces[0] in bytes(store.memory)) is not encrypt, "peers of the store may read it"
-    for settings in ({"encrypt": not encrypt}, {"encrypt": encrypt, "secret": b"t" * 32}):
-        stranger = Worker(store, 16, **settings)
+    for secret, encrypts in ((SECRET, not encrypt), (b"t" * 32, encrypt)):
+        stranger = Worker(store, 16, secret=secret, encrypt=encrypts)
         before = [layer.clone() for layer in stranger.layers]
         store.asked.clear()
         assert stranger.fetched(NAMES[:2]) == 0
