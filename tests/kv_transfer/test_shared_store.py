@@ -446,6 +446,31 @@ def test_another_secret_finds_nothing() -> None:
         worker.close()
 
 
+def test_kv_is_read_only_with_the_secret_and_by_workers_that_encrypt_alike(
+    two: tuple[DictStore, Worker, Worker],
+) -> None:
+    """Also if a store gives objects to another worker that asks for its own ones."""
+    store, writer, reader = two
+    encrypt = writer._start.encrypt
+    writer.offer(NAMES[:2])
+    found = [*store.objects.values()]
+    pieces = [piece.numpy().tobytes() for piece in writer.chunk(NAMES[0]).split(LAYOUT.head_dim)]
+    assert {piece in b"".join(found) for piece in pieces} == {not encrypt}
+    assert reader.fetched(NAMES[:2]) == 2
+    assert all(torch.equal(reader.chunk(name), writer.chunk(name)) for name in NAMES[:2])
+    assert (pieces[0] in bytes(store.memory)) is not encrypt, "peers of the store may read it"
+    for secret, encrypts in ((SECRET, not encrypt), (b"t" * 32, encrypt)):
+        stranger = Worker(store, 16, secret=secret, encrypt=encrypts)
+        before = [layer.clone() for layer in stranger.layers]
+        store.asked.clear()
+        assert stranger.fetched(NAMES[:2]) == 0
+        store.objects |= zip(store.asked, found, strict=True)
+        assert stranger.fetched(NAMES[:2]) == 0
+        assert stranger.store.missed == 2, "it has read them, and refused them"
+        assert all(map(torch.equal, stranger.layers, before))
+        stranger.close()
+
+
 def test_a_fetch_that_is_given_up_gives_its_blocks_back_at_once(
     two: tuple[DictStore, Worker, Worker],
 ) -> None:

@@ -6,12 +6,22 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from baton.kv_transfer import FetchFailed, Injected, PagedKV, Released, Transport, channel_pair
+from baton.kv_transfer import (
+    FetchFailed,
+    Injected,
+    PagedKV,
+    Released,
+    TransferConfig,
+    TransferDeadlines,
+    Transport,
+    channel_pair,
+)
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
@@ -19,7 +29,7 @@ from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.wait import wait
 from baton.vllm_worker.attachment import Close, Commit, FromConnector, ToConnector
 from baton.vllm_worker.caches import paged_kv
-from baton.vllm_worker.plan import Chunk, Fetch, Plan, Source
+from baton.vllm_worker.plan import Chunk, Fetch, Plan, Planner, Source
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
@@ -175,6 +185,40 @@ def test_a_prompt_whose_kv_does_not_come_is_computed(servers: tuple[Server, Serv
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
     decode.close()
+
+
+def test_a_prefill_that_no_server_fetches_is_freed_and_late_fetches_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client behind a proxy went away, or came late. Other KV is in the blocks by then."""
+    settings = partial(TransferConfig, deadlines=TransferDeadlines(hold=0.2))
+    monkeypatch.setattr("baton.vllm_worker.transfers.TransferConfig", settings)
+    prefill, decode = Server("prefill", 0), Server("decode", 1)
+    ids = iter([b"p" * 16, b"d" * 16])
+    planner = Planner(new_id=lambda: next(ids))
+    planner.address = prefill.process.address
+    planner.expect("a", {"do_remote_decode": True}, 40)
+    planner.scheduled("a", [7, 3, 30], 0, 40, anew=True)
+    prefill.step(planner.take())
+    stays, params = planner.finished("a", 42)
+    assert stays, "vLLM keeps the blocks"
+    prefill.step(planner.take(), {"a"})
+    until(lambda: prefill.sent == {"a"}, prefill)
+    assert Released(b"p" * 16, "deadline") in prefill.told(2)
+    for rows in prefill.kv.rows:
+        for row in rows:
+            row[[7, 3, 30]] = 9.0
+    before = decode.of([5, 1, 22], 0, 48)
+    planner.expect("b", params, 40)
+    planner.allocated("b", [5, 1, 22], planner.to_fetch("b", 0))
+    decode.step(planner.take())
+    until(lambda: decode.received == {"b"}, decode)
+    assert decode.told(1) == [FetchFailed(b"d" * 16, "gone")]
+    assert decode.transfers.take_failed_blocks() == {5, 1, 22}, "vLLM computes them"
+    assert decode.transfers.take_first_tokens() == {}
+    assert all(map(torch.equal, decode.of([5, 1, 22], 0, 48), before))
+    for server in (prefill, decode):
+        server.close()
 
 
 def test_blocks_of_an_aborted_prompt_are_free_when_nothing_reads_them(servers: tuple[Server, Server]) -> None:

@@ -6,19 +6,30 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import cast
 
+import msgspec
 import psutil
 import pytest
 
+from baton.engine import EngineConfig
+from baton.kv_transfer import KVLayout
+from baton.kv_transfer.shared_store import StoreStart
 from baton.kv_transfer.spawn import spawn
 from baton.machine.system import describe_exit
-from baton.worker import processes
+from baton.worker import WorkerConfig, processes
+from baton.worker.messages import EngineReady
 from baton.worker.processes import ChildProcess, TreeError, Watchdog
+from baton.worker.service_process import tree
 
 # A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
 _PARENT = """
 import os, sys, time
+from baton.engine import EngineConfig
+from baton.kv_transfer import KVLayout
+from baton.kv_transfer.shared_store import StoreStart
 from baton.kv_transfer.spawn import spawn
 child = spawn("tests.worker.tied_child", str(%s).encode(), pass_fds=())
 print(child.pid, flush=True)
@@ -133,3 +144,30 @@ async def test_silence_at_the_start_does_not_count_later(monkeypatch: pytest.Mon
     with pytest.raises(TreeError, match=r"for 3\.8 s"):
         await dog.watch()
     assert ended == 13.75
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
+    encrypt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that all forget it understand each other, so tokens show nothing."""
+    given: list[bytes] = []
+
+    def started(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> None:
+        given.append(lines)
+        raise TreeError
+
+    monkeypatch.setattr(tree, "spawn", started)
+    config = WorkerConfig(
+        role="prefill", engine=EngineConfig("model"), engine_module="engine", secret=b"x" * 16,
+        kv_store="mooncake://127.0.0.1:1", kv_encrypt=encrypt,
+    )  # fmt: skip
+    worker = tree.WorkerTree(config, 1)
+    assert worker._store_ends is not None
+    with pytest.raises(TreeError):
+        await worker._keep_store(worker._store_ends)
+    assert msgspec.json.decode(given[0].splitlines()[0], type=StoreStart).encrypt is encrypt
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
+    ready = cast("EngineReady", SimpleNamespace(model_fingerprint="model", layout=layout))
+    assert worker._transfer_config(ready).encrypt is encrypt
+    await worker.close()
