@@ -76,8 +76,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         large = Work(_shape("llama-3.1-70b", directory), [1, 64], [2000], 1064, steps)
         goals = LARGE_MS.get(size, {})
         for name, took in _times(_child(large, size)).items():
-            goal = goals.get(name)
-            report.add(Row(f"engine.tp{size}.70b.{name}", took, "ms", goal=goal))
+            report.add(Row(f"engine.tp{size}.70b.{name}", took, "ms", goal=goals.get(name)))
 
 
 def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int = 64) -> dict[str, Any]:
