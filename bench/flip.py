@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpc.aio import Channel
@@ -53,14 +52,6 @@ ON_CPU = ("--device", "cpu", "--num-threads", "1", "--num-blocks", "600")
 ON_CUDA = ("--max-model-len", "8192", "--gpu-memory-utilization", "0.42")
 TRACES = "traces"
 SHAPES = {"cpu": "one-small-layer", "cuda": "llama-3.1-8b"}
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A prompt. Times are time.monotonic()."""
-
-    taken: float  # the engine has it
-    token: float  # its first token is there
 
 
 async def flip(channel: Channel) -> float:
@@ -117,21 +108,12 @@ async def measure(
     return flips, judge(load.streams, right), leaks
 
 
-def computed(path: Path) -> list[Computed]:
-    """The prompts that an engine computed, in order."""
-    trace = Trace.read(path)
-    return [Computed(trace.taken[prefill], token) for prefill, token in trace.first_token.items()]
-
-
-def first_prompts(flips: Sequence[float], prompts: Sequence[Computed]) -> list[Computed]:
-    """The first prompt of each flip."""
-    return [next(prompt for prompt in prompts if prompt.taken >= began) for began in flips]
-
-
 def report_rows(report: Report, name: str, flips: Sequence[float], traces: Path) -> None:
-    firsts = first_prompts(flips, computed(traces / "decode-1-engine.trace"))
-    seconds = [first.token - began for began, first in zip(flips, firsts, strict=True)]
-    waits = [first.taken - began for began, first in zip(flips, firsts, strict=True)]
+    trace = Trace.read(traces / "decode-1-engine.trace")
+    prompts = [(trace.taken[prefill], token) for prefill, token in trace.first_token.items()]
+    firsts = [next(prompt for prompt in prompts if prompt[0] >= began) for began in flips]
+    waits = [taken - began for began, (taken, _) in zip(flips, firsts, strict=True)]
+    seconds = [token - began for began, (_, token) in zip(flips, firsts, strict=True)]
     report.add_median(f"{name}.seconds", seconds, "s", goal=GOAL_S)
     report.add_median(f"{name}.until_prompt", waits, "s")
     report.add(Row(f"{name}.flips", len(seconds), "times"))

@@ -17,5 +17,3 @@ A picker keeps nothing between requests, so several of them can stand side by si
 """
 
 from baton.endpoint_picker.server import PickerConfig, main
-
-__all__ = ["PickerConfig", "main"]

@@ -36,30 +36,6 @@ from baton.engine.api.stats import EngineStats, ExpertStats, MixedStep, OffloadS
 if TYPE_CHECKING:
     from baton.engine.engine import Engine, build_engine
 
-__all__ = [
-    "CachedBlock",
-    "Engine",
-    "EngineConfig",
-    "EngineRequest",
-    "EngineStats",
-    "ExpertStats",
-    "Hooks",
-    "Logprobs",
-    "MixedStep",
-    "OffloadStats",
-    "Output",
-    "PromptLogprobs",
-    "Reasoning",
-    "Reservation",
-    "SamplingParams",
-    "SpeculationStats",
-    "SpeculativeConfig",
-    "StepResult",
-    "StructuredOutput",
-    "build_engine",
-    "check_request",
-]
-
 
 def __getattr__(name: str) -> Any:
     # Torch costs a second and 250 MB: only a process that runs an engine imports it.

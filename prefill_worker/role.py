@@ -5,20 +5,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import baton.kv_transfer as kv
 from baton.content import CHUNK_TOKENS
 from baton.engine import Engine, Output, StepResult
 from baton.engine.core.prefix_exchange import PrefixExchange
-from baton.kv_transfer import (
-    Began,
-    ContentWanted,
-    FetchFailed,
-    FirstToken,
-    Injected,
-    Receiver,
-    Released,
-    Sender,
-    TraceWriter,
-)
 from baton.kv_transfer.endpoint.pump import NO_TOKEN
 from baton.kv_transfer.endpoint.receiver import Event
 from baton.worker import messages
@@ -63,10 +53,10 @@ class SenderSink:
     is built, because they use its cache.
     """
 
-    sender: Sender
+    sender: kv.Sender
     waits: LayerWaits
 
-    def __init__(self, trace: TraceWriter, attempts: Attempts) -> None:
+    def __init__(self, trace: kv.TraceWriter, attempts: Attempts) -> None:
         self._trace = trace
         self._attempts = attempts
         self._prefills = attempts.table(PrefillAttempt)
@@ -124,7 +114,7 @@ class PrefillRole(Role):
         parts: Parts,
         engine: Engine,
         sink: SenderSink,
-        receiver: Receiver,
+        receiver: kv.Receiver,
         prefix_fetches: PrefixFetches,
     ) -> None:
         """`sink` is the engine's. It gets its sender here. `receiver` is that of the decode role, which
@@ -135,8 +125,8 @@ class PrefillRole(Role):
         self._trace = parts.trace
         self._sink = sink
         self.engine = engine
-        kv = paged_kv(self.engine, lambda: sink.layers_ready)
-        self._sender = self._sink.sender = parts.transport.sender(kv)
+        cache = paged_kv(self.engine, lambda: sink.layers_ready)
+        self._sender = self._sink.sender = parts.transport.sender(cache)
         self._receiver = receiver
         sink.waits = LayerWaits(receiver, parts.heartbeat.tick)
         self._incarnation = parts.config.incarnation
@@ -219,16 +209,16 @@ class PrefillRole(Role):
         prefill = self._shared.get(event.decode_id)
         if prefill is None or (part := prefill.part) is None:
             return False
-        if isinstance(event, Began):
+        if isinstance(event, kv.Began):
             part.not_begun.discard(event.stop)
             self._advance(prefill, part)
             return True
         del self._shared[event.decode_id]
         part.inputs.remove(event.decode_id)
-        if isinstance(event, Injected):
+        if isinstance(event, kv.Injected):
             part.uncommitted.discard(event.decode_id)
             self._finish_part(prefill, part)
-        elif isinstance(event, FetchFailed):
+        elif isinstance(event, kv.FetchFailed):
             self._part_failed(prefill, f"KV of another part did not come: {event.reason}")
         self._settle(prefill)
         return True
@@ -301,7 +291,7 @@ class PrefillRole(Role):
     def move_kv(self, spare: float) -> None:
         exchange = self.engine.prefix_exchange
         for event in self._sender.poll():
-            if isinstance(event, ContentWanted):
+            if isinstance(event, kv.ContentWanted):
                 self._serve(event)
             elif event.prefill_id in self._shared:
                 self._part_released(event)
@@ -312,7 +302,7 @@ class PrefillRole(Role):
             else:
                 self._released(event)
 
-    def _serve(self, wanted: ContentWanted) -> None:
+    def _serve(self, wanted: kv.ContentWanted) -> None:
         """Sends another worker what the prefix cache has of a prompt, its host tier included."""
         exchange = self.engine.prefix_exchange
         if exchange is None:
@@ -320,7 +310,7 @@ class PrefillRole(Role):
         elif not exchange.bring(wanted.chunks, wanted.first_chunk, lambda: self._pin(exchange, wanted)):
             self._pin(exchange, wanted)
 
-    def _pin(self, exchange: PrefixExchange, wanted: ContentWanted) -> None:
+    def _pin(self, exchange: PrefixExchange, wanted: kv.ContentWanted) -> None:
         pin_id, first = wanted.pin_id, wanted.first_chunk
         count, block_ids = exchange.pin(pin_id, wanted.chunks, first)
         if not count:
@@ -381,7 +371,7 @@ class PrefillRole(Role):
             prefill.taker = None
             self._close(prefill, "gone")
 
-    def _released(self, released: Released) -> None:
+    def _released(self, released: kv.Released) -> None:
         prefill = self._prefills[released.prefill_id]
         prefill.opened.clear()
         if prefill.taker is not None and not prefill.closed:
@@ -392,7 +382,7 @@ class PrefillRole(Role):
             self._attempts.fail(prefill, Code.INVALID, "this id was used before: draw a new one")
         self._forget(prefill)
 
-    def _part_released(self, released: Released) -> None:
+    def _part_released(self, released: kv.Released) -> None:
         prefill = self._shared.pop(released.prefill_id)
         prefill.opened.discard(released.prefill_id)
         is_taken = released.prefill_id == prefill.id and prefill.taker is not None
@@ -463,7 +453,7 @@ class PrefillRole(Role):
         logprobs = output.logprobs
         self._sender.commit(
             output.id,
-            FirstToken(
+            kv.FirstToken(
                 output.token,
                 logprobs.logprob if logprobs else None,
                 logprobs.top_ids if logprobs else (),

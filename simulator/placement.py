@@ -21,30 +21,11 @@ from functools import partial
 from typing import Literal
 
 from baton.engine.core.chunk_limit import LONG
+from baton.router.policy import placement as policy
+from baton.router.policy import split as splitting
 from baton.router.policy.decode import DecodeLoad, DecodePool
-from baton.router.policy.placement import (
-    Placement,
-    PrefillOffer,
-    PrefillWindow,
-    decode_offer,
-    pace,
-    patience,
-    place,
-    place_without_room,
-    prefill_offer,
-    prefill_window,
-)
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, sticky
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
-from baton.router.policy.split import (
-    MOST_WORKERS,
-    PromptCost,
-    Split,
-    SplitWorker,
-    first_speed,
-    may_gain,
-    split,
-)
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.placement_outcome import PlacementOutcome
@@ -96,7 +77,7 @@ class Router:
         self._status = [pb.WorkerStatus() for _ in self.workers]
         self._queue: deque[Request] = deque()
         self._sent_tokens = 0  # prompt tokens without a first token that workers have
-        self._window = PrefillWindow()
+        self._window = policy.PrefillWindow()
         for worker in self.workers:
             self._loads.join(worker.name, block_size=BLOCK, now=self.clock.now, serving=False)
 
@@ -132,10 +113,10 @@ class Router:
         self._dispatch()
 
     def _update_window(self) -> None:
-        paces = [pace(status) for row, status in enumerate(self._status) if row not in self._prefills]
+        paces = [policy.pace(status) for row, status in enumerate(self._status) if row not in self._prefills]
         speed = self._loads.tokens_per_s()
         budgets = len(self._prefills) * [BUDGET]
-        self._window = prefill_window(budgets, speed, paces if self.kind == "policy" else [])
+        self._window = policy.prefill_window(budgets, speed, paces if self.kind == "policy" else [])
 
     def _dispatch(self) -> None:
         while self._queue:
@@ -153,11 +134,11 @@ class Router:
         request = self._queue[0]
         asked, snapshot, chosen = self._sticky(request)
         rows = snapshot.compared(chosen, lambda row: self._decodes[row].fits(request.prompt + 1), self.rng)
-        found = place_without_room([self._prefill_offer(asked, snapshot, row) for row in rows])
+        found = policy.place_without_room([self._prefill_offer(asked, snapshot, row) for row in rows])
         if found is None:
             return False
         prefill = rows[found.offer]
-        request.due = request.arrived + patience(request.prompt / float(snapshot.speed[prefill]))
+        request.due = request.arrived + policy.patience(request.prompt / float(snapshot.speed[prefill]))
         self.outcome.places["prefill"] += 1
         self._submit(self._queue.popleft(), prefill, prefill)
         return True
@@ -172,15 +153,15 @@ class Router:
     def _send(self, request: Request, decode: int) -> None:
         now = self.clock.now
         asked, snapshot, prefill = self._sticky(request)
-        found = Placement("handover")
+        found = policy.Placement("handover")
         if self.kind == "policy":
             found = self._place(request, asked, snapshot, prefill, decode)
             if self.splits and self._split(request, prefill, decode, found.alone):
                 return
         token_seconds = 1 / float(snapshot.speed[prefill])
         if found.place == "decode":
-            token_seconds = pace(self._status[decode]).token_seconds
-        request.due = request.arrived + patience(request.prompt * token_seconds)
+            token_seconds = policy.pace(self._status[decode]).token_seconds
+        request.due = request.arrived + policy.patience(request.prompt * token_seconds)
         self.outcome.places[found.place] += 1
         if found.place == "decode":
             self._submit(request, decode, decode)
@@ -196,28 +177,32 @@ class Router:
         snapshot: PrefillSnapshot,
         prefill: int,
         decode: int,
-    ) -> Placement:
+    ) -> policy.Placement:
         first = self._prefill_offer(asked, snapshot, prefill)
         waiting = self._loads.tokens_waiting(decode, self.clock.now)
-        offer = decode_offer(self._status[decode], self._decodes[decode], waiting, 0)
-        return place(request.prompt, request.answer, first, [offer])
+        offer = policy.decode_offer(self._status[decode], self._decodes[decode], waiting, 0)
+        return policy.place(request.prompt, request.answer, first, [offer])
 
-    def _prefill_offer(self, asked: PrefillRequest, snapshot: PrefillSnapshot, row: int) -> PrefillOffer:
+    def _prefill_offer(
+        self, asked: PrefillRequest, snapshot: PrefillSnapshot, row: int
+    ) -> policy.PrefillOffer:
         load, utilisation = self._decodes[row], self._loads.utilisation(row)
-        return prefill_offer(snapshot, asked, row, self._status[row], load, utilisation)
+        return policy.prefill_offer(snapshot, asked, row, self._status[row], load, utilisation)
 
     def _split(self, request: Request, prefill: int, decode: int, alone: float) -> bool:
         """Lets several workers compute the prompt. False: one is about as good."""
         loads, now = self._loads, self.clock.now
         first = self._split_worker(prefill)
-        if not (self._decodes_nothing(prefill) and may_gain(request.prompt, first)):
+        if not (self._decodes_nothing(prefill) and splitting.may_gain(request.prompt, first)):
             return False
-        others = set(filter(self._decodes_nothing, loads.draw(2 * MOST_WORKERS, self.rng))) - {prefill}
+        others = set(filter(self._decodes_nothing, loads.draw(2 * splitting.MOST_WORKERS, self.rng))) - {
+            prefill
+        }
         rows = sorted(others, key=lambda row: loads.tokens_waiting(row, now))
         queued = loads.tokens_queued(prefill, now) > BUDGET
         last = self._split_worker(decode) if self._decodes_nothing(decode) and not queued else None
-        cost = PromptCost(request.prompt, 0, DOUBLES_AT, LAYERS)
-        found = split(cost, [first, *map(self._split_worker, rows)], last, alone)
+        cost = splitting.PromptCost(request.prompt, 0, DOUBLES_AT, LAYERS)
+        found = splitting.split(cost, [first, *map(self._split_worker, rows)], last, alone)
         if found is not None:
             self.outcome.places["shared"] += 1
             self._share(request, found, [prefill, *rows, decode], queued=queued)
@@ -227,14 +212,14 @@ class Router:
         load = self._decodes[row]
         return not (load.own or min(self._status[row].requests_decoding, load.running))
 
-    def _split_worker(self, row: int) -> SplitWorker:
+    def _split_worker(self, row: int) -> splitting.SplitWorker:
         status, loads = self._status[row], self._loads
         speed = max(1.0, status.prefill_tokens_per_s or loads.speed(row))
         wait = loads.tokens_waiting(row, self.clock.now) / speed
-        used, speed = loads.utilisation(row), first_speed(speed, status, DOUBLES_AT)
-        return SplitWorker(wait, speed, BUDGET, status.fastest_step_seconds, utilisation=used)
+        used, speed = loads.utilisation(row), splitting.first_speed(speed, status, DOUBLES_AT)
+        return splitting.SplitWorker(wait, speed, BUDGET, status.fastest_step_seconds, utilisation=used)
 
-    def _share(self, request: Request, found: Split, rows: Sequence[int], *, queued: bool) -> None:
+    def _share(self, request: Request, found: splitting.Split, rows: Sequence[int], *, queued: bool) -> None:
         """`rows`: the workers of the plan. The last one decodes."""
         workers = [self.workers[rows[part.worker]] for part in found.ranges]
         plan = Plan(
@@ -244,7 +229,7 @@ class Router:
             part = Part(
                 request.number, request.prompt, request.answer, request.arrived,
                 measured=request.measured and index == found.ranges[-1].worker,
-                due=request.arrived + patience(found.seconds),
+                due=request.arrived + policy.patience(found.seconds),
                 plan=plan,
                 own=deque(number for number, other in enumerate(found.ranges) if other.worker == index),
             )  # fmt: skip

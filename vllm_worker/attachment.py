@@ -25,17 +25,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.kv_transfer import (
-    Arenas,
-    Closed,
-    FetchFailed,
-    Heartbeat,
-    Injected,
-    KVLayout,
-    Released,
-    TraceWriter,
-    Transport,
-)
+import baton.kv_transfer as kv
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
@@ -51,7 +41,7 @@ class Attach(Local):
     """Connector → engine process, first: what the KV cache of a rank looks like."""
 
     rank: int
-    layout: KVLayout  # of all ranks
+    layout: kv.KVLayout  # of all ranks
     block_size: int
     num_blocks: int
     model_fingerprint: str
@@ -88,7 +78,7 @@ class Computed(Local):
 
 
 ToConnector = Close | Commit
-FromConnector = Started | Computed | Injected | FetchFailed | Closed | Released
+FromConnector = Started | Computed | kv.Injected | kv.FetchFailed | kv.Closed | kv.Released
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -103,7 +93,7 @@ class ConnectorLink:
     Owns the descriptors of `arenas`, one for each rank, until the connectors have them, and the directory of
     `path`."""
 
-    def __init__(self, arenas: Sequence[Arenas], heartbeat_fd: int) -> None:
+    def __init__(self, arenas: Sequence[kv.Arenas], heartbeat_fd: int) -> None:
         self._arenas = arenas
         self._heartbeat_fd = heartbeat_fd
         self._directory = tempfile.mkdtemp(prefix="baton-")  # of mode 0700
@@ -187,8 +177,8 @@ class ConnectorLink:
 class WorkerLink:
     """The connector's end. Owns the descriptors."""
 
-    transport: Transport
-    heartbeat: Heartbeat
+    transport: kv.Transport
+    heartbeat: kv.Heartbeat
     channel: Channel
 
     @classmethod
@@ -201,11 +191,11 @@ class WorkerLink:
         data, fds, _, _ = socket.recv_fds(sock, _MOST_BYTES, _MOST_DESCRIPTORS)
         if not data:
             raise ConnectionResetError(f"{path}: the worker ended")
-        arenas = msgspec.msgpack.decode(data, type=Arenas).with_fds(fds[:-1])
-        transport = Transport(
-            *arenas.ends(), TraceWriter(None, ""), exports=arenas.exports, adopts=arenas.adopts
+        arenas = msgspec.msgpack.decode(data, type=kv.Arenas).with_fds(fds[:-1])
+        transport = kv.Transport(
+            *arenas.ends(), kv.TraceWriter(None, ""), exports=arenas.exports, adopts=arenas.adopts
         )
-        return cls(transport, Heartbeat(fds[-1]), Channel(sock, ToConnector))
+        return cls(transport, kv.Heartbeat(fds[-1]), Channel(sock, ToConnector))
 
 
 def _uid_of_peer(sock: socket.socket) -> int:

@@ -26,5 +26,3 @@ time.
 """
 
 from baton.worker.config import WorkerConfig
-
-__all__ = ["WorkerConfig"]

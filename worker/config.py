@@ -102,19 +102,8 @@ class WorkerConfig:
     """An inherited descriptor for progress and then the ready line or the error."""
 
     def __post_init__(self) -> None:
-        if self.role not in ("prefill", "decode"):
-            raise ValueError(f"role: {self.role!r} is neither 'prefill' nor 'decode'")
-        if len(self.secret) < 16:
-            raise ValueError("--cluster-secret-file: the cluster secret must have at least 16 bytes")
-        if self.index < 0:
-            raise ValueError(f"--index: {self.index} is negative")
-        for flag, port in (
-            ("--port", self.port),
-            ("--kv-port", self.kv_port),
-            ("--metrics-port", self.metrics_port),
-        ):
-            if not 0 <= port <= 65_535:
-                raise ValueError(f"{flag}: {port} is not a port (1 to 65535, or 0 to have one chosen)")
+        """Checks what the options of the command line do not check: they know ports, and the file of the
+        secret."""
         most = MAX_STEP_IDS // 2  # two steps may be under way
         if self.engine.max_num_seqs > most:
             raise ValueError(f"--max-num-seqs: {self.engine.max_num_seqs} is above {most}")

@@ -76,8 +76,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         large = Work(_shape("llama-3.1-70b", directory), [1, 64], [2000], 1064, steps)
         goals = LARGE_MS.get(size, {})
         for name, took in _times(_child(large, size)).items():
-            goal = goals.get(name)
-            report.add(Row(f"engine.tp{size}.70b.{name}", took, "ms", goal=goal))
+            report.add(Row(f"engine.tp{size}.70b.{name}", took, "ms", goal=goals.get(name)))
 
 
 def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int = 64) -> dict[str, Any]:
@@ -96,16 +95,7 @@ def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int
 def _compare(work: Work, size: int, report: Report, goals: Mapping[str, float]) -> None:
     """Adds the times of `size` ranks, and their ratio to one rank in the same run."""
     one, several = _child(work, 1), _child(work, size)
-    before = _times(one)
-    for name, took in _times(several).items():
-        goal = goals.get(name)
-        report.add(
-            Row(
-                f"engine.tp{size}.{name}", took, "ms",
-                ratio=before[name] / took, ratio_to="one rank, same run",
-                goal=goal, better="higher",
-            )
-        )  # fmt: skip
+    _add_ratios(report, f"engine.tp{size}", _times(several), _times(one), "one rank", goals)
     if work.compared:
         pairs = [pair for of_one, of_all in zip(one["tokens"], several["tokens"], strict=True)
                  for pair in zip(of_one, of_all, strict=True)]  # fmt: skip
@@ -119,16 +109,20 @@ def _experts(work: Work, size: int, report: Report) -> None:
     before, base = _times(_child(work, 1)), "one rank"
     for form, expert_parallel in (("tp", False), ("ep", True)):
         engine = work.engine | {"enable_expert_parallel": expert_parallel}
-        measured = _child(replace(work, engine=engine), size)
-        times = _times(measured)
-        for name, took in times.items():
-            report.add(
-                Row(
-                    f"engine.{form}{size}.moe.{name}", took, "ms",
-                    ratio=before[name] / took, ratio_to=f"{base}, same run",
-                )
-            )  # fmt: skip
+        times = _times(_child(replace(work, engine=engine), size))
+        _add_ratios(report, f"engine.{form}{size}.moe", times, before, base, {})
         before, base = times, "a part of every expert"
+
+
+Times = Mapping[str, float]
+"""Milliseconds, by kind of work."""
+
+
+def _add_ratios(report: Report, prefix: str, times: Times, before: Times, base: str, goals: Times) -> None:
+    for name, took in times.items():
+        ratio, to = before[name] / took, f"{base}, same run"
+        goal = goals.get(name)
+        report.add(Row(f"{prefix}.{name}", took, "ms", ratio=ratio, ratio_to=to, goal=goal, better="higher"))
 
 
 @contextmanager

@@ -8,11 +8,12 @@ compared with the same layer in bfloat16. An FP8 product of few rows is compared
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
 from baton.bench.kernels.cases import Case, Cases, Make, Shape
-from baton.engine.kernels import Kernels, LinearMethod, Quantized
+from baton.engine.kernels import Kernels
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.quantized.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
 from baton.engine.kernels.quantized.int4_linear import Int4Linear
@@ -46,17 +47,21 @@ class LayerCases(Cases[Shape]):
     def plain(self, columns: int, out: int) -> PlainLinear:
         return PlainLinear(self.normal(out, columns))
 
-    def chain(self, rows: int, make: Callable[[int, int], LinearMethod]) -> Callable[[], object]:
-        """A layer whose products are made by `make`."""
+    def chain(
+        self, rows: int, make: Callable[[int, int], Any], *, quantizes: bool = False
+    ) -> Callable[[], object]:
+        """A layer whose products are made by `make`. `quantizes`: norms, activation and the output of
+        attention are quantized in their kernels."""
         hidden, kernels = self.shape.hidden, self.kernels
         qkv, out, gate_up, down = (make(*size) for size in self.shape.products.values())
         residual, delta, attended = (self.normal(rows, hidden) for _ in range(3))
-        weight = self.normal(hidden)
+        weight, grouped = self.normal(hidden), False if quantizes else None
 
         def run() -> object:
-            qkv(kernels.add_rms_norm(residual, delta, weight, EPS))
-            out(attended)
-            return down(gate_up.silu_mul(kernels.add_rms_norm(residual, delta, weight, EPS), kernels))
+            qkv(kernels.add_rms_norm(residual, delta, weight, EPS, grouped))
+            out(kernels.quantize(attended, grouped=False) if quantizes else attended)
+            x = kernels.add_rms_norm(residual, delta, weight, EPS, grouped)
+            return down(kernels.silu_mul(gate_up(x), False) if quantizes else gate_up.silu_mul(x, kernels))
 
         return run
 
@@ -83,20 +88,7 @@ class Fp8Cases(LayerCases):
         )
 
     def layer(self, rows: int) -> Case:
-        """Norms, activation and the output of attention are quantized in their kernels."""
-        kernels, hidden = self.kernels, self.shape.hidden
-        qkv, out, gate_up, down = (self.linear(*size) for size in self.shape.products.values())
-        residual, delta, attended = (self.normal(rows, hidden) for _ in range(3))
-        weight = self.normal(hidden)
-
-        def norm() -> Quantized:
-            return kernels.add_rms_norm(residual, delta, weight, EPS, False)
-
-        def ours() -> object:
-            qkv(norm())
-            out(kernels.quantize(attended, grouped=False))
-            return down(kernels.silu_mul(gate_up(norm()), False))
-
+        ours = self.chain(rows, self.linear, quantizes=True)
         theirs, count = self.chain(rows, self.plain), self.parameters
         return Case(f"fp8_layer.t{rows}", count, rows * count, ours, theirs, "the layer in bfloat16")
 

@@ -37,20 +37,7 @@ import uvloop
 import baton.bench.contract as contract
 from baton.bench.contract import MIN_PAIRS, Report, Row
 from baton.bench.harness.cluster import LocalCluster
-from baton.bench.router.ends import (
-    OUTPUT_TOKENS,
-    PROMPT_TOKENS,
-    Direct,
-    FakeWorkers,
-    OpenStreams,
-    cpu_seconds,
-    fake_answer,
-    first_event,
-    large_requests,
-    longest_stalls,
-    prompt_of,
-    through,
-)
+from baton.bench.router import ends
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill import PrefillRequest, sticky
@@ -83,10 +70,10 @@ class Pairs:
 
 async def measure_added(url: str, prefill: str, secret: bytes, pairs: int) -> Pairs:
     found = Pairs([], [])
-    async with through(url) as ask, Direct(prefill, secret) as direct:
+    async with ends.through(url) as ask, ends.Direct(prefill, secret) as direct:
         for i in range(WARM_UP + pairs):
-            prompt = prompt_of(i)
-            a, b = await first_event(ask, prompt), await direct.first_token(prompt)
+            prompt = ends.prompt_of(i)
+            a, b = await ends.first_event(ask, prompt), await direct.first_token(prompt)
             if i >= WARM_UP:
                 found.routed.append(a)
                 found.direct.append(b)
@@ -96,13 +83,13 @@ async def measure_added(url: str, prefill: str, secret: bytes, pairs: int) -> Pa
 def saturated(cluster: LocalCluster, args: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Tokens that clients received in each period, per second and per CPU second of the router."""
     per_second, per_core, pid = [], [], cluster.report("router")["pid"]
-    with OpenStreams(cluster.url, 4 * args.streams) as load:
+    with ends.OpenStreams(cluster.url, 4 * args.streams) as load:
         for _ in range(PERIODS):
-            began, tokens, cpu = time.perf_counter(), load.tokens.value, cpu_seconds(pid)
+            began, tokens, cpu = time.perf_counter(), load.tokens.value, ends.cpu_seconds(pid)
             time.sleep(args.seconds / PERIODS)
             received = load.tokens.value - tokens
             per_second.append(received / (time.perf_counter() - began))
-            per_core.append(received / (cpu_seconds(pid) - cpu))
+            per_core.append(received / (ends.cpu_seconds(pid) - cpu))
     return per_second, per_core
 
 
@@ -171,7 +158,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     secret = secrets.token_hex(16)
     with (
         tempfile.TemporaryDirectory() as name,
-        contextlib.closing(FakeWorkers(secret.encode())) as workers,
+        contextlib.closing(ends.FakeWorkers(secret.encode())) as workers,
         LocalCluster(Path(name), prefill=0, decode=0, secret=secret, router_flags=workers.flags) as cluster,
     ):
         url = cluster.url
@@ -182,13 +169,13 @@ def measure(args: argparse.Namespace, report: Report) -> None:
                 return uvloop.run(measure_added(url, workers.prefill, secret.encode(), args.pairs))
 
         add_rows(report, "router.added", added())
-        answer, workers.step.value = fake_answer(url), LOCKSTEP_S
-        stalls = longest_stalls(url, large_requests(answer), MIN_PAIRS)
+        answer, workers.step.value = ends.fake_answer(url), LOCKSTEP_S
+        stalls = ends.longest_stalls(url, ends.large_requests(answer), MIN_PAIRS)
         worst = max(map(statistics.median, stalls.values()))
         p99 = contract.percentile([ms for series in stalls.values() for ms in series], 0.99)
         report.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50))
         workers.step.value = LOADED_STEP_S
-        with OpenStreams(url, args.streams):
+        with ends.OpenStreams(url, args.streams):
             add_rows(report, f"router.added.streams{args.streams}", added(), bound=False)
         workers.step.value = SATURATED_STEP_S
         seconds, cores = saturated(cluster, args)
@@ -211,7 +198,7 @@ async def until_ready(url: str) -> None:
     async with asyncio.timeout(30):
         while True:
             with contextlib.suppress(RuntimeError):
-                async with through(url) as ask:
+                async with ends.through(url) as ask:
                     async for _ in ask([1], 1):
                         pass
                     return
@@ -248,7 +235,7 @@ def main() -> int:
         args.pairs, args.seconds = 400, 5.0
     if args.pairs < 100:
         p.error("--pairs: at least 100, or there is no p99")
-    report = Report.of("router", args, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS)
+    report = Report.of("router", args, prompt_tokens=ends.PROMPT_TOKENS, output_tokens=ends.OUTPUT_TOKENS)
     measure(args, report)
     return report.finish()
 

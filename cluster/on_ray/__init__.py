@@ -4,7 +4,7 @@ Raises ValueError where Ray is not installed.
 """
 
 try:
-    import ray  # noqa: F401
+    import ray
 except ImportError as error:
     raise ValueError(
         "--ray-address: Ray is not installed; run `pip install -e '.[ray]'` in Baton's source directory"

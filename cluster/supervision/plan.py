@@ -14,23 +14,10 @@ from urllib.parse import parse_qsl, urlencode
 
 from baton.cluster import model
 from baton.cluster.gpus import default_device, visible_gpus
+from baton.cluster.options import roles as options
 from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.cluster.options.parameters import size_in_bytes, to_argv
 from baton.cluster.options.pools import PoolOptions, RayOptions
-from baton.cluster.options.roles import (
-    DeadlineOptions,
-    DrainOptions,
-    FileOptions,
-    FrontOptions,
-    LogOptions,
-    MembershipOptions,
-    ObserveOptions,
-    RouterRole,
-    SecretOptions,
-    StoreOptions,
-    TransferOptions,
-    WorkerRole,
-)
 from baton.cluster.supervision.role_process import RoleState
 from baton.machine import usable_cpus
 from baton.machine.system import cannot_listen, family, free_port
@@ -76,15 +63,15 @@ class Plan:
     model: ModelOptions
     pool: PoolOptions
     ray: RayOptions
-    front: FrontOptions
+    front: options.FrontOptions
     engine: EngineOptions
-    transfer: TransferOptions
-    deadlines: DeadlineOptions
-    drain: DrainOptions
-    secret: SecretOptions
-    files: FileOptions
-    logs: LogOptions
-    observe: ObserveOptions
+    transfer: options.TransferOptions
+    deadlines: options.DeadlineOptions
+    drain: options.DrainOptions
+    secret: options.SecretOptions
+    files: options.FileOptions
+    logs: options.LogOptions
+    observe: options.ObserveOptions
 
     @property
     def url(self) -> str:
@@ -143,7 +130,7 @@ class Plan:
         return [*specs, router, RoleSpec("store", 0, ("serve", *to_argv(store, title=self.title)), shared)]
 
     @cached_property
-    def _store(self) -> tuple[str | None, StoreOptions | None]:
+    def _store(self) -> tuple[str | None, options.StoreOptions | None]:
         """The URL of the store, and what to run for it on this machine. Raises ValueError."""
         url = self.transfer.kv_store
         name, _, given = (url or "").partition("?")
@@ -153,32 +140,32 @@ class Plan:
             raise ValueError(
                 "--kv-store local: is for one machine; run `baton store serve`, and give mooncake://HOST:PORT"
             )
-        options = dict(parse_qsl(given))
-        store = StoreOptions(size=options.pop("size", "1GiB"), port=free_port())
+        more = dict(parse_qsl(given))
+        store = options.StoreOptions(size=more.pop("size", "1GiB"), port=free_port())
         size_in_bytes(store.size)
-        query = f"?{urlencode(options)}" if options else ""
+        query = f"?{urlencode(more)}" if more else ""
         return f"mooncake://127.0.0.1:{store.port}{query}", store
 
-    def worker(self, pool: Pool) -> WorkerRole:
+    def worker(self, pool: Pool) -> options.WorkerRole:
         """The options of the workers that start in a pool, less those that each has for itself."""
         own: dict[str, Any] = {
             "engine": self.engine_of(pool),
             "files": replace(self.files, run_dir=None),  # the runner of a worker names its own
         }
-        return WorkerRole(**self._shared(WorkerRole) | own)
+        return options.WorkerRole(**self._shared(options.WorkerRole) | own)
 
-    def router(self) -> RouterRole:
+    def router(self) -> options.RouterRole:
         """The options of the routers, less those that each has for itself, and without API keys."""
-        shared = self._shared(RouterRole)
+        shared = self._shared(options.RouterRole)
         front = replace(self.front, api_key=[])
         # Health checks have no client certificate, and must reach all processes: choose an admin port.
         if front.admin_port is None and (front.router_processes > 1 or front.ssl_certfile is not None):
             front = replace(front, admin_port=0)
         own: dict[str, Any] = {
             "front": front,
-            "membership": MembershipOptions(decode_only=not self.pool.prefill.most),
+            "membership": options.MembershipOptions(decode_only=not self.pool.prefill.most),
         }
-        return RouterRole(**shared | own)
+        return options.RouterRole(**shared | own)
 
     def _shared(self, role: type) -> dict[str, Any]:
         """The groups of options that a role has under the same names."""
@@ -195,8 +182,8 @@ class Plan:
         }
         return {each.name: groups[each.name] for each in fields(role) if each.name in groups}
 
-    def _args(self, options: WorkerRole | RouterRole) -> tuple[str, ...]:
-        return tuple(to_argv(*vars(options).values(), title=self.title))
+    def _args(self, role: options.WorkerRole | options.RouterRole) -> tuple[str, ...]:
+        return tuple(to_argv(*vars(role).values(), title=self.title))
 
     def engine_of(self, pool: Pool) -> EngineOptions:
         """The options of the engines of a pool, which may have a group size and a KV dtype of its own. If
@@ -281,7 +268,7 @@ def _labels(flag: str, given: list[str]) -> dict[str, str]:
     return labels
 
 
-def check_ports(front: FrontOptions) -> None:
+def check_ports(front: options.FrontOptions) -> None:
     """Raises ValueError if the router could not listen on one of its ports."""
     asked = [("port", front.host, front.port), ("grpc-port", front.host, front.grpc_port)]
     asked.append(("admin-port", front.admin_host, front.admin_port))

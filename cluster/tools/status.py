@@ -57,10 +57,9 @@ def table(rows: Iterable[Mapping[str, str]], columns: Sequence[str], numbers_fro
 def show(report: dict[str, Any]) -> None:
     out, workers = console(), merged(report)
     out.print(table(map(row, workers), tuple(row({}))))
-    for told in filter(None, map(trouble, workers)):
-        out.print(told)
-    for told in filter(None, map(transports, workers)):
-        out.print(told)
+    for tell in (trouble, transports):
+        for told in filter(None, map(tell, workers)):
+            out.print(told)
     for role in (report.get("cluster") or {}).get("roles", ()):
         if role["role"] == "store":
             cells = f"{role['phase']}, {role['restarts']} restarts {role['last_exit']}".rstrip()

@@ -1,21 +1,15 @@
-"""Drafters: what guesses the next tokens of a request. Pure.
+"""Guesses the next tokens of a request. Pure.
 
 A guess is never wrong for the stream: the engine compares it with the token that it samples
 (`engine.core.speculation`).
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from baton.engine.api.config import SpeculativeConfig
 from baton.engine.core.live_request import LiveRequest
-
-
-class Drafter(Protocol):
-    def propose(self, live: LiveRequest, drafts: Sequence[int], count: int) -> Sequence[int]:
-        """`count` guesses of what follows the known tokens of a request and these drafts; or none."""
 
 
 class PromptLookup:
@@ -29,6 +23,7 @@ class PromptLookup:
         self._least = config.prompt_lookup_min
 
     def propose(self, live: LiveRequest, drafts: Sequence[int], count: int) -> Sequence[int]:
+        """`count` guesses of what follows the known tokens of a request and these drafts; or none."""
         known = np.frombuffer(live.token_ids, np.int32)[: live.num_known]
         tokens = np.append(known, np.array(drafts, np.int32)) if len(drafts) else known
         places = np.flatnonzero(tokens[self._least - 1 : -1] == tokens[-1]) + self._least - 1

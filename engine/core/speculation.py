@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from baton.engine.api.stats import SpeculationStats
 from baton.engine.core.draft_counts import StepCosts, draft_counts
-from baton.engine.core.drafters import Drafter
+from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.request_memory import RequestMemory
 from baton.engine.core.step_builder import Schedule
@@ -31,7 +31,7 @@ class Speculation:
     """Chooses the drafts of each step, and learns from what became of them."""
 
     def __init__(
-        self, drafter: Drafter | None, most: int, sizes: Sequence[int], *, has_states: bool = False
+        self, drafter: PromptLookup | None, most: int, sizes: Sequence[int], *, has_states: bool = False
     ) -> None:
         """`drafter` None: a draft head on the device. `most`: drafts of a request in a step. `sizes`: as in
         `StepCosts`; the last one is the most tokens of a step with drafts. `has_states`: of the model."""

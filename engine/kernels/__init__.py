@@ -57,33 +57,6 @@ from baton.engine.kernels.state.gated_delta import GatedDelta
 from baton.engine.kernels.state.mamba2 import LayerState, Mamba2, StateLayer
 from baton.engine.model_config import LatentConfig, Span
 
-__all__ = [
-    "FLOATS",
-    "FP8",
-    "FP8_GROUP",
-    "KV",
-    "SMALLEST_TEMPERATURE",
-    "AttentionMetadata",
-    "Choice",
-    "Experts",
-    "FourBits",
-    "Fp8Experts",
-    "Fp8KV",
-    "GatedDelta",
-    "HeadNorm",
-    "Kernels",
-    "LatentHeads",
-    "LatentNorm",
-    "LayerState",
-    "LinearMethod",
-    "Mamba2",
-    "Quantized",
-    "StateLayer",
-    "Terms",
-    "kernels_for",
-    "parts",
-]
-
 
 class Kernels:
     """The operations in plain torch. Tensors are contiguous and have the model's dtype, unless a docstring

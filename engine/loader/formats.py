@@ -61,28 +61,7 @@ ON_LOAD: dict[str, Callable[[torch.device], PlainFormat]] = {
 def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:
     """The format for this checkpoint on this device. Raises `ValueError` naming a format or flag that is not
     supported, with the list of those that are."""
-    if engine.batch_invariant and device.type == "cuda":
-        _check_exact(engine, model)
-    return _chosen(engine, model, device)
-
-
-def _check_exact(engine: EngineConfig, model: ModelConfig) -> None:
-    """Raises `ValueError` if a kernel of this model may give other bits in other steps of a GPU, or if equal
-    bits have not been shown on one."""
-    refused = {
-        "models with latent caches": model.latent is not None,
-        "layers with the gated delta rule": model.architecture == QWEN3_NEXT,
-        "KV in FP8": engine.kv_cache_dtype == "fp8",
-        "more than two ranks": engine.tensor_parallel_size > 2,
-    }
-    for what, is_so in refused.items():
-        if is_so:
-            raise ValueError(
-                f"--batch-invariant: {what} on GPUs are not supported ({engine.model}); leave the flag out"
-            )
-
-
-def _chosen(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:
+    _check_exact(engine, model, device)
     wanted, settings = engine.quantization, model.quantization
     method = None if settings is None else str(settings.get("quant_method"))
     if settings is not None and method in READ_PLAIN:
@@ -117,3 +96,21 @@ def _chosen(engine: EngineConfig, model: ModelConfig, device: torch.device) -> P
     if engine.load_format == "dummy":
         raise ValueError(f"--load-format dummy: {engine.model} has weights in the format {method}; use auto")
     return STORED[method](settings, engine.model, device)
+
+
+def _check_exact(engine: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Raises `ValueError` if a kernel of this model may give other bits in other steps of a GPU, or if equal
+    bits have not been shown on one."""
+    if not engine.batch_invariant or device.type != "cuda":
+        return
+    refused = {
+        "models with latent caches": model.latent is not None,
+        "layers with the gated delta rule": model.architecture == QWEN3_NEXT,
+        "KV in FP8": engine.kv_cache_dtype == "fp8",
+        "more than two ranks": engine.tensor_parallel_size > 2,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ValueError(
+                f"--batch-invariant: {what} on GPUs are not supported ({engine.model}); leave the flag out"
+            )

@@ -29,7 +29,7 @@ from baton.kv_transfer.device.pool import (
     window,
 )
 from baton.kv_transfer.layout import runs, slice_bytes
-from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, Unreachable, export_arena, mark
+from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, export_arena, mark
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
 
@@ -208,12 +208,3 @@ class NoPool(HostPool):
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
         return None, None
-
-    def export(self) -> Export:
-        raise Unreachable("no KV")
-
-    def adopt(self, export: Export) -> None:
-        raise Unreachable("no KV")
-
-    def open(self, export: Export, dtype: str) -> PeerMemories[PeerArena]:
-        raise Unreachable("no KV")

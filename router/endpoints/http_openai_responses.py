@@ -23,21 +23,10 @@ from baton.machine.system import url_host
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.queue import Entry
 from baton.router.config import RouterConfig
+from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.http_generation import (
-    ACCOUNT,
-    KEEPALIVE,
-    KEEPALIVE_SECONDS,
-    REQUEST_ID,
-    STREAM_HEADERS,
-    HttpGeneration,
-    collect,
-    cut,
-    json_response,
-    read_body,
-)
 from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag, input_items
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest
 from baton.router.generation.output import MAX_TAKEN, Delta
@@ -91,7 +80,7 @@ class _Events:
     async def wait(self) -> bool:
         """Waits for the next event. Returns False if none came for some seconds."""
         try:
-            return await asyncio.wait_for(self._new.wait(), KEEPALIVE_SECONDS)
+            return await asyncio.wait_for(self._new.wait(), http.KEEPALIVE_SECONDS)
         except TimeoutError:
             return False
 
@@ -109,7 +98,7 @@ class _Running:
 class OpenAIResponses:
     """Owns the stored responses, and the tasks of those that are generated in the background."""
 
-    def __init__(self, config: RouterConfig, frontend: Frontend, generation: HttpGeneration) -> None:
+    def __init__(self, config: RouterConfig, frontend: Frontend, generation: http.HttpGeneration) -> None:
         self._config = config
         self._frontend = frontend
         self._generation = generation
@@ -118,8 +107,8 @@ class OpenAIResponses:
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         with contextlib.ExitStack() as admitted:
-            entry = admitted.enter_context(self._frontend.admit(ACCOUNT.get()))
-            raw = await read_body(request, self._config, entry)
+            entry = admitted.enter_context(self._frontend.admit(http.ACCOUNT.get()))
+            raw = await http.read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
             del raw  # frees the body, which may be large, before the generation, which may be long
@@ -135,10 +124,10 @@ class OpenAIResponses:
         if events is not None:
             events.add(builder.begin())
             return await self._follow(request, events, 0)
-        return json_response(encode(builder.response("queued")))
+        return http.json_response(encode(builder.response("queued")))
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
-        key, id = ACCOUNT.get().key.name, request.match_info["id"]
+        key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
         running = self._running.get((key, id))
         stored = None if running is not None else self._stored.get(key, id)
         if request.query.get("stream", "false").lower() not in ("false", "0"):
@@ -152,12 +141,12 @@ class OpenAIResponses:
             return await self._follow(request, events, _number(request, "starting_after", -1, -1, 2**31) + 1)
         if running is not None:
             status = "in_progress" if running.builder.begun else "queued"
-            return json_response(encode(running.builder.response(status)))
+            return http.json_response(encode(running.builder.response(status)))
         assert stored is not None
-        return json_response(stored.response)
+        return http.json_response(stored.response)
 
     async def input_items(self, request: web.Request) -> web.Response:
-        key, id = ACCOUNT.get().key.name, request.match_info["id"]
+        key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
         if (key, id) in self._running:
             raise InvalidRequest(f"response {id} is not complete yet")
         order, limit = request.query.get("order", "desc"), _number(request, "limit", 20, 1, 100)
@@ -165,22 +154,22 @@ class OpenAIResponses:
             raise InvalidRequest(f"order: must be asc or desc, not {order[:20]!r}", param="order")
         conversation, after = self._stored.get(key, id).conversation, request.query.get("after")
         page = await asyncio.to_thread(input_items, conversation, after=after, limit=limit, order=order)
-        return json_response(page)
+        return http.json_response(page)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        with self._frontend.admit(ACCOUNT.get()) as entry:
-            raw = await read_body(request, self._config, entry)
+        with self._frontend.admit(http.ACCOUNT.get()) as entry:
+            raw = await http.read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
-            return json_response(await self._frontend.convert("input_tokens", raw, entry, turn.history))
+            return http.json_response(await self._frontend.convert("input_tokens", raw, entry, turn.history))
 
     async def _follow(self, request: web.Request, events: _Events, position: int) -> web.StreamResponse:
         """Sends the events from this place on, until the response ends or the client leaves."""
-        response = web.StreamResponse(headers=STREAM_HEADERS)
+        response = web.StreamResponse(headers=http.STREAM_HEADERS)
         try:
             await response.prepare(request)
             while position < len(events.all) or not events.ended:
                 if position >= len(events.all) and not await events.wait():
-                    await self._generation.write(request, response, KEEPALIVE)
+                    await self._generation.write(request, response, http.KEEPALIVE)
                 new = events.all[position : position + MAX_TAKEN]
                 if new:
                     await self._generation.write(request, response, b"".join(new))
@@ -188,22 +177,22 @@ class OpenAIResponses:
         except ConnectionResetError:
             pass  # the client disconnected, and the response goes on
         except TimeoutError:
-            cut(request, REQUEST_ID.get())
+            http.cut(request, http.REQUEST_ID.get())
         return response
 
     async def delete(self, request: web.Request) -> web.Response:
-        key, id = ACCOUNT.get().key.name, request.match_info["id"]
+        key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
         await self._cancel(key, id)
         self._stored.delete(key, id)
-        return json_response(encode({"id": id, "object": "response", "deleted": True}))
+        return http.json_response(encode({"id": id, "object": "response", "deleted": True}))
 
     async def cancel(self, request: web.Request) -> web.Response:
-        key, id = ACCOUNT.get().key.name, request.match_info["id"]
+        key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
         await self._cancel(key, id)
         stored = self._stored.get(key, id)
         if not stored.background:
             raise InvalidRequest(f"Cannot cancel a synchronous response: {id} was not made with background")
-        return json_response(stored.response)
+        return http.json_response(stored.response)
 
     async def _cancel(self, key: str, id: str) -> None:
         if (running := self._running.get((key, id))) is not None:
@@ -256,15 +245,15 @@ class OpenAIResponses:
         last = b""
         try:
             with active.generating():
-                await collect(active, builder, add)
+                await http.collect(active, builder, add)
             last = builder.end()
         except asyncio.CancelledError:
             builder.cancelled()
         except Exception as raised:
             error = raised
             if not isinstance(error, ApiError):
-                error = ApiError(f"request {REQUEST_ID.get()} failed inside the router")
-                log.exception("request %s", REQUEST_ID.get())
+                error = ApiError(f"request {http.REQUEST_ID.get()} failed inside the router")
+                log.exception("request %s", http.REQUEST_ID.get())
             active.services.metrics.failed(error)
             last = builder.failed(error)
         finally:

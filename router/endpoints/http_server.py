@@ -19,16 +19,8 @@ from baton.router.active_request import Services
 from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
 from baton.router.api.openapi import OPERATIONS, encoded
+from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import Frontend, request_name
-from baton.router.endpoints.http_generation import (
-    ACCOUNT,
-    REQUEST_ID,
-    HttpGeneration,
-    authorization,
-    json_response,
-    read_body,
-    unsupported_encoding,
-)
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
 from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Converted
@@ -94,7 +86,7 @@ class HttpEndpoints:
         self._frontend = frontend
         self._created = int(time.time())  # noqa: TID251 - a timestamp
         self._cors = Cors(config.allowed_origins)
-        generation = HttpGeneration(config, frontend)
+        generation = http.HttpGeneration(config, frontend)
         responses = OpenAIResponses(config, frontend, generation)
         self.app = web.Application(middlewares=[self._guard])
         self.app.on_response_prepare.extend([_add_request_id, self._cors.add_headers])
@@ -138,12 +130,12 @@ class HttpEndpoints:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Gives the request an id, checks its API key, and turns errors into responses."""
         request_id = request_name(request.headers.get("x-request-id"))
-        REQUEST_ID.set(request_id)
+        http.REQUEST_ID.set(request_id)
         if (response := self._cors.preflight(request)) is not None:
             return response
         try:
             if request.path not in _OPEN:
-                ACCOUNT.set(self._frontend.authorize(authorization(request)))
+                http.ACCOUNT.set(self._frontend.authorize(http.authorization(request)))
             return await handler(request)
         except errors.ApiError as error:
             return self._refuse(request, error)
@@ -175,7 +167,7 @@ class HttpEndpoints:
         """Returns the error in the shape of the endpoint: Anthropic's, or OpenAI's."""
         self._services.metrics.failed(error)
         anthropic = request.path.startswith("/v1/messages")
-        body = error_body(error, REQUEST_ID.get()) if anthropic else error.body
+        body = error_body(error, http.REQUEST_ID.get()) if anthropic else error.body
         if error.retry_after is not None:
             more["Retry-After"] = str(error.retry_after)
         return web.json_response(body, status=error.status, headers=more)
@@ -201,9 +193,9 @@ class HttpEndpoints:
         }  # fmt: skip
 
     async def _convert(self, request: web.Request, kind: Converted) -> web.Response:
-        with self._frontend.admit(ACCOUNT.get()) as entry:
-            raw = await read_body(request, self._config, entry)
-            return json_response(await self._frontend.convert(kind, raw, entry))
+        with self._frontend.admit(http.ACCOUNT.get()) as entry:
+            raw = await http.read_body(request, self._config, entry)
+            return http.json_response(await self._frontend.convert(kind, raw, entry))
 
     # ------------------------------------------------------------ the router
 
@@ -245,7 +237,7 @@ class HttpEndpoints:
 
     async def _openapi(self, request: web.Request) -> web.Response:
         keys, admin = bool(self._config.api_keys), not self._config.supervised
-        return json_response(await asyncio.to_thread(encoded, version(), keys=keys, admin=admin))
+        return http.json_response(await asyncio.to_thread(encoded, version(), keys=keys, admin=admin))
 
     async def _page(self, page: bytes, request: web.Request) -> web.Response:
         return web.Response(body=page, content_type="text/html", charset="utf-8")
@@ -259,7 +251,7 @@ class HttpEndpoints:
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Handles the signal `on_response_prepare`."""
-    response.headers["x-request-id"] = REQUEST_ID.get()
+    response.headers["x-request-id"] = http.REQUEST_ID.get()
 
 
 class HttpRunner(web.AppRunner):
@@ -313,7 +305,7 @@ class _Connection(RequestHandler):
             raise ConnectionError("the response has begun, or the client disconnected")
         error: errors.ApiError
         if isinstance(exc, ContentEncodingError):
-            error = unsupported_encoding()
+            error = http.unsupported_encoding()
         elif status == 400:
             # The first line is the reason. The other lines quote the bytes, which may hold a key or a prompt.
             reason = (message or "").partition("\n")[0].rstrip(":")

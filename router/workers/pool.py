@@ -9,32 +9,12 @@ from dataclasses import dataclass, replace
 
 from baton.content import Tier
 from baton.router.config import RouterConfig
+from baton.router.policy import placement as policy
+from baton.router.policy import split as splitting
 from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.decode import DecodePool, FreeCapacity
-from baton.router.policy.placement import (
-    DecodeOffer,
-    Placement,
-    PrefillOffer,
-    PrefillWindow,
-    decode_offer,
-    pace,
-    patience,
-    place,
-    place_without_room,
-    prefill_offer,
-    prefill_window,
-)
 from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillWork
-from baton.router.policy.split import (
-    MOST_WORKERS,
-    PromptCost,
-    Split,
-    SplitWorker,
-    first_speed,
-    may_gain,
-    split,
-)
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.prefixes import prefix_source
 from baton.router.workers.roster import Roster
@@ -58,7 +38,7 @@ class PrefillTarget:
     worker: Worker
     work: PrefillWork
     """What the worker would compute."""
-    offer: PrefillOffer
+    offer: policy.PrefillOffer
     """What is expected if the request is sent now."""
     within: float
     """Seconds in which the prompt should be computed."""
@@ -76,7 +56,7 @@ class Place:
     """The prompt, if that worker computes it too. None: a prefill worker hands the KV over."""
     within: float
     """Seconds in which the prompt should be computed."""
-    why: Placement
+    why: policy.Placement
 
 
 class WorkerPool(Roster):
@@ -89,7 +69,7 @@ class WorkerPool(Roster):
         super().__init__(model, ChunkTable(config.chunks_fd, config.processes, config.process_number or 0))
         self.writes = config.chunks_fd is None
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
-        self._window = PrefillWindow()
+        self._window = policy.PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
         self._window_pools = 0, 0  # workers of both pools then
         self._may_overflow = config.overflow
@@ -190,8 +170,8 @@ class WorkerPool(Roster):
         changes = zip(self._window_pools, pools, strict=True)
         if now > self._window_until or any(abs(new - old) > WINDOW_CHANGE * old for old, new in changes):
             budgets = [w.description.max_num_batched_tokens for w in self.ready(pb.POOL_PREFILL)]
-            paces = [pace(w.status) for w in self.ready(pb.POOL_DECODE)] if self._may_overflow else []
-            self._window = prefill_window(budgets, self.loads.tokens_per_s(), paces)
+            paces = [policy.pace(w.status) for w in self.ready(pb.POOL_DECODE)] if self._may_overflow else []
+            self._window = policy.prefill_window(budgets, self.loads.tokens_per_s(), paces)
             self._window_until, self._window_pools = now + WINDOW_SECONDS, pools
         return self._window.holding(prompt)
 
@@ -216,8 +196,8 @@ class WorkerPool(Roster):
         work = PrefillWork(request.tokens - snapshot.cached.of(row), request.chunks)
         queues = self.loads.tokens_queued(row, time.monotonic()) > worker.description.max_num_batched_tokens
         utilisation = self.loads.utilisation(row)
-        offer = prefill_offer(snapshot, request, row, worker.status, worker.load, utilisation)
-        within = patience(work.tokens / float(snapshot.speed[row]))
+        offer = policy.prefill_offer(snapshot, request, row, worker.status, worker.load, utilisation)
+        within = policy.patience(work.tokens / float(snapshot.speed[row]))
         return PrefillTarget(worker, work, offer, within, queues)
 
     def choose_decode(self, request: PrefillRequest, *, promised: bool = False) -> Worker | None:
@@ -257,23 +237,23 @@ class WorkerPool(Roster):
         if not self._may_overflow:
             if prefill is None:
                 return None
-            return Place(worker, None, prefill.within, Placement("handover"))
+            return Place(worker, None, prefill.within, policy.Placement("handover"))
         rows = self.decode_caches.candidates(worker.row, request, self._rng)
         now = time.monotonic()
         offers = [self._decode_offer(row, cached, now) for row, cached in rows]
-        found = place(request.tokens, answer, None if prefill is None else prefill.offer, offers)
+        found = policy.place(request.tokens, answer, None if prefill is None else prefill.offer, offers)
         if found.place == "decode":
             chosen, offer = self.by_row[rows[found.offer][0]], offers[found.offer]
             work = PrefillWork(request.tokens - offer.cached, request.chunks)
-            return Place(chosen, work, patience(work.tokens * offer.pace.token_seconds), found)
+            return Place(chosen, work, policy.patience(work.tokens * offer.pace.token_seconds), found)
         assert prefill is not None
         if found.place == "prefill":
             return Place(prefill.worker, prefill.work, prefill.within, found)
         return Place(worker, None, prefill.within, found)
 
-    def _decode_offer(self, row: int, cached: int, now: float) -> DecodeOffer:
+    def _decode_offer(self, row: int, cached: int, now: float) -> policy.DecodeOffer:
         worker = self.by_row[row]
-        return decode_offer(worker.status, worker.load, self.loads.tokens_waiting(row, now), cached)
+        return policy.decode_offer(worker.status, worker.load, self.loads.tokens_waiting(row, now), cached)
 
     def place_without_room(self, request: PrefillRequest) -> Place | None:
         """Chooses the prefill worker that computes a request and decodes it, while no decode worker has room
@@ -289,7 +269,7 @@ class WorkerPool(Roster):
             self._rng,
         )
         targets = [self._target(snapshot, request, row) for row in rows]
-        found = place_without_room([target.offer for target in targets])
+        found = policy.place_without_room([target.offer for target in targets])
         if found is None:
             return None
         if self._lost_decode:
@@ -299,7 +279,7 @@ class WorkerPool(Roster):
 
     def split(
         self, request: PrefillRequest, target: PrefillTarget, decode: Worker, alone: float
-    ) -> tuple[Split, list[Worker]] | None:
+    ) -> tuple[splitting.Split, list[Worker]] | None:
         """Chooses workers that compute a prompt together with `target`, the first of them, and their ranges.
         If `decode` has nothing to decode it may have the last one, so its KV need not be handed over. None:
         one worker computes the prompt, since that takes about as long. `alone`: seconds until a token, if it
@@ -309,12 +289,12 @@ class WorkerPool(Roster):
         first, now, described = target.worker, time.monotonic(), target.worker.description
         if not self._config.split_prompts or not _takes_part(first):
             return None
-        if not may_gain(target.work.tokens, self._split_worker(first, first, now)):
+        if not splitting.may_gain(target.work.tokens, self._split_worker(first, first, now)):
             return None
         # The workers of a plan compute what one worker could read from the shared store.
         if first.status.store == "open" and self.loads.index.only_stored(first.row, request.chunks):
             return None
-        rows = self.loads.draw(2 * MOST_WORKERS, self._rng)
+        rows = self.loads.draw(2 * splitting.MOST_WORKERS, self._rng)
         others = {self.by_row[row] for row in rows} - {first, decode}
         free = [worker for worker in others if _takes_part(worker) and worker.address not in request.avoid]
         waits = {worker: self.loads.tokens_waiting(worker.row, now) for worker in free}
@@ -323,13 +303,13 @@ class WorkerPool(Roster):
         may_decode = self._may_overflow and decode is not first and not target.queues
         may_decode &= decode.address not in request.avoid
         last = decode if may_decode and _takes_part(decode) else None
-        cost = PromptCost(
+        cost = splitting.PromptCost(
             request.tokens,
             cached=request.tokens - target.work.tokens,
             doubles_at=described.attention_doubles_at,
             layers=max(1, described.num_layers),
         )
-        found = split(
+        found = splitting.split(
             cost,
             [self._split_worker(worker, first, now) for worker in chosen],
             None if last is None else self._split_worker(last, first, now),
@@ -337,13 +317,13 @@ class WorkerPool(Roster):
         )
         return None if found is None else (found, [*chosen, decode])
 
-    def _split_worker(self, worker: Worker, first: Worker, now: float) -> SplitWorker:
+    def _split_worker(self, worker: Worker, first: Worker, now: float) -> splitting.SplitWorker:
         row = worker.row
         speed = max(1.0, worker.status.prefill_tokens_per_s or self.loads.speed(first.row))
         link = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
-        return SplitWorker(
+        return splitting.SplitWorker(
             wait=self.loads.tokens_waiting(row, now) / speed,
-            speed=first_speed(speed, worker.status, worker.description.attention_doubles_at),
+            speed=splitting.first_speed(speed, worker.status, worker.description.attention_doubles_at),
             step=worker.description.max_num_batched_tokens,
             floor=worker.status.fastest_step_seconds,
             link=math.inf if link is None else link.tokens_per_s,

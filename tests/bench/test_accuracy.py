@@ -53,8 +53,7 @@ def test_500_streams(tmp_path: Path) -> None:
         print(f"{name:26}{configured:10.2f}{did:12.2f}{measured:10.2f}   {off:+.2f} ({off / did:+.2%})")
         if abs(off) > max(0.02 * did, 1.0):
             failed.append(name)
-    in_flight = [b["in_flight"] for b in report["detail"]["timeline"]]
-    print(f"streams at a time: {np.median(in_flight):.0f}; client {report['detail']['client']}")
+    print(f"client {report['detail']['client']}")
     assert report["detail"]["valid"], report["detail"]["invalid_reasons"]
     assert not failed
 

@@ -282,24 +282,24 @@ def test_runs_router(
         return contextlib.nullcontext(stand_in)
 
     large = {"message": ("/v1/chat/completions", b'{"messages": [], "a": "%b"}' % bytes(100_000))}
-    few = partial(router.decisions, 100, 2)
-    for name, smaller in {
-        "LocalCluster": started,
-        "FakeWorkers": lambda secret: contextlib.nullcontext(workers),
-        "WARM_UP": 1,
-        "PERIODS": 1,
+    few, cpu_seconds = partial(router.decisions, 100, 2), ends.cpu_seconds
+    for module, name, smaller in (
+        (router, "LocalCluster", started),
+        (ends, "FakeWorkers", lambda secret: contextlib.nullcontext(workers)),
+        (router, "WARM_UP", 1),
+        (router, "PERIODS", 1),
         # In such a short time the kernel may count no CPU time.
-        "cpu_seconds": lambda pid: ends.cpu_seconds(pid) + time.monotonic(),
-        "large_requests": lambda answer: large,
-        "decisions": lambda workers, count, busy: few(busy=busy),
-    }.items():
-        monkeypatch.setattr(router, name, smaller)
+        (ends, "cpu_seconds", lambda pid: cpu_seconds(pid) + time.monotonic()),
+        (ends, "large_requests", lambda answer: large),
+        (router, "decisions", lambda workers, count, busy: few(busy=busy)),
+    ):
+        monkeypatch.setattr(module, name, smaller)
     monkeypatch.setattr(router.secrets, "token_hex", lambda count: cluster.secret)
     monkeypatch.setattr(contextlib, "closing", lambda given: given)
     monkeypatch.setattr("gc.disable", lambda: None)
     monkeypatch.setattr(ends, "SPREAD_S", 0.0)
     with ends.OpenStreams(cluster.url, 1) as load:  # one load for all, since each is a process
-        monkeypatch.setattr(router, "OpenStreams", lambda url, streams: contextlib.nullcontext(load))
+        monkeypatch.setattr(ends, "OpenStreams", lambda url, streams: contextlib.nullcontext(load))
         rows = run("router", "--pairs", "100", "--streams", "1", "--seconds", "0.1")
     assert {"router.decision.w1000", "router.added.p99", "router.processes2.tokens_per_s"} <= {*rows}
     assert rows["router.stall.large_request"] > 0

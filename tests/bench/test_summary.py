@@ -137,20 +137,9 @@ def test_lengths_other_than_asked_for_are_counted() -> None:
 
 def test_a_run_without_records() -> None:
     found = _summary([], "ttft=1")
-    assert (found.rows["requests.sent"].value, found.detail["timeline"]) == (0, [])
+    assert found.rows["requests.sent"].value == 0
     assert "ttft.p50" not in found.rows
     assert found.detail["slo_met"] is False
-
-
-def test_the_time_line_adds_up() -> None:
-    records = _every(100, ttft=0.05, gaps=(0.01,) * 4)
-    failed = record(5.0, failure=Failure.REFUSED, detail="", output_tokens=None)
-    failed.ended = 5.0
-    bins = _summary([*records, failed]).detail["timeline"]
-    width = bins[1]["at"]
-    assert sum(b["tokens_per_s"] for b in bins) * width == pytest.approx(500, rel=1e-4)
-    assert sum(b["in_flight"] for b in bins) * width == pytest.approx(sum(r.e2e for r in records), rel=0.01)
-    assert sum(b["failed"] for b in bins) == 1
 
 
 QUANTILES = ("p50", "p90", "p99", "p99.9", "max")

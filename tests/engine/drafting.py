@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from baton.engine import Engine
+from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
 
 
-class Known:
+class Known(PromptLookup):
     """Knows the tokens of requests, by id, and makes a share of its guesses wrong."""
 
     def __init__(self, answers: Mapping[bytes, Sequence[int]], wrong: float, vocabulary: int = 199) -> None:

@@ -17,5 +17,3 @@ and `tests/kv_transfer/test_process.py`.
 """
 
 from tests.forked.popen import ForkedPopen, FreshPopen, forking
-
-__all__ = ["ForkedPopen", "FreshPopen", "forking"]

@@ -17,10 +17,6 @@ def config(**fields: Any) -> WorkerConfig:
 @pytest.mark.parametrize(
     ("fields", "flag"),
     [
-        ({"port": 70_000}, "--port: 70000"),
-        ({"metrics_port": -1}, "--metrics-port: -1"),
-        ({"index": -1}, "--index: -1"),
-        ({"secret": b"short"}, "--cluster-secret-file"),
         ({"kv_lanes": 0}, "--kv-lanes: 0"),
         ({"kv_slots": 5}, "--kv-slots: 5"),
         ({"kv_slot_bytes": 100_000}, "--kv-slot-bytes: 100000"),

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from baton.bench.contract import Row
 from baton.bench.load.measurement.quantiles import Series
 from baton.bench.load.measurement.self_check import Steadiness, detect, fixed_warm_up
@@ -19,7 +17,6 @@ from baton.bench.load.measurement.slo import QUANTILES, Bound, Slo
 from baton.bench.load.target.answer import Failure, Record
 
 LATENCIES = ("ttft", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e")
-BINS = 90  # of the time line
 _MOSTLY = 0.5
 _DIGITS = 4
 Latencies = Mapping[str, Mapping[str, Row]]
@@ -90,7 +87,6 @@ def summarize(
                 for name, of_name in series.items()
                 if len(of_name)
             },
-            "timeline": _timeline(records),
         },
     )
 
@@ -234,41 +230,3 @@ def _tokens_within(record: Record, begin: float, end: float) -> float:
         return sum(k for at, k in zip(record.arrivals, record.tokens, strict=True) if begin <= at < end)
     inside = sum(begin <= at < end for at in record.arrivals)
     return inside * (record.generated / len(record.arrivals) if record.ok else 1.0)
-
-
-def _timeline(records: Sequence[Record]) -> list[dict[str, float]]:
-    """TTFT counts at the intended send time, everything else when it happened. Latencies are in ms. A bin
-    lacks the latencies of which it has no sample."""
-    if not records:
-        return []
-    last = max(max(r.ended for r in records), 1e-3)
-    width = last / BINS
-    ttfts: list[list[float]] = [[] for _ in range(BINS)]
-    gaps: list[list[float]] = [[] for _ in range(BINS)]
-    tokens, failed = [0.0] * BINS, [0] * BINS
-    busy = np.zeros(BINS)
-    edges = np.arange(BINS) * width
-
-    def index(at: float) -> int:
-        return min(BINS - 1, max(0, int(at / width)))
-
-    for r in records:
-        busy += np.clip(np.minimum(r.ended, edges + width) - np.maximum(r.intended, edges), 0, None)
-        for n, at in enumerate(r.arrivals):
-            tokens[index(at)] += r.tokens[n] if r.tokens else 1
-            if n:
-                gaps[index(at)].append((at - r.arrivals[n - 1]) * 1e3)
-        if r.ok:
-            ttfts[index(r.intended)].append(r.ttft * 1e3)
-        elif r.failure is not Failure.INTERRUPTED:
-            failed[index(r.ended)] += 1
-    bins = []
-    for i in range(BINS):
-        found = {"at": i * width, "tokens_per_s": tokens[i] / width, "in_flight": busy[i] / width}
-        for name, values in (("ttft", ttfts[i]), ("gap", gaps[i])):
-            if values:
-                found[f"{name}_p50"], found[f"{name}_p99"] = np.percentile(values, (50, 99))
-        bins.append(
-            {key: round(float(value), _DIGITS) for key, value in found.items()} | {"failed": failed[i]}
-        )
-    return bins

@@ -4,7 +4,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,8 +20,6 @@ _CONDITION = re.compile(r"^\s*([\w.=/-]+?)\s*([<>])\s*([+-]?)(\d+(?:\.\d+)?)\s*(
 # If these parameters differ, the two runs are not the same experiment.
 _SAME = ("model", "api", "load", "duration_s", "requests", "workload", "extra_body", "warm_up")
 _OF_EACH_RUN = ("seed", "dialect")
-_LEAST_CHANGE = 0.02
-"""A smaller change of a row without an interval is not named."""
 _LOWER_IS_BETTER = ("ttft", "ttit", "handover", "e2e", "errors", "requests.failed", "client")
 _HIGHER_IS_BETTER = ("throughput", "goodput", "requests.ok", "max_rate")
 
@@ -121,24 +119,14 @@ def render(reports: Sequence[Mapping[str, Any]], names: Sequence[str], verdict: 
             row = rows_of(report).get(name)
             cells += [_cell(row), _change_cell(base.get(name), row)]
         table.add_row(name, *cells)
-    lines = [*_changes(reports, names)]
+    lines = [
+        Text(f"{name}: {key}: {old} → {new}")
+        for report, name in zip(reports[1:], names[1:], strict=True)
+        for key, (old, new) in _setup_changes(reports[0], report).items()
+    ]
     lines += [Text(f"Note: {w}", "yellow") for w in verdict.warnings]
     lines += [Text(f"FAILED {f}", "bold red") for f in verdict.failed]
     return Group(table, *lines)
-
-
-def _changes(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[Text]:
-    """What differs between the first report and each other one: the setup, then the results."""
-    first = reports[0]
-    for report, name in zip(reports[1:], names[1:], strict=True):
-        for key, (old, new) in _setup_changes(first, report).items():
-            yield Text(f"{name}: {key}: {old} → {new}")
-        for title, style, rows in (
-            ("better", "green", _moved(first, report, better=True)),
-            ("worse", "red", _moved(first, report, better=False)),
-        ):
-            if rows:
-                yield Text(f"{name} is {title}: {', '.join(rows)}", style)
 
 
 def _setup_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -153,18 +141,6 @@ def _setup_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
         for key in dict.fromkeys((*before, *after))
         if key not in (*_OF_EACH_RUN, *_SAME) and before.get(key) != after.get(key)
     }
-
-
-def _moved(old: Mapping[str, Any], new: Mapping[str, Any], *, better: bool) -> list[str]:
-    """The rows that are better, or worse, by more than their confidence intervals."""
-    before, after = rows_of(old), rows_of(new)
-    return [
-        f"{name} {change_text(row['value'], after[name]['value'])}"
-        for name, row in before.items()
-        if name in after
-        and _improved(row, after[name]) is better
-        and ("low" in row or abs(relative_change(row["value"], after[name]["value"])) >= _LEAST_CHANGE)
-    ]
 
 
 def _improved(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool | None:

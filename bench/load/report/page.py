@@ -110,7 +110,6 @@ def _figures(runs: Sequence[Run]) -> Iterator[Any]:
     if len(runs) > 1:
         yield _tradeoffs(runs)
     yield _distributions(runs)
-    yield from map(_timeline, runs)
 
 
 def _tradeoffs(runs: Sequence[Run]) -> Any:
@@ -142,23 +141,6 @@ def _distributions(runs: Sequence[Run]) -> Any:
             add_line(figure, panel, run.name, points, color)
     figure.update_xaxes(title_text="percentile", type="log", tickvals=[*_RARE.values()], ticktext=[*_RARE])
     return figure.update_yaxes(title_text="ms", type="log")
-
-
-def _timeline(run: Run) -> Any:
-    charts = {
-        "TTFT, by intended send time, ms": ("ttft_p50", "ttft_p99"),
-        "TTIT, by arrival, ms": ("gap_p50", "gap_p99"),
-        "Output tokens/s": ("tokens_per_s",),
-        "Requests due and not yet answered, and failed": ("in_flight", "failed"),
-    }
-    figure = panels([*charts])
-    for panel, keys in enumerate(charts.values()):
-        for color, key in enumerate(keys):
-            points = [(bin_["at"], bin_[key]) for bin_ in run.detail["timeline"] if key in bin_]
-            add_line(figure, panel, key.replace("_", " "), points, color)
-    figure.add_vrect(0, run.detail["window"][0], fillcolor="grey", opacity=0.15, row="all", col="all")
-    figure.update_xaxes(title_text="seconds since the start")
-    return figure.update_layout(title=escape(f"Time line: {run.name}"))
 
 
 def _settings(run: Run) -> Text:
