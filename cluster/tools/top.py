@@ -30,6 +30,7 @@ from baton.cluster.tools.status import console, merged, pool_of, table
 
 TIMEOUT = aiohttp.ClientTimeout(total=10)
 WORKER_TIMEOUT = aiohttp.ClientTimeout(total=2)
+PAGE_BYTES = 16 << 20  # of a metrics page, at most
 
 DRAFTS = "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total"
 COLUMNS = (
@@ -81,6 +82,16 @@ def parse(text: str) -> Page:
     return dict(page)
 
 
+async def page_text(response: aiohttp.ClientResponse) -> str:
+    """The whole text of a metrics page. Raises ValueError for an endless one."""
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        if len(data) > PAGE_BYTES:
+            raise ValueError(f"more than {PAGE_BYTES} bytes")
+    return data.decode(errors="replace")
+
+
 async def scrape(endpoint: EndpointOptions) -> Scrape:
     """Reads router and workers. Leaves out a worker that does not answer.
 
@@ -97,7 +108,7 @@ async def scrape(endpoint: EndpointOptions) -> Scrape:
         urls = [f"http://{w['description']['metrics_address']}/metrics" for w in named]
         pages = asyncio.gather(*(_worker_page(to_workers, url) for url in urls))
         async with client.get("metrics") as response:
-            router = parse(await (await checked(response)).text())
+            router = parse(await page_text(await checked(response)))
         found = zip(named, await pages, strict=True)
     workers = {w["address"]: page for w, page in found if page is not None}
     return Scrape(time.monotonic(), status, router, workers)
@@ -106,7 +117,7 @@ async def scrape(endpoint: EndpointOptions) -> Scrape:
 async def _worker_page(client: aiohttp.ClientSession, url: str) -> Page | None:
     try:
         async with client.get(url) as response:
-            return parse(await response.text())
+            return parse(await page_text(response))
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
         return None  # the worker is starting, has ended, or cannot be reached from here
 
