@@ -19,7 +19,7 @@ import trustme
 from hypothesis import HealthCheck, settings
 
 from tests.device import DEVICE
-from tests.interpreter import interpret_faster, watch_memory
+from tests.interpreter import interpret_faster
 from tests.shallow import shallow
 
 pytest_plugins = ["tests.leftovers"]
@@ -111,7 +111,6 @@ def kernel_device() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             interpret_faster(patch)
-            watch_memory(patch)
         yield DEVICE
 
 

@@ -15,6 +15,7 @@ from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Kernels
 from tests.device import DEVICE
+from tests.interpreter import watch_memory
 
 torch.set_num_threads(1)
 
@@ -78,10 +79,13 @@ def request_of(
 
 
 @pytest.fixture(scope="module")
-def triton_kernels(kernel_device: str) -> Kernels:
+def triton_kernels(kernel_device: str) -> Iterator[Kernels]:
     from baton.engine.kernels.triton_kernels import TritonKernels
 
-    return TritonKernels(torch.device(kernel_device), 64)
+    with pytest.MonkeyPatch.context() as patch:
+        if kernel_device == "cpu":
+            watch_memory(patch)
+        yield TritonKernels(torch.device(kernel_device), 64)
 
 
 @pytest.fixture

@@ -129,7 +129,8 @@ def test_an_engine_on_these_kernels(
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU does not watch it")
 @pytest.mark.parametrize("what", ["reads", "writes", "adds"])
-def test_the_interpreter_refuses_memory_of_no_argument(kernel_device: str, what: str) -> None:
+@pytest.mark.usefixtures("triton_kernels")
+def test_the_interpreter_refuses_memory_of_no_argument(what: str) -> None:
     """As all tests of kernels rely on: a kernel with one element too many fails."""
     import triton
     import triton.language as tl
