@@ -29,6 +29,10 @@ _STEP = 0.02  # seconds between looks at what no event tells
 Moment = Callable[[list[Stream]], bool]
 
 
+class TooLate(AssertionError):
+    """All streams ended before the moment of a fault."""
+
+
 async def ride(
     url: str, right: dict[Case, list[int]], asked: list[Case], *faults: tuple[Moment, Callable[[], Any]]
 ) -> list[Stream]:
@@ -43,7 +47,8 @@ async def ride(
         try:
             for moment, happens in faults:
                 while not await asyncio.to_thread(moment, streams):
-                    assert not all(task.done() for task in reading), "over before the moment came"
+                    if all(task.done() for task in reading):
+                        raise TooLate("over before the moment came")
                     await asyncio.sleep(_STEP)
                 await asyncio.to_thread(happens)
             await asyncio.gather(*reading)
