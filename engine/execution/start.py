@@ -7,7 +7,6 @@ A CPU skips measuring, compiling and capturing. All ranks take these steps toget
 measure, compile and capture have sums over ranks.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,8 +33,6 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches
 from baton.engine.models.cache_spec import CacheSpec
 from baton.machine import usable_cpus
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +95,6 @@ def start_rank(
         ahead=1 if limits.state_bytes else config.ahead,
         head=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
     )
-    if drafter is not None and on_gpu:
-        log.warning(
-            "--speculative-config: an EAGLE-3 head failed on an H200 with 32 requests, for a cause that is "
-            "not known; if the engine ends with an illegal access, choose the method ngram"
-        )
     use = _measure(config, runner, limits, model_config.full_step, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):

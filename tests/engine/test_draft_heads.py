@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from baton.engine import EngineConfig, EngineRequest, SamplingParams, Speculativ
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.execution.warmup import Rehearsal, rehearse
 from baton.engine.kernels import Kernels
+from baton.engine.kernels.attention.tiles import tile_work
 from baton.engine.loader import check_model
 from tests.device import DEVICE
 from tests.engine.checkpoints import assert_refused, edited_tensors, load
@@ -110,6 +112,11 @@ def test_an_engine_on_the_kernels_of_a_gpu(
     monkeypatch.setattr(engine._runner, "_record", LateEvent)
     monkeypatch.setattr(engine._landings, "expect", lambda event: None)
     capture_on_cpu(engine, monkeypatch)
+    graphs = engine._runner._graphs
+    assert graphs is not None
+    work = tile_work([(0, 64)], 4, graphs._widths.tile, graphs._widths.programs)
+    for staging in graphs._staging:  # as a step with a prompt leaves them
+        staging.put({"tiles": work, "block_tables": np.zeros((1, 1), np.int32)})
     draft_always(engine)
     assert tokens_of(engine, requests) == expected
     assert replayed(engine)
