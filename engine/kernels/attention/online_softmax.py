@@ -238,9 +238,18 @@ def _plain(tile, dtype: tl.constexpr):
     k, v, k_scale, v_scale = tile
     if k.dtype.is_fp8():
         lower, upper = of_pairs(v, tl.float32)
-        k = (k.to(tl.float32) * k_scale[:, None]).to(dtype)
-        v = (tl.interleave(lower, upper) * v_scale[:, None]).to(dtype)
+        k = _as_loaded((k.to(tl.float32) * k_scale[:, None]).to(dtype))
+        v = _as_loaded((tl.interleave(lower, upper) * v_scale[:, None]).to(dtype))
     return k, v
+
+
+@triton.jit
+def _as_loaded(x):
+    """Hides from the compiler that x was loaded in 8 bits. A product by `mma.sync` would else add its columns
+    in another order, so that each thread can use all numbers that it has loaded."""
+    if COMPILED and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
 
 
 @triton.jit
