@@ -9,7 +9,6 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import fp8_formats, gguf_groups, int4_formats
 from baton.engine.loader.gpt_oss import mxfp4
-from baton.engine.loader.hybrid_config import QWEN3_NEXT
 from baton.engine.loader.int4_on_load import int4_on_load
 from baton.engine.model_config import ModelConfig
 
@@ -61,7 +60,7 @@ ON_LOAD: dict[str, Callable[[torch.device], PlainFormat]] = {
 def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:
     """The format for this checkpoint on this device. Raises `ValueError` naming a format or flag that is not
     supported, with the list of those that are."""
-    _check_exact(engine, model, device)
+    _check_exact(engine, device)
     wanted, settings = engine.quantization, model.quantization
     method = None if settings is None else str(settings.get("quant_method"))
     if settings is not None and method in READ_PLAIN:
@@ -98,19 +97,10 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
     return STORED[method](settings, engine.model, device)
 
 
-def _check_exact(engine: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """Raises `ValueError` if a kernel of this model may give other bits in other steps of a GPU, or if equal
-    bits have not been shown on one."""
-    if not engine.batch_invariant or device.type != "cuda":
-        return
-    refused = {
-        "models with latent caches": model.latent is not None,
-        "layers with the gated delta rule": model.architecture == QWEN3_NEXT,
-        "KV in FP8": engine.kv_cache_dtype == "fp8",
-        "more than two ranks": engine.tensor_parallel_size > 2,
-    }
-    for what, is_so in refused.items():
-        if is_so:
-            raise ValueError(
-                f"--batch-invariant: {what} on GPUs are not supported ({engine.model}); leave the flag out"
-            )
+def _check_exact(engine: EngineConfig, device: torch.device) -> None:
+    """Raises `ValueError` if equal bits have not been shown on a GPU."""
+    if engine.batch_invariant and device.type == "cuda" and engine.tensor_parallel_size > 2:
+        raise ValueError(
+            "--batch-invariant: more than two ranks on GPUs are not supported; leave the flag out, or choose "
+            "--tensor-parallel-size 2 or 1"
+        )
