@@ -31,7 +31,7 @@ ON_CPU = (
     "--max-num-batched-tokens", "64", "--engine-timeout", "2", "--peer-timeout", "3",
 )  # fmt: skip
 # A step of workers that share a GPU may take long, so deadlines are the usual ones.
-ON_CUDA = "--num-blocks", "64", "--max-num-seqs", "32", "--max-num-batched-tokens", "2048"
+ON_CUDA = "--num-blocks", "96", "--max-num-seqs", "32", "--max-num-batched-tokens", "2048"
 COUNTS = {
     "kills": (12, 3, 2, "kills of each role"),
     "stalls": (2, 0, 0, "stopped engines of each role"),
@@ -47,7 +47,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, (usual, short, on_gpus, what) in COUNTS.items():
         told = f"{what} (default: {usual}; {short} with --short, on GPUs {on_gpus})"
         p.add_argument(f"--{name}", type=int, metavar="N", help=told)
-    p.add_argument("--clients", type=int, metavar="N", help="streams at a time (default: 8; 32 on GPUs)")
+    p.add_argument("--clients", type=int, metavar="N", help="streams at a time (default: 8; 48 on GPUs)")
     p.add_argument("--tokens", type=int, default=0, metavar="N", help="go on until clients have N tokens")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of cases, moments and victims")
     p.add_argument("--model-shape", choices=SHAPES, metavar="NAME", help=f"random weights (on GPUs: {DENSE})")
@@ -61,7 +61,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, (usual, *short, _) in COUNTS.items():
         if getattr(args, name) is None:
             setattr(args, name, short[on_gpus] if args.short else usual)
-    args.clients = args.clients or (32 if on_gpus else 8)
+    args.clients = args.clients or (48 if on_gpus else 8)
     args.model_shape = args.model_shape or (DENSE if on_gpus else None)
     args.dtype = args.dtype or ("bfloat16" if on_gpus or args.batch_invariant else "float32")
     return args
