@@ -77,6 +77,9 @@ exact() {
     python3 -m baton.bench.engine --device cuda --batch-invariant --json "$out/exact.json"
     python3 -m baton.bench.engine --device cuda --quantization fp8 --batch-invariant --json "$out/exact_fp8.json"
     python3 -m baton.bench.engine --device cuda --model-shape qwen3-30b-a3b --batch-invariant --json "$out/exact_moe.json"
+    local chaos='python3 -m baton.bench.chaos --device cuda --short --tokens 100000'
+    $chaos --batch-invariant --logs "$out/exact_chaos" --json "$out/exact_chaos.json"
+    $chaos --logs "$out/exact_control" --json "$out/exact_control.json" # without the flag tokens should differ
 }
 drafts() {
     python3 -m baton.bench.speculation --device cuda --json "$out/drafts.json"

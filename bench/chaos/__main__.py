@@ -1,10 +1,12 @@
 """Kills, stops, cuts off and flips the workers of a real cluster under load: `python -m baton.bench.chaos`.
 
-The cluster has two workers of each role and a router, in float32 on a CPU, or in bfloat16 with
-`--batch-invariant`. Clients send one request after
-another, greedy or seeded. Every answer must equal the answer that the same cluster gave without faults.
-Processes of every kind are killed (SIGKILL), engines are stopped (SIGSTOP), lanes are cut, workers are moved
-to the other pool and back. A client asks again if its router is killed. At the end every pool must be whole.
+The cluster has two workers of each role and a router. On a CPU it serves the embedded model in float32, or in
+bfloat16 with `--batch-invariant`. On GPUs it serves the 8B Llama shape in bfloat16. The workers take the GPUs
+in turn, or share the only one, and preempt requests, since their KV pools are small. Clients send one request
+after another, greedy or seeded. Every answer must equal what the cluster answers without faults when it has
+only this request. Processes of every kind are killed (SIGKILL), engines are stopped (SIGSTOP), lanes are cut,
+workers are moved to the other pool and back. A client asks again if its router is killed. At the end every
+pool must be whole.
 """
 
 import argparse
@@ -17,46 +19,58 @@ from pathlib import Path
 from baton.bench.chaos.faults import plan, torment
 from baton.bench.contract import Report, Row, parser
 from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
-from baton.bench.harness.streams import Happened, Load, Stream, cases, expected, judge, pauses
+from baton.bench.harness.streams import Case, Happened, Load, Stream, cases, expected, judge, pauses
+from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
+from baton.bench.shapes import DENSE, SHAPES, write_shape
+from baton.cluster.gpus import visible_gpus
 
 WORKERS = ("prefill", "decode")
 ROLES = (*WORKERS, "router")
-WORKER_FLAGS = (
+ON_CPU = (
     "--device", "cpu", "--num-threads", "1", "--num-blocks", "600",
     "--max-num-batched-tokens", "64", "--engine-timeout", "2", "--peer-timeout", "3",
 )  # fmt: skip
+# A step of workers that share a GPU may take long, so deadlines are the usual ones.
+ON_CUDA = "--num-blocks", "96", "--max-num-seqs", "32", "--max-num-batched-tokens", "2048"
 COUNTS = {
-    "kills": (12, 3, "kills of each role"),
-    "stalls": (2, 0, "stopped engines of each role"),
-    "routers": (3, 0, "kills of the router"),
-    "breaks": (6, 2, "times that lanes are cut"),
-    "flips": (6, 2, "flips of workers of each role"),
+    "kills": (12, 3, 2, "kills of each role"),
+    "stalls": (2, 0, 0, "stopped engines of each role"),
+    "routers": (3, 0, 1, "kills of the router"),
+    "breaks": (6, 2, 1, "times that lanes are cut"),
+    "flips": (6, 2, 2, "flips of workers of each role"),
 }
-"""How often each fault happens: usually, and with --short."""
+"""How often each fault happens: usually, with --short, and with --short on GPUs."""
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    p = parser("Kill, stall and cut off the processes of a real cluster under load.", devices=("cpu",))
-    for name, (usual, short, what) in COUNTS.items():
-        told = f"{what} (default: {usual}; {short} with --short)"
+    p = parser("Kill, stall and cut off the processes of a real cluster under load.")
+    for name, (usual, short, on_gpus, what) in COUNTS.items():
+        told = f"{what} (default: {usual}; {short} with --short, on GPUs {on_gpus})"
         p.add_argument(f"--{name}", type=int, metavar="N", help=told)
-    p.add_argument("--clients", type=int, default=8, metavar="N", help="streams at a time (default: 8)")
+    p.add_argument("--clients", type=int, metavar="N", help="streams at a time (default: 8; 48 on GPUs)")
+    p.add_argument("--tokens", type=int, default=0, metavar="N", help="go on until clients have N tokens")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of cases, moments and victims")
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the workers (default: float32)")
+    p.add_argument("--model-shape", choices=SHAPES, metavar="NAME", help=f"random weights (on GPUs: {DENSE})")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the workers (on GPUs: bfloat16)")
     p.add_argument("--batch-invariant", action="store_true", help="give the workers this flag, in bfloat16")
-    p.add_argument("--speculative-config", metavar="JSON", help="give the workers this flag")
+    for flag, value in (("quantization", "NAME"), ("speculative-config", "JSON")):
+        p.add_argument(f"--{flag}", metavar=value, help="give the workers this flag")
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     args = p.parse_args(argv)
-    for name, (usual, short, _) in COUNTS.items():
+    on_gpus = args.device == "cuda"
+    for name, (usual, *short, _) in COUNTS.items():
         if getattr(args, name) is None:
-            setattr(args, name, short if args.short else usual)
+            setattr(args, name, short[on_gpus] if args.short else usual)
+    args.clients = args.clients or (48 if on_gpus else 8)
+    args.model_shape = args.model_shape or (DENSE if on_gpus else None)
+    args.dtype = args.dtype or ("bfloat16" if on_gpus or args.batch_invariant else "float32")
     return args
 
 
 async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     rng = random.Random(args.seed)
-    asked = cases(6 if args.short else 16, 24, repeat=4)
-    right = await expected(cluster.url, asked, at_once=args.clients)
+    asked = cases_for(args)
+    right = await expected(cluster.url, asked, at_once=1)
     load = Load(cluster.url, asked, rng)
     quiet = (0.2, 1.5) if args.short else (0.2, 4.0)
     plans = {role: plan(role, args.kills, args.stalls, args.breaks, args.flips, rng) for role in WORKERS}
@@ -69,12 +83,18 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     )
     async with load.of(args.clients):
         happened = [one for track in await asyncio.gather(*tracks) for one in track]
+        routers = [one for one in happened if one.role == "router"]
+        while (verdict := judge(load.streams, right, routers)).tokens < args.tokens and not verdict.failed:  # noqa: ASYNC110
+            await asyncio.sleep(1)
+    verdict = judge(load.streams, right, routers)
     leaks = await asyncio.to_thread(leaks_when_idle, cluster.url)
-    verdict = judge(load.streams, right, [one for one in happened if one.role == "router"])
     report = Report.of("chaos", args)
     verdict.add_to(report, "chaos", leaks)
     report.add(Row("chaos.reconnected", verdict.reconnected, "connections"))
     report.add(Row("chaos.tokens", verdict.tokens, "tokens"))
+    preempted = sum(worker.metric("vllm:num_preemptions_total") for worker in cluster.workers)
+    report.add(Row("chaos.preempted", preempted, "times, in the last lives"))
+    report.add(Row("chaos.overflowed", cluster.router_metric("baton:overflow_total"), "requests, likewise"))
     _add_faults(report, happened, load.streams)
     return report
 
@@ -85,9 +105,8 @@ def _add_faults(report: Report, happened: list[Happened], streams: list[Stream])
     for name, count in sorted(counts.items()):
         report.add(Row(f"chaos.{name}", count, "times"))
     for role in ROLES:
-        _add_seconds(
-            report, f"away.{role}", [x.back - x.at for x in happened if x.role == role and x.back > x.at]
-        )
+        away = [x.back - x.at for x in happened if x.role == role and x.back > x.at]
+        _add_seconds(report, f"away.{role}", away)
     seen: defaultdict[str, list[float]] = defaultdict(list)
     for one in happened:
         seen[f"{one.role}.{one.fault}"] += pauses(streams, one)
@@ -103,11 +122,28 @@ def _add_seconds(report: Report, name: str, seconds: list[float]) -> None:
         report.add_median(f"chaos.{name}", seconds, "s")
 
 
-def _worker_flags(args: argparse.Namespace) -> tuple[str, ...]:
-    exact = ("--batch-invariant",) if args.batch_invariant else ()
-    dtype = args.dtype or ("bfloat16" if exact else "float32")
-    drafts = ("--speculative-config", args.speculative_config) if args.speculative_config else ()
-    return (*WORKER_FLAGS, "--dtype", dtype, "--quantization", "none", *exact, *drafts)
+def cases_for(args: argparse.Namespace) -> list[Case]:
+    """Every second one is greedy. The prompts for a shape have different lengths, and pairs begin alike."""
+    if args.model_shape is None:
+        return cases(6 if args.short else 16, 24, repeat=4)
+    compose = Composer(Tokenization(WORDS, 1.0, 0, "one token a word")).compose
+    lengths = enumerate(range(200, 1850, 66 if args.short else 33))
+    prompts = [compose([Segment((i // 2,), n // 2), Segment((0, i), n - n // 2)]) for i, n in lengths]
+    return [Case(prompt, 150, 0.8 * (i % 2), seed=i + 1) for i, prompt in enumerate(prompts)]
+
+
+def start(args: argparse.Namespace, directory: Path) -> LocalCluster:
+    """`directory`: for the files of the model, and without --logs for all others."""
+    on_gpus, shape, gpus = args.device == "cuda", args.model_shape, len(visible_gpus())
+    model = ["--model", str(write_shape(shape, directory, tokenizer=True))] if shape else []
+    flags = [*(ON_CUDA if on_gpus else ON_CPU), *model, "--dtype", args.dtype]
+    flags += ["--load-format", "dummy", "--max-model-len", "2048"] if shape else []
+    # The embedded model is a GGUF file, which workers would else serve packed.
+    flags += ["--quantization", args.quantization or ("auto" if shape else "none")]
+    flags += ["--batch-invariant"] if args.batch_invariant else []
+    flags += ["--speculative-config", args.speculative_config] if args.speculative_config else []
+    devices = [f"cuda:{i % gpus}" for _ in WORKERS for i in range(2)] if on_gpus else []
+    return LocalCluster(args.logs or directory, worker_flags=flags, router_flags=model, devices=devices)
 
 
 def main(argv: list[str] | None = None) -> Report:
@@ -116,7 +152,7 @@ def main(argv: list[str] | None = None) -> Report:
         args.logs.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="baton-chaos-") as temporary,
-        LocalCluster(args.logs or Path(temporary), worker_flags=_worker_flags(args)) as cluster,
+        start(args, Path(temporary)) as cluster,
     ):
         report = asyncio.run(measure(args, cluster))
     report.finish()

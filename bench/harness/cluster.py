@@ -32,7 +32,7 @@ from baton.cluster.supervision.plan import Pool
 from baton.machine.system import free_port
 from baton.rpc.channel import connect
 
-START_S = 180.0
+START_S = 300.0
 STOP_S = 30.0
 SET_POOL_S = 10.0
 WHOLE_S = 15.0

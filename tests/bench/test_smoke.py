@@ -47,6 +47,7 @@ from tests.mooncake import libraries
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
 ON_GPU = (
+    "chaos",
     "disagg",
     "engine",
     "flip",
@@ -59,7 +60,7 @@ ON_GPU = (
     "store",
     "vllm",
 )
-ON_CPU = ("chaos", "router", "routing_sim")
+ON_CPU = ("router", "routing_sim")
 ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
@@ -155,11 +156,11 @@ def commands_of(app: typer.Typer) -> dict[str, Any]:
     return found.commands
 
 
-def check_flags(command: str, *flags: str) -> None:
-    """Raises an error for flags that `baton COMMAND` does not take."""
+def check_flags(command: str, *flags: str) -> dict[str, Any]:
+    """What `baton COMMAND` reads from flags. Raises an error for those that it does not take."""
     from baton.cluster.cli import app
 
-    commands_of(app)[command].make_context(command, [*flags])
+    return commands_of(app)[command].make_context(command, [*flags]).params
 
 
 # ---------------------------------------------------------------- one process

@@ -36,7 +36,7 @@ LONG = "--kills 50 --stalls 3 --breaks 20 --flips 20 --routers 50 --clients 8"
 )
 async def test_no_stream_notices(broken: Broken, tmp_path: Path, flags: str) -> None:
     out = tmp_path / "report.json"
-    asked = arguments([*flags.split(), "--json", str(out)])
+    asked = arguments(["--device", "cpu", *flags.split(), "--json", str(out)])
     report = await measure(asked, broken.cluster)
     report.finish()
     rows = {row["name"]: row["value"] for row in json.loads(out.read_text())["results"]}

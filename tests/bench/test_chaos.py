@@ -1,0 +1,72 @@
+"""`bench.chaos` on GPUs: the flags of its processes, and its requests. tests/system/test_chaos.py runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from baton.bench import contract
+from baton.bench.chaos import __main__ as chaos
+from baton.bench.harness.streams import Case
+from baton.bench.shapes import write_shape
+from tests.bench.test_smoke import check_flags
+
+DENSE, MOE, SMALL = "llama-3.1-8b", "qwen3-30b-a3b", "llama-3.1-8b-two-layers"
+
+
+def started(tmp_path: Path, patch: pytest.MonkeyPatch, gpus: int, *flags: str) -> dict[str, Any]:
+    """What `LocalCluster` gets on a machine with so many GPUs."""
+    given: dict[str, Any] = {}
+    patch.setattr(contract, "gpus", lambda: ["H200"] * gpus)
+    patch.setattr(chaos, "visible_gpus", lambda: [str(i) for i in range(gpus)])
+    patch.setattr(chaos, "LocalCluster", lambda directory, **more: given.update(more))
+    chaos.start(chaos.arguments([*flags]), tmp_path)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("flags", "shape", "expected"),
+    [
+        ("--batch-invariant", DENSE, {"batch_invariant": True}),
+        (f"--model-shape {MOE} --quantization fp8", MOE, {"quantization": "fp8"}),
+        (f"--model-shape {SMALL} --dtype float32", SMALL, {"dtype": "float32"}),
+    ],
+)
+def test_workers_on_a_gpu_serve_a_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, shape: str, expected: dict[str, Any]
+) -> None:
+    given = started(tmp_path, monkeypatch, 1, *flags.split())
+    own = {"dtype": "bfloat16", "load_format": "dummy", "quantization": "auto", "batch_invariant": False}
+    for role, device in zip(("prefill", "prefill", "decode", "decode"), given["devices"], strict=True):
+        taken = check_flags(role, *given["worker_flags"], "--device", device)
+        assert taken | own | expected == taken
+        assert (taken["device"], Path(taken["model"]).name) == ("cuda:0", shape)
+        assert taken["num_blocks"] * 128 >= taken["max_model_len"], "the pool holds the longest request"
+    assert check_flags("router", *given["router_flags"])["model"] == str(tmp_path / shape)
+
+
+def test_workers_of_a_role_have_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = started(tmp_path, monkeypatch, 2, "--model-shape", "one-small-layer")
+    assert given["devices"] == ["cuda:0", "cuda:1"] * 2
+
+
+def ids_of(asked: list[Case], shape: str, tmp_path: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(write_shape(shape, tmp_path, tokenizer=True) / "tokenizer.json"))
+    return [tokenizer.encode(case.prompt).ids for case in asked]
+
+
+def test_prompts_for_a_shape_differ_and_fit_and_some_begin_alike(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--model-shape", "one-small-layer", "--short"]
+    asked = chaos.cases_for(chaos.arguments(flags))
+    prompts = ids_of(asked, "one-small-layer", tmp_path)
+    lengths = [len(prompt) for prompt in prompts]
+    assert len(set(lengths)) == len(asked) >= 24
+    assert min(lengths) == 200
+    assert max(lengths) + max(case.max_tokens for case in asked) < 2048
+    beginnings = {tuple(prompt[:64]) for prompt in prompts}
+    assert len(beginnings) == (len(asked) + 1) // 2, "pairs, which the prefix cache serves"
+    assert len({tuple(prompt[-64:]) for prompt in prompts}) == len(asked)
+    assert [case.temperature for case in asked[:2]] == [0.0, 0.8]
