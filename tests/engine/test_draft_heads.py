@@ -192,7 +192,7 @@ def test_a_head_that_knows_the_model_is_always_right(
     count_of_wrong: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one draft and with three: a mode has one number with wrong drafts, and the other with right ones."""
+    """With one draft and with three: a mode has one number with wrong drafts, the other with right ones."""
     count = count_of_wrong if wrong else 4 - count_of_wrong
     path, settings = tmp_path / "model", {"method": method}
     path.mkdir()
