@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
+from baton.router.preparation.child import fork_server
 from baton.router.server import RunningRouter, running
 from baton.router.text.model_files import read_gguf
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -54,9 +56,36 @@ def accepts(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
 
 
+_forks: dict[int, int] = {}
+"""Sockets to processes that fork children, by the id() of their tokenizer."""
+
+
+@contextlib.contextmanager
+def shared_forks(tokenizer: ModelTokenizer) -> Iterator[None]:
+    """Gives all routers of `make_cluster` with this tokenizer one process that forks their children, as the
+    router processes of a host have it. To start it takes half a second of CPU time."""
+    server = fork_server("baton tests", tokenizer)
+    assert server._its_end is not None
+    number = server._its_end.fileno()
+    process = subprocess.Popen([*server._command, str(number)], stdin=subprocess.PIPE, pass_fds=[number])
+    try:
+        assert process.stdin is not None
+        with process.stdin as state:
+            state.write(server._state)
+        _forks[id(tokenizer)] = server.fd
+        yield
+    finally:
+        del _forks[id(tokenizer)]
+        process.kill()
+        process.wait()
+        asyncio.run(server.close())
+
+
 @pytest.fixture(scope="session")
-def tokenizer(embedded_model_path: Path) -> ModelTokenizer:
-    return load_tokenizer(str(embedded_model_path))
+def tokenizer(embedded_model_path: Path) -> Iterator[ModelTokenizer]:
+    made = load_tokenizer(str(embedded_model_path))
+    with shared_forks(made):
+        yield made
 
 
 def encode_chat(tokenizer: ModelTokenizer, messages: list[dict[str, Any]]) -> list[int]:
@@ -106,8 +135,10 @@ def thinking_path(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def thinking_tokenizer(thinking_path: Path) -> ModelTokenizer:
-    return load_tokenizer(str(thinking_path))
+def thinking_tokenizer(thinking_path: Path) -> Iterator[ModelTokenizer]:
+    made = load_tokenizer(str(thinking_path))
+    with shared_forks(made):
+        yield made
 
 
 @dataclass
@@ -265,7 +296,7 @@ async def make_cluster(
         await worker.start()
     workers_file = tmp_path / "workers"
     workers_file.write_text("".join(f"{worker.address}\n" for worker in workers))
-    config = {"request_timeout": 60.0, "grpc_port": 0, **config}
+    config = {"request_timeout": 60.0, "grpc_port": 0, "forks_fd": _forks.get(id(tokenizer)), **config}
     made = RouterConfig(model="fake", secret=secret, port=0, workers_file=str(workers_file), **config)
     async with running(made, tokenizer, defaults) as router, aiohttp.ClientSession() as http:
         cluster = Cluster(router, http, tokenizer, lanes, output_ids, workers)

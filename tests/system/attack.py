@@ -37,9 +37,9 @@ from tests.kv_transfer import second_wire as wire
 from tests.kv_transfer.noise import Noise, drained, hostile_frames
 
 BLOWS = {
-    "flood": 0.02, "huge_bodies": 0.5, "false_fields": 0.02, "dear_requests": 0.05, "false_bodies": 0.05,
-    "unfinished_bodies": 0.1, "garbage": 0.01, "pages": 0.1, "false_messages": 0.05, "huge_messages": 0.5,
-    "stalled_streams": 0.2, "strange_calls": 0.1, "half_handshakes": 0.01,
+    "flood": 0.02, "huge_bodies": 0.5, "false_fields": 0.02, "dear_requests": 0.05, "dear_grammars": 0.05,
+    "false_bodies": 0.05, "unfinished_bodies": 0.1, "garbage": 0.01, "pages": 0.1, "false_messages": 0.05,
+    "huge_messages": 0.5, "stalled_streams": 0.2, "strange_calls": 0.1, "half_handshakes": 0.01,
     "bent_frames": 0.02, "frames_of_an_insider": 0.1,
 }  # fmt: skip
 """Methods of `Attack`, and the seconds after each of them."""
@@ -90,15 +90,18 @@ FALSE_FIELDS: tuple[dict[str, object], ...] = (
 DEAR_FIELDS: tuple[dict[str, object], ...] = (
     {"stop": ["a" * (1000 + i) for i in range(24)] + ["e" * (985 + i) for i in range(40)]},
     {"n": 128, "max_tokens": 4},
+    {"logprobs": 5, "logit_bias": {str(i): 1 for i in range(300)}},
+)
+"""Valid, and as much work as a request may be."""
+DEAR_GRAMMARS: tuple[dict[str, object], ...] = (
     {
         "structured_outputs": {"grammar": 'start: start start | "a" | ""'},
         "ignore_eos": False,
         "min_tokens": 28,
     },
     {"structured_outputs": {"regex": "(a?){60}a{60}"}, "ignore_eos": False},
-    {"logprobs": 5, "logit_bias": {str(i): 1 for i in range(300)}},
 )
-"""Valid, and as much work as a request may be."""
+"""As `DEAR_FIELDS`."""
 MIB = 1 << 20
 
 
@@ -209,8 +212,13 @@ class Attack:
             await response.read()
 
     async def dear_requests(self) -> None:
-        dear = {"prompt": "x", "max_tokens": 30, "stream": True, "ignore_eos": True}
-        dear |= self.turn("dear_requests", DEAR_FIELDS)
+        await self._ask_dearly(self.turn("dear_requests", DEAR_FIELDS))
+
+    async def dear_grammars(self) -> None:
+        await self._ask_dearly(self.turn("dear_grammars", DEAR_GRAMMARS))
+
+    async def _ask_dearly(self, fields: dict[str, object]) -> None:
+        dear = {"prompt": "x", "max_tokens": 30, "stream": True, "ignore_eos": True, **fields}
         async with self._post(json.dumps(dear).encode()) as response:
             said = await response.text()
             assert response.status in (200, 429), said

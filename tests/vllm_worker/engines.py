@@ -32,6 +32,8 @@ class Server:
         """`v2`: with vLLM's model runner V2, and the Triton of this environment."""
         assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(model)}
+        # vLLM keeps there what it knows of each class of models. To learn it, a process imports all of vLLM.
+        environment.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
         if v2:
             (packages := Path(tempfile.mkdtemp(dir=model)) / "triton").symlink_to(
                 Path(triton.__file__).parent

@@ -26,6 +26,7 @@ from baton.content import prompt_hints
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
+from tests.forked import forking
 from tests.system.machine import titled, tree, until
 
 ROOT = Path(__file__).parents[2]
@@ -244,20 +245,21 @@ def joined(cluster: VLLMCluster, *flags: str) -> Iterator[tuple[Front, Front]]:
     roles: list[subprocess.Popen[bytes]] = []
     fronts: list[Front] = []
     try:
-        for role, other in (("prefill", "decode"), ("decode", "prefill")):
-            theirs = cluster.workers()[other]["address"]
-            worker = ["--port", str(port := free_port()), *common, *engine]
-            front = Front(free_port())
-            router = [
-                "--port", str(front.port), "--no-overflow", "--served-model-name", "tiny", *common,
-                "--worker", f"127.0.0.1:{port}", "--worker", theirs,
-            ]  # fmt: skip
-            for name, line in ((role, worker), ("router", router)):
-                process, told = spawn(name, *line, environment=environment)
-                roles.append(process)
-                with told:
-                    assert "ready" in json.loads([*told][-1])
-            fronts.append(front)
+        with forking():
+            for role, other in (("prefill", "decode"), ("decode", "prefill")):
+                theirs = cluster.workers()[other]["address"]
+                worker = ["--port", str(port := free_port()), *common, *engine]
+                front = Front(free_port())
+                router = [
+                    "--port", str(front.port), "--no-overflow", "--served-model-name", "tiny", *common,
+                    "--worker", f"127.0.0.1:{port}", "--worker", theirs,
+                ]  # fmt: skip
+                for name, line in ((role, worker), ("router", router)):
+                    process, told = spawn(name, *line, environment=environment)
+                    roles.append(process)
+                    with told:
+                        assert "ready" in json.loads([*told][-1])
+                fronts.append(front)
         yield fronts[0], fronts[1]
     finally:
         for process in reversed(roles):
