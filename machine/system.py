@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import random
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _REASONS = {
@@ -60,6 +63,16 @@ def make_directory(flag: str, path: Path) -> None:
 def cannot_write(flag: str, path: Path, error: OSError) -> str:
     """Returns the message for the user."""
     return f"{flag} {path}: {error.strerror}; name a directory that you may write to"
+
+
+def report(ready_fd: int | None, message: Mapping[str, Any], *, last: bool = False) -> None:
+    """Writes a line of JSON into the ready pipe, whose reader is the supervisor of this process: {"stage": …,
+    "fraction": …}, {"ready": …} or {"error": …}. A reader that has gone is ignored."""
+    if ready_fd is not None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(ready_fd, json.dumps(message).encode() + b"\n")
+        if last:
+            os.close(ready_fd)
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

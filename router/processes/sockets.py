@@ -9,12 +9,9 @@ and the processes end.
 """
 
 import asyncio
-import json
-import os
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from baton.machine.system import cannot_listen, family
 
@@ -24,14 +21,6 @@ _PARTS = 10
 """Of this time. If the supervisor itself was stopped for long, that counts as one part."""
 _LENGTH_BYTES = 4
 _MAX_BYTES = 64 << 20
-
-
-def report(ready_fd: int | None, message: dict[str, Any], *, last: bool = False) -> None:
-    """Writes a line of JSON into the ready pipe: how far the start is, for the parent of this process."""
-    if ready_fd is not None:
-        os.write(ready_fd, json.dumps(message).encode() + b"\n")
-        if last:
-            os.close(ready_fd)
 
 
 async def serve_commands(control_fd: int, answer: Callable[[str], Awaitable[bytes]]) -> None:
