@@ -86,6 +86,14 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         os._exit(1)
 
 
+def waited_for_cpu(pid: int) -> float:
+    """Seconds in which the first thread of a process had no CPU to run on. 0: the kernel does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 async def process_end(pid: int) -> None:
     """Returns as soon as the child `pid` is dead. Does not reap it."""
     loop = asyncio.get_running_loop()

@@ -11,9 +11,8 @@ and the processes end.
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
-from baton.machine.system import cannot_listen, family
+from baton.machine.system import cannot_listen, family, waited_for_cpu
 
 REPLY_SECONDS = 10.0
 """A process that takes longer counts as hung. The time in which it waits for a CPU does not count."""
@@ -80,14 +79,6 @@ class ControlClient:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def waited_for_cpu(pid: int) -> float:
-    """Seconds in which the first thread of a process had no CPU to run on. 0: the kernel does not say."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
 
 
 SEND_BUFFER_BYTES = 256 << 10
