@@ -3,7 +3,6 @@
 import argparse
 import functools
 import importlib.metadata
-import importlib.util
 import json
 import platform
 import statistics
@@ -74,7 +73,7 @@ class Row:
 class Report:
     """The rows of one bench, with what a reader needs to judge and repeat them.
 
-    `detail` has further results, such as curves. It becomes one more key of the JSON object.
+    `detail` has further results. It becomes one more key of the JSON object.
     """
 
     bench: str
@@ -185,15 +184,6 @@ def _device(devices: Sequence[str], given: str) -> str:
     if given == "cuda" and not gpus():
         raise argparse.ArgumentTypeError("this bench needs a GPU, and nvidia-smi shows none on this machine")
     return given
-
-
-def require_plotly() -> None:
-    """Raises ValueError if the package that draws pages is missing."""
-    if importlib.util.find_spec("plotly") is None:
-        raise ValueError(
-            "--html needs plotly, which is not installed; run `pip install -e '.[bench]'` in Baton's source "
-            "directory"
-        )
 
 
 def interleaved(a: Callable[[], T], b: Callable[[], T], pairs: int) -> tuple[list[T], list[T]]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from baton.cluster import model
 from baton.cluster.options.roles import PickerRole, RouterRole, WorkerRole
-from baton.cluster.supervision import processes
+from baton.cluster.supervision.processes import tie_to_parent
+from baton.machine.system import report
 
 if TYPE_CHECKING:
     from baton.cluster.options.engine import EngineOptions
@@ -216,9 +217,9 @@ def _kubernetes(services: Sequence[str], port: str) -> Discovery | None:
 def supervised(ready_fd: int | None) -> Generator[None]:
     """For a role. With `ready_fd`, ties it to its supervisor, which is told of a ValueError."""
     if ready_fd is not None:
-        processes.tie_to_parent(ready_fd)
+        tie_to_parent(ready_fd)
     try:
         yield
     except ValueError as error:
-        processes.report_error(ready_fd, str(error))
+        report(ready_fd, {"error": str(error)})
         raise

@@ -4,7 +4,6 @@ A master knows which store process has an object. Store processes give memory. I
 command ends, too, and its supervisor starts it again: a store that has lost its master is empty.
 """
 
-import json
 import os
 import signal
 import socket
@@ -24,7 +23,7 @@ from baton.cluster.roles import supervised
 from baton.kv_transfer import shared_store
 from baton.kv_transfer.shared_store.chunk_object import StoreKeys
 from baton.kv_transfer.shared_store.client import ClientProcess
-from baton.machine.system import cannot_listen, describe_exit, die_with_parent, free_port, try_port
+from baton.machine.system import cannot_listen, describe_exit, die_with_parent, free_port, report, try_port
 from baton.rpc.auth import load_secret
 
 START_WITHIN = 60.0
@@ -139,8 +138,8 @@ def _run(commands: list[list[str]], ports: list[int], store: StoreOptions, ready
             if time.monotonic() > deadline:
                 raise ValueError(f"{Path(command[0]).name} does not listen on port {port}; see its log above")
             time.sleep(LOOK)
-    if not told and ended() is None and ready_fd is not None:
-        os.write(ready_fd, json.dumps({"ready": {"store": f"{store.host}:{store.port}"}}).encode() + b"\n")
+    if not told and ended() is None:
+        report(ready_fd, {"ready": {"store": f"{store.host}:{store.port}"}})
     while not told and ended() is None:
         time.sleep(LOOK)
     lost = None if told else ended()

@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import random
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _REASONS = {
@@ -62,6 +65,16 @@ def cannot_write(flag: str, path: Path, error: OSError) -> str:
     return f"{flag} {path}: {error.strerror}; name a directory that you may write to"
 
 
+def report(ready_fd: int | None, message: Mapping[str, Any], *, last: bool = False) -> None:
+    """Writes a line of JSON into the ready pipe, whose reader is the supervisor of this process: {"stage": …,
+    "fraction": …}, {"ready": …} or {"error": …}. A reader that has gone is ignored."""
+    if ready_fd is not None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(ready_fd, json.dumps(message).encode() + b"\n")
+        if last:
+            os.close(ready_fd)
+
+
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Makes the kernel kill this process when the thread that started it ends, for any reason.
 
@@ -71,6 +84,14 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if parent_pid not in (None, os.getppid()):
         os._exit(1)
+
+
+def waited_for_cpu(pid: int) -> float:
+    """Seconds in which the first thread of a process had no CPU to run on. 0: the kernel does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 async def process_end(pid: int) -> None:

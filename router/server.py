@@ -23,7 +23,7 @@ import setproctitle
 import uvloop
 from aiohttp import web
 
-from baton.machine.system import url_host
+from baton.machine.system import report, url_host, waited_for_cpu
 from baton.machine.tracing import Tracer
 from baton.router.active_request import ActiveRequests, Services
 from baton.router.admission.keys import ApiKey
@@ -35,7 +35,7 @@ from baton.router.endpoints.grpc_server import GrpcEndpoint
 from baton.router.endpoints.http_server import HttpEndpoints, HttpRunner
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
-from baton.router.processes.sockets import BACKLOG, listen, report, serve_commands, waited_for_cpu
+from baton.router.processes.sockets import BACKLOG, listen, serve_commands
 from baton.router.status import router_state, router_status
 from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer

@@ -212,7 +212,7 @@ def main() -> int:
     most = "of each rate and seed, about, for fewer requests at low rates (default: 600)"
     add("--seconds", type=float, default=600.0, metavar="S", help=most)
     add("--model-shape", choices=SHAPES, default=DENSE, metavar="NAME", help=f"{{model}} (default: {DENSE})")
-    add("--reports", type=Path, metavar="DIR", help="keep the reports of all runs, for `baton bench report`")
+    add("--reports", type=Path, metavar="DIR", help="keep the reports of all runs, for `baton bench compare`")
     args = p.parse_args()
     args.seeds = args.seeds or (1 if args.short else 3)
     args.requests = args.requests or REQUESTS[args.device][args.short]

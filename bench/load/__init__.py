@@ -9,7 +9,7 @@ Life of a run:
 3. `measurement` excludes the warm-up, checks whether the client kept up (`self_check`), and reduces the
    records to the rows and the detail of a `bench.contract.Report`: percentiles with confidence intervals
    (`summary`).
-4. `report` shows progress, and what the JSON of a report says as a table, an HTML page or a comparison.
+4. `report` shows progress, and what the JSON of a report says as a table or a comparison.
 
 `options` has the flags, `experiment` makes a run of them, `commands` is what `baton bench COMMAND` does.
 

@@ -1,4 +1,4 @@
-"""The command `baton bench`: run, sweep, replay, compare, report.
+"""The command `baton bench`: run, sweep, replay, compare.
 
 Exit codes: 0 measured; 1 nothing could be measured, the server refused many requests in a row, or a --fail-if
 holds; 2 a mistake in the options; 3 the client could not keep up, so the numbers are invalid; 130 stopped by
@@ -67,7 +67,7 @@ def command(
 
 @command(
     "baton bench run --url http://127.0.0.1:8000",
-    "baton bench run --rate 8 --duration 60 --preset 2000/150 --slo ttft=500,ttit=50 --html report.html",
+    "baton bench run --rate 8 --duration 60 --preset 2000/150 --slo ttft=500,ttit=50 --json report.json",
     "baton bench run --concurrency 32 --turns uniform:2,6 --think-time exponential:3 --api chat",
     takes=(groups.Target, groups.Workload, groups.Rate, groups.Load, groups.Output),
 )
@@ -79,7 +79,7 @@ def run(options: Options) -> int:
 
 
 @command(
-    "baton bench sweep --rates 1,2,4,8 --html sweep.html",
+    "baton bench sweep --rates 1,2,4,8 --json sweep.json",
     "baton bench sweep --concurrencies 1,4,16,64 --preset 2000/150",
     "baton bench sweep --find-rate 4 --slo ttft.p99=300,ttit.p99=8.5",
     takes=(groups.Target, groups.Workload, groups.Rate, groups.Load, groups.Output, groups.Sweep),
@@ -133,17 +133,3 @@ def compare(
     verdict = comparing.judge(loaded, conditions)
     console().print(comparing.render(loaded, [path.stem for path in reports], verdict))
     return 1 if verdict.failed else 0
-
-
-@command("baton bench report before.json after.json --html report.html")
-def report(
-    reports: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Files that --json wrote.")],
-    html: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
-) -> int:
-    """Draw one HTML page of one run or sweep, or of several side by side."""
-    from baton.bench.load.report import compare as comparing
-    from baton.bench.load.report.page import page
-
-    html.write_text(page([comparing.load(path) for path in reports], [path.stem for path in reports]))
-    typer.echo(f"{html} written.")
-    return 0

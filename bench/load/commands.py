@@ -16,7 +16,6 @@ from baton.bench.load import experiment
 from baton.bench.load.options import Options
 from baton.bench.load.report import table
 from baton.bench.load.report.live import Progression
-from baton.bench.load.report.page import page
 from baton.bench.load.target.answer import Record
 from baton.bench.load.target.endpoint import EndpointError
 from baton.bench.load.traffic.fleet import REFUSALS, Fleet, Harvest
@@ -190,9 +189,7 @@ def write_requests(records: Sequence[Record], path: Path) -> None:
 def _write(report: Report, options: Options) -> None:
     report.json_path = options.json
     report.write(indent=1)
-    if options.html is not None:
-        options.html.write_text(page([report.as_dict()], ["this run"]))
-    for path in (options.json, options.html, options.jsonl):
+    for path in (options.json, options.jsonl):
         if path is not None and not options.quiet:
             typer.echo(f"{path} written.", err=True)
 

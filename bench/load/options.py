@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from baton.bench.contract import require_plotly
 from baton.bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
 from baton.bench.load.measurement.slo import Slo
 from baton.bench.load.target.request import Api
@@ -185,7 +184,6 @@ class Output:
     )
 
     json: Path | None = opt(None, "Write the results as JSON.", "FILE")
-    html: Path | None = opt(None, "Write the report as one HTML page. Needs the extra `bench`.", "FILE")
     jsonl: Path | None = opt(None, "Write every request as a line of JSON.", "FILE")
     quiet: bool = opt(False, "Nothing on stderr but errors.")
 
@@ -235,10 +233,8 @@ class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
             raise ValueError(f"--burstiness {self.burstiness:g} is for --arrivals gamma.")
         if self.arrivals != "poisson" and not (self.rate or self.rates or self.find_rate):
             raise ValueError(f"--arrivals {self.arrivals} shapes an open loop: give its --rate.")
-        if self.html is not None:
-            require_plotly()
         # The results would be lost after the run.
-        for option, path in {"--json": self.json, "--html": self.html, "--jsonl": self.jsonl}.items():
+        for option, path in {"--json": self.json, "--jsonl": self.jsonl}.items():
             if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
                 raise ValueError(
                     f"{option} {path}: no file can be written there. Give a file in a directory that exists."

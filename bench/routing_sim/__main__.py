@@ -1,6 +1,6 @@
 """Compares the router's policies with simpler ones, in simulated clusters.
 
-Prefill: the traces of `bench.routing_sim.traces` on 4, 64 and 1,000 workers behind 4 routers (1 before
+Prefill: the chats of `bench.routing_sim.traces` on 4, 64 and 1,000 workers behind 4 routers (1 before
 1,000), as fast as an H200, with a load of 0.8 and with caches that live sessions fill to 90 %. One case has
 workers that join and leave. Think times depend on how many sessions a worker has between two turns, which
 keeps runs short.
@@ -27,7 +27,7 @@ from dataclasses import replace
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.routing_sim.baselines import POLICIES, Flips
-from baton.bench.routing_sim.traces import multi_turn, shared_prefix, size
+from baton.bench.routing_sim.traces import multi_turn, size
 from baton.cluster.options.optimize import PROFILES
 from baton.simulator import placement
 from baton.simulator import split as shared_prompts
@@ -92,9 +92,6 @@ def cases(short: bool) -> Iterator[tuple[str, Trace, Setting, list[str]]]:
         if workers == MAIN:
             changed = replace(sized(trace, workers), changes=[(0.5, -4), (0.7, 4)])
             yield f"multi_turn.w{workers}.changes", trace, changed, ["sticky"]
-        if workers != max(SCALES):
-            trace = shared_prefix(requests // 4, SEED)
-            yield f"shared_prefix.w{workers}", trace, sized(trace, workers), names
 
 
 def add_rows(report: Report, case: str, policy: str, outcome: Outcome) -> None:

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.autoscaling.scaling import Sample
 from baton.cluster.options.pools import PoolOptions, PoolSize
@@ -17,22 +15,10 @@ def least_loaded(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     return int(snapshot.wait.argmin())
 
 
-def pure_hash(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
-    """Consistent hashing by session. Ignores queues."""
-    return next(row for row in snapshot.ring.walk(request.key) if np.isfinite(snapshot.wait[row]))
-
-
-def prefix_only(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
-    """The longest cached prefix, with any queue. The shortest queue if no worker has a prefix."""
-    return min(snapshot.cached.holders() or snapshot.rows.tolist(), key=snapshot.wait.__getitem__)
-
-
 POLICIES: dict[str, PrefillPolicy] = {
     "sticky": sticky,
     "round_robin": round_robin,
     "least_loaded": least_loaded,
-    "pure_hash": pure_hash,
-    "prefix_only": prefix_only,
 }
 
 

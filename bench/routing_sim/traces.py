@@ -1,13 +1,9 @@
-"""Two kinds of trace, and a cluster that suits each (`size`).
+"""A trace of chats (`multi_turn`), and a cluster that suits it (`size`).
 
-Chunk hashes are made up: two are equal where the prompts are equal up to there.
-
-- `multi_turn`: chats. A session has one of 8 system prompts of 512 tokens (popularity ∝ 1/rank) and a
-  geometric number of turns (mean 6, at most 24). User messages and answers have log-normal lengths (median
-  120 and 200 tokens, σ 0.8, at most 2,000). Each prompt holds the whole history. Clients send a session id.
-- `shared_prefix`: single questions of 50 to 200 tokens over 200 documents of 1,000 to 6,000 tokens
-  (popularity ∝ 1/rank). Clients send no session id: routers tell sessions apart by the beginning of the
-  prompt.
+Chunk hashes are made up: two are equal where the prompts are equal up to there. A session has one of 8 system
+prompts of 512 tokens (popularity ∝ 1/rank) and a geometric number of turns (mean 6, at most 24). User
+messages and answers have log-normal lengths (median 120 and 200 tokens, σ 0.8, at most 2,000). Each prompt
+holds the whole history. Clients send a session id.
 """
 
 import itertools
@@ -24,8 +20,6 @@ from baton.simulator.trace import Session, Trace, Turn
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 8, 512
 MEAN_TURNS, MOST_TURNS = 6.0, 24
 USER_TOKENS, ANSWER_TOKENS, SIGMA, MOST_TOKENS = 120, 200, 0.8, 2_000
-DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS = 200, (1_000, 6_000), (50, 200)
-SESSION_CHUNKS = 4  # as in router.api.jobs
 LOAD = 0.8
 """Of what the workers could compute if no prompt were cached. Below 1, every policy keeps up."""
 FULL = 0.9
@@ -53,20 +47,6 @@ def _chat(rng: random.Random, number: int) -> Session:
             return Session(_name("session", number, 0), tuple(turns), shared)
 
 
-def shared_prefix(requests: int, seed: int) -> Trace:
-    rng = random.Random(seed)
-    lengths = [rng.randint(*DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
-    weights = [1 / (i + 1) for i in range(DOCUMENTS)]
-    sessions = []
-    for number, document in enumerate(rng.choices(range(DOCUMENTS), weights, k=requests)):
-        tokens = lengths[document] + rng.randint(*QUESTION_TOKENS)
-        shared = lengths[document] // CHUNK_TOKENS
-        names = [_name("document", document, i) for i in range(shared)]
-        names += [_name("question", number, i) for i in range(shared, tokens // CHUNK_TOKENS)]
-        sessions.append(Session(_key(names), (Turn(tokens, tuple(names), 0.0),), shared))
-    return Trace("shared_prefix", sessions)
-
-
 def h200(uncached: int, cached: int) -> float:
     """Seconds for one prompt of Llama-3.1-8B in bfloat16 on one H200."""
     return step_seconds(0, 0, [(uncached, cached)])
@@ -79,17 +59,15 @@ def size(trace: Trace, *, workers: int, routers: int, sessions: float) -> Settin
     seconds = sum(h200(turn.tokens, 0) for session in trace.sessions for turn in session.turns)
     rate = LOAD * workers * len(trace.sessions) / seconds
     pauses = sum(turn.think for session in trace.sessions for turn in session.turns[:-1])
-    think = sessions * workers * len(trace.sessions) / (rate * pauses) if pauses else 0.0
+    think = sessions * workers * len(trace.sessions) / (rate * pauses)
     longest = max(len(turn.chunks) for session in trace.sessions for turn in session.turns)
     capacity = max(longest, round(_live_chunks(trace, rate, think, workers) / FULL))
     return Setting(workers, routers, capacity, rate, think, h200)
 
 
 def _live_chunks(trace: Trace, rate: float, think: float, workers: int) -> float:
-    """Per worker. In a trace without later turns only the chunks that sessions share count."""
+    """Per worker."""
     shared = {chunk for s in trace.sessions for chunk in s.turns[0].chunks[: s.shared_chunks]}
-    if not think:
-        return len(shared) / workers
     own = sum(
         (len(turn.chunks) - session.shared_chunks) * turn.think * think
         for session in trace.sessions
@@ -112,7 +90,3 @@ def _length(rng: random.Random, median: int) -> int:
 
 def _name(kind: str, number: int, index: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{kind} {number} {index}".encode())
-
-
-def _key(chunks: list[int]) -> int:
-    return chunks[:SESSION_CHUNKS][-1] if chunks else 0

@@ -7,7 +7,6 @@ its own tree, which it reads from /proc.
 import asyncio
 import contextlib
 import ctypes
-import json
 import os
 import select
 import signal
@@ -56,12 +55,6 @@ def adopt_orphans() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def report_error(ready_fd: int | None, message: str) -> None:
-    """Sends the supervisor the reason why this role cannot start, in words for the user."""
-    if ready_fd is not None:
-        os.write(ready_fd, json.dumps({"error": message}).encode() + b"\n")
 
 
 # ------------------------------------------------------------ signals

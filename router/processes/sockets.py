@@ -9,14 +9,10 @@ and the processes end.
 """
 
 import asyncio
-import json
-import os
 import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
-from baton.machine.system import cannot_listen, family
+from baton.machine.system import cannot_listen, family, waited_for_cpu
 
 REPLY_SECONDS = 10.0
 """A process that takes longer counts as hung. The time in which it waits for a CPU does not count."""
@@ -24,14 +20,6 @@ _PARTS = 10
 """Of this time. If the supervisor itself was stopped for long, that counts as one part."""
 _LENGTH_BYTES = 4
 _MAX_BYTES = 64 << 20
-
-
-def report(ready_fd: int | None, message: dict[str, Any], *, last: bool = False) -> None:
-    """Writes a line of JSON into the ready pipe: how far the start is, for the parent of this process."""
-    if ready_fd is not None:
-        os.write(ready_fd, json.dumps(message).encode() + b"\n")
-        if last:
-            os.close(ready_fd)
 
 
 async def serve_commands(control_fd: int, answer: Callable[[str], Awaitable[bytes]]) -> None:
@@ -91,14 +79,6 @@ class ControlClient:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def waited_for_cpu(pid: int) -> float:
-    """Seconds in which the first thread of a process had no CPU to run on. 0: the kernel does not say."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
 
 
 SEND_BUFFER_BYTES = 256 << 10

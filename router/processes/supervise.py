@@ -24,14 +24,14 @@ from typing import Any, NoReturn, TypeVar
 import setproctitle
 from aiohttp import web
 
-from baton.machine.system import die_with_parent, process_end, url_host
+from baton.machine.system import die_with_parent, process_end, report, url_host
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.policy.chunk_table import ChunkTable
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
-from baton.router.processes.sockets import ControlClient, listen, report, reserve
+from baton.router.processes.sockets import ControlClient, listen, reserve
 from baton.router.status import all_ready, merged_status, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
 

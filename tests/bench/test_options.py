@@ -70,7 +70,7 @@ def test_objectives_are_parsed() -> None:
         (lambda: Options(slo="ttft=soon"), r"'ttft=soon'"),
         (lambda: Options(attainment=99), r"--attainment 99 must be a share"),
         (lambda: Options(json=Path("/nowhere/at/all.json")), r"--json /nowhere/at/all.json"),
-        (lambda: Options(html=Path("/tmp")), r"--html /tmp: no file"),
+        (lambda: Options(jsonl=Path("/tmp")), r"--jsonl /tmp: no file"),
         (lambda: Condition.parse("ttit.p99"), r"--fail-if 'ttit.p99' is no condition"),
         (lambda: Condition.parse("ttit.p99>5%"), r"has a sign, like ttit.p99>\+5%"),
     ],

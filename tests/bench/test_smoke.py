@@ -250,7 +250,7 @@ def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim, "PLACED_SHORT", (2,))
     monkeypatch.setattr(sim, "PLACED_REQUESTS_SHORT", 20)
     rows = run("routing_sim", "--short")
-    assert {"routing_sim.multi_turn.w8.changes.sticky.hits", "routing_sim.shared_prefix.w4.bound"} <= {*rows}
+    assert {"routing_sim.multi_turn.w8.changes.sticky.hits", "routing_sim.multi_turn.w4.bound"} <= {*rows}
     assert rows["routing_sim.placement.500_500.6.w2.ttft_p99"] > 0
 
 

@@ -24,6 +24,7 @@ import pytest
 
 from baton.bench.harness.processes import spawn
 from baton.content import prompt_hints
+from baton.machine.system import report
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.processes import sockets, supervise
@@ -396,7 +397,7 @@ def small_process(broken: Path) -> Callable[[RouterConfig], int]:
         if broken.exists():
             return 3
         assert config.control_fd is not None
-        sockets.report(config.ready_fd, {"ready": {"url": "http://nowhere"}}, last=True)
+        report(config.ready_fd, {"ready": {"url": "http://nowhere"}}, last=True)
         control = socket.socket(fileno=config.control_fd)
         for question in control.makefile():
             if question == "status\n":

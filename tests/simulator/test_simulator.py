@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from baton.bench.routing_sim.baselines import POLICIES
-from baton.bench.routing_sim.traces import h200, multi_turn, shared_prefix, size
-from baton.simulator.prefill import Outcome, Queued, Simulation, SimWorker
+from baton.bench.routing_sim.traces import h200, multi_turn, size
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
+from baton.simulator.prefill import Outcome, Queued, Setting, Simulation, SimWorker
 from baton.simulator.trace import Session, Trace, Turn
 
 
@@ -61,8 +62,6 @@ def test_a_seed_gives_the_same_trace_and_prompts_share_prefixes():
     chat = max(multi_turn(200, 3).sessions, key=lambda s: len(s.turns))
     for before, after in zip(chat.turns, chat.turns[1:], strict=False):
         assert after.chunks[: len(before.chunks)] == before.chunks
-    documents = shared_prefix(500, 3).sessions
-    assert len({turn.chunks[0] for s in documents for turn in s.turns}) < len(documents)
 
 
 def test_every_request_is_answered_while_workers_join_and_leave():
@@ -83,10 +82,23 @@ def test_sticky_finds_prefixes_without_long_queues():
 
 def test_sticky_finds_a_document_that_another_session_cached():
     rng = random.Random(1)
-    trace = shared_prefix(800, 1)
-    trace = Trace("", [replace(s, key=rng.getrandbits(64)) for s in trace.sessions])
-    found = {name: hits(simulate(trace, name)) for name in ("sticky", "pure_hash")}
-    assert found["sticky"] > found["pure_hash"] + 0.2
+    documents = [tuple(rng.getrandbits(64) for _ in range(rng.randint(15, 90))) for _ in range(200)]
+    asked = rng.choices(documents, [1 / (i + 1) for i in range(len(documents))], k=800)
+    sessions = [
+        Session(rng.getrandbits(64), (Turn(64 * len(chunks) + 60, chunks, 0.0),), len(chunks))
+        for chunks in asked
+    ]
+
+    def first_on_the_ring(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
+        return next(iter(snapshot.ring.walk(request.key)))
+
+    capacity = sum(map(len, documents)) // 8
+    setting = Setting(workers=8, routers=4, capacity=capacity, rate=40.0, think=0.0, speed=h200)
+    found = [
+        hits(Simulation(Trace("", sessions), policy, setting).run())
+        for policy in (POLICIES["sticky"], first_on_the_ring)
+    ]
+    assert found[0] > found[1] + 0.2
 
 
 def test_workers_that_leave_move_few_sessions():

@@ -1,7 +1,6 @@
 """The service process of a worker: starts the process tree, serves routers, drains, and stops the tree."""
 
 import asyncio
-import json
 import logging.config
 import os
 import signal
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 import setproctitle
 from grpc_health.v1 import health_pb2
 
-from baton.machine.system import cannot_listen, try_port
+from baton.machine.system import cannot_listen, report, try_port
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import cluster_pems, create_server
 from baton.rpc.health import HealthServicer
@@ -271,7 +270,7 @@ class ReadyPipe:
        worker that a signal stops during its start writes neither.
     3. The worker closes the descriptor.
 
-    Owns `fd`; with None it writes nothing. A reader that has gone is ignored.
+    Owns `fd`; with None it writes nothing.
     """
 
     def __init__(self, fd: int | None) -> None:
@@ -283,26 +282,17 @@ class ReadyPipe:
         last_stage, last_fraction = self._last
         if stage != last_stage or fraction - last_fraction >= 0.05 or fraction == 1.0:
             self._last = (stage, fraction)
-            self._write({"stage": stage, "fraction": round(fraction, 3)})
+            report(self._fd, {"stage": stage, "fraction": round(fraction, 3)})
 
     def ready(self, **about: str | int) -> None:
-        self._write({"ready": about})
+        report(self._fd, {"ready": about})
         self.close()
 
     def error(self, message: str) -> None:
-        self._write({"error": message})
+        report(self._fd, {"error": message})
         self.close()
 
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-    def _write(self, line: dict[str, object]) -> None:
-        if self._fd is None:
-            return
-        try:
-            os.write(self._fd, json.dumps(line).encode() + b"\n")
-        except BrokenPipeError:
-            log.warning("the reader of the ready descriptor has closed it")
-            self.close()

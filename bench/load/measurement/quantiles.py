@@ -15,7 +15,6 @@ import numpy as np
 from baton.bench.contract import Row, percentile
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
-CURVE_POINTS = 120
 _Z = 1.96  # 95 %
 
 
@@ -53,16 +52,6 @@ class Series:
             )
             for quantile, (value, low, high) in found.items()
         }  # fmt: skip
-
-    def curve(self) -> list[tuple[float, float]]:
-        """Points (share of samples, value): evenly spaced up to the median, then denser to the maximum."""
-        if not len(self):
-            return []
-        order = np.sort(self.values)
-        tail = 1 - np.logspace(np.log10(0.5), np.log10(1 / max(2, len(order))), CURVE_POINTS // 2)
-        shares = np.unique(np.concatenate((np.linspace(0, 0.5, CURVE_POINTS // 2), tail, [1.0])))
-        values = np.quantile(order, shares, method="inverted_cdf")
-        return list(zip(shares.tolist(), values.tolist(), strict=True))
 
     def _estimate(self, order: np.ndarray, q: float) -> tuple[float, float | None, float | None]:
         """The quantile and its 95 % interval. The upper end is None if there are too few samples."""

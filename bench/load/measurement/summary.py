@@ -18,7 +18,6 @@ from baton.bench.load.target.answer import Failure, Record
 
 LATENCIES = ("ttft", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e")
 _MOSTLY = 0.5
-_DIGITS = 4
 Latencies = Mapping[str, Mapping[str, Row]]
 """By metric and quantile."""
 
@@ -82,11 +81,6 @@ def summarize(
             "slo_met": _slo_met(slo, latencies, share, attainment) if slo.bounds else None,
             "interrupted": sum(r.failure is Failure.INTERRUPTED for r in records),
             "errors": {error: {"count": count, "sample": samples[error]} for error, count in errors},
-            "curves": {
-                name: [[round(q, 6), round(value, _DIGITS)] for q, value in of_name.curve()]
-                for name, of_name in series.items()
-                if len(of_name)
-            },
         },
     )
 

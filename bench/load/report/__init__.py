@@ -1,1 +1,1 @@
-"""What a reader sees: progress, table, JSON and HTML, and the comparison of reports."""
+"""What a reader sees: progress, table, and the comparison of reports."""

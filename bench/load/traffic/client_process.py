@@ -7,10 +7,10 @@ read when to start → write a `Record` for each request that ends, and `Progres
 
 import asyncio
 import gc
+import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ import uvloop
 
 from baton.bench.load.target.answer import Record
 from baton.bench.load.traffic.client import Client, ClientConfig
+from baton.machine.system import waited_for_cpu
 
 STALL_PERIOD = 0.01
 _PROGRESS_PERIOD = 0.25
@@ -75,12 +76,12 @@ async def main() -> None:
         asyncio.create_task(_watch_stalls(stalls)),
         asyncio.create_task(_tell_progress(client, transport)),
     ]
-    began, cpu, waited = time.monotonic(), time.process_time(), _waited()
+    began, cpu, waited = time.monotonic(), time.process_time(), waited_for_cpu(os.getpid())
     await client.run(start, stop)
     load = ClientUsage(
         elapsed=time.monotonic() - began,
         cpu=time.process_time() - cpu,
-        waited=_waited() - waited,
+        waited=waited_for_cpu(os.getpid()) - waited,
         stalls=stalls,
     )
     for helper in helpers:
@@ -115,14 +116,6 @@ async def _tell_progress(client: Client, transport: asyncio.WriteTransport) -> N
     while True:
         await asyncio.sleep(_PROGRESS_PERIOD)
         transport.write(line_of(Progress(client.in_flight)))
-
-
-def _waited() -> float:
-    """Seconds for which this process was ready to run and had no core (the scheduler's run delay)."""
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    except (FileNotFoundError, IndexError):
-        return 0.0
 
 
 if __name__ == "__main__":

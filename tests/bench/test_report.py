@@ -1,4 +1,4 @@
-"""What a reader sees of reports: tables, pages, comparisons."""
+"""What a reader sees of reports: tables and comparisons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ from baton.bench.load.experiment import Plan, client_of, report_of
 from baton.bench.load.options import Options
 from baton.bench.load.report import compare
 from baton.bench.load.report.compare import Condition
-from baton.bench.load.report.page import add_line, page, panels
 from baton.bench.load.report.table import console, render, render_sweep
 from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.traffic.fleet import Harvest
 from tests.bench.support import EXACT, record, short_prompts
-from tests.browser import browser
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m"
 
@@ -55,90 +52,16 @@ def _sweep() -> dict[str, Any]:
     return report_of_sweep([(f"rate={r}", report(rate=r)) for r in (1.0, 2.0, 4.0)], None).as_dict()
 
 
-class _Tags(HTMLParser):
-    """Every tag is closed, and nothing is loaded from anywhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
-        for name, value in attrs:
-            assert name not in ("src", "href", "action", "data", "poster", "srcset"), (tag, name, value)
-            assert not name.startswith("on"), (tag, name)
-            assert "url(" not in (value or ""), (tag, name, value)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-PAGES = {
-    "run": lambda: page([_report()], ["one"]),
-    "failures": lambda: page([_report(failed=5)], ["one"]),
-    "sweep": lambda: page([_sweep()], ["sweep"]),
-    "several": lambda: page(
-        [_report(), _sweep(), _report(died=["client process 0 died"])], ["a", "b", HOSTILE]
-    ),
-    "nothing": lambda: page([_report(records=[])], ["empty"]),
-}
-
-
-@pytest.mark.parametrize("kind", PAGES)
-def test_a_page_is_valid_and_loads_nothing(kind: str) -> None:
-    text = PAGES[kind]()
-    tags = _Tags()
-    tags.feed(text)
-    assert tags.open == []
-    assert {"link", "img", "iframe"}.isdisjoint(tags.seen)
-    assert "alert('x')</script>" not in text, "what came over the network is text"
-
-
-async def test_a_browser_draws_the_charts(tmp_path: Path) -> None:
-    file = tmp_path / "page.html"
-    file.write_text(page([_report()], ["one"]))
-    async with browser(file.as_uri(), tmp_path / "profile") as shown:
-        await shown.until("document.querySelectorAll('.subplot').length === 4")
-
-
-def test_a_page_and_the_terminal_show_why_numbers_are_invalid(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_why_numbers_are_invalid(capsys: pytest.CaptureFixture[str]) -> None:
     report = _report(died=["client process 0 died"], interrupted=True, failed=3)
     console().print(render(report))
     terminal = capsys.readouterr().out
     for said in ("INVALID", "client process 0 died", "INCOMPLETE", "http_500", "misses it", "TTFT"):
-        assert said in page([report], ["x"]), said
         assert said in terminal, said
     console().print(render_sweep(_sweep()))
     shown = capsys.readouterr().out
     assert "Sweep" in shown
     assert "within SLO" in shown
-
-
-def test_lines_of_a_chart_are_at_their_values() -> None:
-    figure = panels(["one", "other"])
-    add_line(figure, 1, "p50", [(0, 1.5), (50, 10)], 0)
-    add_line(figure, 0, "p50", [(0, 2)], 0)
-    first, second = figure.data
-    assert (first.x, first.y, first.xaxis) == ((0, 50), (1.5, 10), "x2")
-    assert (second.x, second.y, second.xaxis) == ((0,), (2,), "x")
-    assert [first.showlegend, second.showlegend] == [True, False], "one entry for a name"
-
-
-def test_a_page_without_plotly_names_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--html needs plotly.*pip install -e '\.\[bench\]'"):
-        Options(html=tmp_path / "page.html")
-    with pytest.raises(ValueError, match=r"'\.\[bench\]'"):
-        page([_report()], ["one"])
-    Options(json=tmp_path / "report.json")
-
-
-def test_a_report_of_another_bench_is_refused() -> None:
-    with pytest.raises(ValueError, match="kv is no report of a load test"):
-        page([{"bench": "kv", "results": [], "parameters": {}}], ["kv"])
 
 
 def test_rows_have_the_names_and_units_of_the_contract() -> None:
