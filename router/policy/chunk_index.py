@@ -196,20 +196,22 @@ class ChunkIndex:
         times for a prompt."""
         if chunks is not self._asked or self._version != self.table.version:
             self._asked, self._version = chunks, self.table.version
-            self._values = self.table.holders(chunks)
-            if self._expecting:
-                self._values = self._with_expected(chunks, self._values)
+            known = self._with_expected if self._expecting else self.table.holders
+            self._values = known(chunks)
         return self._values
 
-    def _with_expected(
-        self, chunks: Sequence[int], reported: list[tuple[int, int, int]]
-    ) -> list[tuple[int, int, int]]:
-        found, expecting, after, rows, stored = [], self._expecting, iter(reported), 0, 0
-        begin = 0
-        upcoming = next(after)
+    def _with_expected(self, chunks: Sequence[int]) -> list[tuple[int, int, int]]:
+        found, expecting, table, begin = list[tuple[int, int, int]](), self._expecting, self.table, 0
+        reported: dict[int, tuple[int, int]] = {}  # from these chunks on
+        unknown = rows = stored = 0  # from chunk `unknown` on, nothing was looked up
         for number, chunk in enumerate(chunks):
-            if upcoming is not None and number == upcoming[0]:
-                (_, rows, stored), upcoming = upcoming, next(after, None)
+            if number >= unknown:
+                rows = stored = 0
+                if table.value(chunk):
+                    after = table.holders(chunks[number:])
+                    reported = {number + at: (holders, in_store) for at, holders, in_store in after}
+                    unknown = number + after[-1][0]
+            rows, stored = reported.get(number, (rows, stored))
             both = rows | expecting.get(chunk, 0)
             if not (both or stored):
                 break

@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.content import CHUNK_TOKENS, Tier
@@ -264,6 +264,7 @@ _EVENTS = st.tuples(
 
 @settings(max_examples=60)
 @given(st.lists(_EVENTS, max_size=80), st.permutations(range(CHUNKS)), st.integers(0, ROWS - 1))
+@example([("add", 1, [2]), ("expect", 1, [0])], [0, 2, 1, 3, 4, 5], 0)  # a report after what is expected
 def test_the_index_agrees_with_a_table_of_all_workers(events, prompt, left_out):
     index = ChunkIndex()
     index.grow(ROWS)
