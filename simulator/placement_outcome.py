@@ -1,6 +1,6 @@
 """What a simulation of placement measured."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -32,7 +32,7 @@ class PlacementOutcome:
 
     measures: bool = False
     ttft: list[float] = field(default_factory=list)
-    gaps: Counter[float] = field(default_factory=Counter)
+    gaps: dict[float, float] = field(default_factory=lambda: defaultdict(float))
     first_gaps: list[float] = field(default_factory=list)
     places: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
