@@ -131,7 +131,7 @@ def test_the_version_and_the_completion_of_a_shell() -> None:
     assert run_baton("--version").output.startswith("baton ")
     for words, expected in (
         ("baton serve --dtype fl", ["float32", "float16"]),
-        ("baton bench re", ["replay", "report"]),
+        ("baton bench re", ["replay"]),
         ("baton bench compare --fail", ["--fail-if"]),
     ):
         place = str(words.count(" "))
