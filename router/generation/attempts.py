@@ -382,11 +382,11 @@ class AttemptPair:
         prefill.worker.attempt_succeeded()
         for part in prefill.parts:  # one whose receiver is lost would keep its blocks for a while
             part.worker.cancel(part.id)
-        if prefill.answered:
-            prefill.worker.forget(prefill.id)
-        elif prefill.replaces:
-            # Decode may have got the KV of the prefill before, while this one still computes.
+        if prefill.replaces:
+            # Decode may have got the KV of the prefill before. Then it never fetches that of this one.
             prefill.worker.cancel(prefill.id)
+        elif prefill.answered:
+            prefill.worker.forget(prefill.id)
 
     def end_prefill(self, failure: str = "") -> None:
         prefill, self.prefill = self.prefill, None

@@ -168,7 +168,10 @@ async def test_prefill_lost_between_its_token_and_the_end_of_the_transfer(pair: 
     decode, _ = busy(pair.decodes)
     [retarget] = retargets(decode)
     assert list(retarget.output_ids) == pair.output_ids[:1]
-    assert [list(p.request.output_ids) for p in prefills(other)] == [pair.output_ids[:1]]
+    [second] = prefills(other)
+    assert list(second.request.output_ids) == pair.output_ids[:1]
+    # Decode may have got the KV of the first one after all. Then nothing fetches the second one.
+    await other.until(lambda w: second.prefill_id in w.cancelled)
 
 
 async def test_a_failure_of_the_old_source_does_not_count_against_the_new_one(cluster: Cluster):
