@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = MODELS | {
 }
 """The config.json of each shape, by its name."""
 SHAPES["llama-3.1-8b-two-layers"] = SHAPES[DENSE] | {"num_hidden_layers": 2}
+SHAPES["qwen3-30b-a3b-12-layers"] = SHAPES[MOE] | {"num_hidden_layers": 12}  # four workers share a GPU
 
 
 def write_shape(name: str, directory: Path, *, tokenizer: bool = False) -> Path:
