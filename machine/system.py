@@ -66,7 +66,7 @@ def cannot_write(flag: str, path: Path, error: OSError) -> str:
 
 
 def report(ready_fd: int | None, message: Mapping[str, Any], *, last: bool = False) -> None:
-    """Writes a line of JSON into the ready pipe, whose reader is the supervisor of this process: {"stage": …,
+    """Writes a line of JSON into the ready pipe, which the supervisor of this process reads: {"stage": …,
     "fraction": …}, {"ready": …} or {"error": …}. A reader that has gone is ignored."""
     if ready_fd is not None:
         with contextlib.suppress(BrokenPipeError):
