@@ -1,7 +1,7 @@
 """vLLM with Baton's transfer of KV, beside one vLLM alone and vLLM with NixlConnector.
 
     python -m baton.bench.vllm [--json PATH] [--device cpu|cuda] [--short] [--logs DIR] [--side NAME ...]
-        [--quantization fp8]
+        [--quantization fp8] [--rates R,R]
 
 All servers of all sides run at the same time, on CPUs, one GPU or two. Of two GPUs, those that decode for
 others have the second one:
@@ -9,6 +9,7 @@ others have the second one:
     alone      one server
     proxied    two servers with BatonConnector; this bench does what a proxy for NixlConnector does
     nixl       the same with NixlConnector, over TCP (GPUs only)
+    nvlink     the same with NixlConnector, over what UCX chooses
     workers    `baton prefill|decode --engine vllm` behind a router
     to_vllm    Baton's engine prefills and vLLM decodes, behind a router
     from_vllm  vLLM prefills and Baton's engine decodes
@@ -22,6 +23,7 @@ no side:
     prefill    P's answer with BatonConnector ÷ that of a server without connector: the cost of the hooks
     decode.*   time between tokens ÷ alone: of a server with CUDA graphs in pieces, and with full graphs
     hidden     share of the transfer that the prefill hides
+    rR.*       under R requests a second of 2,000 tokens with answers of 150: `workers` ÷ `nvlink`
 
 A server that does not start is told with the end of its log, and its sides are left out. The Python that runs
 this must have vLLM. `--logs` keeps the logs, each with its command.
@@ -43,20 +45,24 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
+from baton.bench.disagg.__main__ import FIGURES, Request, figure, rates, ratio
 from baton.bench.harness.processes import Server
 from baton.bench.harness.streams import Case, new_session, read
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.machine.system import free_port
 
 SMALL = "small-random"
-SIDES = ("alone", "proxied", "nixl", "workers", "to_vllm", "from_vllm")
-START_S = {"cpu": 400.0, "cuda": 160.0}
-TOKENS, PROMPT = 8, 2000
-COMMON = ("--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--max-num-seqs", "16",
-          "--served-model-name", "m")  # fmt: skip
+SIDES = ("alone", "proxied", "nixl", "nvlink", "workers", "to_vllm", "from_vllm")
+OF_GPUS = ("nixl", "nvlink")
+LOADED = ("workers", "nvlink")
+START_S = {"cpu": 400.0, "cuda": 240.0}
+TOKENS, PROMPT, LONG = 8, 2000, 150
+LOAD_S = 12.0
+COMMON = ("--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--served-model-name", "m")
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _ENGINES = {"workers": ("vllm", "vllm"), "to_vllm": ("baton", "vllm"), "from_vllm": ("vllm", "baton")}
 """Of the prefill and the decode worker."""
@@ -131,7 +137,8 @@ class Deployment:
         dummy = ["--load-format", "dummy", "--no-enable-prefix-caching"] if self._dummy else []
         if self._quantization is not None:
             dummy += ["--quantization", self._quantization]
-        return ["--model", str(self._model), "--dtype", self._dtype, *dummy, *COMMON]
+        most = "64" if self._dummy else "16"
+        return ["--model", str(self._model), "--dtype", self._dtype, "--max-num-seqs", most, *dummy, *COMMON]
 
     @property
     def _small_share(self) -> list[str]:
@@ -142,7 +149,7 @@ class Deployment:
         """Those that Baton lacks."""
         if not self._cuda:
             return ["--enforce-eager"]
-        return ["--kv-cache-memory-bytes", str(1 << 30 if self._dummy else 1 << 28)]
+        return ["--kv-cache-memory-bytes", str(1 << 33 if self._dummy else 1 << 28)]
 
     def _pair(self, side: str) -> None:
         for i, role in enumerate(("producer", "consumer")):
@@ -155,7 +162,9 @@ class Deployment:
                     "kv_load_failure_policy": "recompute",
                 }  # fmt: skip
             else:
-                environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,cuda_copy"}
+                environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+            if side == "nixl":
+                environment["UCX_TLS"] = "tcp,cuda_copy"
             self._vllm(f"{side}-{'pd'[i]}", connector, **environment)
 
     def _behind_router(self, side: str) -> None:
@@ -280,7 +289,7 @@ class Deployment:
         alone = [answer.times[0] for answer in answers["alone"]]
         for side in sides:
             name = prefix if side == "workers" else f"{prefix}.{side}"
-            proxied = side in ("proxied", "nixl")
+            proxied = len(self._names(side)) == 2
             firsts = [answer.times[proxied] for answer in answers[side]]
             if side == "alone":
                 report.add(Row(f"{name}.ttft", 1e3 * statistics.median(alone), "ms"))
@@ -296,6 +305,25 @@ class Deployment:
                 report.detail[f"means of {role}"] = await self.means(f"vllm-{role}")
             hidden = report.detail["means of decode"]["baton:kv_hidden_share"]
             report.add(Row(f"{prefix}.hidden", hidden, "of 1"))
+
+    async def load(self, report: Report, prefix: str, rate: float, draw: Callable[[int], list[int]]) -> None:
+        """An open loop: the same arrivals for each side, and prompts of its own."""
+        at = np.random.default_rng(0).exponential(1 / rate, round(rate * LOAD_S)).cumsum()
+        found: dict[str, list[Request]] = {}
+        for side in (side for side in LOADED if side in self.sides):
+            answers = await asyncio.gather(*(self._ask_at(float(t), side, draw(PROMPT)) for t in at))
+            times = [answer.times[len(self._names(side)) == 2 :] for answer in answers]
+            found[side] = [{"ttft": 1e3 * np.array(t[:1]), "gap": 1e3 * np.diff(t)} for t in times]
+            for name in FIGURES:
+                report.add(Row(f"{prefix}.r{rate:g}.{side}.{name}", figure(found[side], name), "ms"))
+        for name in FIGURES if len(found) == 2 else ():
+            value, low, high = ratio(found["workers"], found["nvlink"], name)
+            row = Row(f"{prefix}.r{rate:g}.{name}", value, "ratio", ratio_to="nvlink", low=low, high=high)
+            report.add(row)
+
+    async def _ask_at(self, seconds: float, side: str, prompt: list[int]) -> Answer:
+        await asyncio.sleep(seconds)
+        return await self.ask(side, prompt, LONG)
 
     async def decodes(
         self, report: Report, prefix: str, rounds: int, draw: Callable[[int], list[int]]
@@ -351,11 +379,11 @@ async def measure(args: argparse.Namespace, report: Report, directory: Path) -> 
         return [rng.randrange(10, SHAPES[SMALL]["vocab_size"]) for _ in range(length)]
 
     lengths = [3, 16, 17, 130, 700] if args.short else [3, *(5 + 69 * i for i in range(28)), 2049]
-    small = Deployment(args, small_model(directory), "float32", [s for s in SIDES if s != "nixl"], logs)
+    small = Deployment(args, small_model(directory), "float32", [s for s in SIDES if s not in OF_GPUS], logs)
     large = small
     try:
         if cuda:
-            large = Deployment(args, _shape(DENSE, directory), "bfloat16", SIDES[:4], logs)
+            large = Deployment(args, _shape(DENSE, directory), "bfloat16", SIDES[:5], logs)
         deadline, began = time.monotonic() + START_S[args.device], time.monotonic()
         await asyncio.gather(*(each.until_ready(deadline) for each in {small, large}))
         took = time.monotonic() - began
@@ -368,6 +396,8 @@ async def measure(args: argparse.Namespace, report: Report, directory: Path) -> 
         if "alone" in large.sides:
             await large.latencies(report, prefix, rounds, draw)
             await large.decodes(report, prefix, rounds, draw)
+            for rate in args.rates:
+                await large.load(report, prefix, rate, draw)
         if cuda and "alone" in large.sides:  # rounding may change tokens in bfloat16
             report.detail["different in bfloat16"] = await large.different(
                 [draw(n) for n in (3, 130, 700, 2000)]
@@ -382,9 +412,10 @@ def main() -> int:
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     p.add_argument("--side", nargs="*", choices=SIDES, default=list(SIDES), help="default: all")
     p.add_argument("--quantization", choices=["fp8"], help="of the weights of the model that is measured")
+    p.add_argument("--rates", type=rates, default=(), metavar="R,…", help="requests/s (default: no load)")
     args = p.parse_args()
     if args.device == "cpu":
-        args.side = [side for side in args.side if side != "nixl"]
+        args.side = [side for side in args.side if side not in OF_GPUS]
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     report = Report.of("vllm", args)

@@ -197,7 +197,7 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
-def _rates(text: str) -> tuple[float, ...]:
+def rates(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
@@ -207,7 +207,7 @@ def main() -> int:
     add("--side", type=Side.parse, action="append", metavar="'NAME COUNT COMMAND'", help="twice, or never")
     add("--seeds", type=int, metavar="N", help="turns of each side (default: 3; 1 with --short)")
     add("--loads", type=_names, metavar="LOAD,…", help=", ".join(load.name for load in LOADS))
-    add("--rates", type=_rates, metavar="R,…", help="requests/s, or users (default: those of each load)")
+    add("--rates", type=rates, metavar="R,…", help="requests/s, or users (default: those of each load)")
     add("--requests", type=int, metavar="N", help="of each rate and seed (default: 300 on GPUs)")
     most = "of each rate and seed, about, for fewer requests at low rates (default: 600)"
     add("--seconds", type=float, default=600.0, metavar="S", help=most)
