@@ -45,4 +45,5 @@ def write_shape(name: str, directory: Path, *, tokenizer: bool = False) -> Path:
         made.pre_tokenizer = WhitespaceSplit()  # pyrefly: ignore[read-only]
         made.decoder = ByteLevel()  # pyrefly: ignore[read-only]
         made.save(str(where / "tokenizer.json"))
+        (where / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return where

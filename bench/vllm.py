@@ -1,7 +1,7 @@
 """vLLM with Baton's transfer of KV, beside one vLLM alone and vLLM with NixlConnector.
 
     python -m baton.bench.vllm [--json PATH] [--device cpu|cuda] [--short] [--logs DIR] [--side NAME ...]
-        [--quantization fp8] [--rates R,R]
+        [--rates R,R]
 
 All servers of all sides run at the same time, on CPUs, one GPU or two. Of two GPUs, those that decode for
 others have the second one:
@@ -23,7 +23,8 @@ no side:
     prefill    P's answer with BatonConnector ÷ that of a server without connector: the cost of the hooks
     decode.*   time between tokens ÷ alone: of a server with CUDA graphs in pieces, and with full graphs
     hidden     share of the transfer that the prefill hides
-    rR.*       under R requests a second of 2,000 tokens with answers of 150: `workers` ÷ `nvlink`
+    rR.*       under R requests a second of 2,000 tokens with answers of 150: `workers`, whose decode worker
+               may compute prompts here, ÷ `nvlink`; `second` is the time from the first token to the second
 
 A server that does not start is told with the end of its log, and its sides are left out. The Python that runs
 this must have vLLM. `--logs` keeps the logs, each with its command.
@@ -56,9 +57,8 @@ from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.machine.system import free_port
 
 SMALL = "small-random"
-SIDES = ("alone", "proxied", "nixl", "nvlink", "workers", "to_vllm", "from_vllm")
-OF_GPUS = ("nixl", "nvlink")
-LOADED = ("workers", "nvlink")
+SIDES = ("nixl", "nvlink", "alone", "proxied", "workers", "to_vllm", "from_vllm")
+"""Those of GPUs first. The last two have the small model only."""
 START_S = {"cpu": 400.0, "cuda": 240.0}
 TOKENS, PROMPT, LONG = 8, 2000, 150
 LOAD_S = 12.0
@@ -68,6 +68,8 @@ _ENGINES = {"workers": ("vllm", "vllm"), "to_vllm": ("baton", "vllm"), "from_vll
 """Of the prefill and the decode worker."""
 SECRET = {"BATON_CLUSTER_SECRET": "of this bench, and of no other"}
 Times = list[float]
+Draw = Callable[[int], list[int]]
+"""Returns a random prompt of so many tokens."""
 
 
 @dataclass
@@ -89,7 +91,6 @@ class Deployment:
     ) -> None:
         self._cuda, self._dummy = args.device == "cuda", model.name != SMALL
         self._model, self._dtype, self._logs = model, dtype, logs
-        self._quantization = args.quantization if self._dummy else None
         self._name = model.name
         self.sides = [side for side in sides if side in args.side]
         self._servers: dict[str, Server] = {}
@@ -135,8 +136,6 @@ class Deployment:
     @property
     def _options(self) -> list[str]:
         dummy = ["--load-format", "dummy", "--no-enable-prefix-caching"] if self._dummy else []
-        if self._quantization is not None:
-            dummy += ["--quantization", self._quantization]
         most = "64" if self._dummy else "16"
         return ["--model", str(self._model), "--dtype", self._dtype, "--max-num-seqs", most, *dummy, *COMMON]
 
@@ -174,11 +173,12 @@ class Deployment:
             if name not in self._workers:  # sides share workers
                 self._worker(name, role, engine)
             workers += ["--worker", self._workers[name]]
-        port = free_port()
-        self._start(
-            f"{side}-router", port, "baton.cluster.cli", "router", "--port", str(port), "--no-overflow",
-            "--model", str(self._model), "--served-model-name", "m", *workers, **SECRET,
-        )  # fmt: skip
+        for name, more in ((f"{side}-router", ["--no-overflow"]), (f"{side}-usual-router", [])):
+            port = free_port()
+            self._start(
+                name, port, "baton.cluster.cli", "router", "--port", str(port), *more,
+                "--model", str(self._model), "--served-model-name", "m", *workers, **SECRET,
+            )  # fmt: skip
 
     def _worker(self, name: str, role: str, engine: str) -> None:
         port, metrics = free_port(), free_port()
@@ -196,7 +196,7 @@ class Deployment:
         """The servers of a side."""
         if side in _ENGINES:
             prefill, decode = _ENGINES[side]
-            return [f"{side}-router", f"{prefill}-prefill", f"{decode}-decode"]
+            return [f"{side}-router", f"{side}-usual-router", f"{prefill}-prefill", f"{decode}-decode"]
         return ["alone"] if side == "alone" else [f"{side}-p", f"{side}-d"]
 
     async def until_ready(self, deadline: float) -> None:
@@ -271,9 +271,7 @@ class Deployment:
             print(f"{self._name} {side}, {len(prompt)} tokens: {error!r}", file=sys.stderr)
             return None
 
-    async def latencies(
-        self, report: Report, prefix: str, rounds: int, draw: Callable[[int], list[int]]
-    ) -> None:
+    async def latencies(self, report: Report, prefix: str, rounds: int, draw: Draw) -> None:
         sides = [side for side in self.sides if side not in ("to_vllm", "from_vllm")]
         answers: dict[str, list[Answer]] = {side: [] for side in sides}
         one: Times = []
@@ -306,16 +304,19 @@ class Deployment:
             hidden = report.detail["means of decode"]["baton:kv_hidden_share"]
             report.add(Row(f"{prefix}.hidden", hidden, "of 1"))
 
-    async def load(self, report: Report, prefix: str, rate: float, draw: Callable[[int], list[int]]) -> None:
+    async def load(self, report: Report, prefix: str, rate: float, draw: Draw) -> None:
         """An open loop: the same arrivals for each side, and prompts of its own."""
         at = np.random.default_rng(0).exponential(1 / rate, round(rate * LOAD_S)).cumsum()
         found: dict[str, list[Request]] = {}
-        for side in (side for side in LOADED if side in self.sides):
+        for side in {"workers", "nvlink"}.intersection(self.sides):
             answers = await asyncio.gather(*(self._ask_at(float(t), side, draw(PROMPT)) for t in at))
             times = [answer.times[len(self._names(side)) == 2 :] for answer in answers]
             found[side] = [{"ttft": 1e3 * np.array(t[:1]), "gap": 1e3 * np.diff(t)} for t in times]
+            of = f"{prefix}.r{rate:g}.{side}"
+            seconds = [float(request["gap"][0]) for request in found[side]]
+            report.add(Row(f"{of}.second.p99", float(np.percentile(seconds, 99)), "ms"))
             for name in FIGURES:
-                report.add(Row(f"{prefix}.r{rate:g}.{side}.{name}", figure(found[side], name), "ms"))
+                report.add(Row(f"{of}.{name}", figure(found[side], name), "ms"))
         for name in FIGURES if len(found) == 2 else ():
             value, low, high = ratio(found["workers"], found["nvlink"], name)
             row = Row(f"{prefix}.r{rate:g}.{name}", value, "ratio", ratio_to="nvlink", low=low, high=high)
@@ -323,17 +324,13 @@ class Deployment:
 
     async def _ask_at(self, seconds: float, side: str, prompt: list[int]) -> Answer:
         await asyncio.sleep(seconds)
+        if side == "workers":
+            return await self.stream("workers-usual-router", prompt, LONG)
         return await self.ask(side, prompt, LONG)
 
-    async def decodes(
-        self, report: Report, prefix: str, rounds: int, draw: Callable[[int], list[int]]
-    ) -> None:
-        measured = {
-            "alone": "alone",
-            "piecewise": "proxied-p",
-            "full": "proxied-d",
-            "worker": "workers-router",
-        }
+    async def decodes(self, report: Report, prefix: str, rounds: int, draw: Draw) -> None:
+        measured = {"alone": "alone", "piecewise": "proxied-p", "full": "proxied-d"}
+        measured["worker"] = "workers-router"
         up = {name for side in self.sides for name in self._names(side)}
         servers = {kind: name for kind, name in measured.items() if name in up}
         for batch in (1, 8):
@@ -358,15 +355,9 @@ def small_model(directory: Path) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    where = _shape(SMALL, directory)
+    where = write_shape(SMALL, directory, tokenizer=True)
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig.from_pretrained(where)).save_pretrained(where)
-    return where
-
-
-def _shape(name: str, directory: Path) -> Path:
-    where = write_shape(name, directory, tokenizer=True)
-    (where / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return where
 
 
@@ -379,11 +370,12 @@ async def measure(args: argparse.Namespace, report: Report, directory: Path) -> 
         return [rng.randrange(10, SHAPES[SMALL]["vocab_size"]) for _ in range(length)]
 
     lengths = [3, 16, 17, 130, 700] if args.short else [3, *(5 + 69 * i for i in range(28)), 2049]
-    small = Deployment(args, small_model(directory), "float32", [s for s in SIDES if s not in OF_GPUS], logs)
+    small = Deployment(args, small_model(directory), "float32", SIDES[2:], logs)
     large = small
     try:
         if cuda:
-            large = Deployment(args, _shape(DENSE, directory), "bfloat16", SIDES[:5], logs)
+            dense = write_shape(DENSE, directory, tokenizer=True)
+            large = Deployment(args, dense, "bfloat16", SIDES[:5], logs)
         deadline, began = time.monotonic() + START_S[args.device], time.monotonic()
         await asyncio.gather(*(each.until_ready(deadline) for each in {small, large}))
         took = time.monotonic() - began
@@ -411,11 +403,8 @@ def main() -> int:
     p = contract.parser(__doc__ or "")
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     p.add_argument("--side", nargs="*", choices=SIDES, default=list(SIDES), help="default: all")
-    p.add_argument("--quantization", choices=["fp8"], help="of the weights of the model that is measured")
     p.add_argument("--rates", type=rates, default=(), metavar="R,…", help="requests/s (default: no load)")
     args = p.parse_args()
-    if args.device == "cpu":
-        args.side = [side for side in args.side if side not in OF_GPUS]
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     report = Report.of("vllm", args)

@@ -59,7 +59,7 @@ from baton.bench.overlap.streams import (
     quiet_gaps,
     streamed,
 )
-from baton.bench.shapes import DENSE, HYBRIDS, write_shape
+from baton.bench.shapes import DENSE, SHAPES, write_shape
 
 CONTEXT = 1000
 """Prompt tokens of the background streams."""
@@ -280,9 +280,7 @@ def main() -> int:
             help=f"of the {side} worker (default: %(default)s)",
         )  # fmt: skip
     p.add_argument("--model", help="default: the embedded model on a CPU, --model-shape (dummy) on a GPU")
-    p.add_argument(
-        "--model-shape", choices=(DENSE, *HYBRIDS), default=DENSE, help="on a GPU (default: %(default)s)"
-    )
+    p.add_argument("--model-shape", choices=SHAPES, default=DENSE, help="on a GPU (default: %(default)s)")
     p.add_argument(
         "--batch", type=int, action="append", default=[], metavar="N",
         help="also measure the handover while N other streams decode; may be repeated",

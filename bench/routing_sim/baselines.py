@@ -39,14 +39,11 @@ class Flips:
         needed = {}
         for pool, statuses in reports.items():
             samples = [
-                Sample(status, done if i == 0 else 0, self._refused(status))
-                for i, status in enumerate(statuses)
+                Sample(s, 0 if i else done, int(s.requests_decoding + s.reservations >= self._seats))
+                for i, s in enumerate(statuses)
             ]
             need = self._balancer.needed(now, pool, samples, 0)
             needed[pool] = None if need is None else need.workers
         return self._balancer.decide(
             now, needed, {pool: len(statuses) for pool, statuses in reports.items()}, ()
         )
-
-    def _refused(self, status: pb.WorkerStatus) -> int:
-        return int(status.requests_decoding + status.reservations >= self._seats)

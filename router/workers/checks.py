@@ -180,16 +180,12 @@ def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
     described = [f"{name} {getattr(status, name)}" for name in invalid]
     for name in invalid:
         status.ClearField(name)
-    valid = [link for link in status.prefix_links if _is_valid(link)]
+    valid = [x for x in status.prefix_links if 0 <= x.wait < math.inf and 0 < x.tokens_per_s < math.inf]
     if len(valid) < len(status.prefix_links):
         described.append("prefix_links")
         del status.prefix_links[:]
         status.prefix_links.extend(valid)
     return described
-
-
-def _is_valid(link: pb.PrefixLink) -> bool:
-    return 0 <= link.wait < math.inf and 0 < link.tokens_per_s < math.inf
 
 
 class CacheSequence:
