@@ -86,7 +86,9 @@ drafts() {
     python3 -m baton.bench.speculation --device cuda --method eagle3 --json "$out/eagle.json"
 }
 store() { python3 -m baton.bench.store --device cuda --json "$out/store.json"; }
-vllm() { python3 -m baton.bench.vllm --device cuda --logs "$out/vllm" --json "$out/vllm.json"; }
+vllm() {
+    python3 -m baton.bench.vllm --device cuda --rates 4,8,12 --logs "$out/vllm" --json "$out/vllm.json"
+}
 kv() { python3 -m baton.bench.kv --json "$out/kv.json"; }
 overlap() {
     python3 -m baton.bench.overlap --device cuda --batch 32 --batch 64 --json "$out/overlap.json"
