@@ -17,14 +17,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 from types import SimpleNamespace
 from typing import Any, TextIO
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 from setproctitle import setproctitle
 
@@ -48,9 +47,6 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
 def main(requests: socket.socket) -> None:
     import vllm  # noqa: F401
 
-    # On CPUs vLLM spawns its processes, and each would import all again.
-    fork = multiprocessing.get_context("fork")
-    patch("multiprocessing.get_context", return_value=fork).start()
     setproctitle("baton tests: fork server of vLLM")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the engines
     while True:
