@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import grpc.aio
 import psutil
@@ -42,7 +42,7 @@ class WorkerProcess:
     popen: subprocess.Popen[bytes]
     log: Path
     run_dir: Path
-    ready_fd: int
+    ready_pipe: IO[bytes]
     told: list[dict[str, Any]] = field(default_factory=list)
     """All that came on its ready descriptor."""
 
@@ -52,9 +52,11 @@ class WorkerProcess:
         return self
 
     def wait_told(self) -> None:
-        """Until the ready descriptor is closed: after the ready line, the error, or with the process."""
-        with os.fdopen(self.ready_fd, "rb") as pipe:
-            self.told = [json.loads(line) for line in pipe]
+        """Until the ready descriptor is closed: after the ready line, the error, or with the process. Then
+        it may be called again, which a test does that runs a second time."""
+        if not self.ready_pipe.closed:
+            with self.ready_pipe as pipe:
+                self.told = [json.loads(line) for line in pipe]
 
     @property
     def ready(self) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def start_worker(
     assert popen.stdin is not None
     popen.stdin.write(json.dumps(config).encode())
     popen.stdin.close()
-    return WorkerProcess(popen, log, run_dir, read_fd)
+    return WorkerProcess(popen, log, run_dir, os.fdopen(read_fd, "rb"))
 
 
 @contextmanager

@@ -88,6 +88,12 @@ def tokenizer(embedded_model_path: Path) -> Iterator[ModelTokenizer]:
         yield made
 
 
+def forks_of(tokenizer: ModelTokenizer) -> int:
+    """The socket to the process that `shared_forks` has started. Children that check grammars need no
+    tokenizer, so it may serve a cluster with another one whose bodies are small."""
+    return _forks[id(tokenizer)]
+
+
 def encode_chat(tokenizer: ModelTokenizer, messages: list[dict[str, Any]]) -> list[int]:
     """The token ids of a chat, as the router makes them."""
     return tokenizer.encode(tokenizer.chat_template.render(messages), add_special_tokens=False)

@@ -22,7 +22,7 @@ from baton.rpc import inference_pb2 as ipb
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.stubs import InferenceStub
 
-from .conftest import Cluster, accepts
+from .conftest import Cluster, accepts, forks_of
 
 CHAT = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -221,7 +221,7 @@ async def test_structured_outputs_over_grpc(
 
 @contextlib.asynccontextmanager
 async def running_checker(tokenizer: ModelTokenizer) -> AsyncIterator[GrammarChecker]:
-    server = fork_server("baton: test", tokenizer)
+    server = fork_server("baton: test", tokenizer, forks_of(tokenizer))
     checker = GrammarChecker(server)
     yield checker
     await checker.close()

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 from baton.router.api import responses
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 
-from .conftest import TEXT, Cluster, accepts, encode_chat, make_cluster
+from .conftest import TEXT, Cluster, accepts, encode_chat, forks_of, make_cluster, shared_forks
 
 CHAT: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
 TEMPLATE = """
@@ -50,8 +50,16 @@ def tool_model(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.fixture(scope="module")
-def tool_tokenizer(tool_model: dict[str, str]) -> ModelTokenizer:
-    return load_tokenizer(**tool_model)
+def tool_tokenizer(tool_model: dict[str, str]) -> Iterator[ModelTokenizer]:
+    made = load_tokenizer(**tool_model)
+    with shared_forks(made):
+        yield made
+
+
+@pytest.fixture(scope="module")
+def forks_fd(tool_tokenizer: ModelTokenizer) -> int:
+    """For clusters with other tokenizers."""
+    return forks_of(tool_tokenizer)
 
 
 @pytest.fixture
@@ -136,10 +144,10 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 async def test_calls_of_each_format_are_read_and_forced(
-    tool_model: dict[str, str], tmp_path: Path, name: str
+    tool_model: dict[str, str], tmp_path: Path, forks_fd: int, name: str
 ):
     tokenizer = load_tokenizer(**tool_model, tool_call_parser=name)
-    async with make_cluster(tokenizer, tmp_path, text=WRITTEN[name]) as made:
+    async with make_cluster(tokenizer, tmp_path, text=WRITTEN[name], forks_fd=forks_fd) as made:
         for choice in ("auto", "required"):
             body = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice}
             status, result = await made.post("/v1/chat/completions", **body)
@@ -276,11 +284,11 @@ async def test_earlier_calls_and_results_are_in_the_prompt(calling: Cluster):
     assert (status, refused["error"]["param"]) == (400, "continue_final_message")
 
 
-async def test_template_variables_of_the_client(directory: Path, tmp_path: Path):
+async def test_template_variables_of_the_client(directory: Path, tmp_path: Path, forks_fd: int):
     source = "{{ messages[0].content }}{{ eos_token }}{{ think.how if think }}{{ verbosity }}"
     (tmp_path / "t.jinja").write_text(source)
     tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "t.jinja"))
-    async with make_cluster(tokenizer, tmp_path) as made:
+    async with make_cluster(tokenizer, tmp_path, forks_fd=forks_fd) as made:
         told = {"think": {"how": "slowly"}, "messages": [], "eos_token": "!"}
         for settings, text in (
             (told, "Weather in Paris?<|im_end|>slowly"),
@@ -405,11 +413,11 @@ RECURSES = """{%- macro type_of(spec) %}
 
 
 async def test_any_failure_of_a_template_is_the_clients_error(
-    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    directory: Path, tmp_path: Path, forks_fd: int, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / "recurses.jinja").write_text(RECURSES)
     tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "recurses.jinja"))
-    async with make_cluster(tokenizer, tmp_path) as made:
+    async with make_cluster(tokenizer, tmp_path, forks_fd=forks_fd) as made:
         caplog.clear()
         for content, tools, reason in (("Hi", TOOLS, "recursion"), ("", [], "division")):
             messages = [{"role": "user", "content": content}]
@@ -425,7 +433,7 @@ async def test_any_failure_of_a_template_is_the_clients_error(
 
 
 async def test_errors_about_tools_name_their_field(
-    cluster: Cluster, calling: Cluster, directory: Path, tmp_path: Path
+    cluster: Cluster, calling: Cluster, directory: Path, tmp_path: Path, forks_fd: int
 ):
     async def refused(made: Cluster, **body: Any) -> tuple[str, str]:
         status, result = await made.post("/v1/chat/completions", **{"messages": CHAT, **body})
@@ -450,7 +458,7 @@ async def test_errors_about_tools_name_their_field(
         assert "defer_loading is not supported" in message
     (tmp_path / "unknown.jinja").write_text("{{ tools }}{{ messages }}")
     unknown = load_tokenizer(str(directory), chat_template=str(tmp_path / "unknown.jinja"))
-    async with make_cluster(unknown, tmp_path) as made:
+    async with make_cluster(unknown, tmp_path, forks_fd=forks_fd) as made:
         param, message = await refused(made, tools=TOOLS)
         assert "--tool-call-parser" in message
         status, _ = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, tool_choice="none")
@@ -458,11 +466,13 @@ async def test_errors_about_tools_name_their_field(
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ tools }}{{ messages[0].content }}"])
-async def test_a_call_can_be_forced_with_any_template(directory: Path, tmp_path: Path, template: str):
+async def test_a_call_can_be_forced_with_any_template(
+    directory: Path, tmp_path: Path, forks_fd: int, template: str
+):
     (tmp_path / "plain.jinja").write_text(template)
     tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "plain.jinja"))
     assert tokenizer.tool_format is None
-    async with make_cluster(tokenizer, tmp_path, text=ONE) as made:
+    async with make_cluster(tokenizer, tmp_path, text=ONE, forks_fd=forks_fd) as made:
         for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
             body = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice}
             status, result = await made.post("/v1/chat/completions", **body)
@@ -483,7 +493,7 @@ def accepts_call(cluster: Cluster) -> bool:
     return accepts(grammar, ONE.replace(', "unit": "°C"', ""))
 
 
-async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_path: Path):
+async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_path: Path, forks_fd: int):
     model = tmp_path / "mistral"
     model.mkdir()
     described = json.loads((directory / "tokenizer.json").read_text())
@@ -495,7 +505,7 @@ async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_pa
     (model / "config.json").write_text((directory / "config.json").read_text())
     (model / "chat_template.jinja").write_text("{{ tools }}{{ messages }}")
     tokenizer = load_tokenizer(str(model), tool_call_parser="mistral")
-    async with make_cluster(tokenizer, tmp_path) as made:
+    async with make_cluster(tokenizer, tmp_path, forks_fd=forks_fd) as made:
         made.output_ids[:] = [
             5,
             *tokenizer.encode(f'[{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'),

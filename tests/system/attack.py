@@ -212,12 +212,18 @@ class Attack:
             await response.read()
 
     async def dear_requests(self) -> None:
-        await self._ask_dearly(self.turn("dear_requests", DEAR_FIELDS))
+        await self._ask_dearly(DEAR_FIELDS)
 
     async def dear_grammars(self) -> None:
-        await self._ask_dearly(self.turn("dear_grammars", DEAR_GRAMMARS))
+        await self._ask_dearly(DEAR_GRAMMARS)
 
-    async def _ask_dearly(self, fields: dict[str, object]) -> None:
+    async def _ask_dearly(self, ways: Sequence[dict[str, object]]) -> None:
+        """In all ways at once."""
+        for error in await asyncio.gather(*map(self._ask_for, ways), return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _ask_for(self, fields: dict[str, object]) -> None:
         dear = {"prompt": "x", "max_tokens": 30, "stream": True, "ignore_eos": True, **fields}
         async with self._post(json.dumps(dear).encode()) as response:
             said = await response.text()

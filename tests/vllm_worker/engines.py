@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import socket
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import triton
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 """`make venv-vllm` makes it."""
+CHEAPER = Path(__file__).with_name("cheaper")
 TOKENS = 8
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
 Request = tuple[list[int], dict[str, Any], dict[str, Any] | None]
@@ -25,48 +27,64 @@ Request = tuple[list[int], dict[str, Any], dict[str, Any] | None]
 Answers = list[tuple[list[int], dict[str, Any] | None]]
 
 
+_fork_servers: dict[bool, socket.socket] = {}
+
+
+def _fork_server(v2: bool, home: Path) -> socket.socket:
+    """Of a process that has imported vLLM. It ends with this one."""
+    if v2 in _fork_servers:
+        return _fork_servers[v2]
+    assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{CHEAPER}", "HOME": str(home)}
+    # vLLM keeps there what it knows of each class of models. To learn it, a process imports all of vLLM.
+    environment.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
+    if v2:
+        (home / "packages").mkdir()
+        (home / "packages" / "triton").symlink_to(Path(triton.__file__).parent)
+        environment["PYTHONPATH"] += f":{home}/packages"
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        environment["TORCH_COMPILE_DISABLE"] = "1"  # torch would compile for that Triton
+    _fork_servers[v2], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [PYTHON, Path(__file__).with_name("vllm_server.py"), str(theirs.fileno())]
+        subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+    return _fork_servers[v2]
+
+
 class Server:
     """A process with one engine. Another thread may wait for its lines."""
 
     def __init__(self, model: Path, *, v2: bool = False, **options: Any) -> None:
         """`v2`: with vLLM's model runner V2, and the Triton of this environment."""
-        assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(model)}
-        # vLLM keeps there what it knows of each class of models. To learn it, a process imports all of vLLM.
-        environment.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
-        if v2:
-            (packages := Path(tempfile.mkdtemp(dir=model)) / "triton").symlink_to(
-                Path(triton.__file__).parent
-            )
-            environment["PYTHONPATH"] += f":{packages.parent}"
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-            environment["TORCH_COMPILE_DISABLE"] = "1"  # torch would compile for that Triton
         self.preemptions = 0
-        self.process = subprocess.Popen(
-            [PYTHON, Path(__file__).with_name("vllm_server.py"), model, json.dumps(options)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+        questions, answers = os.pipe(), os.pipe()
+        self._questions, self._answers = os.fdopen(questions[1], "w"), os.fdopen(answers[0])
+        server = _fork_server(v2, model)
+        socket.send_fds(server, [json.dumps([str(model), options]).encode()], [questions[0], answers[1]])
+        self.process = psutil.Process(int(server.recv(100)))
+        os.close(questions[0])
+        os.close(answers[1])
 
     def line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"vLLM ended with exit code {self.process.wait()}"
+        line = self._answers.readline()
+        assert line, "vLLM has ended"
         return line
 
     def answers(self, requests: Sequence[Request]) -> Answers:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(requests) + "\n")
-        self.process.stdin.flush()
+        self._questions.write(json.dumps(requests) + "\n")
+        self._questions.flush()
         found, self.preemptions = json.loads(self.line())
         return [(tokens, params) for tokens, params in found]
 
     def kill(self) -> None:
         """Kills all processes of the engine: without a worker, some outlive the first one."""
-        if self.process.poll() is None:
-            for process in psutil.Process(self.process.pid).children(recursive=True):
+        children = self.process.children(recursive=True) if self.process.is_running() else []
+        for process in [*children, self.process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        self._questions.close()
+        self._answers.close()
 
 
 def save_model(where: Path) -> Path:

@@ -114,7 +114,7 @@ class Worker:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        children = psutil.Process(self.server.process.pid).children(recursive=True)
+        children = self.server.process.children(recursive=True)
         self.server.process.kill()
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, WITHIN)
         assert not alive, "they die with the engine process"

@@ -215,7 +215,7 @@ def test_what_a_vllm_worker_lacks_is_refused(model: Path, tmp_path: Path, more: 
 @pytest.mark.timeout(900)
 def test_workers_with_two_ranks(model: Path, reference: Reference, tmp_path: Path) -> None:
     """Each rank moves the heads that it has. A killed rank ends its engine, and streams go on."""
-    cluster = VLLMCluster(model, tmp_path, *FLAGS, "--tensor-parallel-size", "2")
+    cluster = VLLMCluster(model, tmp_path, *FLAGS, "--tensor-parallel-size", "2", fresh=True)
     try:
         cluster.until_ready()
         for prompt in prompts_of([3, 130, 300, 700], 11):

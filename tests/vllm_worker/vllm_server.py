@@ -1,11 +1,14 @@
-"""A vLLM engine as a process of its own Python, since vLLM's packages do not fit ours.
+"""vLLM engines as processes of their own Python, since vLLM's packages do not fit ours.
 
-    .venv-vllm/bin/python tests/vllm_worker/vllm_server.py MODEL OPTIONS < pipe
+    .venv-vllm/bin/python tests/vllm_worker/vllm_server.py SOCKET
 
-`OPTIONS`: arguments of vLLM's engine, as JSON; `kv_transfer_config` has those of its own class. With `graphs`
-every second step calls no hooks of layers, as a step that one CUDA graph holds. The process
-prints an empty line when it is up. Each line of its input is a list of requests, as JSON: [prompt, fields of
-SamplingParams, kv_transfer_params or null]. The answer is a line, too: of each request [tokens,
+It imports vLLM, which takes seven seconds, and then forks one engine for each message on the socket (a number
+of a descriptor), whose answer is the pid. The message has two descriptors, which are the input and the output
+of the engine, and as JSON: [model, arguments of vLLM's engine]. Of these, `kv_transfer_config` has those of
+its own class. With `graphs` every second step calls no hooks of layers, as a step that one CUDA graph holds.
+
+An engine prints an empty line when it is up. Each line of its input is a list of requests, as JSON: [prompt,
+fields of SamplingParams, kv_transfer_params or null]. The answer is a line, too: of each request [tokens,
 kv_transfer_params or null], and then how many preemptions there were so far.
 """
 
@@ -15,13 +18,16 @@ import functools
 import itertools
 import json
 import os
+import signal
+import socket
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 from unittest.mock import Mock
 
+from setproctitle import setproctitle
+
 os.environ |= {
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # the child need not import all again
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines and ranks share the CPUs
     "OMP_NUM_THREADS": "1",
@@ -38,17 +44,35 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
 
-def main(model: str, options: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM writes log lines to stdout
+def main(requests: socket.socket) -> None:
+    import vllm  # noqa: F401
 
+    setproctitle("baton tests: fork server of vLLM")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the engines
+    while True:
+        message, fds, _, _ = socket.recv_fds(requests, 1 << 16, 2)
+        if not message:
+            return  # the tests have ended
+        if (pid := os.fork()) == 0:
+            break
+        for fd in fds:
+            os.close(fd)
+        requests.send(str(pid).encode())
+    setproctitle("vllm_server.py")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    requests.close()
+    model, arguments = json.loads(message)
+    with os.fdopen(fds[0]) as questions, os.fdopen(fds[1], "w") as answers:
+        serve(model, arguments, questions, answers)
+
+
+def serve(model: str, arguments: dict[str, Any], questions: TextIO, answers: TextIO) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
     from vllm.inputs import TokensPrompt
 
-    arguments: dict[str, Any] = json.loads(options)
     if arguments.pop("graphs", False):
-        os.environ["HELD_IN_GRAPHS"] = "1"
+        use_graphs()
     if connector := arguments.get("kv_transfer_config"):
         arguments["kv_transfer_config"] = KVTransferConfig(
             kv_connector="BatonConnector",
@@ -66,7 +90,7 @@ def main(model: str, options: str) -> None:
     }
     engine = LLM(model, **defaults | arguments)
     print(file=answers, flush=True)
-    for line in sys.stdin:
+    for line in questions:
         requests = json.loads(line)
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _, _ in requests]
         params = [
@@ -99,7 +123,5 @@ def use_graphs() -> None:
     BatonConnector.bind_connector_metadata = bound
 
 
-if "HELD_IN_GRAPHS" in os.environ:  # a process that the first one has spawned
-    use_graphs()
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(socket.socket(fileno=int(sys.argv[1])))

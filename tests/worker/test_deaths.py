@@ -4,13 +4,17 @@ If the engine process died, routers learn the attempts of its last step, because
 """
 
 import asyncio
+import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
 
+from baton.kv_transfer import Heartbeat
 from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerProcess,
@@ -21,7 +25,7 @@ from tests.cluster_helpers import (
     side_by_side,
 )
 
-# One prompt is one step. The step is so long that a signal arrives during it, not between two steps.
+# One prompt is one step. All of them take so long that the signal comes before they are over.
 ENGINE = {"load_format": "dummy", "num_blocks": 5000, "max_num_batched_tokens": 3900}
 PROMPT = [7] * 3900
 
@@ -48,16 +52,13 @@ DEATHS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, WorkerProcess]]:
-    """One worker for each death."""
-    patience = {signal.SIGSTOP: {"engine_dead": 4.0}}
-    settings = {
-        death: {"role": death.role, "engine": ENGINE, "deadlines": patience.get(death.how, {})}
-        for death in DEATHS
-    }
-    with side_by_side(tmp_path_factory.mktemp("deaths"), settings) as started:
-        yield started
+@pytest.fixture
+def worker(death: Death, tmp_path: Path) -> Iterator[WorkerProcess]:
+    """Of one test, which may run again."""
+    deadlines = {"engine_dead": 4.0} if death.how is signal.SIGSTOP else {}
+    settings = {"role": death.role, "engine": ENGINE, "deadlines": deadlines}
+    with side_by_side(tmp_path, {death: settings}) as started:
+        yield started[death].wait_ready()
 
 
 async def queued(stream: WorkerStream, role: str) -> list[bytes]:
@@ -72,8 +73,23 @@ async def queued(stream: WorkerStream, role: str) -> list[bytes]:
             await stream.send(decode=pb.SubmitDecode(decode_id=ids[-1], request=asked))
     while (await stream.stub.GetStatus(pb.StatusRequest())).tokens_waiting == 0:
         pass
-    await asyncio.sleep(0.02)  # the status came between two steps; now a step runs
     return ids
+
+
+def stop_in_step(engine: psutil.Process) -> None:
+    """Stops an engine process that has prompts, in a step: its heartbeat has the attempts of the step."""
+    fds = Path(f"/proc/{engine.pid}/fd")
+    path = next(fd for fd in fds.iterdir() if "baton-heartbeat" in os.readlink(fd))
+    heartbeat = Heartbeat(os.open(path, os.O_RDWR))
+    while True:
+        engine.suspend()
+        while engine.status() != psutil.STATUS_STOPPED:
+            pass
+        if heartbeat.step:
+            break
+        engine.resume()
+        time.sleep(0.01)
+    heartbeat.close()
 
 
 def failures(stream: WorkerStream, ids: list[bytes]) -> list[pb.AttemptFailed]:
@@ -84,13 +100,14 @@ def failures(stream: WorkerStream, ids: list[bytes]) -> list[pb.AttemptFailed]:
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda d: f"{d.role}-{d.kind}-{d.how.name}")
 async def test_all_processes_end_and_routers_learn_the_attempts_of_the_crashed_step(
-    workers: dict[Death, WorkerProcess], death: Death
+    worker: WorkerProcess, death: Death
 ) -> None:
-    worker = workers[death].wait_ready()
     service, *others = worker.tree()
     victim = worker.child(death.kind) if death.kind != "service" else service
     async with attached(worker) as stream:
         ids = await queued(stream, death.role)
+        if death.failures:
+            stop_in_step(victim)
         victim.send_signal(death.how)
         code = await asyncio.to_thread(worker.popen.wait, 20)
         await asyncio.wait_for(stream.ended.wait(), 20)

@@ -134,7 +134,7 @@ def test_a_wrong_setting_ends_the_start_with_a_message_and_no_traceback(
 def test_sigterm_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     worker = start_worker("prefill", tiny_model(tmp_path / "model"), tmp_path, engine=TINY)
     try:
-        assert os.read(worker.ready_fd, 1)
+        assert worker.ready_pipe.read(1)
         tree = worker.tree()
         assert worker.stop() == 0
         assert_nothing_left(worker, tree)
