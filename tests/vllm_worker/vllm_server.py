@@ -48,7 +48,7 @@ def main(requests: socket.socket) -> None:
     import vllm  # noqa: F401
 
     setproctitle("baton tests: fork server of vLLM")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the engines
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the engines
     while True:
         message, fds, _, _ = socket.recv_fds(requests, 1 << 16, 2)
         if not message:
