@@ -13,7 +13,7 @@ from baton.engine.core.live_request import LiveRequest
 class Known(PromptLookup):
     """Knows the tokens of requests, by id, and makes a share of its guesses wrong."""
 
-    def __init__(self, answers: Mapping[bytes, Sequence[int]], wrong: float, vocabulary: int = 199) -> None:
+    def __init__(self, answers: Mapping[bytes, Sequence[int]], wrong: float, vocabulary: int) -> None:
         self._answers = answers
         self._wrong = wrong
         self._vocabulary = vocabulary
@@ -26,13 +26,17 @@ class Known(PromptLookup):
 
 
 def draft_always(
-    engine: Engine, answers: Mapping[bytes, Sequence[int]] | None = None, wrong: float = 0.0
+    engine: Engine,
+    answers: Mapping[bytes, Sequence[int]] | None = None,
+    wrong: float = 0.0,
+    vocabulary: int = 199,
 ) -> None:
-    """All requests get all drafts that they may have, from a `Known`. `answers` None: from the draft head."""
+    """All requests get all drafts that they may have, from a `Known`. `answers` None: from the draft head.
+    `vocabulary`: a wrong guess is another token below it."""
     speculation = engine._scheduler.speculation
     assert speculation is not None
     if answers is not None:
-        speculation.drafter = Known(answers, wrong)
+        speculation.drafter = Known(answers, wrong, vocabulary)
     costs = speculation.costs
     costs.is_known = lambda rows: True
     costs.seconds = lambda rows: np.ones(len(costs.sizes) - costs.index(rows))

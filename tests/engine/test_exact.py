@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.content.cache_kinds import latent_head_dim
-from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine import Engine, EngineConfig, SpeculativeConfig, build_engine
 from baton.engine.kernels import (
     KV,
     AttentionMetadata,
@@ -36,6 +36,7 @@ from baton.engine.loader import check_model
 from baton.engine.model_config import LatentConfig, Scoring, Span
 from tests.device import DEVICE
 from tests.engine.conftest import TinyOf, request_of, run, save_tiny
+from tests.engine.drafting import draft_always
 from tests.engine.kernel_checks import BF16, F16, F32, normal
 from tests.engine.test_fp8_kv import quantized
 from tests.engine.test_groups import random_groups
@@ -538,6 +539,33 @@ def exact_engine(shallow_model_path: Path) -> Engine:
 
 def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(exact_engine: Engine) -> None:
     assert different_tokens(exact_engine) == 0
+
+
+def test_drafts_change_no_token(exact_engine: Engine, shallow_model_path: Path) -> None:
+    """Requests share steps, with drafts of which some are wrong. Tokens are those of each alone without drafts.
+    Without the mode some differ."""
+    prompts = [[(7 * i + 3 * j * j) % 900 + 5 for j in range(3 + 40 * i)] for i in range(6)]
+    requests = [
+        request_of(i, prompt, max_tokens=60, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    alone = {request.id: run(exact_engine, [request])[request.id].tokens for request in requests}
+    engine = build_engine(
+        EngineConfig(
+            str(shallow_model_path),
+            dtype="bfloat16",
+            device=DEVICE,
+            max_num_batched_tokens=64,
+            num_threads=1,
+            batch_invariant=True,
+            speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3),
+        )
+    )
+    draft_always(engine, alone, 0.3, vocabulary=1 << 15)
+    assert {id_: result.tokens for id_, result in run(engine, requests).items()} == alone
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert 0 < stats.accepted < stats.drafts
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
