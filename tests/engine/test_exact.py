@@ -542,7 +542,7 @@ def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(exact
 
 
 def test_drafts_change_no_token(exact_engine: Engine, shallow_model_path: Path) -> None:
-    """Requests share steps, with drafts of which some are wrong. Tokens are those of each alone without drafts.
+    """Requests share steps, and some of their drafts are wrong. Tokens are those of each alone, without any.
     Without the mode some differ."""
     prompts = [[(7 * i + 3 * j * j) % 900 + 5 for j in range(3 + 40 * i)] for i in range(6)]
     requests = [
