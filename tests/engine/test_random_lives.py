@@ -207,7 +207,7 @@ class Lives:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param({"num_blocks": 22, "max_num_seqs": 5, "max_num_batched_tokens": 24}, id="small pool"),
+        pytest.param({"num_blocks": 16, "max_num_seqs": 5, "max_num_batched_tokens": 24}, id="small pool"),
         pytest.param(
             {
                 "num_blocks": 18,
@@ -278,4 +278,5 @@ def test_random_lives(
         assert lives.unsampled > 10, "nor of grammars"
         assert len(lives.resumed) > 5
         assert bool(lives.cached) == config.get("enable_prefix_caching", False)
-    assert bool(decode.stats().preemptions) == ("num_blocks" in config)
+    preempted = sum(each.stats().preemptions for each in (prefill, decode))
+    assert bool(preempted) == ("num_blocks" in config)
