@@ -10,7 +10,8 @@ others have the second one:
     proxied    two servers with BatonConnector; this bench does what a proxy for NixlConnector does
     nixl       the same with NixlConnector, over TCP (GPUs only)
     nvlink     the same with NixlConnector, over what UCX chooses
-    workers    `baton prefill|decode --engine vllm` behind a router
+    workers    `baton prefill|decode --engine vllm` behind a router, which hands all prompts over
+    overflow   the same workers behind a router that lets the decode worker compute prompts, too
     to_vllm    Baton's engine prefills and vLLM decodes, behind a router
     from_vllm  vLLM prefills and Baton's engine decodes
 
@@ -23,8 +24,8 @@ no side:
     prefill    P's answer with BatonConnector ÷ that of a server without connector: the cost of the hooks
     decode.*   time between tokens ÷ alone: of a server with CUDA graphs in pieces, and with full graphs
     hidden     share of the transfer that the prefill hides
-    rR.*       under R requests a second of 2,000 tokens with answers of 150: `workers`, whose decode worker
-               may compute prompts here, ÷ `nvlink`; `second` is the time from the first token to the second
+    rR.*       under R requests a second of 2,000 tokens with answers of 150: `overflow` ÷ `nvlink`;
+               `second` is the time from the first token to the second
 
 A server that does not start is told with the end of its log, and its sides are left out. The Python that runs
 this must have vLLM. `--logs` keeps the logs, each with its command.
@@ -57,14 +58,15 @@ from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.machine.system import free_port
 
 SMALL = "small-random"
-SIDES = ("nixl", "nvlink", "alone", "proxied", "workers", "to_vllm", "from_vllm")
+SIDES = ("nixl", "nvlink", "alone", "proxied", "workers", "overflow", "to_vllm", "from_vllm")
 """Those of GPUs first. The last two have the small model only."""
 START_S = {"cpu": 400.0, "cuda": 240.0}
 TOKENS, PROMPT, LONG = 8, 2000, 150
 LOAD_S = 12.0
 COMMON = ("--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--served-model-name", "m")
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-_ENGINES = {"workers": ("vllm", "vllm"), "to_vllm": ("baton", "vllm"), "from_vllm": ("vllm", "baton")}
+_ENGINES = {"workers": ("vllm", "vllm"), "overflow": ("vllm", "vllm"),
+            "to_vllm": ("baton", "vllm"), "from_vllm": ("vllm", "baton")}  # fmt: skip
 """Of the prefill and the decode worker."""
 SECRET = {"BATON_CLUSTER_SECRET": "of this bench, and of no other"}
 Times = list[float]
@@ -173,12 +175,11 @@ class Deployment:
             if name not in self._workers:  # sides share workers
                 self._worker(name, role, engine)
             workers += ["--worker", self._workers[name]]
-        for name, more in ((f"{side}-router", ["--no-overflow"]), (f"{side}-usual-router", [])):
-            port = free_port()
-            self._start(
-                name, port, "baton.cluster.cli", "router", "--port", str(port), *more,
-                "--model", str(self._model), "--served-model-name", "m", *workers, **SECRET,
-            )  # fmt: skip
+        port, more = free_port(), [] if side == "overflow" else ["--no-overflow"]
+        self._start(
+            f"{side}-router", port, "baton.cluster.cli", "router", "--port", str(port), *more,
+            "--model", str(self._model), "--served-model-name", "m", *workers, **SECRET,
+        )  # fmt: skip
 
     def _worker(self, name: str, role: str, engine: str) -> None:
         port, metrics = free_port(), free_port()
@@ -196,7 +197,7 @@ class Deployment:
         """The servers of a side."""
         if side in _ENGINES:
             prefill, decode = _ENGINES[side]
-            return [f"{side}-router", f"{side}-usual-router", f"{prefill}-prefill", f"{decode}-decode"]
+            return [f"{side}-router", f"{prefill}-prefill", f"{decode}-decode"]
         return ["alone"] if side == "alone" else [f"{side}-p", f"{side}-d"]
 
     async def until_ready(self, deadline: float) -> None:
@@ -272,7 +273,7 @@ class Deployment:
             return None
 
     async def latencies(self, report: Report, prefix: str, rounds: int, draw: Draw) -> None:
-        sides = [side for side in self.sides if side not in ("to_vllm", "from_vllm")]
+        sides = [side for side in self.sides if side not in ("overflow", "to_vllm", "from_vllm")]
         answers: dict[str, list[Answer]] = {side: [] for side in sides}
         one: Times = []
         for i in range(rounds + 2):
@@ -308,7 +309,7 @@ class Deployment:
         """An open loop: the same arrivals for each side, and prompts of its own."""
         at = np.random.default_rng(0).exponential(1 / rate, round(rate * LOAD_S)).cumsum()
         found: dict[str, list[Request]] = {}
-        for side in {"workers", "nvlink"}.intersection(self.sides):
+        for side in {"overflow", "nvlink"}.intersection(self.sides):
             answers = await asyncio.gather(*(self._ask_at(float(t), side, draw(PROMPT)) for t in at))
             times = [answer.times[len(self._names(side)) == 2 :] for answer in answers]
             found[side] = [{"ttft": 1e3 * np.array(t[:1]), "gap": 1e3 * np.diff(t)} for t in times]
@@ -318,21 +319,18 @@ class Deployment:
             for name in FIGURES:
                 report.add(Row(f"{of}.{name}", figure(found[side], name), "ms"))
         for name in FIGURES if len(found) == 2 else ():
-            value, low, high = ratio(found["workers"], found["nvlink"], name)
+            value, low, high = ratio(found["overflow"], found["nvlink"], name)
             row = Row(f"{prefix}.r{rate:g}.{name}", value, "ratio", ratio_to="nvlink", low=low, high=high)
             report.add(row)
 
     async def _ask_at(self, seconds: float, side: str, prompt: list[int]) -> Answer:
         await asyncio.sleep(seconds)
-        if side == "workers":
-            return await self.stream("workers-usual-router", prompt, LONG)
         return await self.ask(side, prompt, LONG)
 
     async def decodes(self, report: Report, prefix: str, rounds: int, draw: Draw) -> None:
-        measured = {"alone": "alone", "piecewise": "proxied-p", "full": "proxied-d"}
-        measured["worker"] = "workers-router"
+        kinds = {"alone": "alone", "piecewise": "proxied-p", "full": "proxied-d", "worker": "workers-router"}
         up = {name for side in self.sides for name in self._names(side)}
-        servers = {kind: name for kind, name in measured.items() if name in up}
+        servers = {kind: name for kind, name in kinds.items() if name in up}
         for batch in (1, 8):
             gaps: dict[str, Times] = {kind: [] for kind in servers}
             for i in range(rounds + 1):
@@ -375,7 +373,7 @@ async def measure(args: argparse.Namespace, report: Report, directory: Path) -> 
     try:
         if cuda:
             dense = write_shape(DENSE, directory, tokenizer=True)
-            large = Deployment(args, dense, "bfloat16", SIDES[:5], logs)
+            large = Deployment(args, dense, "bfloat16", SIDES[:6], logs)
         deadline, began = time.monotonic() + START_S[args.device], time.monotonic()
         await asyncio.gather(*(each.until_ready(deadline) for each in {small, large}))
         took = time.monotonic() - began

@@ -522,19 +522,15 @@ def test_thresholds_of_the_sampler(exact_kernels: Kernels) -> None:
         assert torch.equal(some, whole[:rows])
 
 
+def built(model: Path, **settings: Any) -> Engine:
+    """An engine in this mode, of small steps."""
+    settings |= {"device": DEVICE, "max_num_batched_tokens": 64, "num_threads": 1}
+    return build_engine(EngineConfig(str(model), dtype="bfloat16", batch_invariant=True, **settings))
+
+
 @pytest.fixture(scope="module")
 def exact_engine(shallow_model_path: Path) -> Engine:
-    return build_engine(
-        EngineConfig(
-            str(shallow_model_path),
-            dtype="bfloat16",
-            device=DEVICE,
-            max_num_batched_tokens=64,
-            num_threads=1,
-            enable_prefix_caching=True,
-            batch_invariant=True,
-        )
-    )
+    return built(shallow_model_path, enable_prefix_caching=True)
 
 
 def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(exact_engine: Engine) -> None:
@@ -544,23 +540,13 @@ def test_an_engine_gives_the_same_tokens_in_any_batch_and_after_a_recovery(exact
 def test_drafts_change_no_token(exact_engine: Engine, shallow_model_path: Path) -> None:
     """Requests share steps, and some of their drafts are wrong. Tokens are those of each alone, without any.
     Without the mode some differ."""
-    prompts = [[(7 * i + 3 * j * j) % 900 + 5 for j in range(3 + 40 * i)] for i in range(6)]
     requests = [
-        request_of(i, prompt, max_tokens=60, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
-        for i, prompt in enumerate(prompts)
+        request_of(i, prompt_of(i, length), max_tokens=60, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
+        for i, length in enumerate(range(3, 243, 40))
     ]
     alone = {request.id: run(exact_engine, [request])[request.id].tokens for request in requests}
-    engine = build_engine(
-        EngineConfig(
-            str(shallow_model_path),
-            dtype="bfloat16",
-            device=DEVICE,
-            max_num_batched_tokens=64,
-            num_threads=1,
-            batch_invariant=True,
-            speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3),
-        )
-    )
+    three = SpeculativeConfig("ngram", num_speculative_tokens=3)
+    engine = built(shallow_model_path, speculative_config=three)
     draft_always(engine, alone, 0.3, vocabulary=1 << 15)
     assert {id_: result.tokens for id_, result in run(engine, requests).items()} == alone
     stats = engine.stats().speculation
@@ -571,17 +557,7 @@ def test_drafts_change_no_token(exact_engine: Engine, shallow_model_path: Path) 
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
 def test_an_engine_with_int4_weights(kv: str, shallow_model_path: Path) -> None:
     """A CPU dequantizes them at load. With the kernels of the default, a token differs."""
-    config = EngineConfig(
-        str(shallow_model_path),
-        dtype="bfloat16",
-        quantization="int4",
-        kv_cache_dtype=kv,
-        device=DEVICE,
-        max_num_batched_tokens=64,
-        num_threads=1,
-        batch_invariant=True,
-    )
-    assert different_tokens(build_engine(config)) == 0
+    assert different_tokens(built(shallow_model_path, quantization="int4", kv_cache_dtype=kv)) == 0
 
 
 @pytest.mark.parametrize(
@@ -596,19 +572,7 @@ def test_an_engine_with_int4_weights(kv: str, shallow_model_path: Path) -> None:
 )
 def test_an_engine_with_latents_or_states(kind: str, kv: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, kind, vocab_size=1000)
-    config = EngineConfig(
-        str(tmp_path),
-        dtype="bfloat16",
-        kv_cache_dtype=kv,
-        device=DEVICE,
-        block_size=64,
-        num_blocks=32,
-        max_num_batched_tokens=64,
-        num_threads=1,
-        enable_prefix_caching=True,
-        batch_invariant=True,
-    )
-    engine = build_engine(config)
+    engine = built(tmp_path, kv_cache_dtype=kv, block_size=64, num_blocks=32, enable_prefix_caching=True)
     assert different_tokens(engine) == 0
     assert ("block=64" in engine.numerics.split("; ")) == (kind in FAMILIES)
 
@@ -640,13 +604,15 @@ def test_three_ranks_give_the_same_tokens_in_any_batch_and_after_a_recovery(
     assert different_tokens(ranks(shallow_model_path, 3, **sizes)) > 0
 
 
+def prompt_of(i: int, length: int) -> list[int]:
+    return [(7 * i + 3 * j * j) % 900 + 5 for j in range(length)]
+
+
 def different_tokens(engine: Engine) -> int:
     """How many tokens of requests together, and after a recovery, are not those of the same request alone.
     Greedy and seeded. Together, prompts are cut into other chunks, share steps with decodes, and begin with
     cached blocks."""
-    prompts = [
-        [(7 * i + 3 * j * j) % 900 + 5 for j in range(length)] for i, length in enumerate((3, 20, 75, 150))
-    ]
+    prompts = [prompt_of(i, length) for i, length in enumerate((3, 20, 75, 150))]
 
     def asked(i: int, output: Sequence[int] = ()) -> Any:
         sampled = {"temperature": 0.8, "seed": i} if i % 2 else {}

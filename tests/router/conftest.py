@@ -90,7 +90,7 @@ def tokenizer(embedded_model_path: Path) -> Iterator[ModelTokenizer]:
 
 def forks_of(tokenizer: ModelTokenizer) -> int:
     """The socket to the process that `shared_forks` has started. Children that check grammars need no
-    tokenizer, so it may serve a cluster with another one whose bodies are small."""
+    tokenizer, so it may serve a cluster with another tokenizer if the bodies are small."""
     return _forks[id(tokenizer)]
 
 

@@ -43,7 +43,6 @@ def _fork_server(v2: bool, home: Path) -> socket.socket:
         (home / "packages" / "triton").symlink_to(Path(triton.__file__).parent)
         environment["PYTHONPATH"] += f":{home}/packages"
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-        environment["TORCH_COMPILE_DISABLE"] = "1"  # torch would compile for that Triton
     _fork_servers[v2], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [PYTHON, Path(__file__).with_name("vllm_server.py"), str(theirs.fileno())]

@@ -28,11 +28,8 @@ from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from tests.forked import forking
 from tests.system.machine import titled, tree, until
+from tests.vllm_worker.engines import CHEAPER, PYTHON, ROOT
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-"""`make venv-vllm` makes it."""
-CHEAPER = Path(__file__).with_name("cheaper")
 VOCABULARY = 300
 START_S, STOP_S, CALL_S = 500.0, 60.0, 10.0
 SECRET = "of the tests, and of no other cluster"

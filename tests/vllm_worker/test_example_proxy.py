@@ -14,7 +14,8 @@ import pytest
 from baton.bench.harness.cluster import free_port
 from tests.system.machine import until
 
-from .served import PYTHON, ROOT, START_S, STOP_S, Front, Reference, prompts_of, save_model
+from .engines import PYTHON, ROOT
+from .served import START_S, STOP_S, Front, Reference, prompts_of, save_model
 
 SERVER = "-m vllm.entrypoints.openai.api_server --dtype float32 --enforce-eager --served-model-name tiny"
 
