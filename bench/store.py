@@ -11,8 +11,8 @@ compared with the same answer without any writes.
 Then chats go on for a while, and the workers are restarted in the middle of it, with a store and without one:
 hits, and times to first token of turns that began before, during and after the restart.
 
-On a GPU one worker serves the 8B Llama shape, and there is no trace. `second_turn.worst` is the longest time
-of these, over the median of computing.
+On a GPU one worker serves the 8B Llama shape. The trace needs two GPUs, for a prefill and a decode worker.
+`second_turn.worst` is the longest time of these, over the median of computing.
 
 `read` is GB/s from the store to blocks of that shape, verified, over those of the store's own client, which
 reads all objects in one call.
@@ -59,7 +59,7 @@ GOAL = {"cpu": 0.5, "cuda": 1.02}  # of second turns
 WRITING, STEPS = 12, 100
 LAYOUT, BLOCK = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"), 64
 READ, READS = {"cpu": 1024, "cuda": 8000 // CHUNK_TOKENS * CHUNK_TOKENS}, 7  # tokens, and fetches
-TRACE_CHATS, TRACE_HISTORY, PAUSE_S = 6, 300, 4.0
+TRACE_CHATS, TRACE_HISTORY, PAUSE_S = 6, {"cpu": 300, "cuda": 2000}, 4.0
 AROUND_S = 25.0  # before and after the restart
 START_S = 120.0
 RESTARTED = "All workers have restarted."
@@ -228,13 +228,13 @@ async def steps_beside_writes(serving: Cluster, device: str, report: Report) -> 
     report.add_ratio(f"store.{device}.step_beside_writes", beside[1:], "ms", around, "no writes", **fields)
 
 
-async def trace(serving: Cluster, around: float, name: str, report: Report) -> None:
+async def trace(serving: Cluster, around: float, device: str, name: str, report: Report) -> None:
     """Chats that go on, and a restart in the middle."""
     turns: list[Turn] = []
-    numbers, ends = itertools.count(10_000), asyncio.Event()
+    numbers, ends, history = itertools.count(10_000), asyncio.Event(), TRACE_HISTORY[device]
 
     async def chat(number: int) -> None:
-        text = prompt_of(TRACE_HISTORY, next(numbers))
+        text = prompt_of(history, next(numbers))
         await asyncio.sleep(PAUSE_S * number / TRACE_CHATS)
         while not ends.is_set():
             turns.append(turn := await serving.turn(text))
@@ -253,14 +253,14 @@ async def trace(serving: Cluster, around: float, name: str, report: Report) -> N
         ends.set()
     parts = {"before": (0.0, began), "during": (began, over), "after": (over, float("inf"))}
     for part, (start, stop) in parts.items():
-        of_part = [
-            turn for turn in turns if start <= turn.began < stop and len(turn.text) > TRACE_HISTORY + ANSWER
-        ]
+        later = [turn for turn in turns if len(turn.text) > history + ANSWER]
+        of_part = [turn for turn in later if start <= turn.began < stop]
         if of_part:
             ttfts = [turn.ttft for turn in of_part]
-            report.add_median(f"{name}.{part}.ttft", ttfts, "ms", scale=1e3)
+            of = f"store.{device}.{name}.{part}"
+            report.add_median(f"{of}.ttft", ttfts, "ms", scale=1e3)
             hits = sum(turn.cached for turn in of_part) / sum(len(turn.text) - ANSWER for turn in of_part)
-            report.add(Row(f"{name}.{part}.hits", hits, "share"))
+            report.add(Row(f"{of}.hits", hits, "share"))
 
 
 async def measure(args: argparse.Namespace, report: Report) -> None:
@@ -268,18 +268,20 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
     with mooncake("2GiB") as url:
         await asyncio.to_thread(reads, url, args.device, report)
     with tempfile.TemporaryDirectory() as name:
-        directory, flags, size = Path(name), ["--dtype", "float32"], "1GiB"
+        directory, flags, one, size = Path(name), ["--dtype", "float32"], [], "1GiB"
         if args.device == "cuda":
             model, size = write_shape(DENSE, directory, tokenizer=True), "12GiB"
-            flags = ["--prefill", "0", "--model", str(model), "--load-format", "dummy"]
-        async with cluster(directory, *flags, "--kv-store", f"local?size={size}") as serving:
+            flags, one = ["--model", str(model), "--load-format", "dummy"], ["--prefill", "0"]
+        store = ["--kv-store", f"local?size={size}"]
+        async with cluster(directory, *flags, *one, *store) as serving:
             await second_turns(serving, args.device, report)
             await steps_beside_writes(serving, args.device, report)
             if args.device == "cpu":
-                await trace(serving, around, "store.cpu.trace", report)
-        if args.device == "cpu":
-            async with cluster(directory, *flags) as serving:
-                await trace(serving, around, "store.cpu.trace_without", report)
+                await trace(serving, around, args.device, "trace", report)
+        kinds = {"trace": store, "trace_without": []} if torch.cuda.device_count() > 1 else {}
+        for kind, beside in ({"trace_without": []} if args.device == "cpu" else kinds).items():
+            async with cluster(directory, *flags, *beside) as serving:
+                await trace(serving, around, args.device, kind, report)
 
 
 def main() -> int:

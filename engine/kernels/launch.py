@@ -4,11 +4,11 @@ Hopper on).
 Between two small kernels the GPU idles for a microsecond: the last programs of one kernel finish, then the
 next is launched and reads its arguments. A kernel launched with `launch_options` may begin earlier: when all
 programs of the kernel before it have called `inputs_ready` or ended. The code before its own `inputs_ready`
-then overlaps with that kernel. Only after this call may it write, or read results of kernels of this step.
+then overlaps with that kernel. Only after this call may it write, or read what that kernel writes.
 
 Each kernel lets the next one begin only after its own inputs are ready. So at most two kernels run at once.
-When a kernel begins, all kernels of its stream but the one before it are over. A kernel launched without the
-option, such as torch's or cuBLAS', waits for all kernels before it, as always.
+When a kernel begins, all kernels of its stream but the one before it are over: it may read their results. A
+kernel launched without the option, such as torch's or cuBLAS', waits for all kernels before it, as always.
 """
 
 import functools

@@ -73,9 +73,10 @@ def _add_rms_norm(
     CHOSEN: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    inputs_ready()
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    inputs_ready()
     row = tl.program_id(0).to(tl.int64)
     at = row * size + columns
     x = tl.load(residual + row * stride + columns, mask=inside, other=0.0)
@@ -88,7 +89,7 @@ def _add_rms_norm(
         tl.store(residual + at, x, mask=inside)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
-    y = x * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    y = x * scale * factors
     if scales is None:
         tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
     else:

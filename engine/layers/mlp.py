@@ -16,9 +16,9 @@ from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import DTYPES, Stack, Weights
 from baton.engine.model_config import ExpertsConfig, ModelConfig
 
-MOST_BESIDE = 64
-"""Tokens of a step in which a GPU computes the shared expert on a second stream. With more tokens, the
-products of either stream fill the GPU."""
+MOST_BESIDE = 256
+"""Tokens of a step in which a GPU computes the shared expert on a second stream, while it reads the other
+experts. With more tokens, the products of either stream fill the GPU."""
 
 
 class GatedMLP:

@@ -144,14 +144,14 @@ def _split(
     SPAN: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    inputs_ready()
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     # The heads of a piece run at once, since they are neighbours in memory.
     kv_head, piece = tl.program_id(0), tl.program_id(1)
     request = tl.load(work + piece * 3).to(tl.int64)
+    begin, stop = tl.load(work + piece * 3 + 1), tl.load(work + piece * 3 + 2)
+    inputs_ready()
     if request < 0:
         return
-    begin, stop = tl.load(work + piece * 3 + 1), tl.load(work + piece * 3 + 2)
     shared = queries_from(places, request, requests, QUERIES) if QUERIES > 1 else 1
     query, heads, used = _queries(kv_head, shared, GROUP, QUERIES, ROWS)
     in_row = heads[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]

@@ -508,16 +508,16 @@ def _write(
 ):
     of_latent = tl.arange(0, RANK)
     norm_weights = tl.load(norm + of_latent).to(tl.float32)
-    inputs_ready()
     token = tl.program_id(0).to(tl.int64)
     dims, pairs = tl.arange(0, ROPE), tl.arange(0, ROPE // 2)
     # The table's rows are cos θ twice, then −sin θ and sin θ.
     angles = rotary + token * (2 * ROPE) + pairs
     cos, sin = tl.load(angles), tl.load(angles + ROPE + ROPE // 2)
+    slot = tl.load(slots + token)
+    inputs_ready()
     heads = tl.arange(0, ROWS)[:, None]
     at = q + token * q_stride + heads * SIZE + SIZE - ROPE + dims[None, :]
     tl.store(at, _rotated(tl.load(at, mask=heads < HEADS, other=0.0), cos, sin), mask=heads < HEADS)
-    slot = tl.load(slots + token)
     if slot >= 0:
         to = cache + slot * (RANK + ROPE)
         x = tl.load(latent + token * latent_stride + of_latent).to(tl.float32)

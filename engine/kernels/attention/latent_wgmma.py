@@ -61,9 +61,20 @@ def _load_queries(q, q_latent, q_shared, HEADS: gl.constexpr):
     RANK: gl.constexpr = q_latent.shape[1]
     head = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ROW))[:, None]
     q += head * (RANK + ROPE) + gl.arange(0, ROPE, gl.SliceLayout(0, ROW))[None, :]
+    parts = ()
+    for i in gl.static_range(RANK // ROPE + 1):  # all loads begin before the first store waits for one
+        parts += (gl.load(q + i * ROPE, mask=head < HEADS, other=0.0),)
     for i in gl.static_range(RANK // ROPE):
-        q_latent.slice(i * ROPE, ROPE, dim=1).store(gl.load(q + i * ROPE, mask=head < HEADS, other=0.0))
-    q_shared.store(gl.load(q + RANK, mask=head < HEADS, other=0.0))
+        q_latent.slice(i * ROPE, ROPE, dim=1).store(parts[i])
+    q_shared.store(parts[RANK // ROPE])
+
+
+@gluon.jit
+def _inputs_ready():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -117,11 +128,6 @@ def _attend(
     RANK: gl.constexpr,
     ROPE: gl.constexpr,
 ):
-    # `inputs_ready`
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_N // 2, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -129,9 +135,11 @@ def _attend(
     piece = gl.program_id(1)
     row = gl.load(work + piece * 3).to(gl.int64)
     if row < 0:
+        _inputs_ready()
         return
     begin, stop = gl.load(work + piece * 3 + 1), gl.load(work + piece * 3 + 2)
     table = block_tables + row * table_stride
+    alone = gl.load(first + row + 1) - gl.load(first + row) == 1
     latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
     shareds = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -139,16 +147,16 @@ def _attend(
         mbarrier.init(barriers.index(i), count=1)
     for i in gl.static_range(STAGES):
         _load(i, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, barriers, BLOCK_SIZE)
+    _inputs_ready()  # the cache was written by an earlier kernel than the one before this one
     q_latent = gl.allocate_shared_memory(dtype, [ROWS, RANK], SHARED)
     q_shared = gl.allocate_shared_memory(dtype, [ROWS, ROPE], SHARED)
     _load_queries(q + row * (HEADS * (RANK + ROPE)), q_latent, q_shared, HEADS)
     weighted = gl.allocate_shared_memory(dtype, [ROWS, BLOCK_N], SHARED)
     fence_async_shared()
 
-    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-    acc = gl.zeros([ROWS, RANK], gl.float32, SUMS)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    ROW_OF: gl.constexpr = gl.SliceLayout(1, SCORES)
+    m, total = gl.full([ROWS], float("-inf"), gl.float32, ROW_OF), gl.zeros([ROWS], gl.float32, ROW_OF)
+    acc, zeros = gl.zeros([ROWS, RANK], gl.float32, SUMS), gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))[None, :]
     for i in range(gl.cdiv(stop - begin, BLOCK_N)):
         start, stage = begin + i * BLOCK_N, i % STAGES
@@ -167,11 +175,12 @@ def _attend(
         acc = warpgroup_mma(weighted, latent, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _barrier()  # both warp groups have read the tile
-        later = i + STAGES
-        _load(later, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, barriers, BLOCK_SIZE)
+        _load(
+            i + STAGES, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, barriers, BLOCK_SIZE
+        )
 
     acc /= gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, SUMS))[:, None]
-    if gl.load(first + row + 1) - gl.load(first + row) == 1:
+    if alone:
         _store(out + row * (HEADS * RANK), acc, HEADS)
     else:
         at = piece.to(gl.int64) * HEADS

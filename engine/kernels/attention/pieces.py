@@ -23,7 +23,7 @@ PIECES_PER_SM = 4  # programs for each multiprocessor, if the requests alone giv
 BLOCK_N = 32  # keys of a tile; pieces are cut at multiples of it
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
 COMBINED = 32  # results of pieces that a program of `_combine` takes at once
-MOST_HEAD = 256  # a program takes fewer results of larger heads, and has more warps
+MOST_HEAD = 256  # a program has more warps for larger heads
 FIELDS = 3  # of the work of a piece
 EXACT_FIELDS = tl.constexpr(6)
 
@@ -112,8 +112,8 @@ def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor) -> None:
         QUERIES=1 if sharing is None else sharing.queries,
         HEADS=heads,
         HEAD_DIM=size,
-        COMBINED=max(1, COMBINED * MOST_HEAD // max(MOST_HEAD, size)),
-        num_warps=1 if size <= MOST_HEAD else 4,
+        COMBINED=COMBINED,
+        num_warps=1 if size <= MOST_HEAD else 8,
         **launch_options(),
     )
 
@@ -212,11 +212,11 @@ def _combine(
     HEAD_DIM: tl.constexpr,
     COMBINED: tl.constexpr,
 ):
-    inputs_ready()
     request = tl.program_id(0)
     query = tl.load(places + request) % QUERIES if QUERIES > 1 else 0
     begin = tl.load(first + request - query)
     pieces = tl.load(first + request - query + 1) - begin
+    inputs_ready()
     if pieces > 1:
         head = tl.program_id(1) + tl.arange(0, 1)
         to_row = out + request.to(tl.int64) * out_stride

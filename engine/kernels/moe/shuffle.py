@@ -95,8 +95,13 @@ def _shuffle(
     GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
 ):
-    inputs_ready()
     token, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    biases, has_experts = 0.0, token < tokens
+    if bias is not None:
+        biases = tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
+    if slots is not None:
+        has_experts = tl.load(slots + token, mask=has_experts, other=-1) >= 0
+    inputs_ready()
     real = token < tokens
     inside = real[:, None] & (expert < experts)[None, :]
     at = token.to(tl.int64)[:, None] * experts + expert[None, :]
@@ -106,7 +111,7 @@ def _shuffle(
     ranked, scores = x, x
     if bias is not None:
         scores = tl.sigmoid(x)
-        ranked = scores + tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
+        ranked = scores + biases
     if GROUPS > 1:
         ranked = _in_best_groups(ranked, expert, experts // GROUPS, GROUPS, GROUPS_CHOSEN, bias is not None)
     # The lower bits of a key choose the first of equal logits.
@@ -136,9 +141,6 @@ def _shuffle(
         among = tl.where(used, weight, 0.0) if NORMALIZED else tl.exp(x - highest)
         weight /= tl.sum(among, axis=1)[:, None]
     is_pair = real[:, None] & used
-    has_experts = real
-    if slots is not None:
-        has_experts = tl.load(slots + token, mask=real, other=-1) >= 0
     pair = token[:, None] * CHOSEN + choice[None, :]
     chosen = COLUMNS - 1 - lower
     is_held = (chosen >= first) & (chosen < first + HELD) & has_experts[:, None]
