@@ -211,7 +211,6 @@ async def second_turns(serving: Cluster, device: str, report: Report) -> None:
     if device == "cpu":
         report.add(Row(f"{name}.found", found, "share", goal=0.9, better="higher"))
     else:  # TCP hardly carries the KV of a prompt in the time that a GPU computes it
-        report.add(Row(f"{name}.found", found, "share"))
         worst = max(ttfts) / statistics.median(computed)
         report.add(Row(f"{name}.second_turn.worst", worst, "of computing", goal=1.02))
 

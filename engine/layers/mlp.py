@@ -1,8 +1,7 @@
 """The feed-forward part of a layer: an MLP, or a mixture of experts (Shazeer 2017)."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -134,14 +133,14 @@ class MoE:
 
     def _shared(self, x: Tensor, expert: GatedMLP) -> Callable[[], Tensor]:
         """What the shared expert computes: now on a second stream, or when the result is asked for."""
-        if self.side is None or len(x) > MOST_BESIDE:
+        if (side := self.side) is None or len(x) > MOST_BESIDE:
             return partial(self._gated, x, expert)
-        with _beside(self.side):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             computed = self._gated(x, expert)
 
         def joined() -> Tensor:
-            assert self.side is not None
-            torch.cuda.current_stream().wait_stream(self.side)
+            torch.cuda.current_stream().wait_stream(side)
             return computed
 
         return joined
@@ -160,12 +159,3 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     later work of the second stream only. That work begins after what the current stream launched before it,
     so it overwrites nothing that is still read."""
     return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _beside(stream: torch.cuda.Stream) -> Iterator[None]:
-    """What runs inside begins after all that is launched so far, and runs beside what the current stream does
-    next. The current stream waits for it before it reads the results."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
