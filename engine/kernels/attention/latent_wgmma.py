@@ -70,7 +70,7 @@ def _load_queries(q, q_latent, q_shared, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _inputs_ready():
+def _inputs_ready():  # that of `launch`, which Gluon cannot call
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
