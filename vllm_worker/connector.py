@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 _KINDS = {"FullAttentionSpec": "attention", "MLAAttentionSpec": "latent"}
 """vLLM's kinds of caches, and those of `content.cache_kinds`."""
+_transfers_here: list[Transfers] = []
+"""Those of this process, if it has the model. vLLM's scheduler has a connector of its own."""
 
 
 @dataclass
@@ -129,11 +131,18 @@ class BatonConnector(KVConnectorBase_V1):
             self._beginning[request.request_id] = request
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """KV has come for requests, and the token that follows their prompts. vLLM computes on from there."""
-        if isinstance(meta := connector_output.kv_connector_worker_meta, FirstTokens):
-            for request_id, token in meta.tokens.items():
-                if (request := self._beginning.get(request_id)) is not None:
-                    _append_output(request, token)
+        """KV has come for requests, and the token that follows their prompts. vLLM computes on from there.
+
+        vLLM asks for the output of a step when it launches the step, and reads it two steps later. With one
+        rank, the model is in this process, so KV that came meanwhile is added here."""
+        meta = connector_output.kv_connector_worker_meta
+        tokens = dict(meta.tokens) if isinstance(meta, FirstTokens) else {}
+        if _transfers_here and (came := _transfers_here[0].injected()):
+            connector_output.finished_recving = {*(connector_output.finished_recving or ()), *came}
+            tokens |= came
+        for request_id, token in tokens.items():
+            if (request := self._beginning.get(request_id)) is not None:
+                _append_output(request, token)
 
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all
@@ -229,6 +238,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._transfers = Transfers(
             kv, transport, heartbeat, timeout=settings.timeout, vocabulary=vocabulary, worker=worker
         )
+        _transfers_here.append(self._transfers)
 
     def get_handshake_metadata(self) -> Reachable | None:
         return None if self._process is None else Reachable(self._process.address)
@@ -285,6 +295,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         if self._transfers is not None:
+            _transfers_here.remove(self._transfers)
             self._transfers.close()
             self._transfers = None
         if self._process is not None:

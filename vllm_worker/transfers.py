@@ -331,19 +331,30 @@ class Transfers:
         sent = self._released & self._ended
         self._released -= sent
         self._ended -= sent
-        received = set()
+        came = self._take_injected()
+        self._first_tokens |= came
+        received = set(came)
         for event in self._fetch_ends:
             fetch = self._fetches.pop(event.decode_id)
             received.add(fetch.request_id)
-            needed = self._deadlines.pop(event.decode_id, None) is not None
-            if isinstance(event, Injected):
-                self._first_tokens[fetch.request_id] = event.first_token.token_id
-            elif needed:
+            if self._deadlines.pop(event.decode_id, None) is not None:
                 reason = event.reason if isinstance(event, FetchFailed) else f"in {self._timeout:g} s"
                 log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
                 self._failed_blocks |= set(fetch.block_ids[fetch.start // self._block_size :])
         self._fetch_ends.clear()
         return {self._requests.pop(prefill_id) for prefill_id in sent}, received
+
+    def injected(self) -> dict[str, int]:
+        """Returns the first tokens of requests whose KV has come since the last call of this or of `ended`."""
+        self._take_events()
+        return self._take_injected()
+
+    def _take_injected(self) -> dict[str, int]:
+        came = {e.decode_id: e.first_token.token_id for e in self._fetch_ends if isinstance(e, Injected)}
+        self._fetch_ends = [event for event in self._fetch_ends if event.decode_id not in came]
+        for decode_id in came:
+            self._deadlines.pop(decode_id, None)
+        return {self._fetches.pop(decode_id).request_id: token for decode_id, token in came.items()}
 
     def _cancel(self, finished: set[str]) -> None:
         """Ends the fetches of these requests, and those that take too long."""

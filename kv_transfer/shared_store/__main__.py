@@ -165,7 +165,7 @@ class StoreProcess:
             own, place = self._places(client, name, unit)
             _join_heads(self._units, self._arena, unit, part_of(name))
             self._seal.seal(name, period, own)
-            client.memory[place[0] :][: place[1]] = own
+            _copy(client.memory[place[0] :][: place[1]], own)
             places.append(place)
         keys = [self._seal.key(name, period) for name in order.names]
         return client.call(connection, "put", keys, places)
@@ -183,7 +183,7 @@ class StoreProcess:
         whole, wrong = [False] * len(wanted), []
         for i, ((name, _), (own, (at, size))) in enumerate(zip(wanted, both, strict=True)):
             if found[i]:
-                own[:] = client.memory[at : at + size]  # first: peers of the store may change that memory
+                _copy(own, client.memory[at : at + size])  # first: peers of the store may change that memory
                 whole[i] = self._seal.open(name, period, own)
             if found[i] is not None and not whole[i]:
                 wrong.append(keys[i])
@@ -195,6 +195,11 @@ class StoreProcess:
         """The memory of an object: in the arena, and in what the client has."""
         own = self._units.memory(self._arena.memory, unit, part_of(name))
         return own, (unit * self._units.object_slots * self._units.slot_bytes, own.nbytes)
+
+
+def _copy(to: memoryview, of: memoryview) -> None:
+    """Readers copy at the same time: NumPy releases Python's lock, and an assignment of memory does not."""
+    np.frombuffer(to, np.uint8)[:] = np.frombuffer(of, np.uint8)
 
 
 def _join_heads(units: Units, arena: Arena, unit: int, part: int) -> None:
