@@ -534,7 +534,7 @@ def built(model: Path, **settings: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with fewer layers. A machine with a GPU may lack it, so there 8 layers of Llama 8B."""
+    """The embedded model with fewer layers. A machine with a GPU may lack it: there, 8 layers of Llama 8B."""
     if not ON_GPU:
         return request.getfixturevalue("shallow_model_path")
     path = tmp_path_factory.mktemp("llama")
