@@ -345,7 +345,7 @@ class Transfers:
         return {self._requests.pop(prefill_id) for prefill_id in sent}, received
 
     def injected(self) -> dict[str, int]:
-        """Returns the first tokens of requests whose KV has come, by id. Each is told once, here or by `ended`."""
+        """Returns the first tokens of requests whose KV has come, by id. Tells each once, as `ended` does."""
         self._take_events()
         return self._take_injected()
 
