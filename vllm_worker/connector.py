@@ -133,10 +133,11 @@ class BatonConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """KV has come for requests, and the token that follows their prompts. vLLM computes on from there.
 
-        vLLM asks for the output of a step when it launches the step, and reads it two steps later. With one
-        rank, the model is in this process, so KV that came meanwhile is added here."""
+        vLLM makes this output when it launches a step, and reads it when that step is over. With one rank the
+        model is in this process, so the KV that came meanwhile counts, too: each step that a request does not
+        wait is a step less to its second token."""
         meta = connector_output.kv_connector_worker_meta
-        tokens = dict(meta.tokens) if isinstance(meta, FirstTokens) else {}
+        tokens = meta.tokens if isinstance(meta, FirstTokens) else {}
         if _transfers_here and (came := _transfers_here[0].injected()):
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *came}
             tokens |= came
@@ -290,8 +291,11 @@ class BatonConnector(KVConnectorBase_V1):
         return set() if self._transfers is None else self._transfers.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> FirstTokens | None:
-        tokens = {} if self._transfers is None else self._transfers.take_first_tokens()
-        return FirstTokens(tokens) if tokens else None
+        if (transfers := self._transfers) is None:
+            return None
+        if transfers.asked:
+            return FirstTokens({})  # vLLM does not tell the scheduler of an output with nothing
+        return FirstTokens(tokens) if (tokens := transfers.take_first_tokens()) else None
 
     def shutdown(self) -> None:
         if self._transfers is not None:

@@ -262,11 +262,12 @@ class Transfers:
         self._released: set[bytes] = set()  # before that
         # Fetching.
         self._fetches: dict[bytes, Fetch] = {}  # by decode id, while blocks may be written
-        self._fetch_ends: list[Injected | FetchFailed | Closed] = []  # that vLLM is not told of yet
+        self._fetch_ends: list[FetchFailed | Closed] = []  # that vLLM is not told of yet, nor of first tokens
         # By decode id: time.monotonic(). Not of requests that have ended. Infinite: it has passed.
         self._deadlines: dict[bytes, float] = {}
         self._failed_blocks: set[int] = set()
-        self._first_tokens: dict[str, int] = {}  # by request id: that came since the last step
+        self._first_tokens: dict[str, int] = {}  # by request id
+        self.asked = False  # by `injected`
 
     def begin(self, plan: Plan) -> None:
         """A step begins. Its preempted prompts have been handled."""
@@ -331,9 +332,7 @@ class Transfers:
         sent = self._released & self._ended
         self._released -= sent
         self._ended -= sent
-        came = self._take_injected()
-        self._first_tokens |= came
-        received = set(came)
+        received = set[str]() if self.asked else set(self._first_tokens)
         for event in self._fetch_ends:
             fetch = self._fetches.pop(event.decode_id)
             received.add(fetch.request_id)
@@ -345,16 +344,11 @@ class Transfers:
         return {self._requests.pop(prefill_id) for prefill_id in sent}, received
 
     def injected(self) -> dict[str, int]:
-        """Returns the first tokens of requests whose KV has come, by id. Tells each once, as `ended` does."""
+        """As `take_first_tokens`, for a scheduler in this process: KV that came after `ended` counts, too.
+        From now on `ended` does not tell of these requests."""
+        self.asked = True
         self._take_events()
-        return self._take_injected()
-
-    def _take_injected(self) -> dict[str, int]:
-        came = {e.decode_id: e.first_token.token_id for e in self._fetch_ends if isinstance(e, Injected)}
-        self._fetch_ends = [event for event in self._fetch_ends if event.decode_id not in came]
-        for decode_id in came:
-            self._deadlines.pop(decode_id, None)
-        return {self._fetches.pop(decode_id).request_id: token for decode_id, token in came.items()}
+        return self.take_first_tokens()
 
     def _cancel(self, finished: set[str]) -> None:
         """Ends the fetches of these requests, and those that take too long."""
@@ -386,5 +380,9 @@ class Transfers:
         for event in self._attendant.events(within):
             if isinstance(event, Released):
                 self._released.add(event.prefill_id)
+            elif isinstance(event, Injected):
+                fetch = self._fetches.pop(event.decode_id)
+                self._deadlines.pop(event.decode_id, None)
+                self._first_tokens[fetch.request_id] = event.first_token.token_id
             else:
                 self._fetch_ends.append(event)

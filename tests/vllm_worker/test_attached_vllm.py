@@ -149,7 +149,8 @@ SAMPLED: dict[str, Any] = {"temperature": 2.0, "max_tokens": 1, "ignore_eos": Tr
 @pytest.mark.parametrize(
     ("ranks", "both", "options"),
     [
-        (1, {}, {}),
+        (1, {}, {"one_process": True}),
+        pytest.param(1, {}, {}, marks=pytest.mark.long),
         pytest.param(1, V2, {}, marks=pytest.mark.long),
         pytest.param(1, {"async_scheduling": False, **V2}, {}, marks=pytest.mark.long),
         pytest.param(1, {**WHOLE, **V2}, {}, marks=pytest.mark.long),

@@ -6,6 +6,7 @@ It imports vLLM, which takes seven seconds, and then forks one engine for each m
 of a descriptor), whose answer is the pid. The message has two descriptors, which are the input and the output
 of the engine, and as JSON: [model, arguments of vLLM's engine]. Of these, `kv_transfer_config` has those of
 its own class. With `graphs` every second step calls no hooks of layers, as a step that one CUDA graph holds.
+With `one_process` vLLM's scheduler is in the process with the model, as on one GPU.
 
 An engine prints an empty line when it is up. Each line of its input is a list of requests, as JSON: [prompt,
 fields of SamplingParams, kv_transfer_params or null]. The answer is a line, too: of each request [tokens,
@@ -71,6 +72,8 @@ def serve(model: str, arguments: dict[str, Any], questions: TextIO, answers: Tex
     from vllm.config import KVTransferConfig
     from vllm.inputs import TokensPrompt
 
+    if arguments.pop("one_process", False):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if arguments.pop("graphs", False):
         use_graphs()
     if connector := arguments.get("kv_transfer_config"):
