@@ -43,12 +43,14 @@ from baton.engine.kernels.quantized.reference import (
     FLOATS,
     FP8,
     FP8_GROUP,
+    Both,
     FourBits,
     Fp8Experts,
     Quantized,
     fp8_linear,
     quantize,
     rounded,
+    spread,
 )
 from baton.engine.kernels.sampling import drafts
 from baton.engine.kernels.sampling.reference import SMALLEST_TEMPERATURE, draw, greedy, thresholds
@@ -87,15 +89,18 @@ class Kernels:
         weight: Tensor,
         eps: float,
         grouped: bool | None = None,
+        *,
+        both: bool = False,
     ) -> Any:
         """Adds delta to residual [rows, size], in place. Returns the RMSNorm of the sum (Zhang & Sennrich
         2019) times weight [size]. Without delta, residual is only read. `grouped`: as in `quantize`, which
-        the result goes through. None: it is not quantized."""
+        the result goes through. None: it is not quantized. `both`: if it is, returns `Both`."""
         assert not isinstance(delta, Terms), "this class adds up the experts itself"
         if delta is not None:
             residual.add_(delta)
         y = self._rms_norm(residual, weight, eps)
-        return y if grouped is None else self.quantize(y, grouped=grouped)
+        quantized = None if grouped is None else self.quantize(y, grouped=grouped)
+        return y if quantized is None else Both(y, quantized) if both else quantized
 
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype is not torch.bfloat16:
@@ -114,7 +119,7 @@ class Kernels:
 
     def mix_experts(
         self,
-        x: Tensor,
+        x: Tensor | Both,
         logits: Tensor,
         experts: Experts,
         counts: Tensor,
@@ -125,8 +130,8 @@ class Kernels:
     ) -> Any:
         """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
-        x [tokens, size]. Each token chooses its experts by logits [tokens, experts]. counts [experts] int32
-        must be zero, and becomes the number of tokens of each expert. Returns [tokens, size].
+        x [tokens, size], `Both` for experts in FP8. Each token chooses by logits [tokens, experts]. counts
+        [experts] int32 must be zero, and becomes the number of tokens of each expert. Returns [tokens, size].
 
         slots [tokens]: a row with slot −1 pads a graph. It has no expert, and its result is undefined. None:
         no row is padding. Inputs of weights in FP8 are quantized. The result of `shared` [tokens, size],
@@ -134,18 +139,13 @@ class Kernels:
         """
         routing = route(logits, experts.choice)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
-        gate_up, down = experts.gate_up, experts.down
-        inputs, round_inner = x, None
-        if isinstance(gate_up, FourBits):
-            gate_up = gate_up.exact()
-        if isinstance(down, FourBits):
-            down = down.exact()
-        if isinstance(gate_up, Fp8Experts):
-            inputs, gate_up = rounded(x, grouped=gate_up.grouped), gate_up.exact()
-        if isinstance(down, Fp8Experts):
-            round_inner, down = partial(rounded, grouped=down.grouped), down.exact()
+        matrices = experts.gate_up, experts.down
+        gate_up, down = (each if isinstance(each, Tensor) else each.exact() for each in matrices)
+        grouped = experts.down.grouped if isinstance(experts.down, Fp8Experts) else None
+        round_inner = None if grouped is None else partial(rounded, grouped=grouped)
+        plain, inputs = (x.plain, spread(*x.quantized)) if isinstance(x, Both) else (x, x)
         y = mix(inputs, routing, counts.tolist(), gate_up, down, experts, round_inner, exact=self.exact)
-        y = y.to(x.dtype)
+        y = y.to(plain.dtype)
         return y if shared is None else y.add_(shared())
 
     def rope_and_write(

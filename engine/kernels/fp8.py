@@ -77,12 +77,12 @@ def power_of_two(x):
 
 
 @triton.jit
-def store_quantized(y, values, scales, row, first, size, GROUP: tl.constexpr):
+def store_quantized(y, values, scales, row, first, size, GROUP: tl.constexpr, WIDTH: tl.constexpr = 16):
     """Quantizes and stores y, float32: the columns of a row from `first` on, and zeros after its end."""
     groups = tl.reshape(y, (y.shape[0] // GROUP, GROUP))
     scale = scale_of(tl.max(tl.abs(groups), axis=1))
     quotients = tl.reshape(groups / scale[:, None], (y.shape[0],)).to(values.dtype.element_ty)
-    column = first + tl.arange(0, y.shape[0])
+    column = first + tl.max_contiguous(tl.arange(0, y.shape[0]), WIDTH)  # of a thread
     tl.store(values + row * size + column, quotients, mask=column < size)
     group = first // GROUP + tl.arange(0, y.shape[0] // GROUP)
     tl.store(scales + row * tl.cdiv(size, GROUP) + group, scale, mask=group * GROUP < size)

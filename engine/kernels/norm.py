@@ -5,14 +5,14 @@
 
 Two kernels would read the residual stream twice; one reads it once. One program per row, which stays in
 registers. The mean is computed in float32 from the sum as rounded to the residual's dtype, since the next
-layer sees the rounded sum. The result can be quantized before it is stored.
+layer sees the rounded sum. The result can be quantized before it is stored, or be stored in both forms.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import Quantized
+from baton.engine.kernels import Both, Quantized
 from baton.engine.kernels.fp8 import empty_like, group_columns, store_quantized
 from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.moe.combine import sum_of_terms
@@ -23,8 +23,14 @@ ELEMENTS_PER_WARP = 512  # 16 per thread: two or four 16-byte loads
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor | Terms | None, weight: Tensor, eps: float, grouped: bool | None = None
-) -> Tensor | Quantized:
+    residual: Tensor,
+    delta: Tensor | Terms | None,
+    weight: Tensor,
+    eps: float,
+    grouped: bool | None = None,
+    *,
+    both: bool = False,
+) -> Tensor | Quantized | Both:
     rows, size = residual.shape
     assert residual.stride(1) == 1, "the kernel assumes dense rows"
     added, *terms = delta if isinstance(delta, Terms) else (delta, None, None, False)
@@ -32,6 +38,7 @@ def add_rms_norm(
         "the kernel adds element by element"
     )
     out, scales = empty_like(residual, size, grouped=grouped)
+    plain = out if scales is None else residual.new_empty(rows, size) if both else None
     block = triton.next_power_of_2(size)
     warps = min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
     _add_rms_norm[(rows,)](
@@ -39,6 +46,7 @@ def add_rms_norm(
         residual if added is None else added,
         *terms[:2],
         weight,
+        plain,
         out,
         scales,
         residual.stride(0),
@@ -52,7 +60,8 @@ def add_rms_norm(
         num_warps=warps,
         **launch_options(),
     )
-    return out if scales is None else Quantized(out, scales)
+    quantized = None if scales is None else Quantized(out, scales)
+    return out if quantized is None else quantized if plain is None else Both(plain, quantized)
 
 
 @triton.jit
@@ -62,6 +71,7 @@ def _add_rms_norm(
     term_weights,
     shared,
     weight,
+    plain,
     out,
     scales,
     stride,
@@ -90,7 +100,10 @@ def _add_rms_norm(
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     y = x * scale * factors
-    if scales is None:
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
-    else:
-        store_quantized(y, out, scales, row, 0, size, GROUP)
+    if plain is not None:
+        y = y.to(plain.dtype.element_ty)
+        tl.store(plain + at, y, mask=inside)
+    if scales is not None:
+        # Beside `plain`, threads have the columns that they have without FP8, so they add in that order.
+        width: tl.constexpr = 16 if plain is None else 128 // plain.dtype.element_ty.primitive_bitwidth
+        store_quantized(y.to(tl.float32), out, scales, row, 0, size, GROUP, width)

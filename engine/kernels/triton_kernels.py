@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.engine.kernels import (
     KV,
+    Both,
     Experts,
     Fp8Experts,
     Fp8KV,
@@ -99,7 +100,7 @@ class TritonKernels(Kernels):
 
     def mix_experts(
         self,
-        x: Tensor,
+        x: Tensor | Both,
         logits: Tensor,
         experts: Experts,
         counts: Tensor,
@@ -113,14 +114,14 @@ class TritonKernels(Kernels):
         count = len(gate_up if isinstance(gate_up, Tensor) else gate_up[0])
         held = range(experts.first, experts.first + count)
         shuffled = shuffle(logits, counts, choice, slots, held)
-        inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
+        plain, inputs = x if isinstance(x, Both) else (x, x)
         gated = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         inner = grouped_linear(
             inputs,
             gate_up,
             shuffled,
             experts.gate_up_bias,
-            dtype=x.dtype,
+            dtype=plain.dtype,
             weighted=on_input,
             gated=gated,
             clamped=experts.activation,
@@ -128,7 +129,7 @@ class TritonKernels(Kernels):
         if not gated:
             grouped = down.grouped if isinstance(down, Fp8Experts) else None
             inner = silu.silu_mul(inner, grouped, experts.activation)
-        y = grouped_linear(inner, down, shuffled, experts.down_bias, dtype=x.dtype, weighted=False)
+        y = grouped_linear(inner, down, shuffled, experts.down_bias, dtype=plain.dtype, weighted=False)
         if on_input and choice.num_chosen == 1 and count == len(counts):
             return y if shared is None else y.add_(shared())
         terms = Terms(y, shuffled.weights, None if shared is None else shared(), not on_input)

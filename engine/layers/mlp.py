@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Choice, Experts, FourBits, Fp8Experts, Quantized
+from baton.engine.kernels import Both, Choice, Experts, FourBits, Fp8Experts, Quantized
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, whole
@@ -50,9 +50,6 @@ class MoE:
     `GatedMLP`, and so is the shared expert, which computes every token. A rank has some of the inner columns
     of every expert, or whole experts. All ranks make the same choice. Each computes a term of the result."""
 
-    input = None
-    """No one product: router and experts take x in the model's dtype."""
-
     def __init__(
         self,
         config: ModelConfig,
@@ -88,7 +85,7 @@ class MoE:
         down, down_bias = load(("down",), hidden, inner)
         if isinstance(gate_up, Fp8Experts) != isinstance(down, Fp8Experts):
             raise ValueError(f"{weights.source}: of the experts of {name} only some matrices are in FP8")
-        self.experts = Experts(
+        self.input = self.experts = Experts(
             gate_up,
             down,
             self._choice(experts, weights, f"{name}.{router}"),
@@ -120,24 +117,25 @@ class MoE:
         groups = experts.groups, experts.groups_chosen
         return Choice(experts.num_chosen, experts.scoring, *groups, experts.scale, bias)
 
-    def __call__(self, x: Tensor, *, summed: bool = True) -> Any:
+    def __call__(self, x: Tensor | Both, *, summed: bool = True) -> Any:
         """Not `summed`: for the next norm, which with one rank adds up the experts."""
         summed = summed or self.ranks.size > 1
-        shared = None if self.shared is None else self._shared(x, self.shared)
+        plain, inputs = x if isinstance(x, Both) else (x, x)
+        shared = None if self.shared is None else self._shared(plain, inputs, self.shared)
         step = current_step()
         assert step.expert_counts is not None, "the model has experts"
         counts = step.expert_counts[self.index]
         return self.kernels.mix_experts(
-            x, self.router(x), self.experts, counts, slots=step.slots, shared=shared, summed=summed
+            x, self.router(plain), self.experts, counts, slots=step.slots, shared=shared, summed=summed
         )
 
-    def _shared(self, x: Tensor, expert: GatedMLP) -> Callable[[], Tensor]:
+    def _shared(self, plain: Tensor, inputs: Tensor | Quantized, expert: GatedMLP) -> Callable[[], Tensor]:
         """What the shared expert computes: now on a second stream, or when the result is asked for."""
-        if (side := self.side) is None or len(x) > MOST_BESIDE:
-            return partial(self._gated, x, expert)
+        if (side := self.side) is None or len(plain) > MOST_BESIDE:
+            return partial(self._gated, plain, inputs, expert)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            computed = self._gated(x, expert)
+            computed = self._gated(plain, inputs, expert)
 
         def joined() -> Tensor:
             torch.cuda.current_stream().wait_stream(side)
@@ -145,10 +143,10 @@ class MoE:
 
         return joined
 
-    def _gated(self, x: Tensor, expert: GatedMLP) -> Tensor:
-        if self.shared_gate is None:
-            return expert(x)
-        return expert(x).mul_(self.shared_gate(x).sigmoid_())
+    def _gated(self, plain: Tensor, inputs: Tensor | Quantized, expert: GatedMLP) -> Tensor:
+        alike = expert.input.quantizes(len(plain)) == self.experts.quantizes(len(plain))
+        y = expert(inputs if alike else plain)
+        return y if self.shared_gate is None else y.mul_(self.shared_gate(plain).sigmoid_())
 
 
 @functools.cache

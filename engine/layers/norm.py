@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.engine.kernels import LinearMethod, Terms
+from baton.engine.kernels import Both, Experts, LinearMethod, Terms
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights
 
@@ -36,22 +36,24 @@ class InputNorm:
     """An `RMSNorm` before a product. If the product takes FP8, the norm quantizes its result.
 
     `norm` None: the product takes the residual stream itself. Its delta is already the sum over ranks.
-    `product` None: several take the result, in the model's dtype."""
+    `product`: beside experts, a router takes the result, in the model's dtype."""
 
-    def __init__(self, weights: Weights, norm: RMSNorm | None, product: LinearMethod | None) -> None:
+    def __init__(self, weights: Weights, norm: RMSNorm | None, product: LinearMethod | Experts) -> None:
         self.norm = norm
         self.kernels = weights.kernels
-        self.product = product or LinearMethod()
+        self.product = product
+        self.both = isinstance(product, Experts)
 
     def __call__(self, residual: Tensor, delta: Tensor | Terms | None = None) -> Any:
-        """As `RMSNorm`. Returns what the product takes: a tensor, or `Quantized`."""
+        """As `RMSNorm`. Returns what the product takes: a tensor, `Quantized`, or `Both` for experts."""
         norm, grouped = self.norm, self.product.quantizes(len(residual))
         if norm is not None and norm.ranks.size == 1:
-            return self.kernels.add_rms_norm(residual, delta, norm.weight, norm.eps, grouped)
+            return self.kernels.add_rms_norm(residual, delta, norm.weight, norm.eps, grouped, both=self.both)
         x = residual
         if norm is not None:
             x = norm(residual, delta)
         elif delta is not None:
             assert not isinstance(delta, Terms), "a draft head sums its delta"
             residual.add_(delta)
-        return x if grouped is None else self.kernels.quantize(x, grouped=grouped)
+        quantized = None if grouped is None else self.kernels.quantize(x, grouped=grouped)
+        return x if quantized is None else Both(x, quantized) if self.both else quantized

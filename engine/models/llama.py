@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import HeadNorm, LatentHeads, LatentNorm, LinearMethod, Terms
+from baton.engine.kernels import Experts, HeadNorm, LatentHeads, LatentNorm, LinearMethod, Terms
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, RMSNorm
@@ -88,7 +88,7 @@ class LlamaLayer:
                 return None
             return RMSNorm(weights, f"{name}.{of}", config.hidden_size, config.rms_norm_eps, summed=summed)
 
-        def before(of: str | None, product: LinearMethod | None) -> InputNorm:
+        def before(of: str | None, product: LinearMethod | Experts) -> InputNorm:
             return InputNorm(weights, norm(of, summed=norms.summed), product)
 
         self.tapped = False

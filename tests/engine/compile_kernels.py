@@ -48,6 +48,7 @@ def main() -> None:
         FP8,
         KV,
         AttentionMetadata,
+        Both,
         Choice,
         Experts,
         Fp8Experts,
@@ -131,7 +132,8 @@ def main() -> None:
                 for size in (hidden, 16 * hidden):
                     SkinnyLinear(torch.zeros(size, hidden, dtype=dtype), None, 132)(x[:tokens])
             for grouped in (False, True):
-                kernels.add_rms_norm(x, x, x[0], 1e-5, grouped)
+                for both in (False, True):
+                    kernels.add_rms_norm(x, x, x[0], 1e-5, grouped, both=both)
                 kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype), grouped)
                 for size, blocks in itertools.product((4 * hidden, 1024), (False, True)[: 1 + grouped]):
                     scales = torch.zeros(-(-hidden // 128) if grouped else 1, size // 128 if blocks else size)
@@ -207,7 +209,8 @@ def main() -> None:
                 for groups, rows in ((1, 1), (16, 1), (16, 128)):
                     of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768 // rows))
                     of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048 // rows))
-                    kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, choice), counts)
+                    both = Both(x, kernels.quantize(x, grouped=groups > 1))
+                    kernels.mix_experts(both, logits, Experts(of_gate_up, of_down, choice), counts)
                 if dtype is torch.bfloat16:
                     of_gate_up, of_down = (
                         of_experts(

@@ -21,6 +21,7 @@ from baton.engine import Engine, EngineConfig, SpeculativeConfig, build_engine
 from baton.engine.kernels import (
     KV,
     AttentionMetadata,
+    Both,
     Choice,
     Experts,
     FourBits,
@@ -425,7 +426,9 @@ def check_experts(
 
     def mixed(count: int) -> Tensor:
         counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
-        return kernels.mix_experts(x[:count].contiguous(), logits[:count].contiguous(), layer, counts)
+        rows, grouped = x[:count].contiguous(), layer.quantizes(count)
+        inputs = rows if grouped is None else Both(rows, kernels.quantize(rows, grouped=grouped))
+        return kernels.mix_experts(inputs, logits[:count].contiguous(), layer, counts)
 
     whole = mixed(rows[-1])
     for count in rows[:-1]:

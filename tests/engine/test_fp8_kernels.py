@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FP8, Choice, Experts, Fp8Experts, Kernels, Quantized
+from baton.engine.kernels import FP8, Both, Choice, Experts, Fp8Experts, Kernels, Quantized
+from baton.engine.layers.current_step import CurrentStep, computing
+from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import Scoring
 from tests.device import DEVICE
 from tests.engine import kernel_checks
+from tests.engine.checkpoints import load
 from tests.engine.conftest import save_tiny
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, normal
-from tests.engine.test_fp8 import SIZES, save_quantized
+from tests.engine.test_fp8 import LATENT, SIZES, save_quantized
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
 
@@ -43,7 +46,8 @@ def same(ours: Quantized, reference: Quantized) -> None:
 def test_quantized_results(
     triton_kernels: Kernels, dtype: torch.dtype, rows: int, size: int, grouped: bool
 ) -> None:
-    """Rows of different sizes, one of them zeros. The norm adds to the residual, as without FP8."""
+    """Rows of different sizes, one of them zeros. The norm adds to the residual, as without FP8. Both forms
+    have the bits of the norm without FP8, and of quantizing that."""
     x = (normal(rows, size) * 100 ** torch.arange(rows)[:, None]).to(dtype)
     x[-1] *= rows == 1
     put = lambda tensor: tensor.to(DEVICE, copy=True)  # noqa: E731
@@ -56,6 +60,11 @@ def test_quantized_results(
     same(triton_kernels.silu_mul(put(gate_up), grouped), exact)
 
     delta, weight, residual = normal(rows, size, seed=2).to(dtype), normal(size, seed=3).to(dtype), put(x)
+    plain = triton_kernels.add_rms_norm(put(x), put(delta), put(weight), 1e-5)
+    both = triton_kernels.add_rms_norm(put(x), put(delta), put(weight), 1e-5, grouped, both=True)
+    assert torch.equal(both.plain, plain)
+    for found, apart in zip(both.quantized, triton_kernels.quantize(plain, grouped=grouped), strict=True):
+        assert torch.equal(found.float(), apart.float())
     ours = triton_kernels.add_rms_norm(residual, put(delta), put(weight), 1e-5, grouped)
     x.add_(delta)
     exact = Kernels().add_rms_norm(x.float(), None, weight.float(), 1e-5)
@@ -173,11 +182,61 @@ def test_mix_experts(
         one, other = (Fp8Experts(*(t.to(device) for t in weight)) for weight in (gate_up, down))
         counts = torch.zeros(6, dtype=torch.int32, device=device)
         rows, routes = x.to(device, dtype), logits.to(device, dtype)
-        return kernels.mix_experts(rows, routes, Experts(one, other, Choice(chosen, scoring), first), counts)
+        both = Both(rows, kernels.quantize(rows, grouped=grouped))
+        return kernels.mix_experts(both, routes, Experts(one, other, Choice(chosen, scoring), first), counts)
 
     expected = mix(Kernels(), "cpu", F32)
     ours = mix(triton_kernels, DEVICE, dtype)
     close(ours, expected, 0.05)  # values between two FP8 numbers may be rounded to either
+
+
+@pytest.mark.parametrize(
+    ("kind", "grouped"), [("Qwen3Next", False), ("blocks", True)], ids=["shared gate", "blocks"]
+)
+def test_the_norm_before_experts_quantizes_for_all_of_them(
+    kind: str, grouped: bool, triton_kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another launch for the experts or the shared expert, and with the bits of quantizing the rows
+    of the model's dtype apart."""
+    from baton.engine.kernels import fp8
+
+    monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
+    for module in ("baton.engine.execution.start", "baton.engine.layers.weights"):
+        monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim, exact=False: triton_kernels)
+    if grouped:
+        save_quantized(tmp_path, kind, "DeepseekV3", **LATENT)
+    else:
+        save_tiny(tmp_path, kind, moe_intermediate_size=32, linear_num_value_heads=8)
+    dtype = "float16" if DEVICE == "cpu" else "bfloat16"
+    model = load(
+        tmp_path, device=DEVICE, dtype=dtype, quantization="auto" if grouped else "fp8"
+    )._runner.model
+    layer = model.layers[-1]
+    moe, norm = layer.mlp, layer.mlp_norm.norm
+    residual, delta = (normal(5, len(norm.weight), seed=i).to(DEVICE, norm.weight.dtype) for i in range(2))
+    counts = torch.zeros(len(model.layers), 8, dtype=torch.int32, device=DEVICE)
+
+    plain = triton_kernels.add_rms_norm(residual.clone(), delta, norm.weight, norm.eps)
+    shared = moe.shared(plain)
+    if moe.shared_gate is not None:
+        shared *= moe.shared_gate(plain).sigmoid()
+    both = Both(plain, triton_kernels.quantize(plain, grouped=grouped))
+    expected = triton_kernels.mix_experts(
+        both, moe.router(plain), moe.experts, counts[0].clone(), shared=lambda: shared
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8, "_quantize", None)
+        x = layer.mlp_norm(residual.clone(), delta)
+        with computing(CurrentStep(5, expert_counts=counts)):
+            y = moe(x)
+    assert torch.equal(y, expected)
+    several = Ranks()
+    several.size = 2
+    monkeypatch.setattr(norm, "ranks", several)  # then another kernel may sum their terms
+    for found in (x, layer.mlp_norm(residual, delta)):
+        assert torch.equal(found.plain, plain)
+        for ours, apart in zip(found.quantized, both.quantized, strict=True):
+            assert torch.equal(ours.float(), apart.float())
 
 
 def random_experts(
@@ -217,15 +276,16 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(
 @pytest.mark.skipif(
     DEVICE != "cpu", reason="a GPU computes in bfloat16, and has tests/engine/test_quality.py"
 )
-@pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "Olmo2", "blocks"])
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "Olmo2", "DeepseekV3", "blocks"])
 def test_an_engine_on_these_kernels(
     kind: str, tmp_path: Path, check_tokens_of_kernels: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The torch kernels quantize activations, too. A kind of model is quantized on load."""
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
-    if kind != "blocks":
-        save_tiny(tmp_path, kind, num_hidden_layers=1)
-        check_tokens_of_kernels(tmp_path, quantization="fp8")
-    else:
+    if kind == "blocks":
         save_quantized(tmp_path, kind, **SIZES, num_key_value_heads=1)
         check_tokens_of_kernels(tmp_path)
+    else:
+        sizes = {**LATENT, "first_k_dense_replace": 0} if kind == "DeepseekV3" else {}
+        save_tiny(tmp_path, kind, **{**sizes, "num_hidden_layers": 1})
+        check_tokens_of_kernels(tmp_path, quantization="fp8")

@@ -46,6 +46,10 @@ class Experts:
     activation: ClampedSwiGLU | None = None
     """In place of silu(gate) * up."""
 
+    def quantizes(self, rows: int) -> bool | None:
+        """As in `LinearMethod`."""
+        return self.gate_up.grouped if isinstance(self.gate_up, Fp8Experts) else None
+
 
 class Routing(NamedTuple):
     """The experts of each token."""

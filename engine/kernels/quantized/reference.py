@@ -19,6 +19,13 @@ class Quantized(NamedTuple):
     scales: Tensor  # [rows, 1] float32, or grouped: [rows, size / FP8_GROUP rounded up]
 
 
+class Both(NamedTuple):
+    """Activations in two forms."""
+
+    plain: Tensor  # [rows, size] in the model's dtype
+    quantized: Quantized  # `plain` quantized
+
+
 class Fp8Experts(NamedTuple):
     """The weights of several experts in FP8: they stand for values times scales."""
 
