@@ -20,7 +20,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpc.aio import Channel
@@ -31,10 +31,8 @@ from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
 from baton.bench.harness.streams import Case, Load, Verdict, expected, judge
 from baton.bench.overlap.streams import Trace
 from baton.bench.shapes import write_shape
-from baton.cluster.supervision.calls import set_pool
-from baton.rpc import worker_pb2 as pb
+from baton.cluster.supervision.calls import set_pool, status_of
 from baton.rpc.channel import connect
-from baton.rpc.stubs import WorkerStub
 
 FLIPS = 20
 SHORT_FLIPS = 5
@@ -62,14 +60,11 @@ async def flip(channel: Channel) -> float:
     began = time.monotonic()
     before = (await set_pool(channel, "prefill", CALL_S)).prompt_tokens
     async with asyncio.timeout(SERVES_S):
-        while (await _status(channel)).prompt_tokens == before:  # noqa: ASYNC110
+        while True:
+            status = await status_of(channel, CALL_S)
+            if status is not None and status.prompt_tokens != before:
+                return began
             await asyncio.sleep(LOOK_S)
-    return began
-
-
-async def _status(channel: Channel) -> pb.WorkerStatus:
-    answer: Awaitable[pb.WorkerStatus] = WorkerStub(channel).GetStatus(pb.StatusRequest(), timeout=CALL_S)
-    return await answer
 
 
 async def flip_repeatedly(address: str, secret: str, flips: int, rng: random.Random) -> list[float]:

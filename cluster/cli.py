@@ -1,6 +1,5 @@
 """The command `baton`. Each command imports its heavy modules itself, so that `--help` stays fast."""
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from baton.cluster.options import clients, engine, pools, roles
-from baton.cluster.options.parameters import takes_options, unknown_variables
+from baton.cluster.options.parameters import takes_options
 from baton.cluster.supervision.plan import Plan
 
 app = typer.Typer(
@@ -74,28 +73,10 @@ def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callab
         run = takes_options(function, refuse=panel != CLIENTS)
         epilog = "[dim]Examples[/dim]\n\n" + "\n\n".join(f"[cyan]{line}[/cyan]" for line in examples)
         registered = app.command(function.__name__, cls=_Command, rich_help_panel=panel, epilog=epilog)
-        registered(_with_clear_errors(run))
+        registered(run)
         return function
 
     return register
-
-
-def _with_clear_errors(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Shows a ValueError as one line without a traceback: in Baton it always means a user's mistake."""
-
-    def guarded(**values: Any) -> None:
-        for line in unknown_variables(os.environ):
-            typer.secho(f"Warning: {line}", fg="yellow", err=True)
-        try:
-            code = run(**values)
-        except ValueError as error:
-            typer.secho(f"Error: {error}", fg="red", err=True)
-            raise typer.Exit(2) from error
-        raise typer.Exit(code or 0)
-
-    for attribute in ("__name__", "__doc__", "__signature__", "__annotations__"):
-        setattr(guarded, attribute, getattr(run, attribute))
-    return guarded
 
 
 @command(

@@ -48,7 +48,7 @@ def run(plan: Plan) -> int:
     model.reach_hub(found.location)
     model.check_context(found.location, plan.model.revision, plan.engine.max_model_len)
     if plan.ray.ray_address is None:
-        _check_roles(plan, found, roles[0].environment["BATON_CLUSTER_SECRET"].encode())
+        _check_roles(plan, found, roles[0].secret)
     # Each check starts a process that imports torch. It does not depend on the KV dtype.
     for engine in {replace(plan.engine_of(pool), kv_cache_dtype="auto") for pool in POOLS}:
         check_files(found, engine, plan.model.tokenizer)
@@ -133,9 +133,8 @@ class LocalCluster:
             raise self._failure
         self._up = True
         self._display.ready(self._plan, self._plan.admin_url(supervisor.states()), self._logs)
-        secret = self._roles[0].environment["BATON_CLUSTER_SECRET"].encode()
-        balancer = Balancer(self._plan.pool, self._plan.engine.ttit_target)
-        scaling = asyncio.create_task(Autoscaler(supervisor, balancer, secret, self._roles[0].tls).run())
+        balancer, first = Balancer(self._plan.pool, self._plan.engine.ttit_target), self._roles[0]
+        scaling = asyncio.create_task(Autoscaler(supervisor, balancer, first.secret, first.tls).run())
         to_stop.callback(scaling.cancel)
         restarting = asyncio.create_task(self._restart_when_told(supervisor))
         to_stop.callback(restarting.cancel)

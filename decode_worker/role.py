@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from baton.engine import Engine, EngineRequest, Logprobs, Output, StepResult
+from baton.engine import Engine, EngineRequest, Output, StepResult
 from baton.kv_transfer import Began, Closed, FetchFailed, Injected, Receiver
 from baton.kv_transfer.endpoint.receiver import Event
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempt
+from baton.worker.engine_process.attempts import Attempt, logprobs_of
 from baton.worker.engine_process.loop import Parts, Role
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.messages import Code, PrefillSource, ToEngine
@@ -308,10 +308,7 @@ class DecodeRole(Role):
             text = f"COMMIT names token {largest}, beyond the vocabulary of {vocabulary}"
             self._end(attempt, Code.ENGINE, text)
             return
-        logprobs = None
-        if first.logprob is not None:
-            logprobs = Logprobs(first.logprob, first.top_ids, first.top_logprobs)
-        output = self.engine.join(event.decode_id, first.token_id, logprobs)
+        output = self.engine.join(event.decode_id, first.token_id, logprobs_of(first))
         # This repeats prefill's token. The router emits each index once, from the worker that sends it first.
         self._attempts.token(attempt, output)
         if output.finish_reason:

@@ -23,14 +23,9 @@ TOKEN = 16
 _MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h; the mmap module has no name for it
 
 
-def marks_bytes(num_slots: int) -> int:
-    """Behind the slots: a mark of each, then a token, up to a whole page."""
-    return -(-(num_slots * MARK + TOKEN) // PAGE) * PAGE
-
-
 def exported_bytes(num_slots: int, slot_bytes: int) -> int:
-    """Of memory with slots, marks and a token."""
-    return num_slots * slot_bytes + marks_bytes(num_slots)
+    """Of memory with slots, and behind them a mark of each, then a token, up to a whole page."""
+    return num_slots * slot_bytes + -(-(num_slots * MARK + TOKEN) // PAGE) * PAGE
 
 
 def memory_file() -> int:

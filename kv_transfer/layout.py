@@ -77,11 +77,6 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
     def bytes_per_token(self) -> int:
         return len(self.kv_layers) * self.bytes_per_token_layer
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of all states of a request."""
-        return len(self.state_layers) * sum(state.bytes for state in self.states)
-
 
 def convertible(sent: str, kept: str) -> bool:
     """Whether a receiver that keeps KV in one dtype takes KV in the other. Models that compute in different

@@ -94,14 +94,18 @@ def spawn_transfer(
 ) -> subprocess.Popen[bytes]:
     """Starts a transfer process. It ends with this process, when `service` is closed here, or on SIGTERM.
 
-    The channels and `service` are the transfer process's ends: close them here afterwards, so that the other
-    ends show when it dies.
+    The channels and `service` are the transfer process's ends. They are closed here, so that the other ends
+    show when it dies.
     """
     start = TransferStart(config, sending.fds, receiving.fds, heartbeat.fd, service.fileno(), os.getpid())
     fds = *start.sending_fds, *start.receiving_fds, start.heartbeat_fd, start.service_fd
     # What a process is started with stays readable in /proc/PID/environ: the secret goes through the pipe.
     lines = msgspec.json.encode(start) + b"\n" + secret.hex().encode()
-    return spawn("baton.kv_transfer.process", lines, pass_fds=fds)
+    process = spawn("baton.kv_transfer.process", lines, pass_fds=fds)
+    for end in (sending, receiving):
+        end.close_channels()
+    service.close()
+    return process
 
 
 def spawn(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -12,7 +12,7 @@ from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.kv_transfer.endpoint.pump import NO_TOKEN
 from baton.kv_transfer.endpoint.receiver import Event
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempt, Attempts
+from baton.worker.engine_process.attempts import Attempt, Attempts, handed_over
 from baton.worker.engine_process.loop import Parts, Role
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.parts import LayerWaits, Part, start_part
@@ -450,13 +450,4 @@ class PrefillRole(Role):
         if prefill.taker is not None:
             self._sender.close(output.id, "gone")
             return
-        logprobs = output.logprobs
-        self._sender.commit(
-            output.id,
-            kv.FirstToken(
-                output.token,
-                logprobs.logprob if logprobs else None,
-                logprobs.top_ids if logprobs else (),
-                logprobs.top_logprobs if logprobs else (),
-            ),
-        )
+        self._sender.commit(output.id, handed_over(output))

@@ -264,7 +264,8 @@ class ChildPool:
         child = await self._acquire(key, sum(map(len, parts)))
         call = asyncio.create_task(child.call(parts))
         self._calls.add(call)
-        call.add_done_callback(lambda _: self._called(call, child))
+        call.add_done_callback(self._calls.discard)
+        call.add_done_callback(lambda _: self._release(child))
         return await asyncio.shield(call)
 
     async def close(self) -> None:
@@ -286,10 +287,6 @@ class ChildPool:
             if not acquired.cancelled():  # the child was assigned at the same moment
                 self._release(acquired.result())
             raise
-
-    def _called(self, call: asyncio.Task[bytes], child: Child) -> None:
-        self._calls.discard(call)
-        self._release(child)
 
     def _release(self, child: Child) -> None:
         self._idle.append(child)

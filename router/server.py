@@ -122,10 +122,6 @@ class RunningRouter:
     stop_listening: Callable[[], Awaitable[None]]
     """Takes no new requests from now on."""
 
-    @property
-    def draining(self) -> bool:
-        return self.frontend.draining
-
 
 @contextlib.asynccontextmanager
 async def running(
@@ -264,9 +260,9 @@ async def _answer(
         case "metrics":
             return router.services.metrics.exposition()
         case "status":
-            return json.dumps(await router_status(router.services, router.draining)).encode()
+            return json.dumps(await router_status(router.services, router.frontend.draining)).encode()
         case "ping":
-            return json.dumps(router_state(router.services, router.draining)).encode()
+            return json.dumps(router_state(router.services, router.frontend.draining)).encode()
         case "drain":
             signals.put_nowait(signal.SIGTERM)
         case "stop":

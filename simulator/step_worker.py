@@ -358,14 +358,16 @@ class Worker:
             self._clock.after(max(0.0, early), partial(self._plan, begins))
 
     def _prompt_budget(self, decodes: int, begins: float) -> int:
+        joined, self._joined = self._joined, False
+        if not self._prompts:
+            return 0  # what is below would take a third of the time of a simulation
         if self._colocated:
             return COLOCATED_BUDGET - decodes
         if not decodes and not self.reserved:
             return BUDGET
-        joins_at = self._clock.now if self._joined else min(self.arriving.values(), default=math.inf)
+        joins_at = self._clock.now if joined else min(self.arriving.values(), default=math.inf)
         prompts = ((request.left, request.due) for request in self._prompts if request.left)
         tokens = self._limit.tokens(prompts, begins, joins_at)
-        self._joined = False
         return min(BUDGET - decodes, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS))
 
     def _chunks(self, budget: int, decodes: int) -> Iterator[tuple[Request, int]]:

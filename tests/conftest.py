@@ -8,7 +8,9 @@ clusters often wait, so with two processes two cores would be idle for a part of
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import distribution
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,6 +63,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 gc.disable()  # until all modules are imported: imports make no garbage, and collections double their time
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Each process of `make test` starts with another part of the modules.
+
+    Pytest rewrites the asserts of a module when it is first imported, and keeps the result in a file. In a
+    new checkout each process would rewrite all of them, at the same time as the others.
+    """
+    config = session.config
+    if not hasattr(config, "workerinput") or config.args != config.getini("testpaths"):
+        return
+    first, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
+    modules = sorted((config.rootpath / "tests").rglob("test_*.py"))
+    for path in modules[first::count]:
+        with suppress(Exception):  # the collection reports it
+            import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:

@@ -23,16 +23,15 @@ from contextlib import aclosing
 from typing import Any
 
 from baton.content import extend_names, salted
-from baton.engine import EngineRequest, EngineStats, Logprobs, Output
+from baton.engine import EngineRequest, EngineStats, Output
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
-from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker.attachment import Close, Commit, Computed, FromConnector, Started, ToConnector
 from baton.vllm_worker.attempt import VLLMAttempt, needed_blocks, waits
 from baton.vllm_worker.plan import REJECTED, Source
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.attempts import Attempts, handed_over, logprobs_of
 from baton.worker.messages import Code, RequestCounts, ToEngine, Work
 
 Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
@@ -275,11 +274,8 @@ class Roles:
     def _joined(self, attempt: VLLMAttempt) -> None:
         """vLLM goes on after the token of a prefill. It is repeated: the router emits each index once."""
         attempt.joined_at, attempt.answered = time.monotonic(), True
-        first, logprobs = attempt.first_token.result(), None
-        if first.logprob is not None:
-            logprobs = Logprobs(first.logprob, first.top_ids, first.top_logprobs)
-        repeated = Output(attempt.id, len(attempt.request.output_ids), first.token_id, logprobs)
-        self._attempts.token(attempt, repeated)
+        first, index = attempt.first_token.result(), len(attempt.request.output_ids)
+        self._attempts.token(attempt, Output(attempt.id, index, first.token_id, logprobs_of(first)))
         assert attempt.source is not None
         taken = self._table.get(attempt.source.prefill_id)
         if taken is not None:  # a prefill of this worker
@@ -294,11 +290,8 @@ class Roles:
             attempt.joined_at, attempt.answered = now, True
             self._moved.set()
             if attempt.handover:  # the connector says `Computed`
-                first, logprobs = FirstToken(output.token), output.logprobs
-                if logprobs is not None:
-                    first = FirstToken(
-                        output.token, logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs
-                    )
+                first = handed_over(output)
+                if output.logprobs is not None:
                     self._tell(Commit(attempt.id, first))
                 attempt.first_token.set_result(first)
             else:

@@ -91,9 +91,6 @@ class TransferProcess:
             config, sending=theirs[0], receiving=theirs[1], heartbeat=self.heartbeat, service=service,
             secret=secret,
         )  # fmt: skip
-        for end in theirs:
-            end.close_channels()
-        service.close()
         data = self._service.recv(MAX_MESSAGE)
         if not data:
             raise RuntimeError(f"{name}: the transfer process ended with exit code {self.process.wait()}")

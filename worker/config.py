@@ -18,6 +18,7 @@ from baton.kv_transfer import shared_store
 from baton.kv_transfer.config import TransferDeadlines, nics_read_gpus, nixl_installed
 from baton.kv_transfer.heartbeat import MAX_STEP_IDS
 from baton.machine import logs
+from baton.machine.system import family
 
 if TYPE_CHECKING:
     from baton.engine import EngineConfig
@@ -261,8 +262,7 @@ def _check_source(source: str) -> None:
     if source in interfaces:
         return
     try:
-        family = socket.AF_INET6 if ":" in source else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        with socket.socket(family(source), socket.SOCK_STREAM) as probe:
             probe.bind((source, 0))
     except OSError as error:
         raise ValueError(

@@ -19,7 +19,7 @@ from pathlib import Path
 from baton.bench.chaos.faults import plan, torment
 from baton.bench.contract import Report, Row, parser
 from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
-from baton.bench.harness.streams import Case, Happened, Load, Stream, cases, expected, judge, pauses
+from baton.bench.harness.streams import Case, Happened, Load, Stream, cases, expected, judge
 from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.cluster.gpus import visible_gpus
@@ -109,7 +109,8 @@ def _add_faults(report: Report, happened: list[Happened], streams: list[Stream])
         _add_seconds(report, f"away.{role}", away)
     seen: defaultdict[str, list[float]] = defaultdict(list)
     for one in happened:
-        seen[f"{one.role}.{one.fault}"] += pauses(streams, one)
+        gaps = (stream.gap_around(one.at) for stream in streams)
+        seen[f"{one.role}.{one.fault}"] += [gap for gap in gaps if gap is not None]
     _add_seconds(report, "pause", everywhere := [gap for gaps in seen.values() for gap in gaps])
     report.add(Row("chaos.pause.max", max(everywhere, default=0.0), "s"))
     for name, gaps in sorted(seen.items()):

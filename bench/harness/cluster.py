@@ -20,7 +20,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from baton.bench.contract import gpus_or_exit
 from baton.bench.harness import processes
@@ -29,6 +29,7 @@ from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.model import EMBEDDED_NAME
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
+from baton.cluster.supervision.runner import write_atomically
 from baton.machine.system import free_port
 from baton.rpc.channel import connect
 
@@ -141,7 +142,9 @@ class Worker:
             self._live()
 
     def _live(self) -> None:
-        popen, pipe = self._cluster.spawn(self.role, "--index", str(self.index), *self.flags, log=self.log)
+        flags, environment = ("--index", str(self.index), *self.flags), self._cluster.environment
+        with self.log.open("ab") as log:
+            popen, pipe = processes.spawn(self.role, *flags, environment=environment, output=log)
         self._popen = popen
         if self._stopping:  # `end` may have looked before, and waits for this thread
             popen.kill()
@@ -174,7 +177,6 @@ class LocalCluster:
         decode_flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
         devices: Sequence[str] = (),
-        key: str = "",
         secret: str = "",
     ) -> None:
         """Makes no process yet.
@@ -182,11 +184,9 @@ class LocalCluster:
         Args:
             router: False: the workers alone.
             devices: of the prefill workers, then of the decode workers; empty: what `--device` says.
-            key: the API key, if the router asks for one.
             secret: of the cluster; empty: a new one.
         """
         self.directory = directory
-        self._key = key
         self.url = ""
         self.workers: list[Worker] = []
         self._counts = {"prefill": prefill, "decode": decode}
@@ -197,7 +197,7 @@ class LocalCluster:
         self._file = directory / "workers"
         self._news = threading.Condition()
         self.secret = secret or secrets.token_hex(16)
-        self._environment = {**os.environ, "BATON_CLUSTER_SECRET": self.secret}
+        self.environment = {**os.environ, "BATON_CLUSTER_SECRET": self.secret}
         self._write()
 
     def of(self, role: str) -> list[Worker]:
@@ -258,7 +258,7 @@ class LocalCluster:
     # ------------------------------------------------------------ what the router sees
 
     def status(self) -> dict[str, Any]:
-        return status(self.url, self._key)
+        return status(self.url)
 
     def _states(self) -> dict[str, str]:
         """State by address of the router's workers. Empty while the router is away."""
@@ -288,10 +288,6 @@ class LocalCluster:
 
     # ------------------------------------------------------------ for workers
 
-    def spawn(self, role: str, *flags: str, log: Path) -> tuple[subprocess.Popen[bytes], TextIO]:
-        with log.open("ab") as output:
-            return processes.spawn(role, *flags, environment=self._environment, output=output)
-
     def listed(self, worker: Worker, *, ready: bool) -> None:
         """A worker became ready, or ended: tells the router and wakes waiting threads."""
         with self._news:
@@ -307,9 +303,7 @@ class LocalCluster:
                 self._news.wait(0.1)  # some conditions change without a notification
 
     def _write(self) -> None:
-        draft = self._file.with_suffix(".new")
-        draft.write_text("".join(f"{w.lives[-1]['address']}\n" for w in self.workers if w.ready))
-        draft.replace(self._file)
+        write_atomically(self._file, "".join(f"{w.lives[-1]['address']}\n" for w in self.workers if w.ready))
 
 
 @contextlib.contextmanager

@@ -260,8 +260,3 @@ def judge(
         different += sum(a != b for a, b in zip(stream.token_ids, expected, strict=False))
     tokens = sum(len(stream.token_ids) for stream in streams)
     return Verdict(len(streams), tokens, len(failures), reconnected, lost, different, tuple(failures))
-
-
-def pauses(streams: Sequence[Stream], happened: Happened) -> list[float]:
-    """Seconds without a token around a fault, for every stream that ran at that time."""
-    return [gap for stream in streams if (gap := stream.gap_around(happened.at)) is not None]

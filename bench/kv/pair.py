@@ -78,9 +78,6 @@ class Side:
             service=service,
             secret=_SECRET,
         )
-        sending.channel.close()
-        receiving.channel.close()
-        service.close()
         ready = decode_from_transfer(self.service.recv(MIB))  # sent after all imports
         assert isinstance(ready, Ready)
         self.port = ready.port

@@ -8,7 +8,6 @@ Ctrl-C.
 import asyncio
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ import typer
 from baton.bench.load import options as groups
 from baton.bench.load.options import Options
 from baton.bench.load.traffic.trace import SAMPLE_TRACE
-from baton.cluster.options.parameters import group_parameters
+from baton.cluster.options.parameters import group_parameters, with_clear_errors
 
 app = typer.Typer(
     name="bench",
@@ -39,28 +38,19 @@ def command(
     """Registers a function that returns the exit code.
 
     `takes`: groups of flags. The function gets them as one `Options`, in which the other groups have their
-    defaults. Without groups it has ordinary typer parameters. A ValueError is a mistake of the user: the
-    command prints it and exits with 2.
+    defaults. Without groups it has ordinary typer parameters.
     """
 
     def register(function: Callable[..., int]) -> Callable[..., Any]:
-        def run(**values: Any) -> None:
-            try:
-                code = function(Options(**values)) if takes else function(**values)
-            except ValueError as error:
-                typer.secho(f"Error: {error}", fg="red", err=True)
-                raise typer.Exit(2) from error
-            raise typer.Exit(code)
+        def run(**values: Any) -> int:
+            return function(Options(**values)) if takes else function(**values)
 
-        signature = inspect.signature(function, eval_str=True)
+        parameters = [*inspect.signature(function, eval_str=True).parameters.values()]
         if takes:
-            parameters = (group_parameters(group, variables=False) for group in takes)
-            signature = inspect.Signature([*itertools.chain(*parameters)])
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
-        run.__signature__ = signature  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+            parameters = [p for group in takes for p in group_parameters(group, variables=False)]
         lines = "\n\n".join(f"[cyan]{line}[/cyan]" for line in examples)
-        return app.command(epilog=f"[dim]Examples[/dim]\n\n{lines}")(run)
+        registered = app.command(epilog=f"[dim]Examples[/dim]\n\n{lines}")
+        return registered(with_clear_errors(run, function, parameters))
 
     return register
 

@@ -122,10 +122,6 @@ class Detached:
     front_node: str
     drain_grace: float
 
-    @property
-    def secret(self) -> bytes:
-        return self.roles[0].environment["BATON_CLUSTER_SECRET"].encode()
-
 
 class ClusterActor:
     """The supervisor and the autoscaler of a detached cluster, as a Ray actor.
@@ -149,8 +145,8 @@ class ClusterActor:
         self._supervisor = Supervisor(roles, self._place, self._note, cluster.drain_grace)
         self._following = asyncio.create_task(self._supervisor.run())
         self._following.add_done_callback(_end_if_failed)
-        balancer = Balancer(cluster.pools, cluster.ttit_target)
-        autoscaler = Autoscaler(self._supervisor, balancer, cluster.secret, cluster.roles[0].tls)
+        balancer, first = Balancer(cluster.pools, cluster.ttit_target), cluster.roles[0]
+        autoscaler = Autoscaler(self._supervisor, balancer, first.secret, first.tls)
         self._scaling = asyncio.create_task(autoscaler.run())
         self._scaling.add_done_callback(_end_if_failed)
 

@@ -15,9 +15,10 @@ import copy
 import difflib
 import inspect
 import math
+import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -262,13 +263,34 @@ def takes_options(command: Callable[..., Any], refuse: bool) -> Callable[..., An
     parameters = [_config_parameter(), *parameters, *(_refused_parameters() if refuse else ())]
 
     def run(**values: Any) -> Any:
+        for line in unknown_variables(os.environ):
+            typer.secho(f"Warning: {line}", fg="yellow", err=True)
         return command(**{name: _build(group, values) for name, group in groups.items()})
 
-    run.__name__ = command.__name__
-    run.__doc__ = command.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+    return with_clear_errors(run, command, parameters)
+
+
+def with_clear_errors(
+    run: Callable[..., Any], command: Callable[..., Any], parameters: Sequence[inspect.Parameter]
+) -> Callable[..., Any]:
+    """What typer calls for `command`: it has these parameters, and exits with the code that `run` returns.
+
+    Shows a ValueError as one line without a traceback: in Baton it always means a user's mistake.
+    """
+
+    def guarded(**values: Any) -> None:
+        try:
+            code = run(**values)
+        except ValueError as error:
+            typer.secho(f"Error: {error}", fg="red", err=True)
+            raise typer.Exit(2) from error
+        raise typer.Exit(code or 0)
+
+    guarded.__name__ = command.__name__
+    guarded.__doc__ = command.__doc__
+    guarded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    guarded.__annotations__ = {p.name: p.annotation for p in parameters}
+    return guarded
 
 
 def read_config(path: Path, command: str) -> dict[str, Any]:

@@ -55,6 +55,11 @@ class RoleSpec:
     def name(self) -> str:
         return f"{self.role} {self.index}"
 
+    @property
+    def secret(self) -> bytes:
+        """That of the cluster."""
+        return self.environment["BATON_CLUSTER_SECRET"].encode()
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -159,17 +159,15 @@ class RoleProcess:
             if self._popen is not None:
                 self._signal(signum)
             try:
-                await asyncio.wait_for(self._pid_changes(self._state.pid), grace)
+                pid = self._state.pid
+                await asyncio.wait_for(self._until(lambda state: state.pid != pid), grace)
             except TimeoutError:
                 self._kill_tree()
-        state = self._state
-        while state.phase != "stopped" and (state.phase != "ready" or self._restarting):
-            state = await self.changed(state.token)
+        await self._until(lambda s: s.phase == "stopped" or (s.phase == "ready" and not self._restarting))
 
-    async def _pid_changes(self, pid: int | None) -> None:
-        state = self._state
-        while state.pid == pid:
-            state = await self.changed(state.token)
+    async def _until(self, holds: Callable[[RoleState], bool]) -> None:
+        while not holds(state := self._state):
+            await self.changed(state.token)
 
     async def _supervise(self) -> None:
         restarts = 0
@@ -241,10 +239,9 @@ class RoleProcess:
 
     async def _watch(self) -> str:
         """Waits until the child hangs, kills it, and returns the reason for people."""
-        state = self._state
-        while state.ready is None:
-            state = await self.changed(state.token)
-        why = await self._until_silent(state.ready)
+        await self._until(lambda state: state.ready is not None)
+        assert self._state.ready is not None
+        why = await self._until_silent(self._state.ready)
         self._kill_tree()
         return why
 

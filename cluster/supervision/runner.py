@@ -20,11 +20,8 @@ from baton.cluster.supervision.processes import python_path
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess, RoleState
 from baton.cluster.supervision.rundir import RunDir
 
-BATON = (
-    sys.executable,
-    "-m",
-    "baton.cluster.cli",
-)  # the command `baton`, with the interpreter of this process
+BATON = (sys.executable, "-m", "baton.cluster.cli")
+"""The command `baton`, with the interpreter of this process."""
 
 RETRY_SECONDS = 1.0  # between attempts to write a router's files
 REPORT_SECONDS = 0.1  # reports of roles that come within this time are written once
@@ -89,13 +86,12 @@ class RoleRunner(RoleProcess):
             OMP_NUM_THREADS=str(spec.cpus),
             **spec.environment,
         )
-        secret = spec.environment["BATON_CLUSTER_SECRET"].encode()
         super().__init__(
             [*program, spec.role, *spec.args, *to_argv(**own)],
             environment,
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),
-            lambda ready: until_silent(ready, secret, spec.tls),
+            lambda ready: until_silent(ready, spec.secret, spec.tls),
             node or socket.gethostname(),
         )
         self._unwritten: dict[Path, str] = {}  # a router's files with news that they do not have yet

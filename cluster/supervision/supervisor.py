@@ -193,8 +193,7 @@ class Supervisor:
     @staticmethod
     async def _ask_pools(members: Sequence[_Member]) -> dict[str, Pool]:
         addresses = [str(m.state.ready["address"]) for m in members if m.state.ready is not None]
-        secret = members[0].spec.environment["BATON_CLUSTER_SECRET"].encode()
-        return await ask_pools(addresses, secret, members[0].spec.tls, _POOL_WITHIN)
+        return await ask_pools(addresses, members[0].spec.secret, members[0].spec.tls, _POOL_WITHIN)
 
     def _restart_order(self, member: _Member) -> int:
         """The highest is next: flipped workers, one of the larger pool before one of the smaller."""

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from baton.cluster.options.clients import ChatOptions, EndpointOptions
-from baton.cluster.tools.http import checked, session
+from baton.cluster.tools.http import checked, fetch, session
 
 _DIM = "\x1b[2m{}\x1b[0m" if sys.stdout.isatty() else "{}"
 MAX_TOKENS = 2048  # some models go on until their context is full
@@ -18,7 +18,9 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 
 
 def run(endpoint: EndpointOptions, options: ChatOptions) -> int:
-    card: dict[str, Any] = {"id": options.model} if options.model else asyncio.run(first_model(endpoint))
+    card: dict[str, Any] = {"id": options.model}
+    if not options.model:
+        card = asyncio.run(fetch(endpoint, "v1/models"))["data"][0]
     request: dict[str, Any] = {
         "model": card["id"],
         "messages": [] if options.system is None else [{"role": "system", "content": options.system}],
@@ -85,9 +87,3 @@ async def stream(endpoint: EndpointOptions, request: dict[str, Any], pieces: lis
     if tokens > 1 and last > first:
         figures += f", {tokens} tokens, then {(tokens - 1) / (last - first):.1f} tokens/s"
     print(f"\n({figures}{', cut for length: --max-tokens' if cut else ''})", end="", file=sys.stderr)
-
-
-async def first_model(endpoint: EndpointOptions) -> dict[str, Any]:
-    """The card of the first model that the server has."""
-    async with session(endpoint, TIMEOUT) as client, client.get("v1/models") as response:
-        return (await (await checked(response)).json())["data"][0]

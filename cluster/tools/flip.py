@@ -9,7 +9,8 @@ from grpc import RpcError
 from baton.cluster.options.clients import EndpointOptions, FlipOptions
 from baton.cluster.options.roles import SecretOptions
 from baton.cluster.supervision.calls import set_pool
-from baton.cluster.tools.status import fetch, name_of, pool_of, ready
+from baton.cluster.tools.http import fetch
+from baton.cluster.tools.status import name_of, pool_of, ready
 from baton.rpc.auth import load_secret
 from baton.rpc.channel import connect
 from baton.rpc.tls import TlsFiles
@@ -36,7 +37,7 @@ def run(flip: FlipOptions, endpoint: EndpointOptions, secret: SecretOptions) -> 
 
 
 async def _flip(flip: FlipOptions, endpoint: EndpointOptions, secret: bytes, tls: TlsFiles | None) -> str:
-    workers = (await fetch(endpoint))["workers"]
+    workers = (await fetch(endpoint, "status"))["workers"]
     worker = chosen(flip.worker, workers)
     name, before = name_of(worker), pool_of(worker)
     if before == flip.pool:

@@ -8,6 +8,8 @@ import aiohttp
 
 from baton.cluster.options.clients import EndpointOptions
 
+TIMEOUT = aiohttp.ClientTimeout(total=10)
+
 
 @contextlib.asynccontextmanager
 async def session(
@@ -49,6 +51,12 @@ async def session(
         ) from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ValueError(f"{flag} {endpoint.url}: {error or 'no answer in time'}") from error
+
+
+async def fetch(endpoint: EndpointOptions, path: str) -> Any:
+    """What a server answers in JSON. Raises ValueError as `session` and `checked`."""
+    async with session(endpoint, TIMEOUT) as client, client.get(path) as response:
+        return await (await checked(response)).json()
 
 
 async def error_message(response: aiohttp.ClientResponse) -> str:

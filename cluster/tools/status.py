@@ -6,30 +6,22 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import aiohttp
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from baton.cluster.options.clients import EndpointOptions, StatusOptions
-from baton.cluster.tools.http import checked, session
-
-TIMEOUT = aiohttp.ClientTimeout(total=10)
+from baton.cluster.tools.http import fetch
 
 
 def run(endpoint: EndpointOptions, output: StatusOptions) -> int:
     """Prints the status. Returns exit code 1 if the router misses a worker of one of its pools."""
-    report = asyncio.run(fetch(endpoint))
+    report = asyncio.run(fetch(endpoint, "status"))
     if output.json:
         print(json.dumps(report, indent=2))
     else:
         show(report)
     return 0 if report["router"]["ready"] else 1
-
-
-async def fetch(endpoint: EndpointOptions) -> dict[str, Any]:
-    async with session(endpoint, TIMEOUT) as client, client.get("status") as response:
-        return await (await checked(response)).json()
 
 
 def ready(worker: dict[str, Any]) -> bool:

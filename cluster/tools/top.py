@@ -25,10 +25,9 @@ from rich.text import Text
 
 from baton.cluster.options.clients import EndpointOptions, TopOptions
 from baton.cluster.tools import status
-from baton.cluster.tools.http import checked, session
+from baton.cluster.tools.http import TIMEOUT, checked, session
 from baton.cluster.tools.status import console, merged, pool_of, table
 
-TIMEOUT = aiohttp.ClientTimeout(total=10)
 WORKER_TIMEOUT = aiohttp.ClientTimeout(total=2)
 PAGE_BYTES = 16 << 20  # of a metrics page, at most
 

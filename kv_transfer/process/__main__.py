@@ -41,7 +41,7 @@ from baton.kv_transfer.protocol.local_messages import FromReceiver, FromSender
 from baton.kv_transfer.protocol.messages import Side
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import spins
-from baton.machine.system import die_with_parent
+from baton.machine.system import die_with_parent, family
 
 log = logging.getLogger("baton.kv")
 
@@ -261,8 +261,7 @@ def _flush_due(channel: Channel) -> float | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=128)
+    listener = socket.create_server((host, port), family=family(host), backlog=128)
     listener.setblocking(False)
     use_cubic(listener)
     return listener

@@ -84,7 +84,7 @@ class WorkerStream:
                         worker.reason, worker.remedy = "the worker drained and ended", DRAINED
                     if worker.state is WorkerState.REFUSED:
                         worker.state = WorkerState.CONNECTING
-                        worker.forget_description()
+                        worker.described(pb.WorkerDescription())  # another one may start at this address
                 except RefusedWorker as error:
                     worker.state = WorkerState.REFUSED
                     worker.reason, worker.remedy = str(error), error.remedy

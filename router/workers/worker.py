@@ -174,10 +174,6 @@ class Worker:
         """Applies the description of a new incarnation."""
         self.description, self.pool = description, description.first_pool
 
-    def forget_description(self) -> None:
-        """Another worker may start at this address."""
-        self.described(pb.WorkerDescription())
-
     def report(self, status: pb.WorkerStatus) -> bool:
         """Stores a status report. Returns whether the worker's state or pool changed."""
         invalid = clear_invalid_rates(status)

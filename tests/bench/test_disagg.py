@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoConfig
 
 from baton.bench.disagg.__main__ import Request, Side, ratio, started
 from baton.bench.disagg.loads import LOADS, Load, command
@@ -51,6 +50,8 @@ def test_prompts_differ_for_the_tokenizer_of_a_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_other_engines_can_read_a_shape(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig  # here, since it takes a second in every process of a test run
+
     config = AutoConfig.from_pretrained(write_shape(name, tmp_path))
     shape = SHAPES[name].get("text_config", SHAPES[name])
     assert config.architectures == SHAPES[name]["architectures"]

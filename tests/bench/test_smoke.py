@@ -451,7 +451,7 @@ def test_runs_flip(
     monkeypatch.setattr(flip, "leaks_when_idle", lambda url: {})
     monkeypatch.setattr(flip, "QUIET_S", (0.0, 0.0))
 
-    async def status(channel: Channel) -> pb.WorkerStatus:
+    async def status(channel: Channel, within: float) -> pb.WorkerStatus:
         number = next(computed)
         traced(writers[-1], f"{number}")
         return pb.WorkerStatus(prompt_tokens=1 + number)
@@ -459,7 +459,7 @@ def test_runs_flip(
     async def set_pool(channel: Channel, pool: str, within: float) -> pb.WorkerStatus:
         return pb.WorkerStatus()
 
-    monkeypatch.setattr(flip, "_status", status)
+    monkeypatch.setattr(flip, "status_of", status)
     monkeypatch.setattr(flip, "set_pool", set_pool)
     rows = run("flip", "--flips", "5", "--clients", "1")
     for writer in writers:

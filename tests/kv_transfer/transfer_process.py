@@ -52,9 +52,6 @@ class TransferProcess:
                 sending=sending, receiving=receiving, heartbeat=self.heartbeat, service=service,
                 secret=secret,
             )  # fmt: skip
-        sending.channel.close()
-        receiving.channel.close()
-        service.close()
 
     @functools.cached_property
     def port(self) -> int:

@@ -195,8 +195,8 @@ def test_no_report_copies_a_large_part_of_the_index(monkeypatch: pytest.MonkeyPa
 def test_the_memory_of_chunks_that_come_and_go_is_used_again():
     table, rng = ChunkTable(), random.Random(1)
     ends = []
-    for _ in range(8):
-        chunks = [rng.getrandbits(64) for _ in range(20_000)]
+    for _ in range(5):
+        chunks = [rng.getrandbits(64) for _ in range(10_000)]
         for row in (3, 100, 200, 4000):  # in one row, then in records that become wider
             assert table.add(row, chunks) == len(chunks)
         table.clear(100)

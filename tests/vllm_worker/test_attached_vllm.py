@@ -58,9 +58,6 @@ class Worker:
             config, sending=self._theirs[0], receiving=self._theirs[1], heartbeat=self._heartbeat,
             service=self._transfer_service, secret=b"s" * 32,
         )  # fmt: skip
-        for end in self._theirs:
-            end.close_channels()
-        self._transfer_service.close()
         ready = decode_from_transfer(await asyncio.to_thread(self._service.recv, MAX_MESSAGE))
         assert isinstance(ready, Ready)
         self.port = ready.port

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
-from baton.engine import Output, PromptLogprobs
+from baton.engine import Logprobs, Output, PromptLogprobs
+from baton.kv_transfer import FirstToken
 from baton.worker import messages
 from baton.worker.messages import Code, FromEngine, Origin
 
@@ -141,3 +142,17 @@ class Attempts:
         for report in self._reports:
             self._send(report)
         self._reports.clear()
+
+
+def handed_over(output: Output) -> FirstToken:
+    """What a decode worker gets of the first token, beside the KV."""
+    if (logprobs := output.logprobs) is None:
+        return FirstToken(output.token)
+    return FirstToken(output.token, logprobs.logprob, logprobs.top_ids, logprobs.top_logprobs)
+
+
+def logprobs_of(first: FirstToken) -> Logprobs | None:
+    """None: they were not asked for."""
+    if first.logprob is None:
+        return None
+    return Logprobs(first.logprob, first.top_ids, first.top_logprobs)

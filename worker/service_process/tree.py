@@ -194,9 +194,6 @@ class WorkerTree:
             secret=config.secret,
         )
         self._transfer = ChildProcess(name, popen)
-        self._sending.transfer.close_channels()
-        self._receiving.transfer.close_channels()
-        self._transfer_service_end.close()
         self.watch(self._watch_exit(self._transfer))
         port = await self.transfer_link.ready()
         silence = max(MIN_TRANSFER_SILENCE, config.deadlines.engine_dead)

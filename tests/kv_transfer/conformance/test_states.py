@@ -18,6 +18,7 @@ STATES = (
 )
 SIDES = [{"layout": kv.KVLayout(3, 2, 16, dtype, STATES, (0, 2))} for dtype in ("float32", "float8_e4m3fn")]
 """The KV of the second layer is converted. A state `ssm` takes two slots of an arena, and `conv` one."""
+STATE_BYTES = 2 * sum(state.bytes for state in STATES)  # of two layers
 
 
 def assert_states(pair: Pair, there: int, here: int) -> None:
@@ -43,7 +44,7 @@ def test_states_come_when_the_last_chunk_has_passed_their_layer(make_pair: Any) 
     event = pair.event(decode_id)
     assert isinstance(event, kv.Injected)
     assert (event.stats.tokens, event.stats.frames) == (n, 8)
-    assert event.stats.bytes == n * prefill.layout.bytes_per_token + prefill.layout.state_bytes
+    assert event.stats.bytes == n * prefill.layout.bytes_per_token + STATE_BYTES
     assert_states(pair, 3, 2)
     assert not any(layer[[1, 3]].any() for layers in decode.states for layer in layers)
     error = decode.exact_rows(decode.reserved[decode_id], 0, 0, n) - prefill.rows(blocks, 0, 0, n)
@@ -61,7 +62,7 @@ def test_a_byte_of_a_state_that_changes_on_its_way(make_pair: Any, transport: Ki
         )
         event = pair.event(decode_id)
         assert isinstance(event, kv.Injected)
-        assert event.stats.bytes == pair.prefill.layout.state_bytes
+        assert event.stats.bytes == STATE_BYTES
         pair.assert_whole()
     assert_states(pair, 1, 3)
     counter, _ = transport.found
