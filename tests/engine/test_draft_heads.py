@@ -93,7 +93,7 @@ def test_drafts_change_no_stream(
         model=str(path), speculative_config=SpeculativeConfig(num_speculative_tokens=3, **settings), **config
     )
     draft_always(engine)
-    for _ in range(2 if engine.config.enable_prefix_caching else 1):  # then with prompts from the cache
+    for _ in range(2 if config.get("enable_prefix_caching") else 1):  # then with prompts from the cache
         assert_same(run(engine, requests_of()), expected)
         engine.assert_whole()
     stats = engine.stats().speculation
