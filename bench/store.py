@@ -57,6 +57,7 @@ CHATS, ANSWER, NEW = {"cpu": 9, "cuda": 6}, 40, 32
 HISTORY = {"cpu": 700, "cuda": 8000}
 GOAL = {"cpu": 0.5, "cuda": 1.02}  # of second turns
 WRITING, STEPS = 12, 100
+FEW = 3  # chats, and answers beside writes, of the short form on CPUs, which has no trace
 LAYOUT, BLOCK = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"), 64
 READ, READS = {"cpu": 1024, "cuda": 8000 // CHUNK_TOKENS * CHUNK_TOKENS}, 7  # tokens, and fetches
 TRACE_CHATS, TRACE_HISTORY, PAUSE_S = 6, {"cpu": 300, "cuda": 2000}, 4.0
@@ -192,9 +193,9 @@ async def cluster(directory: Path, *flags: str) -> AsyncIterator[Cluster]:
             await asyncio.to_thread(server.stop, signal.SIGINT)
 
 
-async def second_turns(serving: Cluster, device: str, report: Report) -> None:
+async def second_turns(serving: Cluster, chats: int, device: str, report: Report) -> None:
     history, name = HISTORY[device], f"store.{device}"
-    firsts = [await serving.turn(prompt_of(history, chat)) for chat in range(CHATS[device])]
+    firsts = [await serving.turn(prompt_of(history, chat)) for chat in range(chats)]
     await serving.restart()
     for kind in range(2):  # warms up: the first prompts of a process
         await serving.turn(prompt_of(history, 1000 + kind))
@@ -215,10 +216,10 @@ async def second_turns(serving: Cluster, device: str, report: Report) -> None:
         report.add(Row(f"{name}.second_turn.worst", worst, "of computing", goal=1.02))
 
 
-async def steps_beside_writes(serving: Cluster, device: str, report: Report) -> None:
+async def steps_beside_writes(serving: Cluster, count: int, device: str, report: Report) -> None:
     """Each answer beside writes has one without before it and one after it."""
     beside, alone = list[float](), list[float]()
-    for number in range(-1, WRITING):
+    for number in range(-1, count):
         prompt = prompt_of(HISTORY[device], 500 + number)
         beside.append((await serving.turn(prompt, STEPS)).gap)
         alone.append((await serving.turn(prompt, STEPS)).gap)
@@ -271,16 +272,14 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
         if args.device == "cuda":
             model, size = write_shape(DENSE, directory, tokenizer=True), "12GiB"
             flags, one = ["--model", str(model), "--load-format", "dummy"], ["--prefill", "0"]
-        store = ["--kv-store", f"local?size={size}"]
+        few, store = args.short and args.device == "cpu", ["--kv-store", f"local?size={size}"]
         async with cluster(directory, *flags, *one, *store) as serving:
-            await second_turns(serving, args.device, report)
-            await steps_beside_writes(serving, args.device, report)
-            if args.device == "cpu":
-                await trace(serving, around, args.device, "trace", report)
-        kinds = {"trace": store, "trace_without": []} if torch.cuda.device_count() > 1 else {}
-        for kind, beside in ({"trace_without": []} if args.device == "cpu" else kinds).items():
-            async with cluster(directory, *flags, *beside) as serving:
-                await trace(serving, around, args.device, kind, report)
+            await second_turns(serving, FEW if few else CHATS[args.device], args.device, report)
+            await steps_beside_writes(serving, FEW if few else WRITING, args.device, report)
+        if torch.cuda.device_count() > 1 if args.device == "cuda" else not few:
+            for kind, beside in (("trace", store), ("trace_without", [])):
+                async with cluster(directory, *flags, *beside) as serving:
+                    await trace(serving, around, args.device, kind, report)
 
 
 def main() -> int:
