@@ -276,10 +276,10 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
         async with cluster(directory, *flags, *one, *store) as serving:
             await second_turns(serving, FEW if few else CHATS[args.device], args.device, report)
             await steps_beside_writes(serving, FEW if few else WRITING, args.device, report)
-        if torch.cuda.device_count() > 1 if args.device == "cuda" else not few:
-            for kind, beside in (("trace", store), ("trace_without", [])):
-                async with cluster(directory, *flags, *beside) as serving:
-                    await trace(serving, around, args.device, kind, report)
+        traced = torch.cuda.device_count() > 1 if args.device == "cuda" else not few
+        for kind, beside in (("trace", store), ("trace_without", [])) if traced else ():
+            async with cluster(directory, *flags, *beside) as serving:
+                await trace(serving, around, args.device, kind, report)
 
 
 def main() -> int:

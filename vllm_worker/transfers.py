@@ -259,12 +259,12 @@ class Transfers:
         self._released: set[bytes] = set()  # before that
         # Fetching.
         self._fetches: dict[bytes, Fetch] = {}  # by decode id, while blocks may be written
-        self._fetch_ends: list[FetchFailed | Closed] = []  # that vLLM is not told of yet, nor of first tokens
+        self._fetch_ends: list[FetchFailed | Closed] = []  # that vLLM is not told of yet
         # By decode id: time.monotonic(). Not of requests that have ended. Infinite: it has passed.
         self._deadlines: dict[bytes, float] = {}
         self._failed_blocks: set[int] = set()
-        self._first_tokens: dict[str, int] = {}  # by request id
-        self.asked = False  # by `injected`
+        self._first_tokens: dict[str, int] = {}  # by request id: vLLM is not told of these yet
+        self.asked = False  # `injected` tells of these requests, and `ended` does not
 
     def begin(self, plan: Plan) -> None:
         """A step begins. Its preempted prompts have been handled."""

@@ -99,8 +99,7 @@ class Kernels:
         if delta is not None:
             residual.add_(delta)
         y = self._rms_norm(residual, weight, eps)
-        quantized = None if grouped is None else self.quantize(y, grouped=grouped)
-        return y if quantized is None else Both(y, quantized) if both else quantized
+        return in_form(y, self, grouped, both=both)
 
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype is not torch.bfloat16:
@@ -231,6 +230,14 @@ class Kernels:
     def chunk_tokens(self, dtype: torch.dtype) -> int:
         """Tokens of a chunk in `AttentionMetadata.scans`. The states can be copied after each chunk."""
         return 1  # states can be copied after any token
+
+
+def in_form(x: Tensor, kernels: Kernels, grouped: bool | None, *, both: bool) -> Any:
+    """x as `Kernels.add_rms_norm` returns its result."""
+    if grouped is None:
+        return x
+    quantized = kernels.quantize(x, grouped=grouped)
+    return Both(x, quantized) if both else quantized
 
 
 class LinearMethod:

@@ -60,8 +60,10 @@ def add_rms_norm(
         num_warps=warps,
         **launch_options(),
     )
-    quantized = None if scales is None else Quantized(out, scales)
-    return out if quantized is None else quantized if plain is None else Both(plain, quantized)
+    if scales is None:
+        return out
+    quantized = Quantized(out, scales)
+    return quantized if plain is None else Both(plain, quantized)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.engine.kernels import Both, Experts, LinearMethod, Terms
+from baton.engine.kernels import Experts, LinearMethod, Terms, in_form
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights
 
@@ -55,5 +55,4 @@ class InputNorm:
         elif delta is not None:
             assert not isinstance(delta, Terms), "a draft head sums its delta"
             residual.add_(delta)
-        quantized = None if grouped is None else self.kernels.quantize(x, grouped=grouped)
-        return x if quantized is None else Both(x, quantized) if self.both else quantized
+        return in_form(x, self.kernels, grouped, both=self.both)
