@@ -77,8 +77,17 @@ class Computed(Local):
     cached: int
 
 
+class Costs(Local):
+    """Connector → engine process: what vLLM's steps cost (`mixed_steps.StepCosts`)."""
+
+    decode_seconds: float
+    fastest_seconds: float
+    short: tuple[int, float]
+    long: tuple[int, float]
+
+
 ToConnector = Close | Commit
-FromConnector = Started | Computed | kv.Injected | kv.FetchFailed | kv.Closed | kv.Released
+FromConnector = Started | Computed | Costs | kv.Injected | kv.FetchFailed | kv.Closed | kv.Released
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import secrets
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,7 @@ from baton.machine.system import die_with_parent
 from baton.rpc.auth import SECRET_VARIABLE, load_secret
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
+from baton.vllm_worker.mixed_steps import MixedSteps
 from baton.vllm_worker.plan import REJECTED, Plan, Planner
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
 from baton.vllm_worker.version import check_version
@@ -67,9 +70,10 @@ class Reachable(KVConnectorHandshakeMetadata):
 
 @dataclass
 class FirstTokens(KVConnectorWorkerMetadata):
-    """What rank 0 tells the scheduler after a step, by request id. Other ranks tell nothing."""
+    """What rank 0 tells the scheduler after each step, by request id. Other ranks tell nothing."""
 
     tokens: dict[str, int]
+    step: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FirstTokens:
         raise AssertionError("only one rank has first tokens")
@@ -93,6 +97,10 @@ class BatonConnector(KVConnectorBase_V1):
         else:
             die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
         self._planner = Planner(named=bool(self._settings.attach))
+        settings, config = self._settings, vllm_config.scheduler_config
+        usual, most = config.long_prefill_token_threshold, config.max_num_batched_tokens
+        self._steps = MixedSteps(usual, most, settings.ttit_target, settings.ttit_target_steps)
+        self._bounds_prompts = bool(settings.attach) and config.enable_chunked_prefill
         # Requests of a router that begin with an output, until their first step.
         self._beginning: dict[str, Request] = {}
         self._transfers: Transfers | None = None  # of rank 0
@@ -127,8 +135,13 @@ class BatonConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
         self._planner.expect(request.request_id, params, request.num_prompt_tokens)
-        if self._settings.attach and ("decode_id" in params or "first_token" in params):
-            self._beginning[request.request_id] = request
+        if self._settings.attach:
+            if "decode_id" in params or "first_token" in params:
+                self._beginning[request.request_id] = request
+            now, tokens = time.monotonic(), 0 if "decode_id" in params else request.num_prompt_tokens
+            due = now + params.get("first_token_within", math.inf)
+            self._steps.expect(request.request_id, tokens, due, decodes=request.max_tokens > 1)
+            self._bound_prompts(now)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """KV has come for requests, and the token that follows their prompts. vLLM computes on from there.
@@ -137,13 +150,21 @@ class BatonConnector(KVConnectorBase_V1):
         model is in this process, so the KV that came meanwhile counts, too: each step that a request does not
         wait is a step less to its second token."""
         meta = connector_output.kv_connector_worker_meta
-        tokens = meta.tokens if isinstance(meta, FirstTokens) else {}
+        assert isinstance(meta, FirstTokens)
+        tokens, now = meta.tokens, time.monotonic()
+        self._steps.over(meta.step, now)
+        self._bound_prompts(now)
         if _transfers_here and (came := _transfers_here[0].injected()):
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *came}
             tokens |= came
         for request_id, token in tokens.items():
             if (request := self._beginning.get(request_id)) is not None:
                 _append_output(request, token)
+
+    def _bound_prompts(self, now: float) -> None:
+        """vLLM reads the bound when it schedules a step."""
+        if self._bounds_prompts:
+            self._vllm_config.scheduler_config.long_prefill_token_threshold = self._steps.bound(now)
 
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all
@@ -163,28 +184,31 @@ class BatonConnector(KVConnectorBase_V1):
         self._planner.allocated(request.request_id, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Plan:
-        planner, counts = self._planner, scheduler_output.num_scheduled_tokens
+        planner, steps, counts = self._planner, self._steps, scheduler_output.num_scheduled_tokens
         for request_id in scheduler_output.preempted_req_ids or ():
             planner.preempted(request_id)
         for new in scheduler_output.scheduled_new_reqs:
             if (request := self._beginning.pop(new.req_id, None)) is not None:
                 planner.begins_with(new.req_id, request.output_token_ids[0])
             [blocks] = new.block_ids
-            planner.scheduled(new.req_id, blocks, new.num_computed_tokens, counts[new.req_id], anew=True)
+            computed, count = new.num_computed_tokens, counts[new.req_id]
+            steps.scheduled(new.req_id, computed, count)
+            planner.scheduled(new.req_id, blocks, computed, count, anew=True)
         cached = scheduler_output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             [blocks] = cached.new_block_ids[i] or ([],)
-            planner.scheduled(
-                request_id,
-                blocks,
-                cached.num_computed_tokens[i],
-                counts[request_id],
-                anew=request_id in cached.resumed_req_ids,
-            )
-        return planner.take()
+            computed, count = cached.num_computed_tokens[i], counts[request_id]
+            steps.scheduled(request_id, computed, count)
+            planner.scheduled(request_id, blocks, computed, count, anew=request_id in cached.resumed_req_ids)
+        plan = planner.take()
+        plan.number = steps.begins(time.monotonic())
+        if self._bounds_prompts:
+            plan.costs = steps.news()
+        return plan
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._beginning.pop(request.request_id, None)
+        self._steps.finished(request.request_id)
         match request.status:
             case RequestStatus.FINISHED_LENGTH_CAPPED:
                 return self._planner.finished(request.request_id, request.output_token_ids[0])
@@ -293,9 +317,7 @@ class BatonConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> FirstTokens | None:
         if (transfers := self._transfers) is None:
             return None
-        if transfers.asked:
-            return FirstTokens({})  # vLLM does not tell the scheduler of an output with nothing
-        return FirstTokens(tokens) if (tokens := transfers.take_first_tokens()) else None
+        return FirstTokens({} if transfers.asked else transfers.take_first_tokens(), self._plan.number)
 
     def shutdown(self) -> None:
         if self._transfers is not None:

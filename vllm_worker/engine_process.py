@@ -207,7 +207,7 @@ class EngineProcess:
 
     def _stepped(self, scheduler: Any, iteration: Any) -> None:
         if (roles := self._roles) is not None:
-            roles.load.step(scheduler, iteration, time.monotonic(), prefills=roles.prefills)
+            roles.load.step(scheduler, iteration, time.monotonic())
 
     async def _tick(self) -> NoReturn:
         """Shows that this process lives while vLLM starts, or has nothing to compute."""

@@ -41,6 +41,8 @@ _WARM_UP = (
     engine.SamplingParams(max_tokens=2, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, ignore_eos=True),
 )
 
+_LARGE = engine.SamplingParams(max_tokens=8, ignore_eos=True)
+
 
 class VLLM:
     def __init__(
@@ -77,9 +79,15 @@ class VLLM:
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[StepLogger], disable_log_stats=True)
 
     async def warm_up(self) -> None:
-        """vLLM compiles some functions when they are first needed, for longer than a step may take."""
-        for params in _WARM_UP:
-            request = engine.EngineRequest(os.urandom(16), [0, 0], sampling=params)
+        """vLLM compiles some functions when they are first needed, for longer than a step may take. On a GPU,
+        large prompts show what a token costs: until then, routers send none beside decodes."""
+        requests = [([0, 0], params) for params in _WARM_UP]
+        if self._engine.device == "cuda":
+            config, model = self._llm.vllm_config.scheduler_config, self._llm.model_config
+            tokens = min(config.max_num_batched_tokens, model.max_model_len - _LARGE.max_tokens)
+            requests += [([first] * tokens, _LARGE) for first in range(3)]  # no prefix is in the cache
+        for ids, params in requests:
+            request = engine.EngineRequest(os.urandom(16), ids, sampling=params)
             fields = sampling(request, only_first=False, scores_prompt=True)
             async for _ in self.generate(request, fields, 0):
                 pass
@@ -152,7 +160,11 @@ def _engine_args(config: EngineProcessConfig, connector: str) -> AsyncEngineArgs
         kv_connector_module_path="baton.vllm_worker.connector",
         kv_role="kv_both",
         kv_load_failure_policy="fail",
-        kv_connector_extra_config={"attach": connector},
+        kv_connector_extra_config={
+            "attach": connector,
+            "ttit_target": config.engine.ttit_target,
+            "ttit_target_steps": config.engine.ttit_target_steps,
+        },
     )
     if config.engine.enable_prefix_caching:
         args.kv_events_config = KVEventsConfig(

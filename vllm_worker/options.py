@@ -15,7 +15,7 @@ _OWN = {
     "load_format", "quantization", "kv_cache_dtype", "enable_prefix_caching", "enable_expert_parallel",
     "served_model_name",
 }  # fmt: skip
-_MEANINGLESS = ("host_cache_size", "disk_cache_size", "disk_cache_dir", "ttit_target", "batch_invariant")
+_MEANINGLESS = ("host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant")
 _CONNECTOR = "kv_transfer_config"
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from baton.vllm_worker.mixed_steps import StepCosts
+
 Ended = Literal["finished", "cancelled"]
 """Why a prefill is not handed over. "finished": its first token is the last."""
 REJECTED = "its grammar rejects the first token"
@@ -108,6 +110,10 @@ class Plan:
     """Tokens of prompts that have finished, and how many of them were cached."""
     first_tokens: dict[str, int] = field(default_factory=dict)
     """By request id: outputs with which requests begin. Every rank needs them."""
+    number: int = 0
+    """Of the step."""
+    costs: list[StepCosts] = field(default_factory=list)
+    """What steps cost now, if that has changed."""
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from typing import Any
 from baton.content import extend_names, salted
 from baton.engine import EngineRequest, EngineStats, Output
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
-from baton.vllm_worker.attachment import Close, Commit, Computed, FromConnector, Started, ToConnector
+from baton.vllm_worker.attachment import Close, Commit, Computed, Costs, FromConnector, Started, ToConnector
 from baton.vllm_worker.attempt import VLLMAttempt, needed_blocks, waits
 from baton.vllm_worker.plan import REJECTED, Source
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
@@ -96,11 +96,6 @@ class Roles:
         """Whether vLLM has a request."""
         return any(attempt.task is not None for attempt in self._table.values())
 
-    @property
-    def prefills(self) -> bool:
-        """Whether vLLM computes a prompt, or will."""
-        return any(attempt.computes_prompt for attempt in self._table.values())
-
     def status(self, question: int) -> messages.EngineStatus:
         found = self._table.values()
         stats: EngineStats = self.load.stats(
@@ -140,7 +135,7 @@ class Roles:
             return
         if not self._attempts.open(attempt, used=False):
             return
-        params: dict[str, Any] | None = None
+        params: dict[str, Any] = {}
         if message.handover:
             params = {"do_remote_decode": True, "prefill_id": attempt.id.hex()}
             params["report_start"] = message.report_start
@@ -151,7 +146,7 @@ class Roles:
         attempt = self._attempt(message.stream, message.work, decode=True, source=message.source)
         if not self._attempts.open(attempt, used=False):
             return
-        params: dict[str, Any] | None = None
+        params: dict[str, Any] = {}
         if (source := message.source) is not None:
             if source.incarnation != self._incarnation:
                 held = Source(source.kv_address, source.incarnation, source.prefill_id)
@@ -181,7 +176,7 @@ class Roles:
             stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks, **more
         )
 
-    def _start(self, attempt: VLLMAttempt, kv_transfer_params: dict[str, Any] | None) -> bool:
+    def _start(self, attempt: VLLMAttempt, kv_transfer_params: dict[str, Any]) -> bool:
         """Gives the request to vLLM. Returns False if it is wrong."""
         request = attempt.request
         try:
@@ -189,8 +184,8 @@ class Roles:
         except ValueError as error:
             self._refuse(attempt, Code.INVALID, str(error))
             return False
-        if kv_transfer_params is not None:
-            fields["extra_args"] = {"kv_transfer_params": kv_transfer_params}
+        params = {**kv_transfer_params, "first_token_within": request.first_token_within}
+        fields["extra_args"] = {"kv_transfer_params": params}
         # Decodes first, then by priority; of these, requests that have waited elsewhere.
         priority = 2 * request.priority + (not request.retried) - (attempt.source is not None) * (1 << 40)
         attempt.task = asyncio.create_task(self._run(attempt, fields, priority))
@@ -329,9 +324,13 @@ class Roles:
     # ------------------------------------------------------------ of the connector
 
     def heard(self, message: FromConnector) -> None:
-        if isinstance(message, Computed):
-            self.counts.count_prompt(message.tokens, message.cached, 0)
-            return
+        match message:
+            case Computed(tokens, cached):
+                self.counts.count_prompt(tokens, cached, 0)
+                return
+            case Costs():
+                self.load.costs = message
+                return
         attempt_id = message.prefill_id if isinstance(message, Started | Released) else message.decode_id
         if (attempt := self._table.get(attempt_id)) is None:
             return

@@ -1,11 +1,12 @@
 """The load and the speed of a vLLM engine, from what vLLM says after each step. Without vLLM itself."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.engine import EngineStats
+from baton.engine import EngineStats, MixedStep
+from baton.engine.api.stats import UNKNOWN_STEP
 from baton.machine import Average
+from baton.vllm_worker.attachment import Costs
 
 
 @dataclass(slots=True)
@@ -22,21 +23,17 @@ class Load:
     hits: int = 0
     prefill_speed: Average = field(default_factory=Average)
     steps: Average = field(default_factory=Average)
-    decodes: Average = field(default_factory=Average)
-    fastest: float = math.inf
+    costs: Costs = field(default_factory=lambda: Costs(0.0, 0.0, UNKNOWN_STEP, UNKNOWN_STEP))
     _stepped_at: float = 0.0
     _prefilled_at: float = 0.0
 
-    def step(self, scheduler: Any, iteration: Any, now: float, *, prefills: bool) -> None:
-        """A step has ended. vLLM's statistics of it may be None. `prefills`: prompts were computed in it."""
+    def step(self, scheduler: Any, iteration: Any, now: float) -> None:
+        """A step has ended. vLLM's statistics of it may be None."""
         seconds, self._stepped_at = now - self._stepped_at, now
         if iteration is not None:
             self.preemptions += iteration.num_preempted_reqs
             if gaps := iteration.inter_token_latencies_iter:  # as vLLM's process saw them
                 seconds = min(gaps)
-                if not prefills:
-                    self.decodes.add(seconds)
-                    self.fastest = min(self.fastest, seconds)
             if gaps or self.running:  # since the step before, vLLM was not idle
                 self.steps.add(seconds)
         if scheduler is not None:
@@ -73,6 +70,8 @@ class Load:
             prefill_tokens_per_s=self.prefill_speed.value,
             prefill_position=0.0,  # it computes no part of a shared prompt
             step_seconds=self.steps.value,
-            decode_seconds=self.decodes.value,
-            fastest_step_seconds=0.0 if self.fastest == math.inf else self.fastest,
+            decode_seconds=self.costs.decode_seconds,
+            fastest_step_seconds=self.costs.fastest_seconds,
+            short=MixedStep(*self.costs.short),
+            long=MixedStep(*self.costs.long),
         )

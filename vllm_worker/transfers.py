@@ -39,7 +39,8 @@ from baton.kv_transfer import (
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
 from baton.kv_transfer.wait import wait
-from baton.vllm_worker.attachment import Close, Commit, Computed, Started
+from baton.vllm_worker.attachment import Close, Commit, Computed, Costs, Started
+from baton.vllm_worker.mixed_steps import LONG
 from baton.vllm_worker.plan import Fetch, Plan, log
 
 _TICK = 0.25
@@ -65,6 +66,9 @@ class Settings:
     attach: str = ""
     """Socket of a worker (`attachment`), which has a transfer process. The settings above are then its own,
     but for `timeout`."""
+    ttit_target: float | None = None
+    ttit_target_steps: float = LONG
+    """With `attach`: as in the configuration of Baton's engine."""
     untested: bool = False
     """Start also with a version of vLLM that Baton was not tested with."""
 
@@ -156,7 +160,7 @@ class Attendant:
     def cancel(self, decode_id: bytes) -> None:
         self.order(lambda receiver: receiver.cancel(decode_id))
 
-    def tell(self, messages: Sequence[Started | Computed]) -> None:
+    def tell(self, messages: Sequence[Started | Computed | Costs]) -> None:
         """Sends messages to the engine process."""
         worker = self._worker
         if worker is not None:  # else a client has asked for them
@@ -274,7 +278,8 @@ class Transfers:
             self._sender.expect(prefill_id)
         for prefill_id, request_id in plan.opened.items():
             self._requests[prefill_id] = request_id
-        messages = [*map(Started, plan.started), *(Computed(*counts) for counts in plan.computed)]
+        computed, costs = (Computed(*each) for each in plan.computed), (Costs(*each) for each in plan.costs)
+        messages = [*map(Started, plan.started), *computed, *costs]
         if messages:
             self._attendant.tell(messages)
         opened = set(plan.opened)

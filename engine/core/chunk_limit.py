@@ -80,16 +80,9 @@ class ChunkLimit:
         fastest_seconds: of the fastest step that only decoded; 0: there was none.
     """
 
-    def __init__(
-        self,
-        target: float | None,
-        most: int,
-        target_steps: float = LONG,
-        largest: tuple[int, float] = (0, 0.0),
-    ) -> None:
+    def __init__(self, target: float | None, most: int, target_steps: float = LONG) -> None:
         """`target`: seconds that a step with decodes may take. None: `target_steps` times the fastest step
-        that only decodes. `most`: token budget of any step. `largest`: prompt tokens and seconds of a step
-        that was measured at the start; (0, 0.0): there was none."""
+        that only decodes. `most`: token budget of any step."""
         self._target = target
         self._target_steps = target_steps
         self._most = most
@@ -97,9 +90,13 @@ class ChunkLimit:
         self._decode = Average(DECAY)  # seconds of a step that only decodes
         self._prompt = Average(DECAY)  # seconds that a prompt token adds to it
         self._recent_most = 0.0  # tokens of the largest recent chunk; decays; 0: there was none
-        tokens, seconds = largest
-        # Until a step teaches better. Beside decodes a token costs no more than in a step of prompts alone.
-        self._first_guess = seconds / tokens if tokens else 0.0
+        self._alone = 0, 0.0  # of the largest step without decodes: prompt tokens, and seconds for each
+
+    def record_alone(self, prompt_tokens: int, seconds: float) -> None:
+        """Learns from a step without decodes, until one with decodes teaches better. Beside decodes a token
+        costs no more than in a large step of prompts alone."""
+        if prompt_tokens and prompt_tokens >= self._alone[0]:
+            self._alone = prompt_tokens, seconds / prompt_tokens
 
     def record(self, decodes: bool, prompt_tokens: int, seconds: float) -> None:
         """Learns from a step with `prompt_tokens` that took `seconds`. A step that does not decode teaches
@@ -127,7 +124,7 @@ class ChunkLimit:
     @property
     def token_seconds(self) -> float:
         """Time that a prompt token adds to a step with decodes; 0: not known."""
-        return self._prompt.value if self._recent_most else self._first_guess
+        return self._prompt.value if self._recent_most else self._alone[1]
 
     @property
     def short_seconds(self) -> float:

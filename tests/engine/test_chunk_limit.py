@@ -1,6 +1,7 @@
 """The chunk limit learns from steps with known costs."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,9 @@ def test_the_first_prompt_is_a_small_trial() -> None:
 
 def test_until_a_prompt_was_computed_a_token_costs_what_it_did_at_the_start() -> None:
     """Otherwise routers expect small chunks, and may send no prompt from which the worker could learn."""
-    limit = ChunkLimit(None, 8192, 3.5, (8192, 8192 * 2 * TOKEN))
+    limit = ChunkLimit(None, 8192, 3.5)
+    limit.record_alone(8192, 8192 * 2 * TOKEN)
+    limit.record_alone(100, 1.0)  # a small step reads the weights for a few tokens
     limit.record(True, 0, STEP)
     found = limit.mixed_step(limit.long_seconds)
     assert (found.tokens, found.seconds) == (125, pytest.approx(3.5 * STEP))
@@ -76,12 +79,16 @@ def test_without_a_target_in_seconds_a_long_step_takes_so_many_fastest_steps(ste
 
 
 def test_the_engine_passes_its_targets_on(tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[float | None, int, float, tuple[int, float]]] = []
-    monkeypatch.setattr("baton.engine.engine.ChunkLimit", lambda *given: made.append(given))
-    # On a GPU an engine also measures a prompt when it starts, which is the last argument.
+    made: list[tuple[float | None, int, float]] = []
+
+    def limit(*given: Any) -> ChunkLimit:
+        made.append(given)
+        return ChunkLimit(*given)
+
+    monkeypatch.setattr("baton.engine.engine.ChunkLimit", limit)
     tiny_engine(device="cpu", max_num_batched_tokens=64, ttit_target_steps=6.0)
     tiny_engine(device="cpu", max_num_batched_tokens=128, ttit_target=0.02)
-    assert made == [(None, 64, 6.0, (0, 0.0)), (0.02, 128, LONG, (0, 0.0))]
+    assert made == [(None, 64, 6.0), (0.02, 128, LONG)]
 
 
 def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:

@@ -22,7 +22,7 @@ from baton.kv_transfer import (
     spawn_transfer,
 )
 from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, TransferStats, decode_from_transfer
-from baton.vllm_worker.attachment import Close, Computed, ConnectorLink, FromConnector
+from baton.vllm_worker.attachment import Close, Computed, ConnectorLink, Costs, FromConnector
 from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
 
@@ -37,6 +37,7 @@ class Worker:
     def __init__(self, model: Path, role: str, ranks: int, **options: Any) -> None:
         self.incarnation = int.from_bytes(os.urandom(8))
         self.heard: list[FromConnector] = []
+        self.costs: Costs | None = None
         self._heartbeat = Heartbeat.create()
         arenas, self._theirs = make_arenas(ranks, SLOTS, SLOT_BYTES)
         self.link = ConnectorLink(arenas, self._heartbeat.fd)
@@ -66,8 +67,11 @@ class Worker:
 
     async def _listen(self) -> None:
         while True:
-            messages = await self.link.receive()
-            self.heard += messages
+            for message in await self.link.receive():
+                if isinstance(message, Costs):
+                    self.costs = message
+                else:
+                    self.heard.append(message)
             self._more.set()
 
     async def _tick(self) -> None:
@@ -194,6 +198,10 @@ async def test_a_decode_goes_on_after_the_first_token(
         )
         assert sorted(x.tokens for x in told if isinstance(x, Computed)) == sorted(map(len, prompts))
         assert decode.server.preemptions > 0
+        if "enable_chunked_prefill" not in both:
+            assert decode.costs is not None
+            assert decode.costs.short[0] > 0
+            assert (decode.server.bounded > 0) == ("one_process" in options), "prompts beside decodes"
         assert first != [tokens[:1] for tokens in generated(model, prompts, 1)], "sampled"
         continued = [prompt + token for prompt, token in zip(prompts, first, strict=True)]
         rest = generated(model, continued, TOKENS - 1)

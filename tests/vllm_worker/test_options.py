@@ -37,7 +37,6 @@ def test_options_have_vllms_names() -> None:
     ("fields", "names"),
     [
         ({"host_cache_size": 1 << 30, "enable_prefix_caching": True}, "--host-cache-size"),
-        ({"ttit_target": 0.1}, "--ttit-target"),
         ({"batch_invariant": True}, "--batch-invariant"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"quantization": "int4"}, "--quantization int4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import SimpleNamespace
@@ -128,6 +129,7 @@ async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None
         "prefill_id": P.hex(),
         "report_start": True,
         "logprobs": False,
+        "first_token_within": math.inf,
     }
     assert worker.computing == [P]
     assert worker.roles.status(0).stats.tokens_waiting == 20
@@ -230,7 +232,7 @@ async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> N
 async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> None:
     worker.roles.handle(messages.Decode(7, work(D, output_ids=[4, 4]), None))
     await worker.says(D, output([5]), output([6], "length"))
-    assert "extra_args" not in worker.fields[D]
+    assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {"first_token_within": math.inf}
     assert worker.tokens() == [(2, 5, ""), (3, 6, "length")]
     assert worker.of(messages.Prefilled)
     assert worker.roles.counts.prompt_tokens == 22
@@ -301,7 +303,10 @@ async def test_a_prefill_of_this_worker_is_taken(worker: Worker) -> None:
     await worker.says(P, output([5], "length"))
     worker.roles.handle(messages.Decode(7, work(D), source(OURS)))
     await worker.says(D, output([6], "stop"))
-    assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {"first_token": 5}
+    assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {
+        "first_token": 5,
+        "first_token_within": math.inf,
+    }
     assert worker.told == [Close(P)]
     worker.roles.heard(Released(P, "cancelled"))
     assert worker.tokens() == [(0, 5, ""), (0, 5, ""), (1, 6, "stop")]

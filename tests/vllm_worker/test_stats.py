@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine import EngineStats
+from baton.engine import EngineStats, MixedStep
+from baton.vllm_worker.attachment import Costs
 from baton.vllm_worker.stats import Load
 
 
@@ -30,12 +31,12 @@ def stats(load: Load) -> EngineStats:
 def test_load_is_that_of_the_last_step() -> None:
     load = Load()
     assert stats(load).fastest_step_seconds == stats(load).step_seconds == 0.0
-    load.step(scheduler(5, 0.25, 2), iteration(), 1.0, prefills=True)
-    load.step(scheduler(3, 0.1), None, 2.0, prefills=True)
+    load.step(scheduler(5, 0.25, 2), iteration(), 1.0)
+    load.step(scheduler(3, 0.1), None, 2.0)
     found = stats(load)
     assert (found.requests_running, found.requests_waiting) == (3, 0)
     assert (found.blocks_free, found.blocks_total) == (90, 100)
-    load.step(scheduler(3, waiting=2), None, 3.0, prefills=True)
+    load.step(scheduler(3, waiting=2), None, 3.0)
     assert stats(load).requests_waiting == 4, "fetches of KV are skipped in vLLM's queue"
     assert (found.preemptions, found.prefix_cache_queries, found.prefix_cache_hits) == (1, 20, 8)
 
@@ -43,14 +44,21 @@ def test_load_is_that_of_the_last_step() -> None:
 def test_seconds_of_a_step_are_those_of_vllms_process() -> None:
     """Of a prompt without a decode beside it they are those between two reports. An idle engine has none."""
     load = Load()
-    load.step(scheduler(1), iteration(), 100.0, prefills=True)
+    load.step(scheduler(1), iteration(), 100.0)
     assert stats(load).step_seconds == 0.0
-    load.step(scheduler(2), iteration(), 100.5, prefills=True)
+    load.step(scheduler(2), iteration(), 100.5)
     assert stats(load).step_seconds == 0.5
-    load.step(scheduler(2), iteration(0.25, 0.75), 109.0, prefills=True)
-    assert stats(load).decode_seconds == 0.0, "it also computed a prompt"
-    load.step(scheduler(2), iteration(0.125), 110.0, prefills=False)
-    assert stats(load).decode_seconds == stats(load).fastest_step_seconds == 0.125
+    load.step(scheduler(2), iteration(0.25, 0.75), 109.0)
+    assert stats(load).step_seconds == pytest.approx(0.375, rel=0.1), "two steps: 0.5 and 0.25"
+
+
+def test_what_steps_cost_is_what_the_connector_says() -> None:
+    load = Load()
+    assert stats(load).short == stats(load).long == MixedStep(0, 0.0)
+    load.costs = Costs(0.005, 0.004, (100, 0.008), (300, 0.015))
+    found = stats(load)
+    assert (found.decode_seconds, found.fastest_step_seconds) == (0.005, 0.004)
+    assert (found.short, found.long) == (MixedStep(100, 0.008), MixedStep(300, 0.015))
 
 
 def test_prompts_at_the_same_time_share_the_speed() -> None:

@@ -10,7 +10,8 @@ With `one_process` vLLM's scheduler is in the process with the model, as on one 
 
 An engine prints an empty line when it is up. Each line of its input is a list of requests, as JSON: [prompt,
 fields of SamplingParams, kv_transfer_params or null]. The answer is a line, too: of each request [tokens,
-kv_transfer_params or null], and then how many preemptions there were so far.
+kv_transfer_params or null], then how many preemptions there were so far, and how many steps whose prompts the
+connector has bounded.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def serve(model: str, arguments: dict[str, Any], questions: TextIO, answers: Tex
         "distributed_executor_backend": "uni",
         "disable_log_stats": False,
     }
+    bounded = count_bounded_steps()
     engine = LLM(model, **defaults | arguments)
     print(file=answers, flush=True)
     for line in questions:
@@ -106,7 +108,25 @@ def serve(model: str, arguments: dict[str, Any], questions: TextIO, answers: Tex
         told = [[list(x.outputs[0].token_ids), x.kv_transfer_params] for x in outputs]
         counts: Any = engine.get_metrics()
         preemptions = sum(x.value for x in counts if x.name == "vllm:num_preemptions")
-        print(json.dumps([told, preemptions]), file=answers, flush=True)
+        print(json.dumps([told, preemptions, *bounded]), file=answers, flush=True)
+
+
+def count_bounded_steps() -> list[int]:
+    """Returns a list with their number. None if the scheduler is in another process."""
+    from baton.vllm_worker.connector import BatonConnector
+
+    build, steps = BatonConnector.build_connector_meta, [0]
+
+    def checked(self: BatonConnector, scheduler_output: Any) -> Any:
+        bound = self._vllm_config.scheduler_config.long_prefill_token_threshold
+        largest = max(scheduler_output.num_scheduled_tokens.values(), default=0)
+        if bound > 1:
+            assert largest <= bound
+            steps[0] += largest == bound
+        return build(self, scheduler_output)
+
+    BatonConnector.build_connector_meta = checked
+    return steps
 
 
 def use_graphs() -> None:

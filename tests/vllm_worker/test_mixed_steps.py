@@ -1,0 +1,129 @@
+"""How vLLM's steps with decodes are bounded, and what is said of their costs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from baton.engine import MixedStep
+from baton.engine.core.chunk_limit import LEAST, MIXED_STEPS
+from baton.vllm_worker.mixed_steps import MixedSteps
+
+STEP, TOKEN = 0.010, 0.0001
+MOST = 2048
+
+
+class VLLM:
+    """Computes prompts in chunks, each as large as the bound allows, beside one request that decodes."""
+
+    def __init__(self, usual: int = 0, target: float | None = None) -> None:
+        self.now = 0.0
+        self.steps = MixedSteps(usual, MOST, target)
+        self.left: dict[str, int] = {}
+        self.total: dict[str, int] = {}
+
+    def ask(self, request_id: str, tokens: int, within: float = math.inf, *, decodes: bool = True) -> None:
+        self.steps.expect(request_id, tokens, self.now + within, decodes=decodes)
+        self.left[request_id] = self.total[request_id] = tokens
+
+    def step(self, *, decodes: bool = True) -> dict[str, int]:
+        """Returns the tokens of each prompt in the step."""
+        bound, counts = self.steps.bound(self.now) or MOST, dict[str, int]()
+        for request_id, left in self.left.items():
+            counts[request_id] = min(left, bound)
+            self.steps.scheduled(request_id, self.total[request_id] - left, counts[request_id])
+        self.left = {x: left - counts[x] for x, left in self.left.items() if left > counts[x]}
+        if decodes:
+            self.steps.scheduled("d", 100, 1)
+        number = self.steps.begins(self.now)
+        self.now += STEP * decodes + TOKEN * sum(counts.values())
+        self.steps.over(number, self.now)
+        return counts
+
+    def learned(self) -> VLLM:
+        """It knows its costs, and decodes a request."""
+        self.ask("l", MOST, decodes=False)
+        self.step(decodes=False)
+        self.steps.finished("l")
+        self.steps.expect("d", 0, math.inf, decodes=True)
+        self.step()
+        return self
+
+
+def test_a_step_without_decodes_has_vllms_own_bound() -> None:
+    vllm = VLLM(usual=512)
+    vllm.ask("a", 700, decodes=False)
+    assert vllm.step(decodes=False) == {"a": 512}
+    assert vllm.step(decodes=False) == {"a": 188}
+    assert vllm.steps.bound(vllm.now) == 512, "no token but the first"
+
+
+def test_a_step_with_decodes_takes_as_long_as_the_targets_allow() -> None:
+    vllm = VLLM().learned()
+    short = STEP * math.sqrt(3.5)
+    vllm.ask("a", 1000)
+    before = vllm.now
+    vllm.step()
+    assert vllm.now - before == pytest.approx(short, rel=0.02), "no prompt is late"
+    vllm.ask("b", 1000, within=0.0)
+    before, counts = vllm.now, vllm.step()
+    assert vllm.now - before == pytest.approx(3.5 * STEP, rel=0.3), "a late prompt"
+    assert counts["a"] == counts["b"], "they share the bound"
+    vllm.steps.finished("d")
+    assert vllm.steps.bound(vllm.now) == 0, "nothing decodes"
+
+
+def test_a_target_in_seconds_is_kept() -> None:
+    vllm = VLLM(target=0.02).learned()
+    vllm.ask("a", 1000, within=0.0)
+    before = vllm.now
+    assert vllm.step() == {"a": pytest.approx(100, abs=2)}
+    assert vllm.now - before <= 0.0201
+
+
+def test_requests_whose_kv_comes_count_as_decodes() -> None:
+    vllm = VLLM()
+    vllm.steps.expect("d", 0, math.inf, decodes=True)
+    assert vllm.steps.bound(0.0) == LEAST
+
+
+def test_after_many_mixed_steps_one_has_a_token_of_each_prompt() -> None:
+    vllm = VLLM().learned()
+    vllm.ask("a", 100_000)
+    counts = [vllm.step()["a"] for _ in range(MIXED_STEPS + 2)]
+    assert counts[MIXED_STEPS] == 1
+    assert min(counts[:MIXED_STEPS]) > 1
+    assert counts[-1] > 1
+
+
+def test_a_prompt_with_a_cached_prefix_is_computed_sooner() -> None:
+    vllm = VLLM().learned()
+    vllm.ask("a", 1000)
+    vllm.left["a"] = 40
+    vllm.step()
+    vllm.ask("b", 1000)
+    assert vllm.step()["b"] > LEAST, "it shares the bound with none"
+
+
+def test_costs_are_said_once() -> None:
+    vllm = VLLM()
+    assert vllm.steps.news() == [(0.0, 0.0, MixedStep(0, 0.0), MixedStep(0, 0.0))]
+    vllm = vllm.learned()
+    [(decode, fastest, short, long)] = vllm.steps.news()
+    assert (decode, fastest) == (STEP, STEP)
+    assert short == (87, 0.019), "from the prompt that was computed alone"
+    assert long == (250, 0.035)
+    vllm.step()
+    assert vllm.steps.news() == []
+
+
+def test_a_step_begins_when_the_one_before_is_over() -> None:
+    """vLLM schedules it before that. A step that vLLM does not report is over with a later one."""
+    steps = MixedSteps(0, MOST, None)
+    for now in (0.0, 0.001, 0.002):
+        steps.scheduled("d", 100, 1)
+        number = steps.begins(now)
+    steps.over(number - 1, 2 * STEP)
+    steps.over(number, 3 * STEP)
+    assert steps.news()[0][1] == STEP

@@ -1,0 +1,116 @@
+"""Bounds vLLM's steps that both decode and compute prompts, as Baton's engine bounds its own. Pure.
+
+vLLM has one bound that may change with each step: how many tokens of each prompt are in it. So all prompts
+share what `ChunkLimit` allows. A step without decodes has no bound.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from baton.engine.api.stats import MixedStep
+from baton.engine.core.chunk_limit import LONG, ChunkLimit, prompt_limit
+
+StepCosts = tuple[float, float, MixedStep, MixedStep]
+"""Seconds of a step that only decodes, on average and at least. A short and a long step with a chunk."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    tokens: int
+    due: float
+    decodes: bool
+    left: int
+
+
+@dataclass(slots=True)
+class _Step:
+    decodes: bool = False
+    prompt_tokens: int = 0
+    number: int = 0
+    scheduled_at: float = 0.0
+
+
+class MixedSteps:
+    """Times are in seconds of any clock."""
+
+    def __init__(self, usual: int, most: int, target: float | None, target_steps: float = LONG) -> None:
+        """`usual`: vLLM's bound for steps without decodes. 0: none. The others are those of `ChunkLimit`."""
+        self._limit = ChunkLimit(target, usual or most, target_steps)
+        self._usual = usual
+        self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
+        self._decoding: set[str] = set()  # requests that decode, or will as soon as their KV comes
+        self._step = _Step()  # that is scheduled now
+        self._under_way: deque[_Step] = deque()
+        self._over_at = 0.0
+        self._in_a_row = 0  # mixed steps
+        self._told: StepCosts | None = None
+
+    def expect(self, request_id: str, tokens: int, due: float, *, decodes: bool) -> None:
+        """vLLM has a new request, and computes so many tokens of its prompt. 0: another worker does.
+        `due`: when its first token should come. `decodes`: vLLM samples more than one token."""
+        if tokens:
+            self._prompts[request_id] = _Prompt(tokens, due, decodes, tokens)
+        else:
+            self._decoding.add(request_id)
+
+    def finished(self, request_id: str) -> None:
+        self._prompts.pop(request_id, None)
+        self._decoding.discard(request_id)
+
+    def scheduled(self, request_id: str, computed: int, count: int) -> None:
+        """The step computes `count` tokens of the request after the first `computed`."""
+        if count > 1:
+            self._step.prompt_tokens += count
+        else:
+            self._step.decodes = True
+        if (prompt := self._prompts.get(request_id)) is None:
+            return
+        prompt.left = prompt.tokens - computed - count
+        if prompt.left <= 0:
+            del self._prompts[request_id]
+            if prompt.decodes:
+                self._decoding.add(request_id)
+
+    def begins(self, now: float) -> int:
+        """All requests of the step are scheduled. Returns its number."""
+        step, self._step = self._step, _Step(number=self._step.number + 1)
+        step.scheduled_at = now
+        self._under_way.append(step)
+        if step.decodes:
+            self._in_a_row = self._in_a_row + 1 if step.prompt_tokens else 0
+        return step.number
+
+    def over(self, number: int, now: float) -> None:
+        """The step is over. vLLM may have scheduled others before it was."""
+        while self._under_way and self._under_way[0].number <= number:
+            step = self._under_way.popleft()
+            seconds, self._over_at = now - max(self._over_at, step.scheduled_at), now
+            self._limit.record(step.decodes, step.prompt_tokens, seconds)
+            if not step.decodes:
+                self._limit.record_alone(step.prompt_tokens, seconds)
+
+    def bound(self, now: float) -> int:
+        """Most tokens of each prompt in a step that begins now. 0: all that the step has room for. So a step
+        that should only decode has a token of each prompt."""
+        if not self._decoding:
+            return self._usual
+        prompts = [(prompt.left, prompt.due) for prompt in self._prompts.values()]
+        tokens = prompt_limit(self._limit.tokens(prompts, now), 1, self._in_a_row, ())
+        return max(1, tokens // max(1, len(prompts)))
+
+    def news(self) -> list[StepCosts]:
+        """Returns what steps cost, with two digits, if it has not said so before."""
+        limit = self._limit
+        short, long = map(limit.mixed_step, (limit.short_seconds, limit.long_seconds))
+        costs = (
+            _rounded(limit.step_seconds),
+            _rounded(limit.fastest_seconds),
+            MixedStep(round(_rounded(short.tokens)), _rounded(short.seconds)),
+            MixedStep(round(_rounded(long.tokens)), _rounded(long.seconds)),
+        )
+        told, self._told = self._told, costs
+        return [] if costs == told else [costs]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
