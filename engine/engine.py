@@ -84,7 +84,6 @@ class Engine(StepLoop):
         self.block_bytes = self.block_size * cache_bytes_per_token(self.cache_spec) * self.ranks.size
         """Of the KV of one block, on all ranks."""
         limit = ChunkLimit(config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps)
-        limit.record_alone(*started.largest)
         pool = BlockPool(self.num_blocks, self.block_size)
         scheduler = Scheduler(
             pool,

@@ -213,7 +213,6 @@ class Worker:
         self._colocated = colocated
         largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
         self._limit = ChunkLimit(None, BUDGET, target_steps)
-        self._limit.record_alone(*largest)
         self._limit.record(True, 0, step_seconds(1, FIRST_CONTEXT, []))
         self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()

@@ -29,6 +29,7 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
+from baton.vllm_worker.mixed_steps import StepCosts
 
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 250
@@ -78,12 +79,9 @@ class Computed(Local):
 
 
 class Costs(Local):
-    """Connector → engine process: what vLLM's steps cost (`mixed_steps.StepCosts`)."""
+    """Connector → engine process: what vLLM's steps cost."""
 
-    decode_seconds: float
-    fastest_seconds: float
-    short: tuple[int, float]
-    long: tuple[int, float]
+    costs: StepCosts
 
 
 ToConnector = Close | Commit

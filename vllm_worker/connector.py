@@ -98,9 +98,9 @@ class BatonConnector(KVConnectorBase_V1):
             die_with_parent(os.getppid())  # in both processes: `kill -9` of the engine process ends vLLM
         self._planner = Planner(named=bool(self._settings.attach))
         settings, config = self._settings, vllm_config.scheduler_config
-        usual, most = config.long_prefill_token_threshold, config.max_num_batched_tokens
+        usual = config.long_prefill_token_threshold
+        most = config.max_num_batched_tokens if config.enable_chunked_prefill else 0
         self._steps = MixedSteps(usual, most, settings.ttit_target, settings.ttit_target_steps)
-        self._bounds_prompts = bool(settings.attach) and config.enable_chunked_prefill
         # Requests of a router that begin with an output, until their first step.
         self._beginning: dict[str, Request] = {}
         self._transfers: Transfers | None = None  # of rank 0
@@ -163,7 +163,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def _bound_prompts(self, now: float) -> None:
         """vLLM reads the bound when it schedules a step."""
-        if self._bounds_prompts:
+        if self._settings.attach:
             self._vllm_config.scheduler_config.long_prefill_token_threshold = self._steps.bound(now)
 
     def get_finished_count(self) -> int:
@@ -201,9 +201,7 @@ class BatonConnector(KVConnectorBase_V1):
             steps.scheduled(request_id, computed, count)
             planner.scheduled(request_id, blocks, computed, count, anew=request_id in cached.resumed_req_ids)
         plan = planner.take()
-        plan.number = steps.begins(time.monotonic())
-        if self._bounds_prompts:
-            plan.costs = steps.news()
+        plan.number, plan.costs = steps.begins(time.monotonic()), steps.news()
         return plan
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -17,7 +17,6 @@ import asyncio
 import gc
 import logging
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -207,7 +206,7 @@ class EngineProcess:
 
     def _stepped(self, scheduler: Any, iteration: Any) -> None:
         if (roles := self._roles) is not None:
-            roles.load.step(scheduler, iteration, time.monotonic())
+            roles.load.step(scheduler, iteration)
 
     async def _tick(self) -> NoReturn:
         """Shows that this process lives while vLLM starts, or has nothing to compute."""

@@ -7,11 +7,21 @@ share what `ChunkLimit` allows. A step without decodes has no bound.
 from collections import deque
 from dataclasses import dataclass
 
-from baton.engine.api.stats import MixedStep
+from baton.engine.api.stats import UNKNOWN_STEP, MixedStep
 from baton.engine.core.chunk_limit import LONG, ChunkLimit, prompt_limit
+from baton.engine.core.meters import Meters
 
-StepCosts = tuple[float, float, MixedStep, MixedStep]
-"""Seconds of a step that only decodes, on average and at least. A short and a long step with a chunk."""
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Fields of `EngineStats`."""
+
+    step_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    fastest_step_seconds: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    short: MixedStep = UNKNOWN_STEP
+    long: MixedStep = UNKNOWN_STEP
 
 
 @dataclass(slots=True)
@@ -34,8 +44,10 @@ class MixedSteps:
     """Times are in seconds of any clock."""
 
     def __init__(self, usual: int, most: int, target: float | None, target_steps: float = LONG) -> None:
-        """`usual`: vLLM's bound for steps without decodes. 0: none. The others are those of `ChunkLimit`."""
-        self._limit = ChunkLimit(target, usual or most, target_steps)
+        """`usual`: vLLM's bound for steps without decodes. 0: none. `most`: 0 if vLLM computes each prompt in
+        one step. The others are those of `ChunkLimit`."""
+        self._most = most
+        self._meters = Meters(ChunkLimit(target, min(usual or most, most), target_steps))
         self._usual = usual
         self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
         self._decoding: set[str] = set()  # requests that decode, or will as soon as their KV comes
@@ -43,7 +55,7 @@ class MixedSteps:
         self._under_way: deque[_Step] = deque()
         self._over_at = 0.0
         self._in_a_row = 0  # mixed steps
-        self._told: StepCosts | None = None
+        self._told = ""
 
     def expect(self, request_id: str, tokens: int, due: float, *, decodes: bool) -> None:
         """vLLM has a new request, and computes so many tokens of its prompt. 0: another worker does.
@@ -85,32 +97,22 @@ class MixedSteps:
         while self._under_way and self._under_way[0].number <= number:
             step = self._under_way.popleft()
             seconds, self._over_at = now - max(self._over_at, step.scheduled_at), now
-            self._limit.record(step.decodes, step.prompt_tokens, seconds)
-            if not step.decodes:
-                self._limit.record_alone(step.prompt_tokens, seconds)
+            if step.decodes or step.prompt_tokens:
+                self._meters.record(step.decodes, step.prompt_tokens, seconds)
 
     def bound(self, now: float) -> int:
         """Most tokens of each prompt in a step that begins now. 0: all that the step has room for. So a step
         that should only decode has a token of each prompt."""
-        if not self._decoding:
+        if not self._decoding or not self._most:
             return self._usual
         prompts = [(prompt.left, prompt.due) for prompt in self._prompts.values()]
-        tokens = prompt_limit(self._limit.tokens(prompts, now), 1, self._in_a_row, ())
+        tokens = prompt_limit(self._meters.chunk_limit.tokens(prompts, now), 1, self._in_a_row, ())
         return max(1, tokens // max(1, len(prompts)))
 
     def news(self) -> list[StepCosts]:
-        """Returns what steps cost, with two digits, if it has not said so before."""
-        limit = self._limit
+        """Returns what steps cost, if it differs in two digits from what was returned before."""
+        meters, limit = self._meters, self._meters.chunk_limit
         short, long = map(limit.mixed_step, (limit.short_seconds, limit.long_seconds))
-        costs = (
-            _rounded(limit.step_seconds),
-            _rounded(limit.fastest_seconds),
-            MixedStep(round(_rounded(short.tokens)), _rounded(short.seconds)),
-            MixedStep(round(_rounded(long.tokens)), _rounded(long.seconds)),
-        )
-        told, self._told = self._told, costs
-        return [] if costs == told else [costs]
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.2g}")
+        rest = meters.step_seconds, limit.step_seconds, limit.fastest_seconds, meters.prefill_tokens_per_s
+        told, self._told = self._told, " ".join(f"{value:.2g}" for value in (*rest, *short, *long))
+        return [] if told == self._told else [StepCosts(*rest, short, long)]

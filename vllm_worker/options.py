@@ -16,6 +16,10 @@ _OWN = {
     "served_model_name",
 }  # fmt: skip
 _MEANINGLESS = ("host_cache_size", "disk_cache_size", "disk_cache_dir", "batch_invariant")
+_LARGEST_GRAPH = 512
+"""Tokens. vLLM has smaller ones if few requests may run. But steps that also take a part of a prompt need
+graphs: without one, such a step of 150 tokens takes 25 ms in place of 8 (8B, H200)."""
+_GRAPHS = re.compile("-O|-cc|--compilation-config|--(max-)?cudagraph|--enforce-eager")
 _CONNECTOR = "kv_transfer_config"
 
 
@@ -66,6 +70,8 @@ def command_line(engine: EngineConfig, more: Sequence[str]) -> list[str]:
     line.append("--enable-prefix-caching" if engine.enable_prefix_caching else "--no-enable-prefix-caching")
     if engine.enable_expert_parallel:
         line.append("--enable-expert-parallel")
+    if engine.device == "cuda" and not any(map(_GRAPHS.match, more)):
+        line += ["--max-cudagraph-capture-size", str(_LARGEST_GRAPH)]
     return [*line, *more]
 
 

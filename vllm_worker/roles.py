@@ -291,7 +291,6 @@ class Roles:
                 attempt.first_token.set_result(first)
             else:
                 self.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
-            self.load.prefilled(attempt.tokens - output.cached_tokens, now - output.prefill_seconds, now)
             self._attempts.prefilled(attempt, output)
         elif attempt.first_token_at is not None:
             self._attempts.report(messages.SecondToken(now - attempt.first_token_at))
@@ -328,8 +327,8 @@ class Roles:
             case Computed(tokens, cached):
                 self.counts.count_prompt(tokens, cached, 0)
                 return
-            case Costs():
-                self.load.costs = message
+            case Costs(costs):
+                self.load.costs = costs
                 return
         attempt_id = message.prefill_id if isinstance(message, Started | Released) else message.decode_id
         if (attempt := self._table.get(attempt_id)) is None:

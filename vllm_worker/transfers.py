@@ -278,8 +278,8 @@ class Transfers:
             self._sender.expect(prefill_id)
         for prefill_id, request_id in plan.opened.items():
             self._requests[prefill_id] = request_id
-        computed, costs = (Computed(*each) for each in plan.computed), (Costs(*each) for each in plan.costs)
-        messages = [*map(Started, plan.started), *computed, *costs]
+        computed = (Computed(*counts) for counts in plan.computed)
+        messages = [*map(Started, plan.started), *computed, *map(Costs, plan.costs)]
         if messages:
             self._attendant.tell(messages)
         opened = set(plan.opened)

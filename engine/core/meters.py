@@ -17,8 +17,9 @@ class Meters:
     """Averages the cost of recent steps. Owns the chunk limit, which learns from the same steps."""
 
     def __init__(self, chunk_limit: ChunkLimit, largest: tuple[int, float] = (0, 0.0)) -> None:
-        """`largest`: as in `ChunkLimit`."""
+        """`largest`: prompt tokens and seconds of a step that was measured at the start; (0, 0.0): none."""
         self.chunk_limit = chunk_limit
+        chunk_limit.record(False, *largest)
         self._largest = largest[0]
         self._prefill = Average(DECAY)  # prompt tokens in a second
         self._prefill.add(*largest)

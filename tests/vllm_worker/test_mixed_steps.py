@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from baton.engine import MixedStep
 from baton.engine.core.chunk_limit import LEAST, MIXED_STEPS
-from baton.vllm_worker.mixed_steps import MixedSteps
+from baton.vllm_worker.mixed_steps import MixedSteps, StepCosts
 
 STEP, TOKEN = 0.010, 0.0001
 MOST = 2048
@@ -108,14 +107,25 @@ def test_a_prompt_with_a_cached_prefix_is_computed_sooner() -> None:
 
 def test_costs_are_said_once() -> None:
     vllm = VLLM()
-    assert vllm.steps.news() == [(0.0, 0.0, MixedStep(0, 0.0), MixedStep(0, 0.0))]
+    assert vllm.steps.news() == [StepCosts()]
     vllm = vllm.learned()
-    [(decode, fastest, short, long)] = vllm.steps.news()
-    assert (decode, fastest) == (STEP, STEP)
-    assert short == (87, 0.019), "from the prompt that was computed alone"
-    assert long == (250, 0.035)
-    vllm.step()
+    [costs] = vllm.steps.news()
+    assert costs.decode_seconds == costs.fastest_step_seconds == pytest.approx(STEP)
+    assert costs.prefill_tokens_per_s == pytest.approx(1 / TOKEN)
+    assert costs.short == (87, pytest.approx(0.0187)), "from the prompt that was computed alone"
+    assert costs.long == (250, pytest.approx(0.035))
     assert vllm.steps.news() == []
+
+
+def test_without_chunks_no_prompt_fits_beside_decodes() -> None:
+    steps = MixedSteps(0, 0, None)
+    for tokens in (0, 1, 1):
+        steps.expect("d", tokens, 0.0, decodes=True)
+        steps.scheduled("d", 0, max(1, 1000 * tokens))
+        steps.over(steps.begins(0.0), 1.0)
+    assert steps.bound(2.0) == 0
+    [costs] = steps.news()
+    assert costs.short.tokens == costs.long.tokens == 0
 
 
 def test_a_step_begins_when_the_one_before_is_over() -> None:
@@ -126,4 +136,4 @@ def test_a_step_begins_when_the_one_before_is_over() -> None:
         number = steps.begins(now)
     steps.over(number - 1, 2 * STEP)
     steps.over(number, 3 * STEP)
-    assert steps.news()[0][1] == STEP
+    assert steps.news()[0].fastest_step_seconds == pytest.approx(STEP)
