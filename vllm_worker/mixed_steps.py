@@ -4,12 +4,17 @@ vLLM has one bound that may change with each step: how many tokens of each promp
 share what `ChunkLimit` allows. A step without decodes has no bound.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
 from baton.engine.api.stats import UNKNOWN_STEP, MixedStep
 from baton.engine.core.chunk_limit import LONG, ChunkLimit, prompt_limit
 from baton.engine.core.meters import Meters
+
+ALIKE = 8
+"""Steps in a row that only decode, and of which the mean says what such a step takes. vLLM learns late of the
+end of one, and the next one then seems short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class MixedSteps:
         self._under_way: deque[_Step] = deque()
         self._over_at = 0.0
         self._in_a_row = 0  # mixed steps
+        self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
         self._told = ""
 
     def expect(self, request_id: str, tokens: int, due: float, *, decodes: bool) -> None:
@@ -96,8 +102,18 @@ class MixedSteps:
         """The step is over. vLLM may have scheduled others before it was."""
         while self._under_way and self._under_way[0].number <= number:
             step = self._under_way.popleft()
+            if not step.decodes and not step.prompt_tokens:
+                continue
             seconds, self._over_at = now - max(self._over_at, step.scheduled_at), now
-            if step.decodes or step.prompt_tokens:
+            if step.prompt_tokens:
+                self._decodes.clear()
+            else:
+                self._decodes.append(seconds)
+                seconds = sum(self._decodes) / len(self._decodes)
+                if len(self._decodes) < ALIKE:
+                    fastest = self._meters.chunk_limit.fastest_seconds
+                    seconds = max(seconds, fastest or math.inf)
+            if seconds < math.inf:
                 self._meters.record(step.decodes, step.prompt_tokens, seconds)
 
     def bound(self, now: float) -> int:

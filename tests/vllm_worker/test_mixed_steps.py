@@ -7,7 +7,7 @@ import math
 import pytest
 
 from baton.engine.core.chunk_limit import LEAST, MIXED_STEPS
-from baton.vllm_worker.mixed_steps import MixedSteps, StepCosts
+from baton.vllm_worker.mixed_steps import ALIKE, MixedSteps, StepCosts
 
 STEP, TOKEN = 0.010, 0.0001
 MOST = 2048
@@ -46,7 +46,8 @@ class VLLM:
         self.step(decodes=False)
         self.steps.finished("l")
         self.steps.expect("d", 0, math.inf, decodes=True)
-        self.step()
+        for _ in range(ALIKE):
+            self.step()
         return self
 
 
@@ -129,11 +130,23 @@ def test_without_chunks_no_prompt_fits_beside_decodes() -> None:
 
 
 def test_a_step_begins_when_the_one_before_is_over() -> None:
-    """vLLM schedules it before that. A step that vLLM does not report is over with a later one."""
+    """vLLM schedules it before that."""
     steps = MixedSteps(0, MOST, None)
-    for now in (0.0, 0.001, 0.002):
-        steps.scheduled("d", 100, 1)
-        number = steps.begins(now)
-    steps.over(number - 1, 2 * STEP)
-    steps.over(number, 3 * STEP)
-    assert steps.news()[0].fastest_step_seconds == pytest.approx(STEP)
+    began = [begin(steps, 100, at) for at in (0.0, 0.001, 0.002)]
+    for i, number in enumerate(began, 1):
+        steps.over(number, i * STEP)
+    for i in range(4, 10):
+        began.append(begin(steps, 0, (i - 2) * STEP))
+        began.append(begin(steps, 1, (i - 1) * STEP))
+        late = 0.3 * STEP * (i % 2)
+        steps.over(began[-2], (i - 0.6) * STEP)  # no step: it says nothing
+        steps.over(began[-1], i * STEP + late)
+    [costs] = steps.news()
+    assert costs.fastest_step_seconds == pytest.approx(STEP, rel=0.05), "one that ended late says little"
+
+
+def begin(steps: MixedSteps, computed: int, now: float) -> int:
+    """A request decodes, unless it has computed no token: then nothing does."""
+    if computed:
+        steps.scheduled("d", computed, 1)
+    return steps.begins(now)
