@@ -2,6 +2,9 @@
 
 vLLM has one bound that may change with each step: how many tokens of each prompt are in it. So all prompts
 share what `ChunkLimit` allows. A step without decodes has no bound.
+
+No CUDA graph of vLLM has a whole step with a chunk: Python launches the attention of each layer. So a small
+chunk may take as long as one of some hundred tokens. A chunk computes at least as long as it waits for that.
 """
 
 import math
@@ -10,11 +13,14 @@ from dataclasses import dataclass
 
 from baton.engine.api.stats import UNKNOWN_STEP, MixedStep
 from baton.engine.core.chunk_limit import LONG, ChunkLimit, prompt_limit
-from baton.engine.core.meters import Meters
+from baton.engine.core.meters import DECAY, Meters
+from baton.machine import Average
 
 ALIKE = 8
 """Steps in a row that only decode, and of which the mean says what such a step takes. vLLM learns late of the
 end of one, and the next one then seems short."""
+DEAR = 1.3
+"""As the patience of routers. No prompt fits beside decodes if a token costs more times as much as alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,7 @@ class MixedSteps:
         self._over_at = 0.0
         self._in_a_row = 0  # mixed steps
         self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
+        self._launches = Average(DECAY)  # seconds of a mixed step, beyond its decodes and its tokens
         self._told = ""
 
     def expect(self, request_id: str, tokens: int, due: float, *, decodes: bool) -> None:
@@ -107,6 +114,9 @@ class MixedSteps:
             seconds, self._over_at = now - max(self._over_at, step.scheduled_at), now
             if step.prompt_tokens:
                 self._decodes.clear()
+                if step.decodes:
+                    expected = self._meters.chunk_limit.step_seconds + step.prompt_tokens * self._alone
+                    self._launches.add(max(0.0, seconds - expected))
             else:
                 self._decodes.append(seconds)
                 seconds = sum(self._decodes) / len(self._decodes)
@@ -122,13 +132,23 @@ class MixedSteps:
         if not self._decoding or not self._most:
             return self._usual
         prompts = [(prompt.left, prompt.due) for prompt in self._prompts.values()]
-        tokens = prompt_limit(self._meters.chunk_limit.tokens(prompts, now), 1, self._in_a_row, ())
-        return max(1, tokens // max(1, len(prompts)))
+        tokens = self._meters.chunk_limit.tokens(prompts, now)
+        if self._alone:
+            tokens = max(tokens, int(self._launches.value / self._alone))
+        return max(1, prompt_limit(tokens, 1, self._in_a_row, ()) // max(1, len(prompts)))
+
+    @property
+    def _alone(self) -> float:
+        """Seconds of a prompt token without decodes. 0: not known."""
+        speed = self._meters.prefill_tokens_per_s
+        return 1 / speed if speed else 0.0
 
     def news(self) -> list[StepCosts]:
         """Returns what steps cost, if it differs in two digits from what was returned before."""
         meters, limit = self._meters, self._meters.chunk_limit
         short, long = map(limit.mixed_step, (limit.short_seconds, limit.long_seconds))
+        if self._alone and limit.token_seconds > DEAR * self._alone:
+            short = long = UNKNOWN_STEP
         rest = meters.step_seconds, limit.step_seconds, limit.fastest_seconds, meters.prefill_tokens_per_s
         told, self._told = self._told, " ".join(f"{value:.2g}" for value in (*rest, *short, *long))
         return [] if told == self._told else [StepCosts(*rest, short, long)]

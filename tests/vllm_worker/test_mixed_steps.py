@@ -18,6 +18,7 @@ class VLLM:
 
     def __init__(self, usual: int = 0, target: float | None = None) -> None:
         self.now = 0.0
+        self.slow = 0.0  # seconds in which a step with a chunk is launched
         self.steps = MixedSteps(usual, MOST, target)
         self.left: dict[str, int] = {}
         self.total: dict[str, int] = {}
@@ -36,7 +37,8 @@ class VLLM:
         if decodes:
             self.steps.scheduled("d", 100, 1)
         number = self.steps.begins(self.now)
-        self.now += STEP * decodes + TOKEN * sum(counts.values())
+        seconds = STEP * decodes + TOKEN * sum(counts.values())
+        self.now += max(seconds, self.slow) if counts and decodes else seconds
         self.steps.over(number, self.now)
         return counts
 
@@ -150,3 +152,26 @@ def begin(steps: MixedSteps, computed: int, now: float) -> int:
     if computed:
         steps.scheduled("d", computed, 1)
     return steps.begins(now)
+
+
+def test_a_chunk_computes_at_least_as_long_as_its_launch_takes() -> None:
+    """A step with a chunk takes 50 ms or more. Its decodes and 400 tokens need that time, too."""
+    vllm = VLLM(target=0.02).learned()
+    vllm.slow = 5 * STEP
+    vllm.ask("a", 10_000)
+    chunks = [vllm.step()["a"] for _ in range(20)]
+    assert chunks[0] < 100, "what the target allows"
+    assert chunks[-1] == pytest.approx(200, rel=0.1), "as many tokens as compute half of the time"
+
+
+def test_no_prompt_is_taken_beside_decodes_if_it_costs_much_more_there() -> None:
+    vllm = VLLM().learned()
+    vllm.ask("a", 10_000)
+    vllm.step()
+    assert vllm.steps.news()[0].long.tokens > 0
+    vllm.slow = 5 * STEP
+    for _ in range(10):
+        vllm.step()
+    [costs] = vllm.steps.news()
+    assert costs.short == costs.long == (0, 0.0)
+    assert costs.decode_seconds == pytest.approx(STEP)
