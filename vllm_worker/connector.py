@@ -70,10 +70,12 @@ class Reachable(KVConnectorHandshakeMetadata):
 
 @dataclass
 class FirstTokens(KVConnectorWorkerMetadata):
-    """What rank 0 tells the scheduler after each step, by request id. Other ranks tell nothing."""
+    """What rank 0 tells the scheduler after each step. Other ranks tell nothing."""
 
     tokens: dict[str, int]
+    """By request id."""
     step: int
+    """The number of the step."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FirstTokens:
         raise AssertionError("only one rank has first tokens")
@@ -149,7 +151,7 @@ class BatonConnector(KVConnectorBase_V1):
         vLLM makes this output when it launches a step, and reads it when that step is over. With one rank the
         model is in this process, so the KV that came meanwhile counts, too: each step that a request does not
         wait is a step less to its second token."""
-        meta = connector_output.kv_connector_worker_meta
+        meta = connector_output.kv_connector_worker_meta or FirstTokens({}, 0)
         assert isinstance(meta, FirstTokens)
         tokens, now = meta.tokens, time.monotonic()
         self._steps.over(meta.step, now)

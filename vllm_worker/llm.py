@@ -79,16 +79,13 @@ class VLLM:
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[StepLogger], disable_log_stats=True)
 
     async def warm_up(self) -> None:
-        """vLLM compiles some functions when they are first needed, for longer than a step may take. The first
-        use of a CUDA graph takes 8 ms longer than the others. A large prompt shows what a token costs."""
+        """vLLM compiles some functions when they are first needed, for longer than a step may take. On a GPU,
+        large prompts show what a token costs."""
         requests = [([0, 0], params) for params in _WARM_UP]
         if self._engine.device == "cuda":
-            config, model = self._llm.vllm_config, self._llm.model_config
-            sizes = list(config.compilation_config.cudagraph_capture_sizes or ())
-            sizes += [config.scheduler_config.max_num_batched_tokens] * 2
-            most, vocabulary = model.max_model_len - _LARGE.max_tokens, model.get_vocab_size()
-            # No prompt begins as another: that prefix would be in the cache.
-            requests += [([i % vocabulary] * min(size, most), _LARGE) for i, size in enumerate(sizes, 1)]
+            config, model = self._llm.vllm_config.scheduler_config, self._llm.model_config
+            size = min(config.max_num_batched_tokens, model.max_model_len - _LARGE.max_tokens)
+            requests += [([i] * size, _LARGE) for i in range(3)]  # no prefix of another, which is cached
         for ids, params in requests:
             request = engine.EngineRequest(os.urandom(16), ids, sampling=params)
             fields = sampling(request, only_first=False, scores_prompt=True)

@@ -120,11 +120,10 @@ class MixedSteps:
             else:
                 self._decodes.append(seconds)
                 seconds = sum(self._decodes) / len(self._decodes)
-                if len(self._decodes) < ALIKE:
-                    fastest = self._meters.chunk_limit.fastest_seconds
-                    seconds = max(seconds, fastest or math.inf)
-            if seconds < math.inf:
-                self._meters.record(step.decodes, step.prompt_tokens, seconds)
+                fastest = self._meters.chunk_limit.fastest_seconds or math.inf
+                if len(self._decodes) < ALIKE and seconds < fastest:
+                    continue
+            self._meters.record(step.decodes, step.prompt_tokens, seconds)
 
     def bound(self, now: float) -> int:
         """Most tokens of each prompt in a step that begins now. 0: all that the step has room for. So a step
