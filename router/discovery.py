@@ -16,7 +16,6 @@ class Discovery(Protocol):
 
     def watch(self) -> AsyncIterator[frozenset[str]]:
         """Yields the whole set of addresses, first at once and then after each change."""
-        ...
 
 
 class StaticDiscovery:

@@ -39,15 +39,12 @@ class Pool(Protocol):
 
     def enter_thread(self) -> None:
         """Call first in each thread that uses the pool."""
-        ...
 
     def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Any:
         """Where positions [0, num_tokens) and the states of a request lie."""
-        ...
 
     def record(self) -> Event:
         """An event on the current stream."""
-        ...
 
     def passed(self, event: Event) -> bool: ...
 
@@ -58,41 +55,33 @@ class Pool(Protocol):
         """Pool → slots. When the event that is returned has passed, the slots are filled and the pool is no
         longer read. `after`: nothing, or for each slice the event after which it may be read. None: at
         once."""
-        ...
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
         """Slots → pool. First event: the slots are free; second: the pool holds the bytes."""
-        ...
 
     def export(self) -> Export:
         """Lets peers on this host read slots with a generation. Raises Unreachable if that is not supported
         here. With several ranks it waits for the others."""
-        ...
 
     def adopt(self, export: Export) -> None:
         """Instead of `export`: slices with a generation go to these slots, which are the transfer process's.
         Raises Unreachable. With several ranks it waits for the others."""
-        ...
 
     def open(self, export: Export, dtype: str) -> PeerMemory:
         """`dtype`: of KV there; "": not known. Raises Unreachable unless a test copy succeeded."""
-        ...
 
     def opened(self, memory: Any) -> bool:
         """Whether all ranks can read `memory`, which `open` returned. False: not all have answered yet.
         Raises Unreachable if a rank cannot read it."""
-        ...
 
     def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         """Copies slots of `memory`, which is open, to the pool.
 
         When the event has passed, the slots may be used again and the outcome is known. Only the outcome says
         whether the bytes in the pool are right. Raises Unreachable if the memory cannot be read any more."""
-        ...
 
     def close(self) -> None:
         """Wait for everything enqueued, and let go of the arena."""
-        ...
 
 
 class Window(NamedTuple):

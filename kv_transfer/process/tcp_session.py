@@ -25,15 +25,12 @@ class SessionHandler(Protocol):
 
     def session_down(self, session: Any, reason: str, detail: str) -> None:
         """The session ended, or (decode) never came up. Frames of it may begin until `session_over`."""
-        ...
 
     def session_over(self, session: Any) -> None:
         """All lanes are closed, and no frame is under way. Comes after `session_down`."""
-        ...
 
     def control(self, session: Any, header: Header, message: wire.Control) -> None:
         """Raises ProtocolError."""
-        ...
 
 
 H = TypeVar("H", bound=SessionHandler)
