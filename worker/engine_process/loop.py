@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Protocol
 
 from baton.content import vocabulary_fingerprint
@@ -120,13 +121,9 @@ class Parts:
         if self.store is not None:
             self.store.entered(entered)
 
-    def _states_kept(self, salt: bytes, name: bytes, chunk: int) -> None:
+    def _kept(self, salt: bytes, name: bytes, chunk: int, *, states: bool) -> None:
         if self.store is not None:
-            self.store.states_kept(salt, name, chunk)
-
-    def _remnant_kept(self, salt: bytes, name: bytes, chunk: int) -> None:
-        if self.store is not None:
-            self.store.offer(salt, name, chunk)
+            self.store.offer(salt, name, chunk, states=states)
 
     def start_engine(
         self,
@@ -143,8 +140,8 @@ class Parts:
             cached=self._cached,
             moved=self.cached_chunks.moved,
             evicted=self.cached_chunks.evicted,
-            states_kept=self._states_kept,
-            remnant_kept=self._remnant_kept,
+            states_kept=partial(self._kept, states=True),
+            remnant_kept=partial(self._kept, states=False),
         )
         return build_engine(self.config.engine, files=self.config.files, hooks=hooks)
 

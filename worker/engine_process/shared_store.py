@@ -145,10 +145,6 @@ class StoreTier(SharedStore):
             for chunk, name in enumerate(block.chunks, block.first_chunk):
                 self.offer(block.salt, name, chunk)
 
-    def states_kept(self, salt: bytes, name: bytes, chunk: int) -> None:
-        """The prefix cache has the states after this chunk."""
-        self.offer(salt, name, chunk, states=True)
-
     def pump(self) -> None:
         self.move(busy=self._engine.has_work)
         for event in self.poll():
