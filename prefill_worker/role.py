@@ -121,7 +121,6 @@ class PrefillRole(Role):
         reports to `fetched`."""
         self._attempts = parts.attempts
         self._counts = parts.counts
-        self._link = parts.link
         self._trace = parts.trace
         self._sink = sink
         self.engine = engine
