@@ -191,7 +191,7 @@ class Service:
         One of these attempts may have caused the crash, and routers count that. All other attempts end with
         their stream. Only the engine knew which router owns an attempt, so every router is told.
         """
-        for attempt_id in self._tree.crashed_step:
+        for attempt_id in self._tree.heartbeat.step:
             text = f"it was being computed when {error}"
             self._routers.broadcast(streams.failed(attempt_id, Code.ENGINE, text))
 

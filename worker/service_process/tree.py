@@ -84,7 +84,7 @@ class WorkerTree:
         if config.trace_dir is not None:
             make_directory("--trace-dir", Path(config.trace_dir))
         self.engine_link = EngineLink(config.run_dir)
-        self._heartbeat = Heartbeat.create()
+        self.heartbeat = Heartbeat.create()
         ranks = config.ranks
         self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
         self._sending = ArenaEnds.create(config)
@@ -107,7 +107,7 @@ class WorkerTree:
             **self._rank_config("engine", 0),
             incarnation=self._incarnation,
             address=self.engine_link.address,
-            heartbeat_fd=self._heartbeat.fd,
+            heartbeat_fd=self.heartbeat.fd,
             trace_path=config.trace_path("engine"),
             engine_args=config.engine_args or (),
             rank_arenas=[self._arenas(rank) for rank in range(config.ranks, len(self._sending.ranks))],
@@ -125,7 +125,7 @@ class WorkerTree:
         if self._store_ends is not None:
             self._store_ends.close_inherited()
             self.watch(self._keep_store(self._store_ends))
-        dog = Watchdog(start.name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
+        dog = Watchdog(start.name, lambda: self.heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
         while True:
@@ -189,7 +189,7 @@ class WorkerTree:
             start,
             sending=self._sending.transfer,
             receiving=self._receiving.transfer,
-            heartbeat=self._heartbeat,
+            heartbeat=self.heartbeat,
             service=self._transfer_service_end,
             secret=config.secret,
         )
@@ -249,11 +249,6 @@ class WorkerTree:
                 "%s (pid %d) %s; it is started again", self._store.name, popen.pid, describe_exit(code)
             )
             await asyncio.sleep(STORE_AGAIN)
-
-    @property
-    def crashed_step(self) -> list[bytes]:
-        """The attempts of the step in which the engine died or hung."""
-        return self._heartbeat.step
 
     def follow(self, deliver: Callable[[FromEngine], None]) -> None:
         """Starts the tasks that receive from the children.
@@ -322,7 +317,9 @@ class WorkerTree:
         if not self._started or self._engine is None:
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stop_engine(), STOP_TIMEOUT)
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await self.engine_link.send(messages.Stop())
+                await self._engine_stopped.wait()
         if self._transfer is not None:
             await self.transfer_link.drain(0.0)
             self.transfer_link.close()
@@ -331,10 +328,6 @@ class WorkerTree:
             await asyncio.wait_for(self.engine_link.send(messages.Exit()), STOP_TIMEOUT)
         for child in (self._engine, *self._ranks):
             await child.end(STOP_TIMEOUT)
-
-    async def _stop_engine(self) -> None:
-        await self.engine_link.send(messages.Stop())
-        await self._engine_stopped.wait()
 
     async def kill(self) -> None:
         """Kills the processes that still run, and waits for their exit."""
@@ -359,6 +352,6 @@ class WorkerTree:
         self._close_offload_ends()
         if self._store_ends is not None:
             self._store_ends.close()
-        self._heartbeat.close()
+        self.heartbeat.close()
         if self._rank_files is not None:
             self._rank_files.close()
