@@ -38,17 +38,13 @@ class ChildProcess:
     def pid(self) -> int:
         return self._popen.pid
 
-    @property
-    def running(self) -> bool:
-        return not self._exit.done()
-
     async def wait(self) -> int:
         """Returns the exit code, or minus the number of the signal that killed it. Many tasks may wait."""
         return await asyncio.shield(self._exit)
 
     def kill(self) -> None:
         """Sends SIGKILL, which also ends a stopped process. Does nothing if the process has ended."""
-        if self.running:
+        if not self._exit.done():
             self._popen.kill()
 
     async def end(self, timeout: float) -> int:
