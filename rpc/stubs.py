@@ -71,13 +71,6 @@ class InferenceStub(_Stub):
     Generate: grpc.aio.UnaryStreamMultiCallable[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
-class ExternalProcessorStub(_Stub):
-    service = EXTERNAL_PROCESSOR
-    Process: grpc.aio.StreamStreamMultiCallable[
-        ext_proc_pb2.ProcessingRequest, ext_proc_pb2.ProcessingResponse
-    ]
-
-
 def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: Any) -> None:
     """Lets the methods of `servicer` serve those of the same names. The server refuses those that it lacks.
 

@@ -21,7 +21,7 @@ from baton.endpoint_picker.server import SERVICE, RunningPicker, running
 from baton.router.discovery import StaticDiscovery
 from baton.router.metrics import Metrics
 from baton.rpc import ext_proc_pb2 as pb
-from baton.rpc.stubs import ExternalProcessorStub
+from baton.rpc.stubs import EXTERNAL_PROCESSOR
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
 KEY = "x-gateway-destination-endpoint"
@@ -53,8 +53,12 @@ class Gateway:
     def __init__(
         self, channel: grpc.aio.Channel, request_mode: Any = None, response_mode: Any = None
     ) -> None:
-        stub: Any = ExternalProcessorStub(channel)
-        self._call = stub.Process()
+        process: Any = channel.stream_stream(
+            f"/{EXTERNAL_PROCESSOR.full_name}/Process",
+            pb.ProcessingRequest.SerializeToString,
+            pb.ProcessingResponse.FromString,
+        )
+        self._call = process()
         self._first = pb.ProcessingRequest()
         if request_mode is not None:
             modes = pb.ProtocolConfiguration(request_body_mode=request_mode, response_body_mode=response_mode)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.rpc.stubs import ExternalProcessorStub, InferenceStub, WorkerStub
+from baton.rpc.stubs import InferenceStub, WorkerStub
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path.name for path in (ROOT / "proto").glob("*.proto"))
@@ -34,7 +34,7 @@ def test_the_protobuf_that_baton_asks_for_takes_the_messages(source):
     assert asked == f"protobuf>={version}"
 
 
-@pytest.mark.parametrize("stub", [WorkerStub, InferenceStub, ExternalProcessorStub])
+@pytest.mark.parametrize("stub", [WorkerStub, InferenceStub])
 def test_a_stub_says_the_types_of_every_method(stub):
     types = {name: text for name, text in stub.__annotations__.items() if name != "service"}
     assert types.keys() == {method.name for method in stub.service.methods}
