@@ -160,8 +160,5 @@ class Arenas(msgspec.Struct, frozen=True):
 
     def ends(self) -> tuple[ArenaEnd, ArenaEnd]:
         """The ends that send and receive."""
-        sending, receiving = (
-            ArenaEnd.inherited(fds, self.num_slots, self.slot_bytes)
-            for fds in (self.sending_fds, self.receiving_fds)
-        )
-        return sending, receiving
+        sizes = self.num_slots, self.slot_bytes
+        return ArenaEnd.inherited(self.sending_fds, *sizes), ArenaEnd.inherited(self.receiving_fds, *sizes)

@@ -285,10 +285,8 @@ def main() -> int:
         logging.config.dictConfig(config.logging)
     service = socket.socket(fileno=start.service_fd)
     service.setblocking(False)
-    sending, receiving = (
-        ArenaEnd.inherited(fds, config.num_slots, config.slot_bytes)
-        for fds in (start.sending_fds, start.receiving_fds)
-    )
+    sizes = config.num_slots, config.slot_bytes
+    sending, receiving = (ArenaEnd.inherited(fds, *sizes) for fds in (start.sending_fds, start.receiving_fds))
     heartbeat = Heartbeat(start.heartbeat_fd)
     return TransferProcess(config, secret, sending, receiving, heartbeat, service).run(start.parent_pid)
 
