@@ -1,6 +1,6 @@
 """The host tier's copies when an engine has several ranks.
 
-    rank 0: `RankedStore` ── CopyBlocks(blocks, places) ─▶ other ranks: `StoreServer`
+    rank 0: `RankedStore` ── CopyBlocks(blocks, places) ─▶ other ranks: `serve_store`
                           ◀─ BlocksCopied(whole) ────────  each between its KV cache and its own memory
 
 Each rank keeps its heads of a block. A block is whole if it is whole on all ranks.
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing, suppress
 
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.protocol.local_messages import BlocksCopied, CopyBlocks
@@ -74,30 +75,23 @@ class RankedStore(BlockStore):
         self._own.close()
 
 
-class StoreServer:
+def serve_store(store: BlockStore, sock: socket.socket) -> None:
     """A rank from 1 on: makes the copies that rank 0 orders, in a thread of its own.
 
     The thread ends when rank 0 closes its channel, and closes the store. If it dies, it closes its channel,
     which rank 0 sees."""
+    args = store, Channel(sock, CopyBlocks)
+    threading.Thread(target=_serve, args=args, name="host tier", daemon=True).start()
 
-    def __init__(self, store: BlockStore, sock: socket.socket) -> None:
-        self._store = store
-        self._channel = Channel(sock, CopyBlocks)
-        threading.Thread(target=self._serve, name="host tier", daemon=True).start()
 
-    def _serve(self) -> None:
-        channel, store, under_way = self._channel, self._store, 0
-        with channel.sock:
-            try:
-                while True:
-                    wait([channel.fileno()], EVENT_POLL if under_way else None)
-                    for order in channel.receive():
-                        store.copy(order.pairs, is_load=order.is_load)
-                        under_way += len(order.pairs)
-                    if whole := store.ended():
-                        under_way -= len(whole)
-                        channel.send(BlocksCopied(whole))
-            except ChannelClosed:
-                pass
-            finally:
-                store.close()
+def _serve(store: BlockStore, channel: Channel) -> None:
+    under_way = 0
+    with channel.sock, closing(store), suppress(ChannelClosed):
+        while True:
+            wait([channel.fileno()], EVENT_POLL if under_way else None)
+            for order in channel.receive():
+                store.copy(order.pairs, is_load=order.is_load)
+                under_way += len(order.pairs)
+            if whole := store.ended():
+                under_way -= len(whole)
+                channel.send(BlocksCopied(whole))

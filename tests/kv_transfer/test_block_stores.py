@@ -21,7 +21,7 @@ from baton.kv_transfer.stores import BlockStore, disk_store, ranked_store
 from baton.kv_transfer.stores.cuda_store import BlockLines, CudaStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import CpuStore, block_bytes, open_host_store
-from baton.kv_transfer.stores.ranked_store import RankedStore, StoreServer
+from baton.kv_transfer.stores.ranked_store import RankedStore, serve_store
 from baton.kv_transfer.transport import PagedKV
 
 from . import cuda_on_cpu
@@ -223,7 +223,7 @@ def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
     stores = [open_store(kv, 4) for kv in kvs]
     pairs = [channel_pair() for _ in kvs[1:]]
     for store, (_, theirs) in zip(stores[1:], pairs, strict=True):
-        StoreServer(store, theirs)
+        serve_store(store, theirs)
     ranked = RankedStore(stores[0], [ours for ours, _ in pairs], silence=20)
     before = [[content(kv, block) for block in (3, 5)] for kv in kvs]
     ranked.copy([(3, 0), (5, 2)], is_load=False)
@@ -250,7 +250,7 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
     monkeypatch.setattr(ranked_store, "time", SimpleNamespace(monotonic=lambda: now))
     for own, other in ((Stalled, CpuStore), (CpuStore, Stalled)):
         now, (ours, theirs) = 0.0, channel_pair()
-        StoreServer(other(paged("float32", "cpu"), 2), theirs)
+        serve_store(other(paged("float32", "cpu"), 2), theirs)
         ranked = RankedStore(own(paged("float32", "cpu"), 2), [ours], silence=10)
         ranked.copy([(3, 0)], is_load=False)
         while other is CpuStore and not ranked._whole[1]:

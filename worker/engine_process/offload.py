@@ -14,7 +14,7 @@ from baton.engine.models import cache_bytes_per_token, state_caches
 from baton.kv_transfer.stores import BlockStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import open_host_store
-from baton.kv_transfer.stores.ranked_store import RankedStore, StoreServer
+from baton.kv_transfer.stores.ranked_store import RankedStore, serve_store
 from baton.kv_transfer.transport import PagedKV
 from baton.worker.engine_process.paged_kv import paged_kv
 
@@ -106,7 +106,7 @@ def serve_offload(config: EngineConfig, follower: Follower, fds: Sequence[int]) 
     size_of_block = kv.block_size * cache_bytes_per_token(follower.cache_spec) * kv.ranks
     for (tier, size), fd in zip(config.offload_sizes.items(), fds, strict=True):
         store = _open_store(tier, kv, size // size_of_block, config.disk_cache_dir, lambda: None)
-        StoreServer(store, socket.socket(fileno=fd))
+        serve_store(store, socket.socket(fileno=fd))
 
 
 def _open_store(
