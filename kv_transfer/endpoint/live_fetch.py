@@ -95,8 +95,3 @@ class LiveFetch:
     complete: local.Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
     last_scatter: Any = None  # event
     outcome: FetchFailed | Closed | None = None  # reported when the last scatter is over
-
-    @property
-    def begins(self) -> bool:
-        """Whether a range may have begun that `poll` has not reported."""
-        return self.layers is not None and bool(self.layers.beginning)

@@ -239,7 +239,8 @@ class Receiver:
     def _polls(self) -> bool:
         """Whether something ends that `fileno` does not show."""
         waiting = self._arrivals or self._copies or self._pulls or self._ending or self._channel.pending
-        return bool(waiting or any(f.complete or f.begins for f in self._fetches.values()))
+        fetches = self._fetches.values()
+        return bool(waiting or any(f.complete or (f.layers and f.layers.beginning) for f in fetches))
 
     @property
     def idle(self) -> bool:
