@@ -86,9 +86,6 @@ class Parked:
             self._retry()
         return next(self._arrivals)
 
-    def for_worker(self, generation: "Waits") -> None:
-        self.without_worker[generation] = None
-
     def worker_found(self, generation: "Waits") -> None:
         self.without_worker.pop(generation, None)
         self._waking.pop(generation, None)
@@ -211,7 +208,7 @@ class Waits:
 
     def wait_for_worker(self, pool: str) -> None:
         """Parks the generation, until `on_worker`."""
-        self._parked.for_worker(self)
+        self._parked.without_worker[self] = None
         if self._worker_timer is None:
             loop = asyncio.get_running_loop()
             self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, pool)

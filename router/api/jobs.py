@@ -132,8 +132,7 @@ def make_jobs(
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
         # Where all of a prompt is computed, cached chunks help no worker.
-        computed = body.prompt_logprobs_wanted is not None
-        chunks = [] if computed else prompt_hints(prompt_ids, content_root, cache_salt)
+        chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, cache_salt)
         key = _session_key(session, prompt_ids, chunks, cache_salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         for i in range(body.n):

@@ -159,12 +159,7 @@ class AnthropicTool(Part):
 
     @property
     def for_chat(self) -> dict[str, Any]:
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-            "strict": self.strict,
-        }
+        function = {**self.model_dump(exclude={"input_schema"}), "parameters": self.input_schema}
         return {"type": "function", "function": function}
 
 

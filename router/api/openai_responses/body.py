@@ -198,8 +198,8 @@ class AllowedFunctionTools(ClosedPart):
 
     @property
     def for_chat(self) -> dict[str, Any]:
-        tools = [{"type": "function", "function": {"name": tool.name}} for tool in self.tools]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+        allowed = {"mode": self.mode, "tools": [tool.for_chat for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 Choice = Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None
