@@ -216,11 +216,8 @@ def _gpt_oss_experts(settings: Settings) -> ExpertsConfig:
 def _granite_experts(settings: Settings) -> ExpertsConfig | None:
     if settings.get("num_local_experts") == 0:
         return None
-    layers, shared = (
-        range(settings.integer("num_hidden_layers")),
-        settings.integer("shared_intermediate_size"),
-    )
-    return _experts(settings, layers, shared_intermediate_size=shared)
+    shared = settings.integer("shared_intermediate_size")
+    return _experts(settings, range(settings.integer("num_hidden_layers")), shared_intermediate_size=shared)
 
 
 EXPERTS: dict[str, Callable[[Settings], ExpertsConfig | None]] = {
