@@ -48,18 +48,13 @@ class Journal:
             done.began_at - done.queued_at,
         )  # fmt: skip
         self._record("queue", origin, origin.accepted_at, done.began_at, {})
-        self._record(
-            "prefill",
-            origin,
-            done.began_at,
-            done.token_at,
-            {
-                "gen_ai.usage.prompt_tokens": done.prompt_tokens,
-                "gen_ai.latency.time_in_queue": done.began_at - origin.accepted_at,
-                "gen_ai.latency.time_in_model_prefill": done.token_at - done.began_at,
-                "baton.cached_tokens": done.cached_tokens,
-            },
-        )
+        computed: Attributes = {
+            "gen_ai.usage.prompt_tokens": done.prompt_tokens,
+            "gen_ai.latency.time_in_queue": done.began_at - origin.accepted_at,
+            "gen_ai.latency.time_in_model_prefill": done.token_at - done.began_at,
+            "baton.cached_tokens": done.cached_tokens,
+        }
+        self._record("prefill", origin, done.began_at, done.token_at, computed)
 
     def injected(self, done: messages.KVInjected) -> None:
         origin, stats = done.origin, done.stats
@@ -75,16 +70,11 @@ class Journal:
     def decoded(self, done: messages.Decoded) -> None:
         took = done.ended_at - done.joined_at
         _log_attempt(done.origin, "decoded %d tokens in %.4f s", done.output_tokens, took)
-        self._record(
-            "decode",
-            done.origin,
-            done.joined_at,
-            done.ended_at,
-            {
-                "gen_ai.usage.completion_tokens": done.output_tokens,
-                "gen_ai.latency.time_in_model_decode": took,
-            },
-        )
+        sampled: Attributes = {
+            "gen_ai.usage.completion_tokens": done.output_tokens,
+            "gen_ai.latency.time_in_model_decode": took,
+        }
+        self._record("decode", done.origin, done.joined_at, done.ended_at, sampled)
 
     def failed(self, failure: messages.AttemptFailed) -> None:
         level = logging.DEBUG if failure.code in _ROUTINE else logging.INFO
