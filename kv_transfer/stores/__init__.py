@@ -8,12 +8,13 @@ it is loaded, the checksum must match. If it does not, the block's bytes are und
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 Pair = tuple[int, int]
 """A block and a place."""
 
 
-class BlockStore:
+class BlockStore(Protocol):
     """The base of stores. The caller has one thread. It owns blocks and places from the start of their copy
     to its end."""
 
@@ -23,24 +24,20 @@ class BlockStore:
     @property
     def room(self) -> int:
         """How many blocks may be copied now."""
-        raise NotImplementedError
 
     def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
         """Starts to copy blocks to places, or places into blocks. No step writes a block that is saved, or
         the caller does not use its place. No step uses a block that is loaded."""
-        raise NotImplementedError
 
     def ended(self) -> list[bool]:
         """Of each block with a copy that is over, in the order of the copies: whether it is whole. A block
         that is saved is, unless a disk fails."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Waits for the copies, and frees the places."""
-        raise NotImplementedError
 
 
-class HostStore(BlockStore):
+class HostStore(BlockStore, Protocol):
     """The base of stores in the memory of the host."""
 
     sums: list[int | None]
@@ -48,4 +45,3 @@ class HostStore(BlockStore):
 
     def memory(self, place: int) -> memoryview:
         """The bytes of a place. No copy uses them while the caller does."""
-        raise NotImplementedError
