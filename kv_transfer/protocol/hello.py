@@ -97,9 +97,8 @@ class Listener:
         unsigned = wire.HelloReply(nonce, wire.encode(self._identity), bytes(32))
         self._expected = _mac(self._secret, b"initiator", payload, unsigned)
         self._bound = _mac(self._secret, b"keys", payload, unsigned)
-        return wire.HelloReply(
-            unsigned.nonce, unsigned.identity, _mac(self._secret, b"listener", payload, unsigned)
-        )
+        mac = _mac(self._secret, b"listener", payload, unsigned)
+        return wire.HelloReply(unsigned.nonce, unsigned.identity, mac)
 
     def check(self, message: wire.HelloProof) -> tuple[wire.HelloOpen, wire.Identity]:
         """What the initiator opened, and its identity. LaneRefused: it is not a peer."""
