@@ -31,15 +31,12 @@ def run(config: RankProcessConfig) -> int:
     except ValueError as error:
         config.files.fail(str(error))
         return EXIT_START_FAILED
-    layer_done = _nothing
+    layer_done, kv = _nothing, paged_kv(follower)
     if (arenas := config.arenas) is not None:
-        sending, receiving = arenas.ends()
-        copier = RankCopier(
-            paged_kv(follower), sending, receiving, exports=arenas.exports, adopts=arenas.adopts
-        )
+        copier = RankCopier(kv, *arenas.ends(), exports=arenas.exports, adopts=arenas.adopts)
         layer_done = copier.layer_done
     if config.store is not None:
-        copy_for_store(paged_kv(follower), config.store)
+        copy_for_store(kv, config.store)
     serve_offload(config.engine, follower, [*chain(*config.offload_fds)])
     gc.collect()
     gc.enable()
