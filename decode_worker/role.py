@@ -292,17 +292,13 @@ class DecodeRole(Role):
         self._end(self._table[decode_id], Code.HANDED_BACK, "prompts on this worker need its blocks")
 
     def _join(self, attempt: DecodeAttempt, event: Injected) -> None:
+        stats, first, vocabulary = event.stats, event.first_token, self.engine.model_config.vocab_size
         attempt.phase = Phase.RUNNING
         attempt.joined_at = time.monotonic()
-        attempt.first_token_at = event.stats.commit_at
-        self._trace.instant(
-            "joined",
-            decode=event.decode_id.hex(),
-            bytes=event.stats.bytes,
-            fetch_us=event.stats.fetch_seconds * 1e6,
-        )
-        self._attempts.report(messages.KVInjected(attempt.origin, event.stats))
-        first, vocabulary = event.first_token, self.engine.model_config.vocab_size
+        attempt.first_token_at = stats.commit_at
+        fetch_us = stats.fetch_seconds * 1e6
+        self._trace.instant("joined", decode=attempt.id.hex(), bytes=stats.bytes, fetch_us=fetch_us)
+        self._attempts.report(messages.KVInjected(attempt.origin, stats))
         # These token ids come from a peer. An out-of-range id would crash the engine or the router.
         if (largest := max((first.token_id, *first.top_ids))) >= vocabulary:
             text = f"COMMIT names token {largest}, beyond the vocabulary of {vocabulary}"
@@ -354,6 +350,5 @@ class DecodeRole(Role):
     def _finished(self, attempt: DecodeAttempt) -> None:
         """Removes an attempt that got its last token. The engine has already freed its blocks."""
         del self._table[attempt.id]
-        self._attempts.report(
-            messages.Decoded(attempt.origin, attempt.joined_at, time.monotonic(), attempt.sampled)
-        )
+        done = messages.Decoded(attempt.origin, attempt.joined_at, time.monotonic(), attempt.sampled)
+        self._attempts.report(done)

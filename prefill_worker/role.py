@@ -331,10 +331,8 @@ class PrefillRole(Role):
                 yield prefill_id
 
     def drop(self, prefill_id: bytes) -> None:
-        log.warning(
-            "prefill %s is dropped: no decode worker has fetched it, and its blocks are needed",
-            prefill_id.hex()[:8],
-        )
+        text = "prefill %s is dropped: no decode worker has fetched it, and its blocks are needed"
+        log.warning(text, prefill_id.hex()[:8])
         prefill = self._prefills[prefill_id]
         self._attempts.fail(prefill, Code.DROPPED, "not fetched, and its blocks were needed")
         self._close(prefill, "gone")

@@ -56,11 +56,8 @@ class FileDiscovery:
             except (OSError, UnicodeDecodeError) as error:
                 if seen is not None:
                     reason = error.strerror if isinstance(error, OSError) else error
-                    log.warning(
-                        "workers file %s cannot be read (%s): the router keeps the last list",
-                        self._path,
-                        reason,
-                    )
+                    text = "workers file %s cannot be read (%s): the router keeps the last list"
+                    log.warning(text, self._path, reason)
                     seen = None
             await asyncio.sleep(POLL_SECONDS)
 

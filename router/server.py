@@ -130,6 +130,7 @@ async def running(
     """Listens while the context is open. Requests that still run when it closes end with an error."""
     model = RouterModel(config.model_name, tokenizer.vocab_size, tokenizer.vocabulary_fingerprint)
     pool = WorkerPool(config, model)
+    process = {"baton.index": config.index, "service.instance.id": config.incarnation}
     services = Services(
         tokenizer=tokenizer,
         pool=pool,
@@ -141,11 +142,7 @@ async def running(
             shared=len(config.api_keys) > 1,
         ),
         metrics=Metrics(config.model_name),
-        tracer=Tracer(
-            config.otlp_endpoint,
-            "baton-router",
-            {"baton.index": config.index, "service.instance.id": config.incarnation},
-        ),
+        tracer=Tracer(config.otlp_endpoint, "baton-router", process),
         config=config,
         defaults=defaults,
     )
