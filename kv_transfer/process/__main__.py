@@ -151,7 +151,7 @@ class TransferProcess:
         if look == 0.0:  # NIXL has no descriptor that tells when a read is over
             time.sleep(_LOOK)
         now = time.monotonic()
-        if spins(self._prefill.table.commit_due, now) or spins(self._decode.commit_due, now):
+        if spins(self._prefill.table.commit_due, now) or spins(self._decode.fetches.commit_due, now):
             look = 0.0
         waits = [look, *(_flush_due(channel) for channel in (self._to_sender, self._to_receiver))]
         return min((wait for wait in waits if wait is not None), default=None)

@@ -38,15 +38,11 @@ class DecodeSide:
         self._peers = Peers(config, connect)
         self.arrivals = Arrivals(config, pipe, channel, counters, self._peers)
         self.exports = PeerExports(self.arrivals, channel, nixl)
-        self._slots, self._fetches = self.arrivals.slots, self.arrivals.fetches
-
-    @property
-    def commit_due(self) -> float:
-        return self._fetches.commit_due
+        self._slots, self.fetches = self.arrivals.slots, self.arrivals.fetches
 
     @property
     def transfers_open(self) -> int:
-        return len(self._fetches.open)
+        return len(self.fetches.open)
 
     @property
     def busy(self) -> bool:
@@ -72,13 +68,13 @@ class DecodeSide:
             case local.FetchIn(transfer_id) if self.draining:
                 self._channel.post(local.FailedIn(transfer_id, "draining", retry=False))
             case local.FetchIn(_, _, address, incarnation):
-                self.arrivals.apply(self._fetches.fetch(message, now))
+                self.arrivals.apply(self.fetches.fetch(message, now))
                 self._peers.want(incarnation, address, now)
             case local.InjectedIn(transfer_id):
                 self._counters.transfers["injected"] += 1
-                self.arrivals.apply(self._fetches.injected(transfer_id, now))
+                self.arrivals.apply(self.fetches.injected(transfer_id, now))
             case local.CancelIn(transfer_id):
-                effects = self._fetches.cancel(transfer_id, now)
+                effects = self.fetches.cancel(transfer_id, now)
                 if effects is not None:
                     self._counters.transfers["cancelled"] += 1
                     self.arrivals.apply(effects)
@@ -91,7 +87,7 @@ class DecodeSide:
         now = time.monotonic()
         peer = self._peers.session_up(session, now)
         assert session.peer is not None
-        self.arrivals.apply(self._fetches.session_up(peer.key, session.number, session.peer.kv_dtype, now))
+        self.arrivals.apply(self.fetches.session_up(peer.key, session.number, session.peer.kv_dtype, now))
         self.arrivals.settle()
 
     def session_down(self, session: Session, reason: str, detail: str) -> None:
@@ -99,7 +95,7 @@ class DecodeSide:
         if session.number in self._slots.accounts:  # it was up
             self._slots.end(session.number)
         peer = self._peers.session_down(session, reason, now)
-        self.arrivals.apply(self._fetches.session_down(peer.key, reason, now))
+        self.arrivals.apply(self.fetches.session_down(peer.key, reason, now))
         self.exports.close(session.number)
         self.arrivals.settle()
 
@@ -117,26 +113,24 @@ class DecodeSide:
                 except ValueError as e:
                     raise wire.ProtocolError("credit", str(e)) from None
             case wire.Commit():
-                self.arrivals.apply(self._fetches.commit(number, transfer_id, message, now))
+                self.arrivals.apply(self.fetches.commit(number, transfer_id, message, now))
             case wire.Have():
-                self.arrivals.apply(self._fetches.have(number, transfer_id, message, now))
+                self.arrivals.apply(self.fetches.have(number, transfer_id, message, now))
             case wire.Export():
                 self.exports.open(session, message)
             case wire.Slices(slices):
                 self.exports.slices(session, transfer_id, slices)
                 return  # credit is granted when slots have been read, and not for each message
             case wire.Aborted():
-                self.arrivals.apply(
-                    self._fetches.aborted(number, transfer_id, message, session.kv_moved, now)
-                )
+                self.arrivals.apply(self.fetches.aborted(number, transfer_id, message, session.kv_moved, now))
         self.arrivals.settle()
 
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
         flow = {n: p.session.kv_moved for n, p in self._peers.by_session.items() if p.session is not None}
-        self.arrivals.apply(self._fetches.expire(now, flow))
-        self._peers.tick(now, self._fetches.has_transfers)
+        self.arrivals.apply(self.fetches.expire(now, flow))
+        self._peers.tick(now, self.fetches.has_transfers)
         self._slots.ask_again()
         self.arrivals.settle()
 

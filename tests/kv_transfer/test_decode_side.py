@@ -473,18 +473,18 @@ def test_a_commit_is_due_from_the_last_frame_on(monkeypatch: pytest.MonkeyPatch)
     world.fetch(b"t" * 16)
     world.up()
     come(1)
-    assert side.commit_due == math.inf
+    assert side.fetches.commit_due == math.inf
     world.now = 1.0
     come(0)
     for world.now in (1.0, 1.001, 2.0):
         side.tick(world.now)
-        assert side.commit_due == 1.0, "it may be late: the time stays the same"
+        assert side.fetches.commit_due == 1.0, "it may be late: the time stays the same"
     world.down("lost")
-    assert side.commit_due == math.inf
+    assert side.fetches.commit_due == math.inf
 
     world.fetch(b"t" * 16)
     world.up()
     come(0)
     commit()
     come(1)
-    assert side.commit_due == math.inf, "COMMIT came first"
+    assert side.fetches.commit_due == math.inf, "COMMIT came first"
