@@ -69,8 +69,8 @@ class ActiveRequests:
     def __init__(self) -> None:
         self._requests: set[ActiveRequest] = set()
         self._count = 0
-        self._none = asyncio.Event()
-        self._none.set()
+        self.none = asyncio.Event()  # set while no request generates and none is being prepared
+        self.none.set()
 
     def __len__(self) -> int:
         """Requests that generate."""
@@ -82,23 +82,19 @@ class ActiveRequests:
         generating = set() if request is None else {request}
         self._requests |= generating
         self._count += 1
-        self._none.clear()
+        self.none.clear()
         try:
             yield
         finally:
             self._requests -= generating
             self._count -= 1
             if not self._count:
-                self._none.set()
+                self.none.set()
 
     def abort(self, error: ApiError) -> None:
         """Ends every request that generates with this error."""
         for request in self._requests:
             request.abort(error)
-
-    async def wait_for_none(self) -> None:
-        """Returns when no request generates and none is being prepared."""
-        await self._none.wait()
 
 
 class ActiveRequest:

@@ -274,7 +274,7 @@ async def _answer(
 async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float) -> None:
     """Waits for running requests. Another signal ends the wait."""
     log.info("draining %d requests", len(services.active))
-    waits = {asyncio.create_task(services.active.wait_for_none()), asyncio.create_task(signals.get())}
+    waits = {asyncio.create_task(services.active.none.wait()), asyncio.create_task(signals.get())}
     await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
@@ -306,4 +306,4 @@ async def _cut(services: Services) -> None:
     """Ends running requests with an error, and waits until clients have it."""
     services.active.abort(ShuttingDown("the router is shutting down", retry_after=1))
     with contextlib.suppress(TimeoutError):  # a client that does not read gets no error
-        await asyncio.wait_for(services.active.wait_for_none(), ERROR_SECONDS)
+        await asyncio.wait_for(services.active.none.wait(), ERROR_SECONDS)

@@ -318,7 +318,7 @@ async def test_a_body_that_kills_a_child_is_refused(cluster: Cluster, number: si
 async def test_a_drain_waits_for_a_request_that_is_being_prepared():
     active = ActiveRequests()
     with active.counting():
-        waiting = asyncio.create_task(active.wait_for_none())
+        waiting = asyncio.create_task(active.none.wait())
         await asyncio.sleep(0)
         assert not waiting.done()
     await waiting
