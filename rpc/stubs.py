@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -23,18 +23,12 @@ INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 EXTERNAL_PROCESSOR = ext_proc_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"]
 
 
-class _Method(NamedTuple):
-    name: str
-    kind: str
-    """As gRPC names it: `unary_stream` for one request and a stream of responses."""
-    request: type[Message]
-    response: type[Message]
-
-
 @cache  # each connection to a worker makes a stub
-def _methods(service: ServiceDescriptor) -> Sequence[_Method]:
+def _methods(service: ServiceDescriptor) -> Sequence[tuple[str, str, type[Message], type[Message]]]:
+    """The name of each method, its kind as gRPC names it (`unary_stream` for one request and a stream of
+    responses), and its types."""
     return [
-        _Method(
+        (
             each.name,
             "_".join(
                 "stream" if side else "unary" for side in (each.client_streaming, each.server_streaming)
