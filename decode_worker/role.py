@@ -177,9 +177,7 @@ class DecodeRole(Role):
             self._let_go(prefill_id, attempt.id, resumed=True)
             attempt.phase = Phase.RUNNING
             attempt.joined_at = time.monotonic()
-            self._attempts.token(attempt, output)
-            if output.finish_reason:
-                self._finished(attempt)
+            self._send(attempt, output)
 
     def _retarget(self, attempt: DecodeAttempt, message: messages.Retarget) -> None:
         """Fetches the KV from another prefill. A request that already has its KV ignores the message."""
@@ -306,9 +304,7 @@ class DecodeRole(Role):
             return
         output = self.engine.join(event.decode_id, first.token_id, logprobs_of(first))
         # This repeats prefill's token. The router emits each index once, from the worker that sends it first.
-        self._attempts.token(attempt, output)
-        if output.finish_reason:
-            self._finished(attempt)
+        self._send(attempt, output)
 
     # ------------------------------------------------------------ steps
 
@@ -324,9 +320,7 @@ class DecodeRole(Role):
                 attempt.first_token_at = None
             attempt.sampled += 1
             self._counts.count(output)
-            self._attempts.token(attempt, output)
-            if output.finish_reason:
-                self._finished(attempt)
+            self._send(attempt, output)
         preempted = "preempted: other requests needed its blocks"
         for code, ended in (
             (Code.HANDED_BACK, ((decode_id, preempted) for decode_id in result.preempted)),
@@ -347,8 +341,10 @@ class DecodeRole(Role):
         self._counts.count_prompt(attempt.tokens, output.cached_tokens, attempt.fetched)
         self._attempts.prefilled(attempt, output)
 
-    def _finished(self, attempt: DecodeAttempt) -> None:
-        """Removes an attempt that got its last token. The engine has already freed its blocks."""
-        del self._table[attempt.id]
-        done = messages.Decoded(attempt.origin, attempt.joined_at, time.monotonic(), attempt.sampled)
-        self._attempts.report(done)
+    def _send(self, attempt: DecodeAttempt, output: Output) -> None:
+        """Sends a token. The last one ends the attempt: the engine has already freed its blocks."""
+        self._attempts.token(attempt, output)
+        if output.finish_reason:
+            del self._table[attempt.id]
+            done = messages.Decoded(attempt.origin, attempt.joined_at, time.monotonic(), attempt.sampled)
+            self._attempts.report(done)
