@@ -5,6 +5,7 @@ and no resource tracker. A slot belongs to one process at a time. Messages over 
 """
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -26,6 +27,10 @@ _MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h; the mmap module has no n
 def exported_bytes(num_slots: int, slot_bytes: int) -> int:
     """Of memory with slots, and behind them a mark of each, then a token, up to a whole page."""
     return num_slots * slot_bytes + -(-(num_slots * MARK + TOKEN) // PAGE) * PAGE
+
+
+def address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def memory_file() -> int:

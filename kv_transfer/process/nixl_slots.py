@@ -12,7 +12,7 @@ has by CUDA IPC. On a CPU they are the arena, so that tests run all of this with
 
 import ctypes
 
-from baton.kv_transfer.arena import MARK, TOKEN, Arena
+from baton.kv_transfer.arena import MARK, TOKEN, Arena, address_of
 from baton.kv_transfer.config import PAGE
 from baton.kv_transfer.cuda_memory import DeviceMemory, Slots, allocate, enter_device, read
 from baton.kv_transfer.peer_memory import export_arena
@@ -84,7 +84,3 @@ def make_slots(arena: Arena, device: str | None, slot_bytes: int) -> NixlSlots:
         return ArenaSlots(arena)
     kind, _, number = device.partition(":")
     return GpuSlots(arena, int(number), slot_bytes) if kind == "cuda" else MarkedArenaSlots(arena)
-
-
-def address_of(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -6,12 +6,12 @@ Mooncake's calls release Python's lock. They block for seconds if the master or 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from urllib.parse import SplitResult
 
+from baton.kv_transfer.arena import address_of
 from baton.kv_transfer.shared_store import StoreBackend, StoreGone, master_of
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # of the library
@@ -38,7 +38,7 @@ class Backend(StoreBackend):
         ):
             raise StoreGone(f"setup failed with code {code}")
         self._memory = memory  # registered, so it must stay
-        if code := self._store.register_buffer(_address(memory), memory.nbytes):
+        if code := self._store.register_buffer(address_of(memory), memory.nbytes):
             raise StoreGone(f"memory was refused with code {code}")
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
@@ -70,8 +70,4 @@ def _answered(codes: Sequence[int]) -> Sequence[int]:
 
 
 def _buffers(places: Sequence[memoryview]) -> tuple[list[int], list[int]]:
-    return [_address(place) for place in places], [place.nbytes for place in places]
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return [address_of(place) for place in places], [place.nbytes for place in places]
