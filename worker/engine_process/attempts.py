@@ -115,16 +115,15 @@ class Attempts:
         """The step has computed the prompt of the attempt."""
         now = time.monotonic()
         began = now - output.prefill_seconds
-        self.report(
-            messages.Prefilled(
-                attempt.origin,
-                queued_at=began - output.queue_seconds,
-                began_at=began,
-                token_at=now,
-                prompt_tokens=attempt.tokens,
-                cached_tokens=output.cached_tokens,
-            )
+        done = messages.Prefilled(
+            attempt.origin,
+            queued_at=began - output.queue_seconds,
+            began_at=began,
+            token_at=now,
+            prompt_tokens=attempt.tokens,
+            cached_tokens=output.cached_tokens,
         )
+        self.report(done)
 
     def report(self, message: messages.Report) -> None:
         """Sends what metrics and logs say of an attempt, when no client waits for this thread."""

@@ -172,11 +172,9 @@ def progress(
 
 
 def failed(attempt_id: bytes, code: Code, message: str, prefill_id: bytes = b"") -> pb.WorkerMessage:
-    return pb.WorkerMessage(
-        failed=pb.AttemptFailed(
-            attempt_id=attempt_id, code=pb.FailureCode.Name(code), message=message, prefill_id=prefill_id
-        )
-    )
+    name = pb.FailureCode.Name(code)
+    failure = pb.AttemptFailed(attempt_id=attempt_id, code=name, message=message, prefill_id=prefill_id)
+    return pb.WorkerMessage(failed=failure)
 
 
 def _token(token: Output) -> pb.TokenEvent:
