@@ -6,7 +6,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,6 @@ async def read(
     url: str,
     case: Case,
     *,
-    on_token: Callable[[Stream], None] = lambda stream: None,
     into: Stream | None = None,
     **more: Any,
 ) -> Stream:
@@ -119,7 +118,7 @@ async def read(
                 stream.error = await response.text()
                 return stream
             async for line in response.content:
-                _take(stream, line, on_token)
+                _take(stream, line)
     except aiohttp.ClientError as error:
         stream.error = stream.error or f"{type(error).__name__}: {error}"
         stream.cut = True
@@ -128,7 +127,7 @@ async def read(
     return stream
 
 
-def _take(stream: Stream, line: bytes, on_token: Callable[[Stream], None]) -> None:
+def _take(stream: Stream, line: bytes) -> None:
     if line.startswith(b":"):
         stream.keepalives += 1
     elif line.startswith(b"data: {"):
@@ -147,8 +146,6 @@ def _take(stream: Stream, line: bytes, on_token: Callable[[Stream], None]) -> No
             stream.logprobs += choice["logprobs"]["token_logprobs"]
         stream.arrivals += [time.monotonic()] * len(new)
         stream.finish_reason = choice["finish_reason"]
-        if new:
-            on_token(stream)
 
 
 async def expected(url: str, asked: Sequence[Case], at_once: int = 4) -> dict[Case, list[int]]:
