@@ -20,6 +20,7 @@ from baton.bench.chaos.faults import plan, torment
 from baton.bench.contract import Report, Row, parser
 from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
 from baton.bench.harness.streams import Case, Happened, Load, Stream, cases, expected, judge
+from baton.bench.harness.workers import metric
 from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.cluster.gpus import visible_gpus
@@ -94,7 +95,7 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     report.add(Row("chaos.tokens", verdict.tokens, "tokens"))
     preempted = sum(worker.metric("vllm:num_preemptions_total") for worker in cluster.workers)
     report.add(Row("chaos.preempted", preempted, "times, in the last lives"))
-    report.add(Row("chaos.overflowed", cluster.router_metric("baton:overflow_total"), "requests, likewise"))
+    report.add(Row("chaos.overflowed", metric(cluster.url, "baton:overflow_total"), "requests, likewise"))
     _add_faults(report, happened, load.streams)
     return report
 

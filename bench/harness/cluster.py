@@ -61,8 +61,6 @@ class Worker:
         self.ready = False
         self._cluster = cluster
         self.flags = flags
-        self._may_start = threading.Event()
-        self._may_start.set()
         self._popen: subprocess.Popen[bytes] | None = None
         self._stopping = False
         # A process dies with the thread that started it, so one thread starts all of them.
@@ -95,13 +93,6 @@ class Worker:
 
         asyncio.run(call())
 
-    def hold(self) -> None:
-        """A process that ends is not restarted before `release`."""
-        self._may_start.clear()
-
-    def release(self) -> None:
-        self._may_start.set()
-
     def wait_life(self, count: int) -> None:
         """Waits until `count` processes have been ready, and the last one serves."""
         self._cluster.wait_for(
@@ -115,18 +106,12 @@ class Worker:
             end = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
             raise RuntimeError(f"{self.name} ended with {self.exits[0]} before it was ready:\n{end}")
 
-    def wait_exit(self, count: int) -> int:
-        """Waits until `count` processes have ended. Returns the exit code of the last of them."""
-        self._cluster.wait_for(lambda: len(self.exits) >= count, STOP_S, f"the end of {self.name}")
-        return self.exits[count - 1]
-
     def metric(self, name: str) -> float:
         """The sum over all labels of a metric of the current process."""
         return metric(f"http://{self.lives[-1]['metrics_address']}", name)
 
     def end(self) -> None:
         self._stopping = True
-        self._may_start.set()
         if self._popen is not None and self._popen.poll() is None:
             for pid in self.processes().values():
                 os.kill(pid, signal.SIGCONT)  # a stopped process cannot end
@@ -138,7 +123,7 @@ class Worker:
         self._thread.join()
 
     def _supervise(self) -> None:
-        while self._may_start.wait() and not self._stopping:
+        while not self._stopping:
             self._live()
 
     def _live(self) -> None:
@@ -215,7 +200,7 @@ class LocalCluster:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as unless_it_is_up:
-            unless_it_is_up.callback(self.close)
+            unless_it_is_up.push(self)
             named = [(role, i) for role, count in self._counts.items() for i in range(count)]
             own = [("--device", device) for device in self._devices] or [()] * len(named)
             for (role, i), device in zip(named, own, strict=True):
@@ -237,9 +222,6 @@ class LocalCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         ends = [threading.Thread(target=worker.end) for worker in (*self._routers, *self.workers)]
         for end in ends:
             end.start()
@@ -257,13 +239,10 @@ class LocalCluster:
 
     # ------------------------------------------------------------ what the router sees
 
-    def status(self) -> dict[str, Any]:
-        return status(self.url)
-
     def _states(self) -> dict[str, str]:
         """State by address of the router's workers. Empty while the router is away."""
         try:
-            return {worker["address"]: worker["state"] for worker in self.status()["workers"]}
+            return {worker["address"]: worker["state"] for worker in status(self.url)["workers"]}
         except (OSError, http.client.HTTPException):
             return {}
 
@@ -282,9 +261,6 @@ class LocalCluster:
             return worker.ready and self._states().get(worker.lives[-1]["address"]) == "ready"
 
         self.wait_for(attached, START_S, f"{worker.name} at the router")
-
-    def router_metric(self, name: str) -> float:
-        return metric(self.url, name)
 
     # ------------------------------------------------------------ for workers
 

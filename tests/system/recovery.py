@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.bench.harness.cluster import LocalCluster, Worker, leaks_when_idle
+from baton.bench.harness.cluster import STOP_S, LocalCluster, Worker, leaks_when_idle, status
 from baton.bench.harness.streams import Case, Stream, cases, new_session, read
 
 FLAGS = (
@@ -61,6 +62,27 @@ async def ride(
     return streams
 
 
+def hold(worker: Worker) -> Callable[[], None]:
+    """A process of the worker that ends is not restarted before the result is called."""
+    may_start, live = threading.Event(), worker._live
+
+    def live_when_told() -> None:
+        while not may_start.wait(_STEP):
+            if worker._stopping:
+                return
+        live()
+
+    worker._live = live_when_told
+    return may_start.set
+
+
+def wait_exit(worker: Worker, count: int) -> int:
+    """Waits until `count` processes have ended. Returns the exit code of the last of them."""
+    ended = f"the end of {worker.name}"
+    worker._cluster.wait_for(lambda: len(worker.exits) >= count, STOP_S, ended)
+    return worker.exits[count - 1]
+
+
 @dataclass
 class Broken:
     """A cluster with the right answers to what it will be asked."""
@@ -87,7 +109,6 @@ class Broken:
     def back(self, role: str) -> None:
         """All of a role are there."""
         for worker in self.cluster.of(role):
-            worker.release()
             worker.wait_life(len(worker.exits) + 1)
             self.cluster.wait_attached(worker)
 
@@ -107,11 +128,11 @@ class Broken:
 
     def tokens_prefilled(self) -> float:
         """By the present incarnations, up to now."""
-        self.cluster.status()  # a scrape shows the last report, and this makes one
+        status(self.cluster.url)  # a scrape shows the last report, and this makes one
         return sum(worker.metric("vllm:prompt_tokens_total") for worker in self.cluster.of("prefill"))
 
     def _seen(self, role: str) -> list[dict[str, Any]]:
-        return [w for w in self.cluster.status()["workers"] if w["role"] == role and w["state"] == "ready"]
+        return [w for w in status(self.cluster.url)["workers"] if w["role"] == role and w["state"] == "ready"]
 
 
 def each_has(tokens: int) -> Moment:

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from baton.bench.harness.cluster import status
 from baton.bench.harness.streams import Case, Stream, cases, new_session, read
 
 from .recovery import Broken
@@ -46,4 +47,4 @@ async def test_half_of_all_clients_go_at_random_moments(broken: Broken, requests
         assert stream is None or (not stream.failed and len(stream.token_ids) == 8), stream
     assert gone > requests / 4
     await broken.settled()
-    assert broken.cluster.status()["router"]["requests"] == 0
+    assert status(broken.cluster.url)["router"]["requests"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,6 @@ def text(length: int, seed: int) -> list[int]:
 def reusing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]) -> Iterator[Make]:
     """Makes a cluster with so many KV blocks for each worker, tiers below them, and these flags of its
     router."""
-    made: list[LocalCluster] = []
 
     def make(
         blocks: int, router_flags: tuple[str, ...], worker_flags: tuple[str, ...] = HOST
@@ -41,12 +41,10 @@ def reusing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]) 
         directory: Path = tmp_path_factory.mktemp("reusing")
         flags = [*FLAGS, *shallow_model, "--enable-prefix-caching", "--num-blocks", str(blocks)]
         flags += [*worker_flags, "--disk-cache-dir", str(directory)]
-        made.append(LocalCluster(directory, worker_flags=flags, router_flags=router_flags).__enter__())
-        return made[-1]
+        return made.enter_context(LocalCluster(directory, worker_flags=flags, router_flags=router_flags))
 
-    yield make
-    for cluster in made:
-        cluster.close()
+    with contextlib.ExitStack() as made:
+        yield make
 
 
 async def streams(http: aiohttp.ClientSession, url: str, prompts: list[list[int]]) -> list[Stream]:

@@ -11,7 +11,7 @@ import pytest
 
 from baton.bench.harness.streams import Case, Stream, new_session, read
 
-from .recovery import Broken, each_has, ride
+from .recovery import Broken, each_has, hold, ride
 
 TOKENS = 24
 
@@ -50,14 +50,16 @@ async def test_a_killed_run_equals_a_quiet_one(broken: Broken) -> None:
     await asyncio.to_thread(broken.all_back)
     decodes = broken.cluster.of("decode")
 
+    releases: list[Callable[[], None]] = []
+
     def kill_all() -> None:
         for worker in decodes:
-            worker.hold()
+            releases.append(hold(worker))
             worker.kill("service")
 
     def release_all() -> None:
-        for worker in decodes:
-            worker.release()
+        for release in releases:
+            release()
 
     url = broken.cluster.url
     [plain] = await asked(url, [PLAIN])
@@ -65,15 +67,18 @@ async def test_a_killed_run_equals_a_quiet_one(broken: Broken) -> None:
     quiet = await asked(url, cases)
     assert len({stream.text for stream in quiet}) == len(ROWS), "each row asks for something else"
     right = {stream.case: stream.token_ids for stream in quiet}
-    killed = await ride(
-        url,
-        right,
-        cases,
-        (each_has(4), kill_all),
-        # On a slow machine a short answer is over before the kill.
-        (lambda streams: all(stream.keepalives or stream.ended for stream in streams), release_all),
-        (each_has(9), lambda: broken.busiest("decode").kill("engine")),
-    )
+    try:
+        killed = await ride(
+            url,
+            right,
+            cases,
+            (each_has(4), kill_all),
+            # On a slow machine a short answer is over before the kill.
+            (lambda streams: all(stream.keepalives or stream.ended for stream in streams), release_all),
+            (each_has(9), lambda: broken.busiest("decode").kill("engine")),
+        )
+    finally:
+        release_all()
     for name, before, after in zip(ROWS, quiet, killed, strict=True):
         assert (after.text, after.finish_reason) == (before.text, before.finish_reason), name
         assert after.logprobs == pytest.approx(before.logprobs, abs=1e-3), name

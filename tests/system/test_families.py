@@ -14,7 +14,7 @@ from baton.bench.harness.streams import cases, expected
 from tests.engine.conftest import save_spelled_tokenizer, save_tiny
 from tests.engine.test_models import scores
 
-from .recovery import FLAGS, Broken, each_has
+from .recovery import FLAGS, Broken, each_has, wait_exit
 
 pytestmark = pytest.mark.long
 
@@ -73,7 +73,7 @@ async def test_streams_outlive_each_process_of_workers_with_latents(tmp_path: Pa
                     victim = broken.busiest(role)
                     exits = len(victim.exits)
                     victim.kill(kind)
-                    victim.wait_exit(exits + 1)
+                    wait_exit(victim, exits + 1)
 
                 await broken.ride(asked, (moment, strike))
                 await broken.settled()

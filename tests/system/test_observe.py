@@ -16,8 +16,9 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.cluster import LocalCluster, status
 from baton.bench.harness.streams import Case, Stream, read
+from baton.bench.harness.workers import metric
 from tests.grafana import RULES, expressions, rules
 from tests.otlp import Receiver, Span
 from tests.prometheus import Prometheus
@@ -49,8 +50,8 @@ def by_name(spans: Iterable[Span]) -> dict[str, list[Span]]:
 
 
 def counted(cluster: LocalCluster) -> dict[str, float]:
-    cluster.status()  # a scrape shows the last report, and this makes one
-    found = {"client": cluster.router_metric("vllm:generation_tokens_total")}
+    status(cluster.url)  # a scrape shows the last report, and this makes one
+    found = {"client": metric(cluster.url, "vllm:generation_tokens_total")}
     for role in ("prefill", "decode"):
         for name in ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "baton:kv_bytes_total"):
             found[f"{role} {name}"] = sum(worker.metric(name) for worker in cluster.of(role))

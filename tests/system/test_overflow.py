@@ -16,7 +16,7 @@ from baton.bench.harness.streams import Case, expected
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.placement import SHORT_ANSWER
 
-from .recovery import FLAGS, SHORT, Broken, each_has
+from .recovery import FLAGS, SHORT, Broken, each_has, hold, wait_exit
 
 # Steps may take as long as they like.
 GENEROUS = ("--ttit-target", "5000", "--enable-prefix-caching")
@@ -62,11 +62,13 @@ async def test_decode_prefills_and_goes_on_through_kills(overflowing: Broken) ->
     await until_it_overflows(overflowing)
     await overflowing.ride(ASKED, (each_has(4), lambda: decode.kill("engine")))
     await until_it_overflows(overflowing)
-    prefill.hold()
-    await asyncio.to_thread(prefill.kill, "service")
-    await asyncio.to_thread(prefill.wait_exit, 1)
-    await overflowing.ride(ASKED[:4])
-    prefill.release()
+    release = hold(prefill)
+    try:
+        await asyncio.to_thread(prefill.kill, "service")
+        await asyncio.to_thread(wait_exit, prefill, 1)
+        await overflowing.ride(ASKED[:4])
+    finally:
+        release()
     await overflowing.settled()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from baton.bench.harness.cluster import LocalCluster
 
-from .recovery import FLAGS, MIXED, Broken, each_has
+from .recovery import FLAGS, MIXED, Broken, each_has, wait_exit
 
 pytestmark = pytest.mark.long
 
@@ -40,7 +40,7 @@ async def test_each_rank_is_killed_in_mid_stream(
                 [victim] = cluster.of(role)
                 count = len(victim.exits) + 1
                 victim.kill(kind)
-                assert victim.wait_exit(count) == 1
+                assert wait_exit(victim, count) == 1
 
             return strike
 

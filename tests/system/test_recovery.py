@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.bench.harness.cluster import Worker
+from baton.bench.harness.cluster import Worker, status
 from baton.bench.harness.streams import Case, new_session, read
+from baton.bench.harness.workers import metric
 
-from .recovery import LONGEST, MIXED, SHORT, Broken, each_has
+from .recovery import LONGEST, MIXED, SHORT, Broken, each_has, wait_exit
 
 
 @pytest.mark.parametrize(
@@ -40,14 +41,14 @@ async def test_streams_go_on_elsewhere(
         struck.append((victim, len(victim.exits) + 1))
         how(victim)
         if code:  # a worker that drains may need the end of streams
-            victim.wait_exit(struck[-1][1])
+            wait_exit(victim, struck[-1][1])
 
     await broken.ride(
         asked,
         (broken.transferring, lambda: strike("prefill", prefill)),
         (each_has(3 if code else 2), lambda: strike("decode", decode)),
     )
-    codes = [await asyncio.to_thread(worker.wait_exit, count) for worker, count in struck]
+    codes = [await asyncio.to_thread(wait_exit, worker, count) for worker, count in struck]
     assert codes == [code, code], "the whole worker ends with any of its processes"
     await broken.settled()
     accepted = "vllm:spec_decode_num_accepted_tokens_total"
@@ -68,10 +69,10 @@ async def test_decode_killed_before_its_ack_costs_no_second_prefill(broken: Brok
         victim = broken.busiest("decode")
         victim.hang("engine")  # it will never acknowledge
 
-    retries = broken.cluster.router_metric("baton:retries_total")
+    retries = metric(broken.cluster.url, "baton:retries_total")
     await broken.ride([case], (broken.transferring, hang), (each_has(1), lambda: victim.kill("service")))
     assert broken.tokens_prefilled() - before == 2 * cost
-    assert broken.cluster.router_metric("baton:retries_total") - retries == 1
+    assert metric(broken.cluster.url, "baton:retries_total") - retries == 1
     await broken.settled()
 
 
@@ -109,6 +110,6 @@ def waits_for(worker: Worker, broken: Broken) -> bool:
     """Whether the worker has much to compute."""
     return any(
         w["index"] == worker.index and w["status"]["tokens_waiting"] > 500
-        for w in broken.cluster.status()["workers"]
+        for w in status(broken.cluster.url)["workers"]
         if w["role"] == worker.role
     )

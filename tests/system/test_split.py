@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from baton.bench.harness.cluster import LocalCluster, Worker, leaks_when_idle
+from baton.bench.harness.cluster import LocalCluster, Worker, leaks_when_idle, status
 from baton.bench.harness.streams import Case, Stream, cases, expected, new_session, read
+from baton.bench.harness.workers import metric
 
 from .recovery import Broken, TooLate, each_has
 
@@ -41,7 +42,7 @@ def cluster(
         router_flags=["--no-split-prompts"],
     ) as started:  # fmt: skip
         right = asyncio.run(expected(started.url, [*ASKED, *AT_ONCE, *ENDING], at_once=1))
-        assert started.router_metric("baton:split_prompts_total") == 0
+        assert metric(started.url, "baton:split_prompts_total") == 0
         started.of("router")[0].flags = started._router_flags = started._router_flags[:-1]
         started.restart_router()
         yield started, right
@@ -57,7 +58,7 @@ async def whole(cluster: tuple[LocalCluster, dict[Case, list[int]]]) -> AsyncIte
 
 async def test_the_tokens_are_those_of_one_worker(whole: Broken) -> None:
     cluster = whole.cluster
-    split = functools.partial(cluster.router_metric, "baton:split_prompts_total")
+    split = functools.partial(metric, cluster.url, "baton:split_prompts_total")
     before = split()
     async with new_session() as http:
         for case in ASKED * 4:  # a report may be old, and the prompt then has one worker
@@ -94,7 +95,7 @@ async def test_a_worker_ends_while_it_computes_its_part(
     stage = STAGES[turn % len(STAGES)]
 
     def parts() -> float:
-        whole.cluster.status()  # a scrape shows the last report, and this makes one
+        status(whole.cluster.url)  # a scrape shows the last report, and this makes one
         return sum(worker.metric("baton:prompt_parts_total") for worker in workers)
 
     before, shared = parts(), False
