@@ -190,8 +190,8 @@ class Simulation:
         self._routers = [PrefillRouter(policy) for _ in range(setting.routers)]
         self._workers: list[SimWorker] = []
         self._names = itertools.count()
-        self._left = trace.requests
-        self._measured_from = int(trace.requests * (1 - setting.warm_up))  # measured once so many are left
+        self._left = sum(len(session.turns) for session in trace)
+        self._measured_from = int(self._left * (1 - setting.warm_up))  # measured once so many are left
         self._outcome = Outcome()
         self._asked_for: set[int] = set()
         self._busy_before: dict[SimWorker, float] = {}
@@ -207,7 +207,7 @@ class Simulation:
 
     def _schedule_sessions(self) -> None:
         when = 0.0
-        for session in self._trace.sessions:
+        for session in self._trace:
             when += self._rng.expovariate(self._setting.rate)
             self._clock.at(when, lambda session=session: self._ask(session, 0, None))
         for share, count in self._setting.changes:

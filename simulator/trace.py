@@ -4,7 +4,7 @@ A prompt is its length and the hashes of its 64-token chunks.
 """
 
 import random
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -40,14 +40,7 @@ class Session:
     shared_chunks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    name: str
-    sessions: list[Session]
-
-    @property
-    def requests(self) -> int:
-        return sum(len(session.turns) for session in self.sessions)
+Trace = Sequence[Session]
 
 
 def hit_tokens(turn: Turn, cached: Container[int]) -> int:

@@ -29,7 +29,7 @@ sessions share. A session is live from one turn to the next."""
 
 def multi_turn(requests: int, seed: int) -> Trace:
     rng = random.Random(seed)
-    return Trace("multi_turn", list(_until(requests, (_chat(rng, i) for i in itertools.count()))))
+    return list(_until(requests, (_chat(rng, i) for i in itertools.count())))
 
 
 def _chat(rng: random.Random, number: int) -> Session:
@@ -56,24 +56,24 @@ def size(trace: Trace, *, workers: int, routers: int, sessions: float) -> Settin
     """Chooses session rate and cache capacity, so that a trace means the same for any number of workers.
 
     `sessions`: how many, per worker, are between two turns. The think time follows from it."""
-    seconds = sum(h200(turn.tokens, 0) for session in trace.sessions for turn in session.turns)
-    rate = LOAD * workers * len(trace.sessions) / seconds
-    pauses = sum(turn.think for session in trace.sessions for turn in session.turns[:-1])
-    think = sessions * workers * len(trace.sessions) / (rate * pauses)
-    longest = max(len(turn.chunks) for session in trace.sessions for turn in session.turns)
+    seconds = sum(h200(turn.tokens, 0) for session in trace for turn in session.turns)
+    rate = LOAD * workers * len(trace) / seconds
+    pauses = sum(turn.think for session in trace for turn in session.turns[:-1])
+    think = sessions * workers * len(trace) / (rate * pauses)
+    longest = max(len(turn.chunks) for session in trace for turn in session.turns)
     capacity = max(longest, round(_live_chunks(trace, rate, think, workers) / FULL))
     return Setting(workers, routers, capacity, rate, think, h200)
 
 
 def _live_chunks(trace: Trace, rate: float, think: float, workers: int) -> float:
     """Per worker."""
-    shared = {chunk for s in trace.sessions for chunk in s.turns[0].chunks[: s.shared_chunks]}
+    shared = {chunk for s in trace for chunk in s.turns[0].chunks[: s.shared_chunks]}
     own = sum(
         (len(turn.chunks) - session.shared_chunks) * turn.think * think
-        for session in trace.sessions
+        for session in trace
         for turn in session.turns[:-1]
     )
-    return own * rate / len(trace.sessions) / workers + len(shared)
+    return own * rate / len(trace) / workers + len(shared)
 
 
 def _until(requests: int, sessions: Iterator[Session]) -> Iterator[Session]:

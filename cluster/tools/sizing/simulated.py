@@ -8,7 +8,7 @@ from baton.cluster.tools.sizing.speeds import Speeds
 from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.simulator.placement_outcome import quantile
 from baton.simulator.prefill import Setting, Simulation
-from baton.simulator.trace import Session, Trace, Turn
+from baton.simulator.trace import Session, Turn
 
 SEED = 1
 REQUESTS, PER_WORKER = 2_000, 40  # simulated requests: at least, and more per worker
@@ -27,15 +27,11 @@ def quantiles(counts: Counter[float]) -> Latency:
 def prefill(speeds: Speeds, *, workers: int, rate: float, tokens: int) -> Latency:
     """The time to the first token with the router's policy and without prefix-cache hits."""
     count = REQUESTS + PER_WORKER * workers
-    sessions = [Session(key, (Turn(tokens, (), 0.0),), 0) for key in _keys(count)]
-    setting = Setting(workers, 1, 1, rate, 0.0, speeds.prefill, warm_up=0.2, seed=SEED)
-    outcome = Simulation(Trace("plan", sessions), PREFILL_POLICIES["sticky"], setting).run()
-    return quantiles(Counter(outcome.ttft))
-
-
-def _keys(count: int) -> list[int]:
     rng = random.Random(SEED)
-    return [rng.getrandbits(63) for _ in range(count)]
+    sessions = [Session(rng.getrandbits(63), (Turn(tokens, (), 0.0),), 0) for _ in range(count)]
+    setting = Setting(workers, 1, 1, rate, 0.0, speeds.prefill, warm_up=0.2, seed=SEED)
+    outcome = Simulation(sessions, PREFILL_POLICIES["sticky"], setting).run()
+    return quantiles(Counter(outcome.ttft))
 
 
 @dataclass(frozen=True, slots=True)
