@@ -47,11 +47,6 @@ class RoleState:
     node: str = ""  # the machine, for people
 
 
-async def _forever(ready: Mapping[str, Any]) -> str:
-    await asyncio.Event().wait()
-    raise AssertionError("nothing sets this event")
-
-
 # Takes the ready line of a role. Returns when the role counts as dead, with the reason for people.
 Watch = Callable[[Mapping[str, Any]], Coroutine[Any, Any, str]]
 
@@ -99,7 +94,7 @@ class RoleProcess:
         environment: Mapping[str, str],
         log: Path,
         policy: RestartPolicy,
-        until_silent: Watch = _forever,
+        until_silent: Watch,
         node: str = "",
     ) -> None:
         self._command = list(command)
@@ -110,7 +105,7 @@ class RoleProcess:
         self._epoch = os.urandom(8).hex()
         self._changes = 0
         self._changed = asyncio.Event()
-        self._state = RoleState(token=f"{self._epoch}.0", phase="starting", node=node)
+        self.state = RoleState(token=f"{self._epoch}.0", phase="starting", node=node)
         self._popen: subprocess.Popen[bytes] | None = None
         self._watching: asyncio.Task[str] | None = None
         self._stopping = asyncio.Event()
@@ -124,17 +119,13 @@ class RoleProcess:
             self._task = asyncio.create_task(self._supervise())
             bounding = asyncio.create_task(keep_bounded(self._log))
             self._task.add_done_callback(lambda _: bounding.cancel())
-        return self._state
-
-    @property
-    def state(self) -> RoleState:
-        return self._state
+        return self.state
 
     async def changed(self, token: str) -> RoleState:
         """Waits until the state has another token than `token`, and returns the state."""
-        while self._state.token == token:
+        while self.state.token == token:
             await self._changed.wait()
-        return self._state
+        return self.state
 
     async def stop(self, signum: int, grace: float) -> None:
         """Ends the child with `signum`, and after `grace` seconds with SIGKILL. May be repeated."""
@@ -154,19 +145,19 @@ class RoleProcess:
 
         A child that is not ready yet is not ended: `restart` waits until it is.
         """
-        if self._state.phase == "ready":
+        if self.state.phase == "ready":
             self._restarting = True
             if self._popen is not None:
                 self._signal(signum)
             try:
-                pid = self._state.pid
+                pid = self.state.pid
                 await asyncio.wait_for(self._until(lambda state: state.pid != pid), grace)
             except TimeoutError:
                 self._kill_tree()
         await self._until(lambda s: s.phase == "stopped" or (s.phase == "ready" and not self._restarting))
 
     async def _until(self, holds: Callable[[RoleState], bool]) -> None:
-        while not holds(state := self._state):
+        while not holds(state := self.state):
             await self.changed(state.token)
 
     async def _supervise(self) -> None:
@@ -179,7 +170,7 @@ class RoleProcess:
                 code, why = 1, f"cannot be started: {error}"
             if self._stopping.is_set():
                 # A starting child has no signal handlers yet, so the signal kills it: that is no error.
-                unclean = code != 0 and self._state.phase == "ready"
+                unclean = code != 0 and self.state.phase == "ready"
                 self._set(error=why if unclean else "")
                 break
             if self._restarting:
@@ -240,8 +231,8 @@ class RoleProcess:
     async def _watch(self) -> str:
         """Waits until the child hangs, kills it, and returns the reason for people."""
         await self._until(lambda state: state.ready is not None)
-        assert self._state.ready is not None
-        why = await self._until_silent(self._state.ready)
+        assert self.state.ready is not None
+        why = await self._until_silent(self.state.ready)
         self._kill_tree()
         return why
 
@@ -273,7 +264,7 @@ class RoleProcess:
 
     def _set(self, **changes: Any) -> None:
         self._changes += 1
-        self._state = replace(self._state, token=f"{self._epoch}.{self._changes}", **changes)
+        self.state = replace(self.state, token=f"{self._epoch}.{self._changes}", **changes)
         self._changed.set()
         self._changed = asyncio.Event()
 

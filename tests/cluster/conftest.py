@@ -90,6 +90,12 @@ def gone(pid: int) -> bool:
         return True
 
 
+async def forever(ready: Mapping[str, Any]) -> str:
+    """The watch over a role that is never silent."""
+    await asyncio.Event().wait()
+    raise AssertionError("nothing sets this event")
+
+
 async def eventually(condition: Callable[[], bool], within: float = 10.0) -> None:
     """Waits for what another process does without an event."""
 

@@ -16,7 +16,7 @@ from baton.cluster.supervision.role_log import keep_bounded, open_log
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
 from baton.cluster.supervision.runner import RoleRunner, write_atomically
 
-from .conftest import FAKE, eventually, until_ready
+from .conftest import FAKE, eventually, forever, until_ready
 
 
 async def test_a_log_is_rotated_while_its_role_writes(tmp_path: Path) -> None:
@@ -39,7 +39,8 @@ async def test_a_log_is_rotated_while_its_role_writes(tmp_path: Path) -> None:
 async def test_a_role_without_a_log_runs(
     tmp_path: Path, environment: dict[str, str], stopping: Callable[[RoleProcess], None]
 ) -> None:
-    process = RoleProcess([*FAKE, "decode"], environment, tmp_path / "missing" / "log", RestartPolicy())
+    log = tmp_path / "missing" / "log"
+    process = RoleProcess([*FAKE, "decode"], environment, log, RestartPolicy(), forever)
     stopping(process)
     process.launch()
     await until_ready(process)

@@ -17,7 +17,7 @@ import pytest
 import baton.machine.system
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
 
-from .conftest import FAKE, eventually, gone, until, until_ready
+from .conftest import FAKE, eventually, forever, gone, until, until_ready
 
 Start = Callable[..., RoleProcess]
 
@@ -28,7 +28,7 @@ def start(tmp_path: Path, environment: dict[str, str], stopping: Callable[[RoleP
 
     def begin(first_delay: float = 0.01, **more: str) -> RoleProcess:
         policy = RestartPolicy(first_delay=first_delay)
-        process = RoleProcess([*FAKE, "prefill"], environment | more, tmp_path / "log", policy)
+        process = RoleProcess([*FAKE, "prefill"], environment | more, tmp_path / "log", policy, forever)
         stopping(process)
         process.launch()
         return process
@@ -151,7 +151,8 @@ from baton.cluster.supervision.role_process import RestartPolicy
 from baton.cluster.supervision.role_process import RoleProcess
 
 async def main():
-    process = RoleProcess(sys.argv[2:], os.environ, pathlib.Path(sys.argv[1]), RestartPolicy())
+    log, endless = pathlib.Path(sys.argv[1]), lambda ready: asyncio.Event().wait()
+    process = RoleProcess(sys.argv[2:], os.environ, log, RestartPolicy(), endless)
     process.launch()
     state = process.state
     while state.phase != "ready":
@@ -212,7 +213,9 @@ async def test_a_role_that_cannot_be_started_is_tried_again(
 ) -> None:
     program = tmp_path / "python"
     policy = RestartPolicy(first_delay=0.01, max_delay=0.01)
-    process = RoleProcess([str(program), *FAKE[1:], "prefill"], environment, tmp_path / "log", policy)
+    process = RoleProcess(
+        [str(program), *FAKE[1:], "prefill"], environment, tmp_path / "log", policy, forever
+    )
     stopping(process)
     process.launch()
     await until(process, lambda s: s.restarts == 2)
