@@ -20,8 +20,6 @@ from baton.cluster.supervision.calls import ask_pools
 from baton.cluster.supervision.plan import POOLS, Pool, RoleName, RoleSpec
 from baton.cluster.supervision.role_process import RoleState
 
-Observer = Callable[[RoleSpec, RoleState], None]
-
 _PLACED_WITHIN = 2.0  # seconds that an actor without a state has to accept `stop`: it may not be placed yet
 _LOST_ACTOR_DELAY = 0.2  # seconds until a lost actor is called again; Ray needs about a second to restart it
 _POOL_WITHIN = 2.0  # seconds for a worker to tell its pool; without an answer it counts as not flipped
@@ -101,7 +99,7 @@ class Supervisor:
         self,
         roles: Iterable[RoleSpec],
         place: Callable[[RoleSpec], RoleHandle],
-        observer: Observer = lambda spec, state: None,
+        observer: Callable[[RoleSpec, RoleState], None] = lambda spec, state: None,
         drain_grace: float = 0.0,
     ) -> None:
         self.pools: Mapping[str, Any] = {}
