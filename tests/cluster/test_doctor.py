@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from baton.cluster.cli import app
-from baton.cluster.options.clients import DoctorOptions, EndpointOptions
-from baton.cluster.tools.doctor import node
-from baton.cluster.tools.doctor.finding import Finding, bad, exit_code, good, warning
+from baton.cluster.options.clients import DoctorOptions, EndpointOptions, StatusOptions
+from baton.cluster.tools.doctor import command, node
+from baton.cluster.tools.doctor.finding import Finding, bad, good, warning
 from baton.cluster.tools.doctor.running import running, workers
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
@@ -249,7 +249,7 @@ async def test_a_cluster_with_tls(certificates: Certificates, monkeypatch: pytes
         [closed] = await looked_at(url.replace("https", "http"))
         assert "https://" in closed.found
         monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", trusting(certificates))
-        assert exit_code(await looked_at(url, admin_url)) == 0
+        assert "bad" not in {finding.level for finding in await looked_at(url, admin_url)}
         status, asked = await looked_at(url)
         assert (status.check, status.level, asked.level) == ("status", "warning", "good")
         assert "/status is on the admin port, http://it" in status.found
@@ -274,6 +274,14 @@ def test_the_command_as_json_and_its_exit_code() -> None:
     assert all(bool(f["remedy"]) == (f["level"] in ("warning", "bad")) for f in found)
 
 
-def test_only_bad_findings_set_the_exit_code() -> None:
-    assert exit_code([good("a", "b"), warning("c", "d", "e")]) == 0
-    assert exit_code([good("a", "b"), bad("c", "d", "e")]) == 1
+@pytest.mark.parametrize(("second", "code"), [(warning, 0), (bad, 1)])
+def test_only_bad_findings_set_the_exit_code(
+    second: Callable[..., Finding],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "node", lambda _: iter([good("a", "b"), second("c", "d", "e")]))
+    assert command.run(DoctorOptions(), EndpointOptions(), StatusOptions()) == code
+    marks = [command.MARKS[level].split("]")[1][0] for level in ("good", "bad" if code else "warning")]
+    assert capsys.readouterr().out == f"{marks[0]} a: b\n{marks[1]} c: d\n    e\n"

@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from baton.cluster.options.clients import DoctorOptions, EndpointOptions, StatusOptions
-from baton.cluster.tools.doctor.finding import Finding, exit_code
+from baton.cluster.tools.doctor.finding import Finding
 from baton.cluster.tools.doctor.node import node
 from baton.cluster.tools.doctor.running import running
 from baton.cluster.tools.status import console
@@ -20,15 +20,17 @@ MARKS = {
 
 
 def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: StatusOptions) -> int:
-    """Runs and prints the checks. Returns exit code 1 if a finding is bad."""
-    findings: list[Finding] = []
+    """Runs and prints the checks. Returns exit code 1 if a finding is bad: a warning stops no deployment."""
+    out, findings = console(), list[Finding]()
     for finding in _findings(doctor, endpoint):
         findings.append(finding)
         if not output.json:
-            show([finding])
+            out.print(f"{MARKS[finding.level]} [bold]{finding.check}[/bold]: {finding.found}")
+            if finding.remedy:
+                out.print(f"    {finding.remedy}", style="dim")
     if output.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
-    return exit_code(findings)
+    return int(any(finding.level == "bad" for finding in findings))
 
 
 def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Finding]:
@@ -40,11 +42,3 @@ def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Find
         yield from asyncio.run(collect())
     else:
         yield from node(doctor)
-
-
-def show(findings: Iterable[Finding]) -> None:
-    out = console()
-    for finding in findings:
-        out.print(f"{MARKS[finding.level]} [bold]{finding.check}[/bold]: {finding.found}")
-        if finding.remedy:
-            out.print(f"    {finding.remedy}", style="dim")

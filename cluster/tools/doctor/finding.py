@@ -1,6 +1,5 @@
 """The result of one check, and its remedy."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -24,8 +23,3 @@ class Finding:
 
 good, note = partial(Finding, level="good"), partial(Finding, level="note")
 warning, bad = partial(Finding, level="warning"), partial(Finding, level="bad")
-
-
-def exit_code(findings: Iterable[Finding]) -> int:
-    """1 if a finding is bad, else 0: a warning must not stop a deployment."""
-    return int(any(finding.level == "bad" for finding in findings))
