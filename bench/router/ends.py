@@ -85,8 +85,7 @@ def _fake_workers(secret: bytes, step: Synchronized[float], pipe: Connection) ->
             workers[1].step_seconds = step.value
             await asyncio.sleep(0.05)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve())
+    uvloop.run(serve())
 
 
 class Child:
@@ -130,8 +129,7 @@ def _load(url: str, streams: int, tokens: Synchronized[int]) -> None:
     async def all_of_them() -> None:
         await asyncio.gather(*map(stream, range(streams)))
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(all_of_them())
+    uvloop.run(all_of_them())
 
 
 # ---------------------------------------------------------------- clients
