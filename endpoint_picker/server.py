@@ -78,20 +78,12 @@ class Picker:
             await context.abort(StatusCode.INVALID_ARGUMENT, str(error))
 
 
-@dataclass(frozen=True)
-class RunningPicker:
-    """A picker that listens."""
-
-    address: str
-    following: asyncio.Task[None]
-    """Follows discovery. Ends only with an error."""
-
-
 @contextlib.asynccontextmanager
-async def running(config: PickerConfig) -> AsyncIterator[RunningPicker]:
+async def running(config: PickerConfig) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
     """Listens while the context is open. At its end, open streams have `config.drain_timeout` to finish.
 
-    Raises ValueError when the port cannot be had.
+    Yields the address, and the task that follows discovery, which ends only with an error. Raises ValueError
+    when the port cannot be had.
     """
     health = HealthServicer()
     # The names that the protocol asks for. "" and "liveness": the process serves.
@@ -115,7 +107,7 @@ async def running(config: PickerConfig) -> AsyncIterator[RunningPicker]:
     await server.start()
     following = asyncio.create_task(routers.run(), name="routers")
     try:
-        yield RunningPicker(f"{url_host(config.host)}:{port}", following)
+        yield f"{url_host(config.host)}:{port}", following
     finally:
         health.stop()
         await server.stop(config.drain_timeout)
@@ -128,12 +120,12 @@ async def serve(config: PickerConfig) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    async with running(config) as picker:
-        log.info("listening on %s", picker.address)
+    async with running(config) as (address, following):
+        log.info("listening on %s", address)
         stopped = asyncio.create_task(stopping.wait())
-        await asyncio.wait({stopped, picker.following}, return_when=asyncio.FIRST_COMPLETED)
-        if picker.following.done():
-            picker.following.result()
+        await asyncio.wait({stopped, following}, return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            following.result()
         log.info("draining")
 
 
@@ -141,6 +133,5 @@ def main(config: PickerConfig) -> int:
     """Runs the picker until SIGTERM or SIGINT. Raises ValueError for a mistake of the user."""
     setproctitle.setproctitle("baton: picker")
     logging.config.dictConfig(config.logging())
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config))
+    uvloop.run(serve(config))
     return 0

@@ -102,8 +102,8 @@ async def test_envoy_sends_each_conversation_to_the_router_that_the_picker_names
         [index] = [i for i, router in enumerate(routers) if len(router.prefills[0].submitted) > before[i]]
         return index, answer
 
-    async with running(picker) as running_picker:
-        path = config(running_picker.address, addresses, tmp_path, mode)
+    async with running(picker) as (address, _):
+        path = config(address, addresses, tmp_path, mode)
         async with envoy(path, http) as url:
             homes = {}
             for name in range(20):  # ports are random: with 8, all had one home in one of 128 runs

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.endpoint_picker import PickerConfig
 from baton.endpoint_picker.exchange import MAX_BODY_BYTES, PIECE_BYTES
-from baton.endpoint_picker.server import SERVICE, RunningPicker, running
+from baton.endpoint_picker.server import SERVICE, running
 from baton.router.discovery import StaticDiscovery
 from baton.router.metrics import Metrics
 from baton.rpc import ext_proc_pb2 as pb
@@ -127,11 +127,11 @@ async def routers() -> AsyncIterator[list[str]]:
 
 
 @asynccontextmanager
-async def picker_for(routers: Iterable[str]) -> AsyncIterator[tuple[RunningPicker, grpc.aio.Channel]]:
+async def picker_for(routers: Iterable[str]) -> AsyncIterator[tuple[asyncio.Task[None], grpc.aio.Channel]]:
     config = PickerConfig(routers=StaticDiscovery(tuple(routers)), port=0, drain_timeout=5.0)
-    async with running(config) as picker, grpc.aio.insecure_channel(picker.address) as channel:
+    async with running(config) as (address, following), grpc.aio.insecure_channel(address) as channel:
         await readiness(channel, health_pb2.HealthCheckResponse.SERVING)
-        yield picker, channel
+        yield following, channel
 
 
 async def readiness(channel: grpc.aio.Channel, state: int) -> None:
@@ -280,7 +280,7 @@ async def test_a_router_that_is_gone_gets_nothing_and_a_busy_one_less():
 
 async def test_readiness_waits_for_a_router_and_ends_with_the_drain(routers: list[str]):
     check = health_pb2.HealthCheckRequest
-    async with picker_for(routers) as (picker, channel):
+    async with picker_for(routers) as (following, channel):
         health: Any = health_pb2_grpc.HealthStub(channel)
         for service in ("", "liveness", "readiness", SERVICE):
             answer = await health.Check(check(service=service))
@@ -289,11 +289,11 @@ async def test_readiness_waits_for_a_router_and_ends_with_the_drain(routers: lis
         await gateway.headers()
         await gateway.body(BODY)
         destination(await gateway.answer(), "request_headers")
-        assert not picker.following.done(), "a fixed list needs no discovery, but its loads are followed"
+        assert not following.done(), "a fixed list needs no discovery, but its loads are followed"
         await gateway.body_back()
         await gateway.done()
     config = PickerConfig(routers=StaticDiscovery(()), port=0)
-    async with running(config) as picker, grpc.aio.insecure_channel(picker.address) as channel:
+    async with running(config) as (address, _), grpc.aio.insecure_channel(address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(check(service=SERVICE))  # pyrefly: ignore
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
