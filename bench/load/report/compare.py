@@ -143,14 +143,6 @@ def _setup_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _improved(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool | None:
-    """Whether a row got better. None: it did not change beyond its interval, or it has no better side."""
-    judged = old["name"].startswith(_LOWER_IS_BETTER + _HIGHER_IS_BETTER)
-    if not judged or old["value"] == new["value"] or _overlap(old, new):
-        return None
-    return (new["value"] > old["value"]) != old["name"].startswith(_LOWER_IS_BETTER)
-
-
 def relative_change(old: float, new: float) -> float:
     if old == new:
         return 0.0
@@ -200,8 +192,11 @@ def _change_cell(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -
     text = change_text(old["value"], new["value"])
     if _overlap(old, new):
         return Text(f"{text} ≈", "dim")  # the confidence intervals overlap
-    better = _improved(old, new)
-    return Text(text) if better is None else Text(text, "green" if better else "red")
+    judged = old["name"].startswith(_LOWER_IS_BETTER + _HIGHER_IS_BETTER)
+    if not judged or old["value"] == new["value"]:
+        return Text(text)
+    better = (new["value"] > old["value"]) != old["name"].startswith(_LOWER_IS_BETTER)
+    return Text(text, "green" if better else "red")
 
 
 def _overlap(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
