@@ -13,7 +13,7 @@ from typing import Any
 from baton.bench.contract import Row
 from baton.bench.load.measurement.quantiles import Series
 from baton.bench.load.measurement.self_check import Steadiness, detect, fixed_warm_up
-from baton.bench.load.measurement.slo import QUANTILES, Bound, Slo
+from baton.bench.load.measurement.slo import Bound, Slo
 from baton.bench.load.target.answer import Failure, Record
 
 LATENCIES = ("ttft", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e")
@@ -69,6 +69,7 @@ def summarize(
         *_lengths(ok),
     ]
     samples = {r.error_class: r.detail for r in reversed(failed)}
+    meets = all(_bound_met(bound, latencies) for bound in slo.per_run)
     return Summary(
         {row.name: row for row in rows},
         {
@@ -78,7 +79,7 @@ def summarize(
             "steady": steadiness.steady,
             "steadiness": steadiness.statement,
             "slo": str(slo) or None,
-            "slo_met": _slo_met(slo, latencies, share, attainment) if slo.bounds else None,
+            "slo_met": (meets and share >= attainment) if slo.bounds else None,
             "interrupted": sum(r.failure is Failure.INTERRUPTED for r in records),
             "errors": {error: {"count": count, "sample": samples[error]} for error, count in errors},
         },
@@ -146,14 +147,8 @@ def request_value(record: Record, metric: str) -> float | None:
     raise AssertionError(f"unknown metric {metric}")
 
 
-def _slo_met(slo: Slo, latencies: Latencies, share: float, attainment: float) -> bool:
-    """Whether all bounds on the run hold, and `attainment` of the requests met the bounds on each request."""
-    return share >= attainment and all(_bound_met(b, latencies) for b in slo.per_run)
-
-
 def _bound_met(bound: Bound, latencies: Latencies) -> bool:
     """With too few samples for the quantile, the bound holds for the maximum."""
-    assert bound.quantile in QUANTILES
     of_metric = latencies[_name(bound)]
     found = of_metric.get(bound.quantile) or of_metric.get("max")
     return found is not None and found.value <= bound.limit_ms
