@@ -9,7 +9,7 @@ its next session when the last one ended.
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import msgspec
 import numpy as np
@@ -142,6 +142,7 @@ class Synthetic(msgspec.Struct, frozen=True, tag=True):
     """An endless sequence. `prefix_len` input tokens are common to all sessions of one of `prefix_groups`
     groups."""
 
+    count: ClassVar[None] = None
     seed: int
     input_len: Distribution
     output_len: Distribution
@@ -150,10 +151,6 @@ class Synthetic(msgspec.Struct, frozen=True, tag=True):
     prefix_groups: int = 0
     prefix_len: int = 0
     least_input: int = 1
-
-    @property
-    def count(self) -> int | None:
-        return None
 
     @property
     def keeps_sessions(self) -> bool:
@@ -180,15 +177,12 @@ class Synthetic(msgspec.Struct, frozen=True, tag=True):
 class Listed(msgspec.Struct, frozen=True, tag=True):
     """Sessions of one turn. Each is sent once, at its `at`."""
 
+    keeps_sessions: ClassVar[bool] = False
     sessions: tuple[Session, ...]
 
     @property
     def count(self) -> int:
         return len(self.sessions)
-
-    @property
-    def keeps_sessions(self) -> bool:
-        return False
 
     def session(self, index: int) -> Session:
         return self.sessions[index]
