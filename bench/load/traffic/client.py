@@ -5,6 +5,7 @@ In a closed loop its share of the users sends them one after another.
 """
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -68,7 +69,7 @@ class Client:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._start = 0.0
         limited = config.concurrency and not self._is_closed_loop
-        self._slots = asyncio.Semaphore(config.users) if limited else None
+        self._slots = asyncio.Semaphore(config.users) if limited else contextlib.nullcontext()
 
     async def run(self, start: float, stop: asyncio.Event) -> None:
         """From `start` (time.monotonic) until everything is answered, the drain time is over, or `stop` is
@@ -188,15 +189,12 @@ class Client:
 
     async def _request(self, http: aiohttp.ClientSession, answer: Answer, body: bytes) -> None:
         try:
-            if self._slots is not None:
-                await self._slots.acquire()
-            try:
+            async with self._slots:
                 self.in_flight += 1
-                await exchange(http, self._config.target, body, answer, self._now)
-            finally:
-                self.in_flight -= 1
-                if self._slots is not None:
-                    self._slots.release()
+                try:
+                    await exchange(http, self._config.target, body, answer, self._now)
+                finally:
+                    self.in_flight -= 1
         except asyncio.CancelledError:
             answer.fail(self._cut, f"after {len(answer.record.arrivals)} chunks")
             answer.close(self._now())
