@@ -62,10 +62,6 @@ class Target(msgspec.Struct, frozen=True):
         }
         return msgspec.json.encode(fields | self.dialect.fields() | self.extra_body)
 
-    def headers_of(self, session: str) -> dict[str, str]:
-        headers = {"content-type": "application/json", "accept": "text/event-stream"} | self.headers
-        return headers | ({"x-session-id": session} if session else {})
-
 
 _ERROR_BODY_BYTES = 4096
 # Some servers close idle connections after 5 s (uvicorn). A request on a connection that closes would fail.
@@ -93,7 +89,8 @@ async def exchange(
     record = answer.record
     record.sent = clock()
     try:
-        headers = target.headers_of(record.session)
+        headers = {"content-type": "application/json", "accept": "text/event-stream"} | target.headers
+        headers |= {"x-session-id": record.session} if record.session else {}
         async with http.post(target.endpoint(record.index), data=body, headers=headers) as response:
             record.status = response.status
             if response.status != 200:
