@@ -80,10 +80,6 @@ class Answer:
     times: Times
     """Of each token, since the request. With a proxy that of P's answer comes first."""
 
-    @property
-    def handover(self) -> float:
-        return self.times[1] - self.times[0]
-
 
 class Deployment:
     """The servers of one model."""
@@ -294,7 +290,8 @@ class Deployment:
                 report.add(Row(f"{name}.ttft", 1e3 * statistics.median(alone), "ms"))
                 continue
             report.add_ratio(f"{name}.ttft", firsts, "ms", alone, "alone", scale=1e3)
-            report.add_median(f"{name}.handover", [a.handover for a in answers[side]], "ms", scale=1e3)
+            handovers = [answer.times[1] - answer.times[0] for answer in answers[side]]
+            report.add_median(f"{name}.handover", handovers, "ms", scale=1e3)
             if proxied:
                 answered = [answer.times[0] for answer in answers[side]]
                 goal = 1.05 if side == "proxied" and self._cuda else None

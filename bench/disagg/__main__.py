@@ -193,10 +193,6 @@ def chosen_loads(args: Any) -> list[Load]:
     return [replace(load, levels=args.rates or load.levels[: 1 if args.short else None]) for load in loads]
 
 
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
 def rates(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
@@ -206,7 +202,8 @@ def main() -> int:
     add = p.add_argument
     add("--side", type=Side.parse, action="append", metavar="'NAME COUNT COMMAND'", help="twice, or never")
     add("--seeds", type=int, metavar="N", help="turns of each side (default: 3; 1 with --short)")
-    add("--loads", type=_names, metavar="LOAD,…", help=", ".join(load.name for load in LOADS))
+    every = ", ".join(load.name for load in LOADS)
+    add("--loads", type=lambda text: text.split(","), metavar="LOAD,…", help=every)
     add("--rates", type=rates, metavar="R,…", help="requests/s, or users (default: those of each load)")
     add("--requests", type=int, metavar="N", help="of each rate and seed (default: 300 on GPUs)")
     most = "of each rate and seed, about, for fewer requests at low rates (default: 600)"

@@ -6,7 +6,7 @@ CUDA graph, as in an engine. Those of a prefill run one after another.
 
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,11 +16,6 @@ from baton.engine.model_config import ModelConfig
 
 KV_READ_BYTES_PER_S = 4.3e12
 """What a good decode attention reads on an H200, whose datasheet says 4.8 TB/s."""
-
-
-class Inputs(NamedTuple):
-    by_width: dict[int, Any]  # of the layers' GEMMs, [rows, width]
-    of_head: torch.Tensor  # [sampled, hidden]
 
 
 class Floor:
@@ -42,14 +37,14 @@ class Floor:
 
     def decode_ms(self, batch: int, context: int) -> float:
         inputs = self._inputs(batch, batch)
-        replay = graph_seconds([lambda: self._gemms(inputs)])
+        replay = graph_seconds([lambda: self._gemms(*inputs)])
         gemms = statistics.median(replay() for _ in range(20)) * 1e3
         return gemms + batch * context * self._kv_bytes_per_token / KV_READ_BYTES_PER_S * 1e3
 
     def prefill_ms(self, sequences: int, tokens: int) -> float:
         """The GEMMs of all tokens, and causal attention of each sequence by torch's fastest kernel."""
         inputs = self._inputs(sequences * tokens, sequences)
-        return _median_ms(lambda: self._gemms(inputs), 5) + self._attention_ms(sequences, tokens)
+        return _median_ms(lambda: self._gemms(*inputs), 5) + self._attention_ms(sequences, tokens)
 
     def _attention_ms(self, sequences: int, tokens: int) -> float:
         """Causal attention of all layers."""
@@ -70,15 +65,16 @@ class Floor:
                 timed.append(_median_ms(attention, 5))
         return c.num_layers * min(timed)
 
-    def _inputs(self, rows: int, sampled: int) -> Inputs:
+    def _inputs(self, rows: int, sampled: int) -> tuple[dict[int, Any], torch.Tensor]:
+        """Of the layers' GEMMs by their width, [rows, width], and of the head, [sampled, hidden]."""
         widths = {i for i, _ in self._linears}
-        return Inputs({i: self._operand(rows, i) for i in widths}, _random(sampled, self._config.hidden_size))
+        return {i: self._operand(rows, i) for i in widths}, _random(sampled, self._config.hidden_size)
 
-    def _gemms(self, inputs: Inputs) -> None:
+    def _gemms(self, by_width: dict[int, Any], of_head: torch.Tensor) -> None:
         for layer in self._layers:
             for (width, _), weight in zip(self._linears, layer, strict=True):
-                self._multiply(inputs.by_width[width], weight)
-        torch.nn.functional.linear(inputs.of_head, self._head)
+                self._multiply(by_width[width], weight)
+        torch.nn.functional.linear(of_head, self._head)
 
     def _operand(self, rows: int, columns: int) -> Any:
         return _random(rows, columns)

@@ -65,10 +65,6 @@ class Case:
     torch: Callable[[], object] | None = None
     torch_is: str = ""
 
-    @property
-    def arithmetic(self) -> bool:
-        return self.flops / FLOPS_PER_S > self.bytes / BYTES_PER_S
-
 
 Make = Callable[[], Case]
 """Makes a case with new inputs."""
@@ -291,7 +287,7 @@ def measure(make: Make, seconds: Seconds) -> list[Row]:
     times, their_times = interleaved(ours, theirs or ours, PAIRS)
     each = statistics.median(times) / (len(sets) * rounds)
     work, limit, unit, scale = case.bytes, BYTES_PER_S, "GB/s", 1e9
-    if case.arithmetic:
+    if case.flops / FLOPS_PER_S > case.bytes / BYTES_PER_S:
         work, limit, unit, scale = case.flops, FLOPS_PER_S, "TFLOP/s", 1e12
     row = Row(f"kernels.{case.name}", work / each / scale, unit)
     if theirs:

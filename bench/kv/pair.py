@@ -38,10 +38,6 @@ class Settings:
     transport: Literal["tcp", "nixl", "nixl_cuda", "shared_memory", "cuda_ipc"] = "tcp"
     """As `TransferStats` names it. With the last three the receiver reads memory of the sender itself."""
 
-    @property
-    def most_tokens(self) -> int:
-        return self.most_bytes // LAYOUT.bytes_per_token
-
     def device_of(self, role: str) -> str:
         """Each engine has a GPU of its own if there are two."""
         if self.device != "cuda":
@@ -81,7 +77,7 @@ class Side:
         ready = decode_from_transfer(self.service.recv(MIB))  # sent after all imports
         assert isinstance(ready, Ready)
         self.port = ready.port
-        blocks = -(-settings.most_tokens // BLOCK)
+        blocks = -(-(settings.most_bytes // LAYOUT.bytes_per_token) // BLOCK)
         self.blocks = random.Random(role).sample(range(blocks), blocks)
         shape = (2, blocks, BLOCK, LAYOUT.num_kv_heads, LAYOUT.head_dim)
         self.pool = [
