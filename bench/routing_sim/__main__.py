@@ -65,7 +65,6 @@ PLACED_REQUESTS, PLACED_REQUESTS_SHORT = 600, 200
 LARGEST_LOADS = ((2000, 150, 12),)
 """Loads of 1,000 workers."""
 KINDS: tuple[placement.Kind, ...] = ("policy", "split", "colocated")
-PARTS = ("prefill", "placement", "swing", "split", "drafts", "profiles")
 SPLIT_PROMPTS, SPLIT_SHORT = 600, 40
 """Prompts of each simulation, and of a short run."""
 SPLIT_GOALS = {"idle": (0.0, 0.34), "half": (0.5, 0.6)}
@@ -247,14 +246,14 @@ def add_prefill(report: Report, short: bool) -> None:
 
 def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
-    p.add_argument("--only", choices=PARTS, help="simulate this part")
-    args = p.parse_args()
-    report = Report.of("routing_sim", args, seed=SEED)
     adds = {
         "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
         "drafts": add_drafts, "profiles": add_profiles,
     }  # fmt: skip
-    parts = [args.only] if args.only else [part for part in PARTS if part != "swing" or not args.short]
+    p.add_argument("--only", choices=adds, help="simulate this part")
+    args = p.parse_args()
+    report = Report.of("routing_sim", args, seed=SEED)
+    parts = [args.only] if args.only else [part for part in adds if part != "swing" or not args.short]
     tables = [adds[part](report, args.short) for part in parts]
     report.finish()
     print("\n".join(line for table in tables for line in table or ()))
