@@ -112,7 +112,8 @@ class Autoscaler:
         answered = {address for address in ready & samples.keys() if not samples[address].silent}
         if len(answered) < 2:
             return
-        address = min(answered, key=lambda each: _work(samples[each].status))
+        left = {each: samples[each].status for each in answered}  # what each would still do in its old pool
+        address = min(left, key=lambda each: (left[each].tokens_waiting, left[each].requests_running))
         try:
             await set_pool(self._channels[address], target, PATIENCE)
         except RpcError as error:
@@ -144,8 +145,3 @@ class Autoscaler:
         for address in self._channels.keys() - addresses:
             await self._channels.pop(address).close(None)
             self._last.pop(address, None)
-
-
-def _work(status: pb.WorkerStatus) -> tuple[int, int]:
-    """What a worker would still do in its old pool: prompt tokens, then requests."""
-    return status.tokens_waiting, status.requests_running
