@@ -84,7 +84,7 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
         # If the machine of the routers was lost, Ray has restarted them elsewhere: replace them here.
         moved = [] if found.front_node == cluster.front_node else cluster.roles
         _end_actors([SUPERVISOR, *(actor_name(spec) for spec in moved if spec.role == "router")])
-    return asyncio.run(DetachedStart(plan, cluster, found=supervisor is not None).run())
+    return asyncio.run(_start(plan, cluster, found=supervisor is not None))
 
 
 def _check(found: Detached, wanted: Detached, address: str) -> None:
@@ -160,58 +160,50 @@ async def _end(supervisor: Any, signum: int) -> None:
     ray.kill(supervisor)
 
 
-class DetachedStart:
-    """Starts a detached cluster and shows its progress.
+async def _start(plan: Plan, cluster: Detached, *, found: bool) -> int:
+    """Starts a detached cluster and shows its progress. Returns the exit code.
 
-    Args:
-        found: the roles of the cluster run already, and its old supervisor was ended. The new supervisor
-            finds the roles. If the start fails, this command does not end the cluster.
+    `found`: the roles of the cluster run already, and its old supervisor was ended. The new supervisor finds
+    the roles. If the start fails, this command does not end the cluster.
     """
+    signals, display = StopSignals(), Display()
+    signals.install()  # after ray.init, which installs handlers of its own
+    options = {
+        "name": SUPERVISOR,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",  # it outlives this command
+        "max_restarts": -1,  # a restarted supervisor finds the running roles
+        "num_cpus": 0,  # it mostly waits, so it must not reserve a core that a worker could use
+    }
+    supervisor = ray.remote(ClusterActor).options(**options).remote(cluster)
+    with display:
+        following = asyncio.create_task(_follow(supervisor, display, found=found))
+        await signals.unless_stopped(following)
+        failure, states = following.result() if following.done() else (None, [])
+        following.cancel()
+    if failure is None and not signals.stop.is_set():
+        logs = cluster.logs or "on each node, in its run directory"
+        stop = f"baton stop --ray-address {plan.ray.ray_address}"
+        display.ready(plan, plan.admin_url(states), logs, stop)
+        return 0
+    if failure is not None:
+        display.error(failure)
+    if not found:
+        await _end(supervisor, signal.SIGINT)
+    return 0 if failure is None else 1
 
-    def __init__(self, plan: Plan, cluster: Detached, *, found: bool) -> None:
-        self._plan = plan
-        self._cluster = cluster
-        self._found = found
-        self._display = Display()
-        self._states: list[tuple[RoleSpec, RoleState]] = []
 
-    async def run(self) -> int:
-        signals = StopSignals()
-        signals.install()  # after ray.init, which installs handlers of its own
-        options = {
-            "name": SUPERVISOR,
-            "namespace": NAMESPACE,
-            "lifetime": "detached",  # it outlives this command
-            "max_restarts": -1,  # a restarted supervisor finds the running roles
-            "num_cpus": 0,  # it mostly waits, so it must not reserve a core that a worker could use
-        }
-        supervisor = ray.remote(ClusterActor).options(**options).remote(self._cluster)
-        with self._display:
-            following = asyncio.create_task(self._follow(supervisor))
-            await signals.unless_stopped(following)
-            failure = following.result() if following.done() else None
-            following.cancel()
-        if failure is None and not signals.stop.is_set():
-            logs = self._cluster.logs or "on each node, in its run directory"
-            stop = f"baton stop --ray-address {self._plan.ray.ray_address}"
-            self._display.ready(self._plan, self._plan.admin_url(self._states), logs, stop)
-            return 0
-        if failure is not None:
-            self._display.error(failure)
-        if not self._found:
-            await _end(supervisor, signal.SIGINT)
-        return 0 if failure is None else 1
-
-    async def _follow(self, supervisor: Any) -> str | None:
-        """Returns None when every role is ready, or the reason when a role fails."""
-        seen = 0
-        while True:
-            seen, states = await supervisor.changed.remote(seen)
-            self._states = states
-            for role, state in states:
-                self._display.stage(role.name, state.stage, state.fraction)
-                # A worker of a found cluster has served before, so its restart will succeed.
-                if state.phase == "waiting" and not (self._found and role.role != "router"):
-                    return f"{role.name}: {state.error}"
-            if all(state.phase == "ready" for _, state in states):
-                return None
+async def _follow(
+    supervisor: Any, display: Display, *, found: bool
+) -> tuple[str | None, list[tuple[RoleSpec, RoleState]]]:
+    """Returns when every role is ready, or a role fails: the reason, if there is one, and all states."""
+    seen = 0
+    while True:
+        seen, states = await supervisor.changed.remote(seen)
+        for role, state in states:
+            display.stage(role.name, state.stage, state.fraction)
+            # A worker of a found cluster has served before, so its restart will succeed.
+            if state.phase == "waiting" and not (found and role.role != "router"):
+                return f"{role.name}: {state.error}", states
+        if all(state.phase == "ready" for _, state in states):
+            return None, states
