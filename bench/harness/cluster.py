@@ -308,17 +308,16 @@ def two_workers(
             yield cluster
 
 
-def status(url: str, key: str = "") -> dict[str, Any]:
-    """The status of a router. `key`: its API key."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with urllib.request.urlopen(urllib.request.Request(url + "/status", headers=headers), timeout=30) as page:
+def status(url: str) -> dict[str, Any]:
+    """The status of a router."""
+    with urllib.request.urlopen(url + "/status", timeout=30) as page:
         return json.load(page)
 
 
-def leaks(url: str, key: str = "") -> dict[str, int]:
+def leaks(url: str) -> dict[str, int]:
     """What the pools of all workers miss. Empty if every pool is whole."""
     found: dict[str, int] = {}
-    for worker in status(url, key)["workers"]:
+    for worker in status(url)["workers"]:
         told, name = worker["status"], f"{worker['role']} {worker['index']}"
         found |= {f"{name}: {field}": told[field] for field in _MUST_BE_ZERO}
         for pool in ("blocks", "arena_slots"):
@@ -326,9 +325,9 @@ def leaks(url: str, key: str = "") -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def leaks_when_idle(url: str, key: str = "", within: float = WHOLE_S) -> dict[str, int]:
+def leaks_when_idle(url: str, within: float = WHOLE_S) -> dict[str, int]:
     """As `leaks`, but waits up to `within` seconds, since releases follow the last token."""
     deadline = time.monotonic() + within
-    while (found := leaks(url, key)) and time.monotonic() < deadline:
+    while (found := leaks(url)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
