@@ -154,11 +154,6 @@ def _hints(group: type) -> dict[str, Any]:
     return get_type_hints(group)
 
 
-def option_of(group: type, each: Field[Any]) -> tuple[Any, OptionInfo | ArgumentInfo]:
-    """The type and the typer metadata of an option field."""
-    return _hints(group)[each.name], each.metadata["typer"]
-
-
 def default_of(each: Field[Any]) -> Any:
     """The default of an option; `Parameter.empty` for an argument that must be given."""
     if each.default_factory is not MISSING:
@@ -183,12 +178,11 @@ def group_parameters(group: type, *, variables: bool = True) -> list[inspect.Par
     """The parameters of a group. `variables`: each option is a variable, too."""
     parameters: list[inspect.Parameter] = []
     for each in fields(group):
-        if is_dataclass(inner := _hints(group)[each.name]):
-            assert isinstance(inner, type)
-            parameters += group_parameters(inner, variables=variables)
+        if is_dataclass(type_ := _hints(group)[each.name]):
+            assert isinstance(type_, type)
+            parameters += group_parameters(type_, variables=variables)
             continue
-        type_, declared = option_of(group, each)
-        info = copy.copy(declared)
+        info: OptionInfo | ArgumentInfo = copy.copy(each.metadata["typer"])
         if isinstance(info, ArgumentInfo):
             parameters.append(_parameter(each.name, default_of(each), type_, info))
             continue

@@ -26,7 +26,6 @@ import baton.cluster.serve
 from baton.cluster.cli import app
 from baton.cluster.gpus import visible_gpus
 from baton.cluster.options import clients, engine, pools, roles
-from baton.cluster.options.parameters import option_of
 from baton.cluster.supervision.plan import Plan
 from baton.cluster.supervision.processes import PACKAGES
 from baton.engine import EngineConfig
@@ -91,9 +90,8 @@ def test_help_shows_the_values_of_every_choice() -> None:
     """A metavar would hide them."""
     named = [each for module in (clients, engine, pools, roles) for each in vars(module).values()]
     groups = [group for group in named if isinstance(group, type) and is_dataclass(group)]
-    options = [(group, each) for group in groups for each in fields(group) if each.metadata]
-    every = [(each.name, *option_of(group, each)) for group, each in options]
-    choices = {name: info for name, kind, info in every if "Literal" in str(kind)}
+    kinds = [(get_type_hints(group)[each.name], each) for group in groups for each in fields(group)]
+    choices = {each.name: each.metadata["typer"] for kind, each in kinds if "Literal" in str(kind)}
     assert len(choices) > 15
     assert [name for name, info in choices.items() if info.metavar] == []
 
