@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 Pool = Literal["prefill", "decode"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
 RoleName = Literal["prefill", "decode", "router", "store"]
-Placement = Literal["spread", "pack", "pair"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class RoleSpec:
     environment: Mapping[str, str] = field(repr=False)  # secrets, which never belong in argv
     gpus: int = 0
     cpus: int = 1
-    placement: Placement = "spread"
+    placement: Literal["spread", "pack", "pair"] = "spread"
     labels: Mapping[str, str] = field(default_factory=dict)
     tls: TlsFiles | None = None
 

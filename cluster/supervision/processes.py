@@ -103,11 +103,6 @@ class StopSignals:
 # ------------------------------------------------------------ the process tree
 
 
-def descendants(pid: int) -> list[psutil.Process]:
-    """All processes below `pid`, zombies included."""
-    return psutil.Process(pid).children(recursive=True)
-
-
 def alive(process: psutil.Process) -> bool:
     """Whether it has not ended. A zombie has."""
     try:
@@ -150,7 +145,7 @@ def end_descendants(patience: float, hurry: threading.Event) -> list[str]:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-        left = list(filter(alive, descendants(os.getpid())))
+        left = list(filter(alive, psutil.Process().children(recursive=True)))
         if not left:
             return sorted(killed.values())
         if hurry.is_set() or time.monotonic() >= deadline:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import psutil
 
-from baton.cluster.supervision.processes import alive, descendants
+from baton.cluster.supervision.processes import alive
 
 BATON = [sys.executable, "-m", "baton.cluster.cli"]
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Machine:
 
 def tree(pid: int) -> list[psutil.Process]:
     """The living descendants."""
-    return list(filter(alive, descendants(pid)))
+    return list(filter(alive, psutil.Process(pid).children(recursive=True)))
 
 
 def command_lines(pid: int) -> dict[psutil.Process, str]:

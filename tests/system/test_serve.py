@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from baton.bench.harness.streams import cases, expected
-from baton.cluster.supervision.processes import alive, descendants
+from baton.cluster.supervision.processes import alive
 
 from .machine import Machine, command_lines, tree, until
 from .recovery import each_has, ride
@@ -92,7 +92,7 @@ def family(serve: Serve, role: str) -> list[psutil.Process]:
     """The processes of a worker, its service process first."""
     service = serve.role(role)
     assert service is not None
-    return [service, *descendants(service.pid)]
+    return [service, *service.children(recursive=True)]
 
 
 async def test_killed_and_hung_workers_come_back_and_streams_wait_for_them(served: Serve) -> None:
@@ -146,7 +146,7 @@ def test_a_killed_serve_leaves_nothing(machine: Machine) -> None:
     serve = Serve(machine, fresh=True)
     try:
         until(lambda: serve.role("router 0"), START_S, "a router")
-        processes = descendants(serve.process.pid)
+        processes = psutil.Process(serve.process.pid).children(recursive=True)
     finally:
         serve.kill()
     until(lambda: None if any(map(alive, processes)) else True, 15, "everything dies with serve")
