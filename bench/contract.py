@@ -189,12 +189,8 @@ def _device(devices: Sequence[str], given: str) -> str:
 def interleaved(a: Callable[[], T], b: Callable[[], T], pairs: int) -> tuple[list[T], list[T]]:
     """Runs A B A B …, so that a machine whose speed drifts favours neither side. Returns both series."""
     assert pairs >= MIN_PAIRS, f"a ratio takes at least {MIN_PAIRS} pairs, not {pairs}"
-    series_a: list[T] = []
-    series_b: list[T] = []
-    for _ in range(pairs):
-        series_a.append(a())
-        series_b.append(b())
-    return series_a, series_b
+    found = [(a(), b()) for _ in range(pairs)]
+    return [of_a for of_a, _ in found], [of_b for _, of_b in found]
 
 
 def paired_ratio(series_a: Sequence[float], series_b: Sequence[float]) -> tuple[float, float]:
