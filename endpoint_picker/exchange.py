@@ -128,13 +128,11 @@ class Exchange:
             log.warning("a request was refused: %s", text)
             return _refusal(NoWorker(text, retry_after=RETRY_AFTER))
         common = pb.CommonResponse(header_mutation=_headers({DESTINATION: address}), clear_route_cache=True)
-        metadata = struct_pb2.Struct()
-        metadata.update({DESTINATION_NAMESPACE: {DESTINATION: address}})
         if answered == "request_headers":
             response = pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common))
         else:
             response = pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
-        response.dynamic_metadata.CopyFrom(metadata)
+        response.dynamic_metadata.update({DESTINATION_NAMESPACE: {DESTINATION: address}})
         return response
 
 

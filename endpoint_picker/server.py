@@ -6,7 +6,6 @@ import logging.config
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import setproctitle
 import uvloop
@@ -44,9 +43,6 @@ class PickerConfig:
     """Seconds for open streams to finish after SIGTERM."""
     log_format: logs.Format = "text"
     log_level: logs.Level = "info"
-
-    def logging(self) -> dict[str, Any]:
-        return logs.log_config(self.log_format, self.log_level, {"role": "picker"}, exception_text=False)
 
 
 log = logging.getLogger(__name__)
@@ -132,6 +128,7 @@ async def serve(config: PickerConfig) -> None:
 def main(config: PickerConfig) -> int:
     """Runs the picker until SIGTERM or SIGINT. Raises ValueError for a mistake of the user."""
     setproctitle.setproctitle("baton: picker")
-    logging.config.dictConfig(config.logging())
+    lines = logs.log_config(config.log_format, config.log_level, {"role": "picker"}, exception_text=False)
+    logging.config.dictConfig(lines)
     uvloop.run(serve(config))
     return 0
