@@ -263,11 +263,13 @@ class Worker:
         short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
         started = sum(request.left < request.tokens for request in self._prompts)
+        left = sum(request.left for request in self._prompts)
+        planned = sum(count for _, count in self._planned or ())
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
             reservations=self.reserved,
-            tokens_waiting=self._tokens_waiting,
+            tokens_waiting=left + planned + self._under_way,  # all that are not computed
             blocks_free=BLOCKS - self._positions // BLOCK,
             blocks_total=BLOCKS,
             requests_waiting=len(self._prompts) - started,
@@ -282,12 +284,6 @@ class Worker:
             decode_seconds=limit.step_seconds,
             fastest_step_seconds=limit.fastest_seconds,
         )
-
-    @property
-    def _tokens_waiting(self) -> int:
-        """Prompt tokens that are not computed, with those of the step under way and of the next."""
-        planned = sum(count for _, count in self._planned or ())
-        return sum(request.left for request in self._prompts) + planned + self._under_way
 
     # ------------------------------------------------------------ steps
 
