@@ -155,7 +155,10 @@ class Router:
         asked, snapshot, prefill = self._sticky(request)
         found = policy.Placement("handover")
         if self.kind == "policy":
-            found = self._place(request, asked, snapshot, prefill, decode)
+            first, status = self._prefill_offer(asked, snapshot, prefill), self._status[decode]
+            waiting = self._loads.tokens_waiting(decode, now)
+            offer = policy.decode_offer(status, self._decodes[decode], waiting, 0)
+            found = policy.place(request.prompt, request.answer, first, [offer])
             if self.splits and self._split(request, prefill, decode, found.alone):
                 return
         token_seconds = 1 / float(snapshot.speed[prefill])
@@ -169,19 +172,6 @@ class Router:
             self._submit(request, prefill, prefill)
         else:
             self._submit(request, prefill, decode, queued=self._loads.tokens_queued(prefill, now) > BUDGET)
-
-    def _place(
-        self,
-        request: Request,
-        asked: PrefillRequest,
-        snapshot: PrefillSnapshot,
-        prefill: int,
-        decode: int,
-    ) -> policy.Placement:
-        first = self._prefill_offer(asked, snapshot, prefill)
-        waiting = self._loads.tokens_waiting(decode, self.clock.now)
-        offer = policy.decode_offer(self._status[decode], self._decodes[decode], waiting, 0)
-        return policy.place(request.prompt, request.answer, first, [offer])
 
     def _prefill_offer(
         self, asked: PrefillRequest, snapshot: PrefillSnapshot, row: int
