@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from grpc import RpcError
 from grpc.aio import Channel
@@ -81,9 +80,8 @@ class Autoscaler:
         workers = {pool: None if need is None else need.workers for pool, need in needed.items()}
         wanted = self._balancer.decide(now, workers, sizes, starting)
         await self._resize(sizes, wanted, samples)
-        shown: dict[str, Any] = {}
-        for pool, need in needed.items():
-            shown[pool] = {
+        self._supervisor.pools = {
+            pool: {
                 "size": wanted[pool],
                 "ready": sum(state.phase == "ready" for state in self._supervisor.pool(pool)),
                 "least": scalers[pool].least,
@@ -91,7 +89,8 @@ class Autoscaler:
                 "needed": None if need is None else round(need.workers, 2),
                 "why": need.why if need else "no worker has measured its speed yet",
             }
-        self._supervisor.pools = {**self._supervisor.pools, **shown}
+            for pool, need in needed.items()
+        }
         await self._supervisor.tell_routers()
 
     async def _resize(
