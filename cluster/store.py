@@ -93,14 +93,11 @@ def _serve(given: StoreRole) -> int:
         except OSError as error:
             raise ValueError(cannot_listen("--port", store.host, store.port, error)) from error
         metrics = store.metrics_port or free_port(store.host)
-        ha = (
-            ["--enable_ha=true", f"--etcd_endpoints={store.etcd}", "--enable_oplog=true"]
-            if store.etcd
-            else []
-        )
-        address = [f"--rpc_address={store.host}", f"--rpc_port={store.port}"]
-        metrics_flags = [f"--metrics_host={store.host}", f"--metrics_port={metrics}"]
-        commands.append([f"{directory}/mooncake_master", *address, *metrics_flags, *ha])
+        flags = [f"--rpc_address={store.host}", f"--rpc_port={store.port}"]
+        flags += [f"--metrics_host={store.host}", f"--metrics_port={metrics}"]
+        if store.etcd:
+            flags += ["--enable_ha=true", f"--etcd_endpoints={store.etcd}", "--enable_oplog=true"]
+        commands.append([f"{directory}/mooncake_master", *flags])
         ports.append(metrics if store.etcd else store.port)  # until it leads, it opens no other
     else:
         shared_store.check(store.kv_store)
