@@ -187,7 +187,6 @@ def headline(before: Scrape | None, after: Scrape) -> list[str]:
     told = after.status.get("router") or {}
     names = (f"vllm:num_requests_{name}" for name in ("running", "waiting"))
     running, waiting = (round(after.router.get((name, ""), 0)) for name in names)
-    retries = change.added("baton:retries_total")
     latencies = (f"{name} {_pair(change.quantiles(metric))}" for name, metric in LATENCIES.items())
     return [
         f"[bold]{escape(str(told.get('model', '–')))}[/bold] · router {told.get('state', '–')}"
@@ -198,7 +197,7 @@ def headline(before: Scrape | None, after: Scrape) -> list[str]:
         f" · output tokens/s {_number(change.rate('vllm:generation_tokens_total'))}"
         f" · errors/s {_number(change.rate('baton:request_errors_total'))}"
         f" · split prompts {_number(change.added('baton:split_prompts_total'), digits=0)}"
-        f" · retries {_number(retries, digits=0)}",
+        f" · retries {_number(change.added('baton:retries_total'), digits=0)}",
         f"{' · '.join(latencies)}  [dim](p50 / p99)[/dim]",
     ]
 
@@ -268,12 +267,11 @@ def run(endpoint: EndpointOptions, top: TopOptions) -> int:
 
 
 async def _run(endpoint: EndpointOptions, top: TopOptions) -> None:
-    terminal = sys.stdout.isatty()
     before = await scrape(endpoint)
     if top.once:
         await asyncio.sleep(top.interval)
         console().print(frame(before, await scrape(endpoint)))
-    elif terminal:
+    elif sys.stdout.isatty():
         with Live(frame(None, before), console=console(), screen=True, auto_refresh=False) as live:
             await _follow(endpoint, top, before, lambda shown: live.update(shown, refresh=True))
     else:
