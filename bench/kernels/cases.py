@@ -169,10 +169,8 @@ class DenseCases(Cases[Shape]):
         slots = torch.empty(0, dtype=torch.int64, device=self.device)  # no KV is written
         tiles = None
         if in_graph:
-            tile, programs = (
-                SHORT.tokens(shape.heads // shape.kv_heads),
-                self.kernels.tile_programs(shape.kv_heads),
-            )
+            tile = SHORT.tokens(shape.heads // shape.kv_heads)
+            programs = self.kernels.tile_programs(shape.kv_heads)
             tiles = torch.from_numpy(tile_work(spans[decodes:], decodes, tile, programs)).to(self.device)
         metadata = AttentionMetadata(
             shape.block_size, slots, tables, contexts, decodes, spans[decodes:], tiles

@@ -4,7 +4,7 @@ Torch multiplies by `torch._grouped_mm`, of rows that are sorted already, withou
 over a token's experts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,7 +68,5 @@ class MoeCases(Cases[MoeShape]):
         out = (len(rows) // 2 if gated else tokens) * size * x.itemsize
         moved = nbytes(x) + sum(count > 0 for count in counts) * size * inner * x.itemsize + out
         flops = 2 * len(rows) * size * inner
-        against: Callable[[], object] | None = None
-        if hasattr(torch, "_grouped_mm") and x.dtype is torch.bfloat16:
-            against = theirs
+        against = theirs if x.dtype is torch.bfloat16 else None
         return Case(name, moved, flops, ours, against, "torch._grouped_mm, rows sorted")

@@ -125,9 +125,8 @@ class Runs:
     streamed: dict[int, list[Streamed]]  # by size of the batch beside it
     alones: list[bytes] = field(default_factory=list)  # decode ids
     prefills: list[float] = field(default_factory=list)  # times to first token without a handover
-    gaps: dict[int, list[tuple[list[float], list[float]]]] = field(
-        default_factory=dict
-    )  # by batch: quiet and injected, next to each other
+    gaps: dict[int, list[tuple[list[float], list[float]]]] = field(default_factory=dict)
+    """By batch: quiet and injected, next to each other."""
     raws: list[float] = field(default_factory=list)
 
 
