@@ -32,17 +32,14 @@ class Series:
         values = np.fromiter((x for g in groups for x in g), dtype=np.float64, count=sum(sizes))
         return cls(values, np.repeat(np.arange(len(groups)), sizes))
 
-    def __len__(self) -> int:
-        return len(self.values)
-
     def rows(self, metric: str, goals: Mapping[str, float]) -> dict[str, Row]:
         """Rows in ms by quantile: p50, those of p90, p99 and p99.9 with a sample above it, and max, which has
         no interval. Empty without any sample. `goals`: upper bounds by name of the row."""
-        if not len(self):
+        if not (count := len(self.values)):
             return {}
         order = np.sort(self.values)
         # Without a sample above it, the maximum would stand for a quantile: the p99 of 50 is one sample.
-        known = {name: q for name, q in QUANTILES.items() if q <= 0.5 or round(len(self) * (1 - q), 6) >= 1}
+        known = {name: q for name, q in QUANTILES.items() if q <= 0.5 or round(count * (1 - q), 6) >= 1}
         found = {name: self._estimate(order, q) for name, q in known.items()}
         found["max"] = float(order[-1]), None, None
         return {
