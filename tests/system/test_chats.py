@@ -18,8 +18,8 @@ from .recovery import FLAGS, Broken
 
 TURNS = 10
 ANSWER = 12
-HANDED_OVER = ("--routing-policy", "round-robin", "--no-overflow")
-ANYWHERE = ("--routing-policy", "round-robin")
+ANYWHERE = ("--routing-policy", "round-robin", "--no-split-prompts")  # a part of a prompt is not fetched
+HANDED_OVER = (*ANYWHERE, "--no-overflow")
 FETCHED = "baton:prefix_fetched_tokens_total"
 LOADED = "baton:offload_loaded_tokens_total"
 Make = Callable[..., LocalCluster]
@@ -125,7 +125,7 @@ async def test_hits_recover_after_a_restart_of_a_prefill_worker(reusing: Make) -
     """From the other worker of its pool, from decode workers, and from the memory of their hosts: pools are
     smaller than the chats."""
     flags = (*HOST, "--drain-timeout", "10")
-    cluster = await asyncio.to_thread(reusing, 120, ("--no-overflow",), flags)
+    cluster = await asyncio.to_thread(reusing, 160, ("--no-overflow", "--no-split-prompts"), flags)
     leaving = cluster.of("prefill")[0]
     chats = [text(400, number) for number in range(6)]
     shares: list[float] = []

@@ -28,7 +28,7 @@ async def test_each_rank_is_killed_in_mid_stream(
     with LocalCluster(
         tmp_path, prefill=1, decode=1,
         worker_flags=[*FLAGS, *shallow_model, size, str(prefill_ranks), "--block-size", "32"],
-        decode_flags=[size, str(decode_ranks), "--block-size", "48"],
+        decode_flags=[size, str(decode_ranks), "--block-size", "16"],
         router_flags=["--no-overflow"],
     ) as cluster:  # fmt: skip
         ranked = Broken(cluster, broken.right)

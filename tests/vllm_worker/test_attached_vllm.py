@@ -199,9 +199,9 @@ async def test_a_decode_goes_on_after_the_first_token(
         )
         assert sorted(x.tokens for x in told if isinstance(x, Computed)) == sorted(map(len, prompts))
         assert decode.server.preemptions > 0
-        if "enable_chunked_prefill" not in both:
-            assert decode.costs.short.tokens > 0
-            assert (decode.server.bounded > 0) == ("one_process" in options), "prompts beside decodes"
+        assert decode.costs.step_seconds > 0
+        if "one_process" in options:  # the test sees steps of its own process
+            assert decode.server.bounded > 0, "prompts beside decodes"
         assert first != [tokens[:1] for tokens in generated(model, prompts, 1)], "sampled"
         continued = [prompt + token for prompt, token in zip(prompts, first, strict=True)]
         rest = generated(model, continued, TOKENS - 1)
