@@ -123,6 +123,8 @@ class MixedSteps:
                 fastest = self._meters.chunk_limit.fastest_seconds or math.inf
                 if len(self._decodes) < ALIKE and seconds < fastest:
                     continue
+            if not step.decodes:
+                self._meters.chunk_limit.record_alone(step.prompt_tokens, seconds)
             self._meters.record(step.decodes, step.prompt_tokens, seconds)
 
     def bound(self, now: float) -> int:

@@ -92,12 +92,16 @@ class ChunkLimit:
         self._recent_most = 0.0  # tokens of the largest recent chunk; decays; 0: there was none
         self._alone = 0, 0.0  # of the largest step without decodes: prompt tokens, and seconds for each
 
+    def record_alone(self, prompt_tokens: int, seconds: float) -> None:
+        """Learns from a large step without decodes, until one with decodes teaches better. Beside decodes a
+        token costs no more than there."""
+        if prompt_tokens >= max(1, self._alone[0]):
+            self._alone = prompt_tokens, seconds / prompt_tokens
+
     def record(self, decodes: bool, prompt_tokens: int, seconds: float) -> None:
-        """Learns from a step with `prompt_tokens` that took `seconds`. One that does not decode says what a
-        token costs, until one that does says it better: beside decodes it is no more than in a large step."""
+        """Learns from a step with `prompt_tokens` that took `seconds`. A step that does not decode teaches
+        nothing: the limit does not hold for it, and it lacks the cost of the decodes."""
         if not decodes:
-            if prompt_tokens >= max(1, self._alone[0]):
-                self._alone = prompt_tokens, seconds / prompt_tokens
             return
         if prompt_tokens:
             self._prompt.add(max(0.0, seconds - self.step_seconds), prompt_tokens)

@@ -19,7 +19,7 @@ class Meters:
     def __init__(self, chunk_limit: ChunkLimit, largest: tuple[int, float] = (0, 0.0)) -> None:
         """`largest`: prompt tokens and seconds of a step that was measured at the start; (0, 0.0): none."""
         self.chunk_limit = chunk_limit
-        chunk_limit.record(False, *largest)
+        chunk_limit.record_alone(*largest)
         self._largest = largest[0]
         self._prefill = Average(DECAY)  # prompt tokens in a second
         self._prefill.add(*largest)

@@ -40,8 +40,8 @@ def test_the_first_prompt_is_a_small_trial() -> None:
 def test_until_a_prompt_was_computed_a_token_costs_what_it_did_at_the_start() -> None:
     """Otherwise routers expect small chunks, and may send no prompt from which the worker could learn."""
     limit = ChunkLimit(None, 8192, 3.5)
-    limit.record(False, 8192, 8192 * 2 * TOKEN)
-    limit.record(False, 100, 1.0)  # a small step reads the weights for a few tokens
+    limit.record_alone(8192, 8192 * 2 * TOKEN)
+    limit.record_alone(100, 1.0)  # it reads the weights for a few tokens
     limit.record(True, 0, STEP)
     found = limit.mixed_step(limit.long_seconds)
     assert (found.tokens, found.seconds) == (125, pytest.approx(3.5 * STEP))
