@@ -128,8 +128,8 @@ def reap_orphans() -> None:
 
 def _reap_orphans() -> None:
     for child in psutil.Process().children():
-        if not alive(child) and os.getpgid(child.pid) != child.pid:
-            with contextlib.suppress(ChildProcessError):
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):  # threads wait for children, too
+            if not alive(child) and os.getpgid(child.pid) != child.pid:
                 os.waitpid(child.pid, os.WNOHANG)
 
 

@@ -61,11 +61,13 @@ async def test_the_tokens_are_those_of_one_worker(whole: Broken) -> None:
     split = functools.partial(metric, cluster.url, "baton:split_prompts_total")
     before = split()
     async with new_session() as http:
-        for case in ASKED * 4:  # a report may be old, and the prompt then has one worker
-            stream = await read(http, cluster.url, case)
-            assert not stream.failed, stream.error
-            assert stream.token_ids == whole.right[case]
-    splits = split() - before
+        for i in range(20):  # a report may be old, and beside other tests often is: the prompt has one worker
+            for case in ASKED:
+                stream = await read(http, cluster.url, case)
+                assert not stream.failed, stream.error
+                assert stream.token_ids == whole.right[case]
+            if (splits := split() - before) and i >= 3:
+                break
     assert splits > 0
     # It asks each worker for its status, which the worker's metrics follow.
     assert not await asyncio.to_thread(leaks_when_idle, cluster.url)
