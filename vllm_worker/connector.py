@@ -203,7 +203,9 @@ class BatonConnector(KVConnectorBase_V1):
             steps.scheduled(request_id, computed, count)
             planner.scheduled(request_id, blocks, computed, count, anew=request_id in cached.resumed_req_ids)
         plan = planner.take()
-        plan.number, plan.costs = steps.begins(time.monotonic()), steps.news()
+        plan.number = steps.begins(time.monotonic())
+        if self._settings.attach:  # else there is no router to be told
+            plan.costs = steps.news()
         return plan
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -112,19 +112,19 @@ class MixedSteps:
             if not step.decodes and not step.prompt_tokens:
                 continue
             seconds, self._over_at = now - max(self._over_at, step.scheduled_at), now
-            if step.prompt_tokens:
-                self._decodes.clear()
-                if step.decodes:
-                    expected = self._meters.chunk_limit.step_seconds + step.prompt_tokens * self._alone
-                    self._launches.add(max(0.0, seconds - expected))
-            else:
+            limit = self._meters.chunk_limit
+            if not step.prompt_tokens:
                 self._decodes.append(seconds)
                 seconds = sum(self._decodes) / len(self._decodes)
-                fastest = self._meters.chunk_limit.fastest_seconds or math.inf
-                if len(self._decodes) < ALIKE and seconds < fastest:
+                if len(self._decodes) < ALIKE and seconds < (limit.fastest_seconds or math.inf):
                     continue
-            if not step.decodes:
-                self._meters.chunk_limit.record_alone(step.prompt_tokens, seconds)
+            else:
+                self._decodes.clear()
+                if step.decodes:
+                    expected = limit.step_seconds + step.prompt_tokens * self._alone
+                    self._launches.add(max(0.0, seconds - expected))
+                else:
+                    limit.record_alone(step.prompt_tokens, seconds)
             self._meters.record(step.decodes, step.prompt_tokens, seconds)
 
     def bound(self, now: float) -> int:
