@@ -34,6 +34,16 @@ def test_options_have_vllms_names() -> None:
 
 
 @pytest.mark.parametrize(
+    "given", ["--enforce-eager", "--cudagraph-capture-sizes 1 2", '--compilation-config={"mode": 0}', "-O0"]
+)
+def test_steps_with_chunks_have_graphs_unless_the_user_says_which(given: str) -> None:
+    largest = "--max-cudagraph-capture-size"
+    assert dict(pairwise(command_line(config(device="cuda"), ["--swap-space", "4"])))[largest] == "512"
+    assert largest not in command_line(config(device="cuda"), given.split())
+    assert largest not in command_line(config(device="cpu"), ())
+
+
+@pytest.mark.parametrize(
     ("fields", "names"),
     [
         ({"host_cache_size": 1 << 30, "enable_prefix_caching": True}, "--host-cache-size"),
