@@ -3,8 +3,8 @@
 vLLM has one bound that may change with each step: how many tokens of each prompt are in it. So all prompts
 share what `ChunkLimit` allows. A step without decodes has no bound.
 
-No CUDA graph of vLLM has a whole step with a chunk: Python launches the attention of each layer. So a small
-chunk may take as long as one of some hundred tokens. A chunk computes at least as long as it waits for that.
+Where no CUDA graph holds a whole step with a chunk, Python launches the attention of each layer. Then a small
+chunk takes as long as one of some hundred tokens. A chunk computes at least as long as it waits for that.
 """
 
 import math
@@ -66,6 +66,7 @@ class MixedSteps:
         self._under_way: deque[_Step] = deque()
         self._over_at = 0.0
         self._in_a_row = 0  # mixed steps
+        self._joined = False
         self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
         self._launches = Average(DECAY)  # seconds of a mixed step, beyond its decodes and its tokens
         self._told = ""
@@ -77,6 +78,10 @@ class MixedSteps:
             self._prompts[request_id] = _Prompt(tokens, due, decodes, tokens)
         else:
             self._decoding.add(request_id)
+
+    def joined(self) -> None:
+        """All KV of a request has come. The next step that is scheduled decodes it."""
+        self._joined = True
 
     def finished(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
@@ -101,6 +106,7 @@ class MixedSteps:
         step, self._step = self._step, _Step(number=self._step.number + 1)
         step.scheduled_at = now
         self._under_way.append(step)
+        self._joined = False
         if step.decodes:
             self._in_a_row = self._in_a_row + 1 if step.prompt_tokens else 0
         return step.number
@@ -127,16 +133,26 @@ class MixedSteps:
                     limit.record_alone(step.prompt_tokens, seconds)
             self._meters.record(step.decodes, step.prompt_tokens, seconds)
 
-    def bound(self, now: float) -> int:
-        """Most tokens of each prompt in a step that begins now. 0: all that the step has room for. So a step
-        that should only decode has a token of each prompt."""
+    def bound(self, now: float, joins_at: float = math.inf) -> int:
+        """Most tokens of each prompt in the next step that is scheduled. 0: all that the step has room for.
+        So a step that should only decode has a token of each prompt. `joins_at`: as in `ChunkLimit`."""
         if not self._decoding or not self._most:
             return self._usual
         prompts = [(prompt.left, prompt.due) for prompt in self._prompts.values()]
-        tokens = self._meters.chunk_limit.tokens(prompts, now)
+        joins_at = now if self._joined else joins_at
+        tokens = self._meters.chunk_limit.tokens(prompts, self._begins(now), joins_at)
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
         return max(1, prompt_limit(tokens, 1, self._in_a_row, ()) // max(1, len(prompts)))
+
+    def _begins(self, now: float) -> float:
+        """When a step that is scheduled now should begin: after those under way."""
+        limit, ends = self._meters.chunk_limit, self._over_at
+        for step in self._under_way:
+            tokens = step.prompt_tokens
+            seconds = limit.mixed_seconds(tokens) if step.decodes else tokens * self._alone
+            ends = max(ends, step.scheduled_at) + seconds
+        return max(now, ends)
 
     @property
     def _alone(self) -> float:

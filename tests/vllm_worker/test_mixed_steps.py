@@ -154,6 +154,25 @@ def begin(steps: MixedSteps, computed: int, now: float) -> int:
     return steps.begins(now)
 
 
+def test_what_joins_waits_for_a_short_step_at_most() -> None:
+    """Also if the step before is still under way: the next one begins after it."""
+    vllm = VLLM().learned()
+    steps, short = vllm.steps, VLLM().learned().steps.bound(0.0)
+    vllm.ask("a", 10_000, within=0.0)
+    vllm.step()
+    now, late = vllm.now, steps.bound(vllm.now)
+    assert late > 2 * short
+    assert short < steps.bound(now, joins_at=now) < late, "many are late"
+    assert steps.bound(now, joins_at=now + STEP / 2) > steps.bound(now, joins_at=now)
+    begin(steps, 100, now)
+    assert steps.bound(now, joins_at=now + STEP / 2) == steps.bound(now, joins_at=now)
+    assert steps.bound(now + STEP, joins_at=now + 1.5 * STEP) > steps.bound(now + STEP, joins_at=now)
+    steps.joined()
+    assert steps.bound(now) == steps.bound(now, joins_at=now)
+    begin(steps, 100, now)
+    assert steps.bound(now) == late, "it has joined"
+
+
 def test_a_chunk_computes_at_least_as_long_as_its_launch_takes() -> None:
     """A step with a chunk takes 50 ms or more. Its decodes and 400 tokens need that time, too."""
     vllm = VLLM(target=0.02).learned()

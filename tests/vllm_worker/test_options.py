@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
 from itertools import pairwise
 from typing import Any
@@ -37,10 +38,11 @@ def test_options_have_vllms_names() -> None:
     "given", ["--enforce-eager", "--cudagraph-capture-sizes 1 2", '--compilation-config={"mode": 0}', "-O0"]
 )
 def test_steps_with_chunks_have_graphs_unless_the_user_says_which(given: str) -> None:
-    largest = "--max-cudagraph-capture-size"
-    assert dict(pairwise(command_line(config(device="cuda"), ["--swap-space", "4"])))[largest] == "512"
-    assert largest not in command_line(config(device="cuda"), given.split())
-    assert largest not in command_line(config(device="cpu"), ())
+    option, user = "--compilation-config", given.split()
+    graphs = json.loads(dict(pairwise(command_line(config(device="cuda"), ["--swap-space", "4"])))[option])
+    assert graphs == {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
+    assert option not in command_line(config(device="cuda"), user)[: -len(user)]
+    assert option not in command_line(config(device="cpu"), ())
 
 
 @pytest.mark.parametrize(
