@@ -102,7 +102,8 @@ class BatonConnector(KVConnectorBase_V1):
         settings, config = self._settings, vllm_config.scheduler_config
         usual = config.long_prefill_token_threshold
         most = config.max_num_batched_tokens if config.enable_chunked_prefill else 0
-        self._steps = MixedSteps(usual, most, settings.ttit_target, settings.ttit_target_steps)
+        graph = vllm_config.compilation_config.max_cudagraph_capture_size
+        self._steps = MixedSteps(usual, most, settings.ttit_target, settings.ttit_target_steps, graph)
         # Requests of a router that begin with an output, until their first step.
         self._beginning: dict[str, Request] = {}
         self._transfers: Transfers | None = None  # of rank 0

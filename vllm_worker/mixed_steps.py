@@ -4,7 +4,8 @@ vLLM has one bound that may change with each step: how many tokens of each promp
 share what `ChunkLimit` allows. A step without decodes has no bound.
 
 Where no CUDA graph holds a whole step with a chunk, Python launches the attention of each layer. Then a small
-chunk takes as long as one of some hundred tokens. A chunk computes at least as long as it waits for that.
+chunk takes as long as one of some hundred tokens. A chunk computes at least as long as it waits for that. A
+step with more tokens than the largest graph takes several times as long, so none with decodes has more.
 """
 
 import math
@@ -54,12 +55,15 @@ class _Step:
 class MixedSteps:
     """Times are in seconds of any clock."""
 
-    def __init__(self, usual: int, most: int, target: float | None, target_steps: float = LONG) -> None:
+    def __init__(
+        self, usual: int, most: int, target: float | None, target_steps: float = LONG, graph: int = 0
+    ) -> None:
         """`usual`: vLLM's bound for steps without decodes. 0: none. `most`: 0 if vLLM computes each prompt in
-        one step. The others are those of `ChunkLimit`."""
+        one step. `graph`: tokens of the largest CUDA graph. 0: none. The others are those of `ChunkLimit`."""
         self._most = most
         self._meters = Meters(ChunkLimit(target, min(usual or most, most), target_steps))
         self._usual = usual
+        self._graph = graph or math.inf
         self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
         self._decoding: set[str] = set()  # requests that decode, or will as soon as their KV comes
         self._step = _Step()  # that is scheduled now
@@ -143,6 +147,7 @@ class MixedSteps:
         tokens = self._meters.chunk_limit.tokens(prompts, self._begins(now), joins_at)
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
+        tokens = int(min(tokens, self._graph - len(self._decoding)))
         return max(1, prompt_limit(tokens, 1, self._in_a_row, ()) // max(1, len(prompts)))
 
     def _begins(self, now: float) -> float:

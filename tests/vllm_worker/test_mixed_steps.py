@@ -16,10 +16,10 @@ MOST = 2048
 class VLLM:
     """Computes prompts in chunks, each as large as the bound allows, beside one request that decodes."""
 
-    def __init__(self, usual: int = 0, target: float | None = None) -> None:
+    def __init__(self, usual: int = 0, target: float | None = None, graph: int = 0) -> None:
         self.now = 0.0
         self.slow = 0.0  # seconds in which a step with a chunk is launched
-        self.steps = MixedSteps(usual, MOST, target)
+        self.steps = MixedSteps(usual, MOST, target, graph=graph)
         self.left: dict[str, int] = {}
         self.total: dict[str, int] = {}
 
@@ -171,6 +171,18 @@ def test_what_joins_waits_for_a_short_step_at_most() -> None:
     assert steps.bound(now) == steps.bound(now, joins_at=now)
     begin(steps, 100, now)
     assert steps.bound(now) == late, "it has joined"
+
+
+def test_steps_with_decodes_fit_into_the_largest_graph() -> None:
+    vllm = VLLM(graph=100).learned()
+    vllm.ask("a", 1000, within=0.0)
+    assert vllm.step() == {"a": 99}
+    vllm.ask("b", 1000)
+    vllm.steps.expect("e", 0, math.inf, decodes=True)
+    assert vllm.step() == {"a": 49, "b": 49}
+    for request_id in "de":
+        vllm.steps.finished(request_id)
+    assert vllm.step(decodes=False) == {"a": 852, "b": 951}
 
 
 def test_a_chunk_computes_at_least_as_long_as_its_launch_takes() -> None:
