@@ -155,23 +155,19 @@ class BatonConnector(KVConnectorBase_V1):
         meta = connector_output.kv_connector_worker_meta or FirstTokens({}, 0)
         assert isinstance(meta, FirstTokens)
         tokens, now = meta.tokens, time.monotonic()
+        self._steps.over(meta.step, now)
+        self._bound_prompts(now)
         if _transfers_here and (came := _transfers_here[0].injected()):
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *came}
             tokens |= came
         for request_id, token in tokens.items():
             if (request := self._beginning.get(request_id)) is not None:
                 _append_output(request, token)
-        self._steps.over(meta.step, now)
-        if connector_output.finished_recving:
-            self._steps.joined()
-        self._bound_prompts(now)
 
     def _bound_prompts(self, now: float) -> None:
         """vLLM reads the bound when it schedules a step."""
         if self._settings.attach:
-            joins_at = _transfers_here[0].next_injection if _transfers_here else math.inf
-            bound = self._steps.bound(now, joins_at)
-            self._vllm_config.scheduler_config.long_prefill_token_threshold = bound
+            self._vllm_config.scheduler_config.long_prefill_token_threshold = self._steps.bound(now)
 
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all
@@ -208,9 +204,9 @@ class BatonConnector(KVConnectorBase_V1):
             steps.scheduled(request_id, computed, count)
             planner.scheduled(request_id, blocks, computed, count, anew=request_id in cached.resumed_req_ids)
         plan = planner.take()
-        plan.number = steps.begins(time.monotonic())
+        plan.number = steps.begins(now := time.monotonic())
         if self._settings.attach:  # else there is no router to be told
-            plan.costs = steps.news()
+            plan.costs = steps.news(now)
         return plan
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -3,6 +3,10 @@
 vLLM has one bound that may change with each step: how many tokens of each prompt are in it. So all prompts
 share what `ChunkLimit` allows. A step without decodes has no bound.
 
+vLLM schedules a step before the one before is over. So a request whose KV has come waits for two steps, and
+in Baton's engine for one. Two short steps take as long as a long one: while there are such requests, no step
+is longer than short.
+
 Where no CUDA graph holds a whole step with a chunk, Python launches the attention of each layer. Then a small
 chunk takes as long as one of some hundred tokens. A chunk computes at least as long as it waits for that. A
 step with more tokens than the largest graph takes several times as long, so none with decodes has more.
@@ -22,6 +26,8 @@ ALIKE = 8
 end of one, and the next one then seems short."""
 DEAR = 1.3
 """As the patience of routers. No prompt fits beside decodes if a token costs more times as much as alone."""
+TRIED_AGAIN = 60.0
+"""Seconds after which a worker that found prompts dear takes one again. No other step would tell it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +72,12 @@ class MixedSteps:
         self._graph = graph or math.inf
         self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
         self._decoding: set[str] = set()  # requests that decode, or will as soon as their KV comes
+        self._joining: set[str] = set()  # those of them whose KV comes from another worker, or came
         self._step = _Step()  # that is scheduled now
         self._under_way: deque[_Step] = deque()
         self._over_at = 0.0
         self._in_a_row = 0  # mixed steps
-        self._joined = False
+        self._mixed_at = -math.inf
         self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
         self._launches = Average(DECAY)  # seconds of a mixed step, beyond its decodes and its tokens
         self._told = ""
@@ -82,14 +89,12 @@ class MixedSteps:
             self._prompts[request_id] = _Prompt(tokens, due, decodes, tokens)
         else:
             self._decoding.add(request_id)
-
-    def joined(self) -> None:
-        """All KV of a request has come. The next step that is scheduled decodes it."""
-        self._joined = True
+            self._joining.add(request_id)
 
     def finished(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
         self._decoding.discard(request_id)
+        self._joining.discard(request_id)
 
     def scheduled(self, request_id: str, computed: int, count: int) -> None:
         """The step computes `count` tokens of the request after the first `computed`."""
@@ -110,9 +115,10 @@ class MixedSteps:
         step, self._step = self._step, _Step(number=self._step.number + 1)
         step.scheduled_at = now
         self._under_way.append(step)
-        self._joined = False
         if step.decodes:
             self._in_a_row = self._in_a_row + 1 if step.prompt_tokens else 0
+            if step.prompt_tokens:
+                self._mixed_at = now
         return step.number
 
     def over(self, number: int, now: float) -> None:
@@ -137,27 +143,18 @@ class MixedSteps:
                     limit.record_alone(step.prompt_tokens, seconds)
             self._meters.record(step.decodes, step.prompt_tokens, seconds)
 
-    def bound(self, now: float, joins_at: float = math.inf) -> int:
-        """Most tokens of each prompt in the next step that is scheduled. 0: all that the step has room for.
-        So a step that should only decode has a token of each prompt. `joins_at`: as in `ChunkLimit`."""
+    def bound(self, now: float) -> int:
+        """Most tokens of each prompt in a step that begins now. 0: all that the step has room for. So a step
+        that should only decode has a token of each prompt."""
         if not self._decoding or not self._most:
             return self._usual
         prompts = [(prompt.left, prompt.due) for prompt in self._prompts.values()]
-        joins_at = now if self._joined else joins_at
-        tokens = self._meters.chunk_limit.tokens(prompts, self._begins(now), joins_at)
+        joins_at = now if self._joining else math.inf
+        tokens = self._meters.chunk_limit.tokens(prompts, now, joins_at)
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
         tokens = int(min(tokens, self._graph - len(self._decoding)))
         return max(1, prompt_limit(tokens, 1, self._in_a_row, ()) // max(1, len(prompts)))
-
-    def _begins(self, now: float) -> float:
-        """When a step that is scheduled now should begin: after those under way."""
-        limit, ends = self._meters.chunk_limit, self._over_at
-        for step in self._under_way:
-            tokens = step.prompt_tokens
-            seconds = limit.mixed_seconds(tokens) if step.decodes else tokens * self._alone
-            ends = max(ends, step.scheduled_at) + seconds
-        return max(now, ends)
 
     @property
     def _alone(self) -> float:
@@ -165,11 +162,12 @@ class MixedSteps:
         speed = self._meters.prefill_tokens_per_s
         return 1 / speed if speed else 0.0
 
-    def news(self) -> list[StepCosts]:
+    def news(self, now: float) -> list[StepCosts]:
         """Returns what steps cost, if it differs in two digits from what was returned before."""
         meters, limit = self._meters, self._meters.chunk_limit
-        short, long = map(limit.mixed_step, (limit.short_seconds, limit.long_seconds))
-        if self._alone and limit.token_seconds > DEAR * self._alone:
+        long_seconds = limit.short_seconds if self._joining else limit.long_seconds
+        short, long = map(limit.mixed_step, (limit.short_seconds, long_seconds))
+        if now < self._mixed_at + TRIED_AGAIN and limit.token_seconds > DEAR * self._alone > 0:
             short = long = UNKNOWN_STEP
         rest = meters.step_seconds, limit.step_seconds, limit.fastest_seconds, meters.prefill_tokens_per_s
         told, self._told = self._told, " ".join(f"{value:.2g}" for value in (*rest, *short, *long))

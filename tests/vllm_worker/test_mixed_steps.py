@@ -7,7 +7,7 @@ import math
 import pytest
 
 from baton.engine.core.chunk_limit import LEAST, MIXED_STEPS
-from baton.vllm_worker.mixed_steps import ALIKE, MixedSteps, StepCosts
+from baton.vllm_worker.mixed_steps import ALIKE, TRIED_AGAIN, MixedSteps, StepCosts
 
 STEP, TOKEN = 0.010, 0.0001
 MOST = 2048
@@ -45,9 +45,9 @@ class VLLM:
     def learned(self) -> VLLM:
         """It knows its costs, and decodes a request."""
         self.ask("l", MOST, decodes=False)
+        self.ask("d", 2)
         self.step(decodes=False)
         self.steps.finished("l")
-        self.steps.expect("d", 0, math.inf, decodes=True)
         for _ in range(ALIKE):
             self.step()
         return self
@@ -110,14 +110,14 @@ def test_a_prompt_with_a_cached_prefix_is_computed_sooner() -> None:
 
 def test_costs_are_said_once() -> None:
     vllm = VLLM()
-    assert vllm.steps.news() == [StepCosts()]
+    assert vllm.steps.news(vllm.now) == [StepCosts()]
     vllm = vllm.learned()
-    [costs] = vllm.steps.news()
+    [costs] = vllm.steps.news(vllm.now)
     assert costs.decode_seconds == costs.fastest_step_seconds == pytest.approx(STEP)
     assert costs.prefill_tokens_per_s == pytest.approx(1 / TOKEN)
     assert costs.short == (87, pytest.approx(0.0187)), "from the prompt that was computed alone"
     assert costs.long == (250, pytest.approx(0.035))
-    assert vllm.steps.news() == []
+    assert vllm.steps.news(vllm.now) == []
 
 
 def test_without_chunks_no_prompt_fits_beside_decodes() -> None:
@@ -127,7 +127,7 @@ def test_without_chunks_no_prompt_fits_beside_decodes() -> None:
         steps.scheduled("d", 0, max(1, 1000 * tokens))
         steps.over(steps.begins(0.0), 1.0)
     assert steps.bound(2.0) == 0
-    [costs] = steps.news()
+    [costs] = steps.news(0.0)
     assert costs.short.tokens == costs.long.tokens == 0
 
 
@@ -143,7 +143,7 @@ def test_a_step_begins_when_the_one_before_is_over() -> None:
         late = 0.3 * STEP * (i % 2)
         steps.over(began[-2], (i - 0.6) * STEP)  # no step: it says nothing
         steps.over(began[-1], i * STEP + late)
-    [costs] = steps.news()
+    [costs] = steps.news(0.0)
     assert costs.fastest_step_seconds == pytest.approx(STEP, rel=0.05), "one that ended late says little"
 
 
@@ -154,35 +154,31 @@ def begin(steps: MixedSteps, computed: int, now: float) -> int:
     return steps.begins(now)
 
 
-def test_what_joins_waits_for_a_short_step_at_most() -> None:
-    """Also if the step before is still under way: the next one begins after it."""
+def test_steps_are_short_while_requests_come_from_other_workers() -> None:
     vllm = VLLM().learned()
-    steps, short = vllm.steps, VLLM().learned().steps.bound(0.0)
-    vllm.ask("a", 10_000, within=0.0)
+    vllm.ask("a", 1000, within=0.0)
     vllm.step()
-    now, late = vllm.now, steps.bound(vllm.now)
-    assert late > 2 * short
-    assert short < steps.bound(now, joins_at=now) < late, "many are late"
-    assert steps.bound(now, joins_at=now + STEP / 2) > steps.bound(now, joins_at=now)
-    begin(steps, 100, now)
-    assert steps.bound(now, joins_at=now + STEP / 2) == steps.bound(now, joins_at=now)
-    assert steps.bound(now + STEP, joins_at=now + 1.5 * STEP) > steps.bound(now + STEP, joins_at=now)
-    steps.joined()
-    assert steps.bound(now) == steps.bound(now, joins_at=now)
-    begin(steps, 100, now)
-    assert steps.bound(now) == late, "it has joined"
+    [alone] = vllm.steps.news(0.0)
+    vllm.steps.expect("e", 0, math.inf, decodes=True)
+    [costs] = vllm.steps.news(0.0)
+    assert costs.short == costs.long == alone.short != alone.long
+    before, _ = vllm.now, vllm.step()
+    assert vllm.now - before == pytest.approx(STEP * math.sqrt(3.5), rel=0.05)
+    vllm.steps.finished("e")
+    before, _ = vllm.now, vllm.step()
+    assert vllm.now - before == pytest.approx(STEP * 3.5, rel=0.3)
 
 
 def test_steps_with_decodes_fit_into_the_largest_graph() -> None:
-    vllm = VLLM(graph=100).learned()
+    vllm = VLLM(graph=60).learned()
     vllm.ask("a", 1000, within=0.0)
-    assert vllm.step() == {"a": 99}
+    assert vllm.step() == {"a": 59}
     vllm.ask("b", 1000)
     vllm.steps.expect("e", 0, math.inf, decodes=True)
-    assert vllm.step() == {"a": 49, "b": 49}
+    assert vllm.step() == {"a": 29, "b": 29}
     for request_id in "de":
         vllm.steps.finished(request_id)
-    assert vllm.step(decodes=False) == {"a": 852, "b": 951}
+    assert vllm.step(decodes=False) == {"a": 912, "b": 971}
 
 
 def test_a_chunk_computes_at_least_as_long_as_its_launch_takes() -> None:
@@ -199,10 +195,11 @@ def test_no_prompt_is_taken_beside_decodes_if_it_costs_much_more_there() -> None
     vllm = VLLM().learned()
     vllm.ask("a", 10_000)
     vllm.step()
-    assert vllm.steps.news()[0].long.tokens > 0
+    assert vllm.steps.news(vllm.now)[0].long.tokens > 0
     vllm.slow = 5 * STEP
     for _ in range(10):
         vllm.step()
-    [costs] = vllm.steps.news()
+    assert vllm.steps.news(vllm.now + TRIED_AGAIN)[0].long.tokens > 0, "nothing else tells it"
+    [costs] = vllm.steps.news(vllm.now)
     assert costs.short == costs.long == (0, 0.0)
     assert costs.decode_seconds == pytest.approx(STEP)
