@@ -155,19 +155,23 @@ class BatonConnector(KVConnectorBase_V1):
         meta = connector_output.kv_connector_worker_meta or FirstTokens({}, 0)
         assert isinstance(meta, FirstTokens)
         tokens, now = meta.tokens, time.monotonic()
-        self._steps.over(meta.step, now)
-        self._bound_prompts(now)
         if _transfers_here and (came := _transfers_here[0].injected()):
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *came}
             tokens |= came
         for request_id, token in tokens.items():
             if (request := self._beginning.get(request_id)) is not None:
                 _append_output(request, token)
+        self._steps.over(meta.step, now)
+        if connector_output.finished_recving:
+            self._steps.joined()
+        self._bound_prompts(now)
 
     def _bound_prompts(self, now: float) -> None:
         """vLLM reads the bound when it schedules a step."""
         if self._settings.attach:
-            self._vllm_config.scheduler_config.long_prefill_token_threshold = self._steps.bound(now)
+            joins_at = _transfers_here[0].next_injection if _transfers_here else math.inf
+            bound = self._steps.bound(now, joins_at)
+            self._vllm_config.scheduler_config.long_prefill_token_threshold = bound
 
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all
