@@ -169,9 +169,7 @@ class BatonConnector(KVConnectorBase_V1):
     def _bound_prompts(self, now: float) -> None:
         """vLLM reads the bound when it schedules a step."""
         if self._settings.attach:
-            joins_at = _transfers_here[0].next_injection if _transfers_here else math.inf
-            bound = self._steps.bound(now, joins_at)
-            self._vllm_config.scheduler_config.long_prefill_token_threshold = bound
+            self._vllm_config.scheduler_config.long_prefill_token_threshold = self._steps.bound(now)
 
     def get_finished_count(self) -> int:
         return 1  # rank 0 speaks for all

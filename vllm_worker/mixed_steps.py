@@ -5,7 +5,7 @@ share what `ChunkLimit` allows. A step without decodes has no bound.
 
 vLLM schedules a step before the one before is over. So a request whose KV has come waits for two steps, and
 in Baton's engine for one. Two short steps take as long as a long one: while there are such requests, no step
-is longer than short. And the step during which KV should come, and the one after it, only decode.
+is longer than short. And the first step of such a request only decodes, if the one before it did not.
 
 Where no CUDA graph holds a whole step with a chunk, Python launches the attention of each layer. Then a small
 chunk takes as long as one of some hundred tokens. A chunk computes at least as long as it waits for that. A
@@ -26,8 +26,6 @@ ALIKE = 8
 end of one, and the next one then seems short."""
 DEAR = 1.3
 """As the patience of routers. No prompt fits beside decodes if a token costs more times as much as alone."""
-SPARED = 2
-"""Most steps in a row that only decode for the sake of requests that join. Then prompts go on."""
 TRIED_AGAIN = 60.0
 """Seconds after which a worker that found prompts dear takes one again. No other step would tell it."""
 
@@ -81,7 +79,7 @@ class MixedSteps:
         self._in_a_row = 0  # mixed steps
         self._mixed_at = -math.inf
         self._joined = False
-        self._spared = 0  # steps in a row without the prompts that wait
+        self._spared = False  # the last step had no part of the prompts that wait
         self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
         self._launches = Average(DECAY)  # seconds of a mixed step, beyond its decodes and its tokens
         self._told = ""
@@ -124,7 +122,7 @@ class MixedSteps:
         step.scheduled_at = now
         self._under_way.append(step)
         self._joined = False
-        self._spared = self._spared + 1 if self._prompts and not step.prompt_tokens else 0
+        self._spared = bool(self._prompts) and not step.prompt_tokens
         if step.decodes:
             self._in_a_row = self._in_a_row + 1 if step.prompt_tokens else 0
             if step.prompt_tokens:
@@ -153,15 +151,14 @@ class MixedSteps:
                     limit.record_alone(step.prompt_tokens, seconds)
             self._meters.record(step.decodes, step.prompt_tokens, seconds)
 
-    def bound(self, now: float, joins_at: float = math.inf) -> int:
+    def bound(self, now: float) -> int:
         """Most tokens of each prompt in a step that is scheduled now. 0: all that the step has room for. So a
-        step that should only decode has a token of each prompt. `joins_at`: when the next request joins."""
+        step that should only decode has a token of each prompt."""
         if not self._decoding or not self._most:
             return self._usual
-        limit, prompts = self._meters.chunk_limit, self._prompts.values()
-        over_at = now + 2 * limit.short_seconds  # after the step under way
-        if (self._joined or joins_at < over_at) and self._spared < SPARED:
+        if self._joined and not self._spared:
             return 1
+        limit, prompts = self._meters.chunk_limit, self._prompts.values()
         may_join_at = now if self._joining else math.inf
         tokens = limit.tokens([(prompt.left, prompt.due) for prompt in prompts], now, may_join_at)
         if self._alone:

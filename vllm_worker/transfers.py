@@ -139,7 +139,6 @@ class Attendant:
         self._orders: queue.SimpleQueue[Callable[[Receiver], object] | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.next_injection = math.inf  # that of the receiver, when it was last asked
         self._thread = threading.Thread(target=self._run, args=(open_receiver,), name="baton kv", daemon=True)
         self._thread.start()
 
@@ -203,7 +202,6 @@ class Attendant:
                     self._events.put(event)
                     if worker is not None:
                         worker.post(event)
-                self.next_injection = receiver.next_injection
                 if worker is not None:
                     worker.flush()
                     for message in worker.receive():
@@ -346,11 +344,6 @@ class Transfers:
                 self._failed_blocks |= set(fetch.block_ids[fetch.start // self._block_size :])
         self._fetch_ends.clear()
         return {self._requests.pop(prefill_id) for prefill_id in sent}, received
-
-    @property
-    def next_injection(self) -> float:
-        """That of the receiver. May be asked from any thread."""
-        return self._attendant.next_injection
 
     def injected(self) -> dict[str, int]:
         """As `take_first_tokens`, for a scheduler in this process: KV that came after `ended` counts, too.

@@ -27,9 +27,9 @@ class VLLM:
         self.steps.expect(request_id, tokens, self.now + within, decodes=decodes)
         self.left[request_id] = self.total[request_id] = tokens
 
-    def step(self, joins_at: float = math.inf, *, decodes: bool = True) -> dict[str, int]:
+    def step(self, *, decodes: bool = True) -> dict[str, int]:
         """Returns the tokens of each prompt in the step."""
-        bound, counts = self.steps.bound(self.now, joins_at) or MOST, dict[str, int]()
+        bound, counts = self.steps.bound(self.now) or MOST, dict[str, int]()
         for request_id, left in self.left.items():
             counts[request_id] = min(left, bound)
             self.steps.scheduled(request_id, self.total[request_id] - left, counts[request_id])
@@ -169,21 +169,17 @@ def test_steps_are_short_while_requests_come_from_other_workers() -> None:
     assert vllm.now - before == pytest.approx(STEP * 3.5, rel=0.3)
 
 
-@pytest.mark.parametrize("how", ["has joined", "joins soon"])
-def test_two_steps_only_decode_for_a_request_that_joins(how: str) -> None:
+def test_the_first_step_of_a_request_from_another_worker_only_decodes() -> None:
+    """Unless the step before did, too: prompts go on if requests join all the time."""
     vllm = VLLM().learned()
     vllm.ask("a", 1000)
     vllm.steps.expect("e", 0, math.inf, decodes=True)
     counts = []
-    for _ in range(6):
-        joins_at = math.inf
-        if how == "has joined":
+    for joins in (False, True, False, True, True, True):
+        if joins:
             vllm.steps.joined()
-        else:
-            joins_at = vllm.now + 3 * STEP
-        counts.append(vllm.step(joins_at)["a"])
-    assert counts == [1, 1, 86, 1, 1, 86]
-    assert vllm.steps.bound(vllm.now) == vllm.steps.bound(vllm.now, vllm.now + 4 * STEP) > 1
+        counts.append(vllm.step()["a"])
+    assert [count > 1 for count in counts] == [True, False, True, False, True, False]
 
 
 def test_steps_with_decodes_fit_into_the_largest_graph() -> None:

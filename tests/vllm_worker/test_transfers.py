@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 import time
@@ -334,18 +333,6 @@ def test_kv_that_comes_after_a_step_was_launched_is_known_before_the_next_one(
     assert decode.transfers.injected() == {}
     decode.idle()
     assert decode.received == {"c"}
-
-
-def test_when_kv_will_have_come_is_known_before(servers: tuple[Server, Server]) -> None:
-    prefill, decode = servers
-    prefill_id = b"p" * 16
-    decode.step(Plan(fetches=[fetch("b", source(prefill, prefill_id), [1, 2], 0, 20)]))
-    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 20)]))
-    assert not decode.received
-    until(lambda: decode.transfers.next_injection <= time.monotonic(), decode)
-    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
-    until(lambda: decode.received == {"b"}, decode)
-    assert decode.transfers.next_injection == math.inf
 
 
 def test_the_worker_sends_a_first_token(servers: tuple[Server, Server]) -> None:
