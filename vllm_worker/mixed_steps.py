@@ -3,7 +3,7 @@
 vLLM has one bound that may change with each step: how many tokens of each prompt are in it. So all prompts
 share what `ChunkLimit` allows. A step without decodes has no bound.
 
-vLLM schedules a step before the one before is over. So a request whose KV has come waits for two steps, and
+vLLM schedules each step before the last one is over. So a request whose KV has come waits for two steps, and
 in Baton's engine for one. Two short steps take as long as a long one: while there are such requests, no step
 is longer than short. And the first step of such a request only decodes, if the one before it did not.
 
@@ -72,12 +72,12 @@ class MixedSteps:
         self._graph = graph or math.inf
         self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
         self._decoding: set[str] = set()  # requests that decode, or will as soon as their KV comes
-        self._joining: set[str] = set()  # those of them whose KV comes from another worker, or came
+        self._handed_over: set[str] = set()  # requests whose prompts another worker computes
         self._step = _Step()  # that is scheduled now
         self._under_way: deque[_Step] = deque()
         self._over_at = 0.0
         self._in_a_row = 0  # mixed steps
-        self._mixed_at = -math.inf
+        self._mixed_at = -math.inf  # when the last mixed step was over
         self._joined = False
         self._spared = False  # the last step had no part of the prompts that wait
         self._decodes: deque[float] = deque(maxlen=ALIKE)  # seconds of the last steps, which only decoded
@@ -91,7 +91,7 @@ class MixedSteps:
             self._prompts[request_id] = _Prompt(tokens, due, decodes, tokens)
         else:
             self._decoding.add(request_id)
-            self._joining.add(request_id)
+            self._handed_over.add(request_id)
 
     def joined(self) -> None:
         """All KV of a request has come. The next step that is scheduled decodes it."""
@@ -100,7 +100,7 @@ class MixedSteps:
     def finished(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
         self._decoding.discard(request_id)
-        self._joining.discard(request_id)
+        self._handed_over.discard(request_id)
 
     def scheduled(self, request_id: str, computed: int, count: int) -> None:
         """The step computes `count` tokens of the request after the first `computed`."""
@@ -125,8 +125,6 @@ class MixedSteps:
         self._spared = bool(self._prompts) and not step.prompt_tokens
         if step.decodes:
             self._in_a_row = self._in_a_row + 1 if step.prompt_tokens else 0
-            if step.prompt_tokens:
-                self._mixed_at = now
         return step.number
 
     def over(self, number: int, now: float) -> None:
@@ -145,6 +143,7 @@ class MixedSteps:
             else:
                 self._decodes.clear()
                 if step.decodes:
+                    self._mixed_at = now
                     expected = limit.step_seconds + step.prompt_tokens * self._alone
                     self._launches.add(max(0.0, seconds - expected))
                 else:
@@ -159,7 +158,7 @@ class MixedSteps:
         if self._joined and not self._spared:
             return 1
         limit, prompts = self._meters.chunk_limit, self._prompts.values()
-        may_join_at = now if self._joining else math.inf
+        may_join_at = now if self._handed_over else math.inf
         tokens = limit.tokens([(prompt.left, prompt.due) for prompt in prompts], now, may_join_at)
         if self._alone:
             tokens = max(tokens, int(self._launches.value / self._alone))
@@ -175,7 +174,7 @@ class MixedSteps:
     def news(self, now: float) -> list[StepCosts]:
         """Returns what steps cost, if it differs in two digits from what was returned before."""
         meters, limit = self._meters, self._meters.chunk_limit
-        long_seconds = limit.short_seconds if self._joining else limit.long_seconds
+        long_seconds = limit.short_seconds if self._handed_over else limit.long_seconds
         short, long = map(limit.mixed_step, (limit.short_seconds, long_seconds))
         if now < self._mixed_at + TRIED_AGAIN and limit.token_seconds > DEAR * self._alone > 0:
             short = long = UNKNOWN_STEP
