@@ -67,7 +67,8 @@ class MixedSteps:
         """`usual`: vLLM's bound for steps without decodes. 0: none. `most`: 0 if vLLM computes each prompt in
         one step. `graph`: tokens of the largest CUDA graph. 0: none. The others are those of `ChunkLimit`."""
         self._most = most
-        self._meters = Meters(ChunkLimit(target, min(usual or most, most), target_steps))
+        beside_decodes = min(usual or most, most, graph or most)
+        self._meters = Meters(ChunkLimit(target, beside_decodes, target_steps))
         self._usual = usual
         self._graph = graph or math.inf
         self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token

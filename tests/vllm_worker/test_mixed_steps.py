@@ -184,6 +184,7 @@ def test_the_first_step_of_a_request_from_another_worker_only_decodes() -> None:
 
 def test_steps_with_decodes_fit_into_the_largest_graph() -> None:
     vllm = VLLM(graph=60).learned()
+    assert vllm.steps.news(vllm.now)[0].long.tokens == 60, "routers expect no more"
     vllm.ask("a", 1000, within=0.0)
     assert vllm.step() == {"a": 59}
     vllm.ask("b", 1000)
