@@ -6,9 +6,12 @@ next is launched and reads its arguments. A kernel launched with `launch_options
 programs of the kernel before it have called `inputs_ready` or ended. The code before its own `inputs_ready`
 then overlaps with that kernel. Only after this call may it write, or read what that kernel writes.
 
-Each kernel lets the next one begin only after its own inputs are ready. So at most two kernels run at once.
-When a kernel begins, all kernels of its stream but the one before it are over: it may read their results. A
-kernel launched without the option, such as torch's or cuBLAS', waits for all kernels before it, as always.
+Most kernels let the next one begin once their own inputs are ready. When that one begins, all kernels of its
+stream but the one before it are over: it may read their results. Norms, products of few rows and other small
+kernels let the next one begin at once (`next_may_begin`), so several kernels load weights and wait at a time.
+The kernel after one of these reads nothing of its own layer before its inputs are ready.
+
+A kernel launched without the option, such as torch's or cuBLAS', waits for all kernels before it, as always.
 """
 
 import functools
@@ -28,9 +31,16 @@ COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def inputs_ready():
-    """Waits for the inputs, then lets the next kernel begin. The first call of every program."""
+    """Waits for the inputs, then lets the next kernel begin. Every program calls it."""
     if COMPILED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def next_may_begin():
+    """Lets the next kernel begin at once: when all programs have called this."""
+    if COMPILED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
 
 

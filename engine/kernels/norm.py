@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.engine.kernels import Both, Quantized
 from baton.engine.kernels.fp8 import empty_like, group_columns, store_quantized
-from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.launch import inputs_ready, launch_options, next_may_begin
 from baton.engine.kernels.moe.combine import sum_of_terms
 from baton.engine.kernels.moe.experts import Terms
 
@@ -85,6 +85,7 @@ def _add_rms_norm(
     CHOSEN: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
+    next_may_begin()
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)

@@ -129,7 +129,9 @@ class TritonKernels(Kernels):
         if not gated:
             grouped = down.grouped if isinstance(down, Fp8Experts) else None
             inner = silu.silu_mul(inner, grouped, experts.activation)
-        y = grouped_linear(inner, down, shuffled, experts.down_bias, dtype=plain.dtype, weighted=False)
+        y = grouped_linear(
+            inner, down, shuffled, experts.down_bias, dtype=plain.dtype, weighted=False, routed=True
+        )
         if on_input and choice.num_chosen == 1 and count == len(counts):
             return y if shared is None else y.add_(shared())
         terms = Terms(y, shuffled.weights, None if shared is None else shared(), not on_input)

@@ -129,7 +129,7 @@ def main() -> None:
             gather_kv.gather(kv, metadata.block_tables[0], dtype)
         if dtype is not torch.float32:
             for tokens in (1, 20, 64):
-                for size in (hidden, 16 * hidden):
+                for size in (64, hidden, 16 * hidden):
                     SkinnyLinear(torch.zeros(size, hidden, dtype=dtype), None, 132)(x[:tokens])
             for grouped in (False, True):
                 for both in (False, True):

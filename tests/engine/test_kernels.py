@@ -53,7 +53,15 @@ def test_silu_mul_and_gelu_mul(triton_kernels: Kernels, dtype: torch.dtype, rows
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
     ("rows", "inner", "size", "multiprocessors"),
-    [(1, 512, 128, 4), (3, 1000, 200, 32), (20, 520, 64, 8), (33, 264, 70, 6), (64, 512, 300, 4)],
+    [
+        (1, 512, 128, 4),
+        (3, 1000, 200, 32),
+        (20, 520, 64, 8),
+        (33, 264, 70, 6),
+        (64, 512, 300, 4),
+        (1, 1000, 70, 32),
+        (2, 512, 61, 16),
+    ],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_of_few_rows(
@@ -65,7 +73,8 @@ def test_linear_of_few_rows(
     multiprocessors: int,
     bias: bool,
 ) -> None:
-    """With tiles that W does not fill, with one part and with several. The counters are 0 afterwards."""
+    """With tiles that W does not fill, with one part, with several, and with whole rows of a small W. The
+    counters are 0 afterwards."""
     from baton.engine.kernels.skinny_linear import SkinnyLinear
 
     x, weight, b = (

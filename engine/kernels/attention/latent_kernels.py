@@ -36,7 +36,7 @@ from baton.engine.kernels.attention.pieces import Pieces, combine, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
 from baton.engine.kernels.attention.tiles import SHORT, Shape, tile_work
 from baton.engine.kernels.fp8 import scale_of
-from baton.engine.kernels.launch import inputs_ready, launch_options, on_hopper
+from baton.engine.kernels.launch import inputs_ready, launch_options, next_may_begin, on_hopper
 from baton.engine.kernels.upload import upload
 from baton.engine.model_config import LatentConfig
 
@@ -506,6 +506,7 @@ def _write(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
+    next_may_begin()
     of_latent = tl.arange(0, RANK)
     norm_weights = tl.load(norm + of_latent).to(tl.float32)
     token = tl.program_id(0).to(tl.int64)

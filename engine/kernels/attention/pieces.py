@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.attention.online_softmax import EXACT_N, LEAST, first_seen, segment_of, span_options
-from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.launch import inputs_ready, launch_options, next_may_begin
 from baton.engine.model_config import Span
 
 # Measured on an H200.
@@ -212,6 +212,7 @@ def _combine(
     HEAD_DIM: tl.constexpr,
     COMBINED: tl.constexpr,
 ):
+    next_may_begin()
     request = tl.program_id(0)
     query = tl.load(places + request) % QUERIES if QUERIES > 1 else 0
     begin = tl.load(first + request - query)

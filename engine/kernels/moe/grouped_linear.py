@@ -106,12 +106,13 @@ def grouped_linear(
     weighted: bool,
     gated: bool = False,
     clamped: ClampedSwiGLU | None = None,
+    routed: bool = False,
 ) -> Tensor:
     """The products for weight [experts, out, in]. bias [experts, out] is added before the weights apply.
 
     x [tokens, in] or [pairs, in], quantized if the weight is in FP8. Returns [pairs, out] of `dtype`; if
     `gated`, which `FourBits` are not, `silu_mul` of that, [pairs, out / 2]. The row of a pair in no list of
-    `shuffled` is undefined."""
+    `shuffled` is undefined. `routed`: a kernel that read `shuffled` was launched since."""
     x, x_scales = x if isinstance(x, Quantized) else (x, None)
     bits = weight if isinstance(weight, FourBits) else None
     weight, weight_scales = weight[:2] if isinstance(weight, Fp8Experts | FourBits) else (weight, None)
@@ -154,6 +155,7 @@ def grouped_linear(
         experts,
         columns,
         inner,
+        ROUTED=routed,
         GATED=gated,
         ALPHA=clamped.alpha if clamped else None,
         LIMIT=clamped.limit if clamped else None,
@@ -195,6 +197,7 @@ def _grouped_linear(
     experts,
     columns,
     inner,
+    ROUTED: tl.constexpr,
     GATED: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -214,7 +217,8 @@ def _grouped_linear(
     SWAPPED: tl.constexpr,
 ):
     """BITS: columns of a group of four bits. BLOCK_K then is words at a time, of a block of WORDS."""
-    inputs_ready()
+    if not ROUTED:
+        inputs_ready()
     of_group = group * tl.cdiv(columns, BLOCK_N)  # programs
     in_group = tl.program_id(0) % of_group
     tile = tl.program_id(0) // of_group * group + in_group % group
@@ -224,6 +228,8 @@ def _grouped_linear(
         real = place < tl.load(counts + expert)
         pair = tl.load(pairs + index * tokens + place, mask=real, other=0).to(tl.int64)
         row = pair // CHOSEN if GATHER else pair
+        if ROUTED:
+            inputs_ready()
         first_column, k = in_group // group * BLOCK_N, tl.arange(0, BLOCK_K)
         column = first_column + tl.arange(0, BLOCK_N)
         used = column < columns
@@ -231,36 +237,17 @@ def _grouped_linear(
         # Rows of W: this expert's begin at `base`. If gated, those of up follow those of gate.
         base = index * columns * 2 if GATED else index * columns
         acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
-        of_up, x_at_group, w_at_group, of_x, of_w = acc, 0, 0, 0, 0
-        of_group_w = columns // BLOCK_K if BLOCKS else columns  # scales
-        if GROUPED:
-            x_at_group = x_scales + row * tl.cdiv(inner, BLOCK_K)
-            w_at_group = (
-                weight_scales
-                + index * tl.cdiv(inner, BLOCK_K) * of_group_w
-                + (first_column // BLOCK_K if BLOCKS else column)
-            )
-            of_x, of_w = group_scales(x_at_group, w_at_group, True, real, used, BLOCKS)
+        of_up = acc
         if BITS is not None:
             acc = _add_four_bits(
                 acc, x_at, real, k, inner, weight, weight_scales, weight_zeros,
                 base + first_column, index, first_column, BITS, FLOATS, WORDS, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
-            for start in tl.range(0, inner, BLOCK_K):
-                a = _columns(x_at, start, real, k, inner)
-                w = _rows(weight, base, first_column, column, used, start, k, inner, COPIED)
-                if GROUPED:
-                    scales = outer_scales(of_x, of_w, SWAPPED, BLOCKS)
-                    x_at_group, w_at_group = x_at_group + 1, w_at_group + of_group_w
-                    is_next = start + BLOCK_K < inner
-                    of_x, of_w = group_scales(x_at_group, w_at_group, is_next, real, used, BLOCKS)
-                    acc += _product(a, w, tl.zeros_like(acc), SWAPPED) * scales
-                else:
-                    acc = _product(a, w, acc, SWAPPED)
-                if GATED:
-                    w = _rows(weight, base + columns, first_column, column, used, start, k, inner, COPIED)
-                    of_up = _product(a, w, of_up, SWAPPED)
+            acc, of_up = _add_columns(
+                acc, x_at, x_scales, row, real, k, inner, weight, weight_scales, base, index, first_column,
+                column, used, columns, GATED, GROUPED, BLOCKS, COPIED, BLOCK_K, SWAPPED,
+            )  # fmt: skip
         weights = tl.load(pair_weights + pair, mask=real, other=0.0) if WEIGHTED else None
         y = tl.trans(acc) if SWAPPED else acc
         if x_scales is not None and not GROUPED:
@@ -274,6 +261,43 @@ def _grouped_linear(
             y = swiglu(y, _biased(up, bias, base + columns + column, used, weights), ALPHA, LIMIT)
         to = out + pair[:, None] * columns + column[None, :]
         tl.store(to, y.to(out.dtype.element_ty), mask=real[:, None] & used[None, :])
+    elif ROUTED:
+        inputs_ready()
+
+
+@triton.jit
+def _add_columns(
+    acc, x_at, x_scales, row, real, k, inner, weight, weight_scales, base, index, first_column, column, used,
+    columns, GATED: tl.constexpr, GROUPED: tl.constexpr, BLOCKS: tl.constexpr, COPIED: tl.constexpr,
+    BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """acc + the product of all columns of x and W; and if GATED, that of the rows of up."""
+    of_up, x_at_group, w_at_group, of_x, of_w = acc, 0, 0, 0, 0
+    of_group_w = columns // BLOCK_K if BLOCKS else columns  # scales
+    if GROUPED:
+        x_at_group = x_scales + row * tl.cdiv(inner, BLOCK_K)
+        w_at_group = (
+            weight_scales
+            + index * tl.cdiv(inner, BLOCK_K) * of_group_w
+            + (first_column // BLOCK_K if BLOCKS else column)
+        )
+        of_x, of_w = group_scales(x_at_group, w_at_group, True, real, used, BLOCKS)
+    for start in tl.range(0, inner, BLOCK_K):
+        # W comes first, since its address is known before those of x.
+        w = _rows(weight, base, first_column, column, used, start, k, inner, COPIED)
+        a = _columns(x_at, start, real, k, inner)
+        if GROUPED:
+            scales = outer_scales(of_x, of_w, SWAPPED, BLOCKS)
+            x_at_group, w_at_group = x_at_group + 1, w_at_group + of_group_w
+            is_next = start + BLOCK_K < inner
+            of_x, of_w = group_scales(x_at_group, w_at_group, is_next, real, used, BLOCKS)
+            acc += _product(a, w, tl.zeros_like(acc), SWAPPED) * scales
+        else:
+            acc = _product(a, w, acc, SWAPPED)
+        if GATED:
+            w = _rows(weight, base + columns, first_column, column, used, start, k, inner, COPIED)
+            of_up = _product(a, w, of_up, SWAPPED)
+    return acc, of_up
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.launch import inputs_ready, launch_options, next_may_begin
 from baton.engine.kernels.moe.experts import Choice
 from baton.engine.model_config import Scoring
 
@@ -95,6 +95,7 @@ def _shuffle(
     GROUPS: tl.constexpr,
     GROUPS_CHOSEN: tl.constexpr,
 ):
+    next_may_begin()
     token, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     biases, has_experts = 0.0, token < tokens
     if bias is not None:
@@ -119,8 +120,7 @@ def _shuffle(
     keys += (COLUMNS - 1 - expert)[None, :]
     keys = tl.where((expert < experts)[None, :], keys, LOWEST)
     choice = tl.arange(0, CHOICES)
-    best = tl.zeros([ROWS, CHOICES], tl.int64)
-    weight = tl.zeros([ROWS, CHOICES], tl.float32)
+    best, weight = tl.zeros([ROWS, CHOICES], tl.int64), tl.zeros([ROWS, CHOICES], tl.float32)
     for i in tl.static_range(CHOSEN):
         highest = tl.max(keys, axis=1)[:, None]
         if bias is not None:
