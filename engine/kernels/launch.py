@@ -7,9 +7,10 @@ programs of the kernel before it have called `inputs_ready` or ended. The code b
 then overlaps with that kernel. Only after this call may it write, or read what that kernel writes.
 
 Most kernels let the next one begin once their own inputs are ready. When that one begins, all kernels of its
-stream but the one before it are over: it may read their results. Norms, products of few rows and other small
-kernels let the next one begin at once (`next_may_begin`), so several kernels load weights and wait at a time.
-The kernel after one of these reads nothing of its own layer before its inputs are ready.
+stream but the one before it are over: it may read their results. Where some short kernels follow each other,
+they let the next one begin at once (`next_may_begin`). So several of them load weights, and wait, at a time.
+The kernel after one of these reads nothing of its own layer before its inputs are ready. Products with more
+weights lose by it: in the 8B shape, steps took 1 to 2 % longer (measured on an H200).
 
 A kernel launched without the option, such as torch's or cuBLAS', waits for all kernels before it, as always.
 """
@@ -39,7 +40,7 @@ def inputs_ready():
 
 @triton.jit
 def next_may_begin():
-    """Lets the next kernel begin at once: when all programs have called this."""
+    """Lets the next kernel begin at once, when all programs have called this, before `inputs_ready`."""
     if COMPILED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -55,6 +56,7 @@ def launch_options() -> dict[str, Any]:
     return {"launch_pdl": COMPILED.value and cuda_capability_geq(9, 0)}
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs run at once, if each has a multiprocessor to itself."""
     if device.type != "cuda":

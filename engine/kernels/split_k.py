@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.engine.kernels.fp8 import group_scales, outer_scales
-from baton.engine.kernels.launch import inputs_ready, launch_options, next_may_begin
+from baton.engine.kernels.launch import inputs_ready, launch_options, multiprocessors, next_may_begin
 
 SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 MAX_SPLITS = 8
@@ -85,6 +85,7 @@ def multiply(
         inner,
         GROUPED=grouped,
         BLOCKS=grouped and of_w.shape[1] < size,
+        EARLY=weight.nbytes <= multiprocessors(weight.device) * SHARED_BYTES,
         **shape.options(),
         **launch_options(),
     )
@@ -109,9 +110,11 @@ def _linear(
     BLOCK_K: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    next_may_begin()
+    if EARLY:
+        next_may_begin()
     inputs_ready()
     # Programs of the same rows of W are neighbours, so that W is read once.
     first_row = tl.program_id(0) * BLOCK_M

@@ -244,7 +244,7 @@ def _absorbed(q: Tensor, kv: KV, part: Absorbed, heads: LatentHeads, out: Tensor
             num_stages=STAGES,
             **launch_options(),
         )
-    combine(partial, lse, part.pieces, latents)
+    combine(partial, lse, part.pieces, latents, early=True)
     _multiply_heads(latents, heads.values.mT, out, exact=part.exact)
 
 

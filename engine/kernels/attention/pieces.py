@@ -97,9 +97,9 @@ def partition(
     return result
 
 
-def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor) -> None:
+def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor, *, early: bool = False) -> None:
     """Writes out [requests, heads, size], for requests of several pieces. partial [pieces, queries, heads,
-    size] and lse [pieces, queries, heads] float32 have their results."""
+    size] and lse [pieces, queries, heads] float32 have their results. `early`: as in `next_may_begin`."""
     requests, heads, size = out.shape
     sharing = pieces.sharing
     _combine[(requests, heads)](
@@ -113,6 +113,7 @@ def combine(partial: Tensor, lse: Tensor, pieces: Pieces, out: Tensor) -> None:
         HEADS=heads,
         HEAD_DIM=size,
         COMBINED=COMBINED,
+        EARLY=early,
         num_warps=1 if size <= MOST_HEAD else 8,
         **launch_options(),
     )
@@ -211,8 +212,10 @@ def _combine(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COMBINED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    next_may_begin()
+    if EARLY:
+        next_may_begin()
     request = tl.program_id(0)
     query = tl.load(places + request) % QUERIES if QUERIES > 1 else 0
     begin = tl.load(first + request - query)
