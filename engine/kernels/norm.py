@@ -85,7 +85,7 @@ def _add_rms_norm(
     CHOSEN: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    if CHOSEN or not ADD:
+    if CHOSEN or not ADD:  # experts made the sum, or it is a norm of latents: short products follow
         next_may_begin()
     columns = tl.arange(0, BLOCK)
     inside = columns < size
