@@ -651,7 +651,7 @@ def different_tokens(engine: Engine) -> int:
     return sum(a != b for ours, right in pairs for a, b in zip(ours, right, strict=True))
 
 
-def bits(engine: Engine, *requests: Any) -> list[list[tuple[int, float | None]]]:
+def bits(engine: Engine, *requests: Any) -> list[list[tuple[int, Any]]]:
     """For each request, its tokens and what a single bit would change: their log probabilities."""
     results = run(engine, list(requests))
     outputs = [results[request.id].outputs for request in requests]
