@@ -237,6 +237,7 @@ def _grouped_linear(
         # Rows of W: this expert's begin at `base`. If gated, those of up follow those of gate.
         base = index * columns * 2 if GATED else index * columns
         acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
+        of_up = acc
         if BITS is not None:
             acc = _add_four_bits(
                 acc, x_at, real, k, inner, weight, weight_scales, weight_zeros,
