@@ -87,11 +87,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SCOPES = ("system", "engine", "kv_transfer", "deploy", "forks")
+SCOPES = ("system", "engine", "deploy", "forks")
 """One process runs all tests of such a package, and they start first, in this order. Tests of `system` share
 clusters, those of `engine` classes of transformers, which take seconds to import, and those of `deploy` what
-kustomize builds. Tests of `kv_transfer` mostly wait, so they run beside those that compute. The servers of
-vLLM come last: they make names in /dev/shm, where tests of `system` look."""
+kustomize builds. The servers of vLLM come last: they make names in /dev/shm, where tests of `system` look."""
 FORKS = ("tests/bench/test_smoke.py", "tests/decode_worker", "tests/worker")
 """Tests of the scope `forks`. They share workers and a fork server (`tests.forked`), which takes seconds to
 start."""
