@@ -62,8 +62,8 @@ def _call_builtins_directly(patch: pytest.MonkeyPatch) -> None:
             named["_semantic"] = interpreter.interpreter_semantic
             return inner(*args, **named)
 
-        quick = owner is block and name in _OPERATIONS
-        scope.set_attr(owner, name, _operation(name, direct) if quick else direct)
+        quick = owner is block and name in _OPERATORS
+        scope.set_attr(owner, name, _operator(name, direct) if quick else direct)
 
     def unwrap_unless_block(value: Any) -> Any:
         if type(value) is block:
@@ -78,59 +78,49 @@ def _nothing() -> None:
     pass
 
 
-_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "__add__": np.add, "__radd__": np.add, "__sub__": np.subtract, "__rsub__": np.subtract,
-    "__mul__": np.multiply, "__rmul__": np.multiply, "__lt__": np.less, "__le__": np.less_equal,
-    "__gt__": np.greater, "__ge__": np.greater_equal, "__eq__": np.equal, "__ne__": np.not_equal,
-    "__and__": np.bitwise_and, "__or__": np.bitwise_or,
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "__add__": np.add, "__radd__": np.add, "__mul__": np.multiply, "__rmul__": np.multiply,
+    "__sub__": np.subtract, "__rsub__": lambda lhs, rhs: rhs - lhs,
 }  # fmt: skip
-_COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
+_COMPARISONS = {
+    "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal,
+    "__eq__": np.equal, "__ne__": np.not_equal,
+}  # fmt: skip
+_OF_MASKS = {"__and__": np.bitwise_and, "__or__": np.bitwise_or}
+_OPERATORS = _ARITHMETIC | _COMPARISONS | _OF_MASKS
 _INTEGERS = ("int32", "int64")
-_NUMBERS = ("fp32", *_INTEGERS)
 
 
-def _operation(name: str, otherwise: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+def _operator(name: str, otherwise: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     """An operator of two blocks, or of a block and a number, for types that NumPy treats as Triton does.
 
     Others, such as halves, go the interpreter's way.
     """
     from triton.language import core
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
-    operate, reverse = _OPERATIONS[name], name.startswith("__r")
-    compares = operate in _COMPARISONS
-    kinds = ("int1",) if name in ("__and__", "__or__") else _NUMBERS
+    operate, of_masks = _OPERATORS[name], name in _OF_MASKS
+    kinds = ("int1",) if of_masks else ("fp32", *_INTEGERS)
     block, constant = core.tensor, core.constexpr
-    types: dict[tuple[Any, ...], Any] = {}
-
-    def result(lhs: Any, data: Any, handle: Any, is_block: bool) -> Any:
-        dtype = core.int1 if compares else lhs.dtype
-        if not is_block:
-            return block(handle, dtype)
-        key = (dtype.name, data.shape)
-        if key not in types:
-            types[key] = core.block_type(dtype, list(data.shape))
-        return block(handle, types[key])
 
     def quick(lhs: Any, rhs: Any) -> Any:
         if type(rhs) is constant:
             rhs = rhs.value
-        kind, mine = lhs.dtype.name, lhs.handle
+        kind, is_block, handle = lhs.dtype.name, lhs.type.is_block(), None
         if type(rhs) is block:
-            is_block = lhs.type.is_block() or rhs.type.is_block()
+            is_block = is_block or rhs.type.is_block()
             if rhs.dtype.name == kind and kind in kinds:
-                data = operate(mine.data, rhs.handle.data)
-                return result(lhs, data, TensorHandle(data, mine.dtype), is_block)
-            if name == "__add__" and rhs.dtype.name in _INTEGERS and lhs.dtype.is_ptr():
-                size = np.uint64(max(1, mine.get_element_ty().primitive_bitwidth // 8))
-                data = mine.data + size * rhs.handle.data.astype(np.uint64)
-                return result(lhs, data, TensorHandle(data, mine.dtype), is_block)
-        elif kind in kinds and (
-            (type(rhs) is float and kind == "fp32") or (type(rhs) is int and -(2**31) <= rhs < 2**31)
-        ):
-            data = operate(rhs, mine.data) if reverse else operate(mine.data, rhs)
-            return result(lhs, data, TensorHandle(data, mine.dtype), lhs.type.is_block())
-        return otherwise(lhs, rhs)
+                handle = interpreter_builder.binary_op(lhs.handle, rhs.handle, operate)
+            elif name == "__add__" and rhs.dtype.name in _INTEGERS and lhs.dtype.is_ptr():
+                handle = interpreter_builder.create_addptr(lhs.handle, rhs.handle)
+        elif kind in kinds and not of_masks:
+            is_exact = type(rhs) is int and -(2**31) <= rhs < 2**31
+            if is_exact or (type(rhs) is float and kind == "fp32"):
+                handle = TensorHandle(operate(lhs.handle.data, rhs), lhs.handle.dtype)
+        if handle is None:
+            return otherwise(lhs, rhs)
+        dtype = core.int1 if name in _COMPARISONS else lhs.dtype
+        return block(handle, core.block_type(dtype, list(handle.data.shape)) if is_block else dtype)
 
     return quick
 
@@ -188,12 +178,11 @@ def _keep_types(patch: pytest.MonkeyPatch) -> None:
     numbers: dict[tuple[Any, ...], Any] = {}
 
     def convert_unless_alike(self: Any, lhs: Any, rhs: Any, *rules: bool, **named: bool) -> tuple[Any, Any]:
-        # The first two rules allow pointers. The others are of divisions, which may need another type.
+        # The third rule and later ones are of divisions, which may need another type.
         if type(lhs) is not core.tensor or len(rules) > 2 or named:
             return convert(self, lhs, rhs, *rules, **named)
         if type(rhs) is core.tensor:
-            moved = rules == (True, True) and lhs.dtype.is_ptr() and rhs.dtype.is_int()
-            if moved or (lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr()):
+            if lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
                 return (lhs, rhs) if lhs.shape is rhs.shape else self.broadcast_impl_value(lhs, rhs)
             return convert(self, lhs, rhs, *rules)
         # A number becomes a block, which is kept if the other operand needs no conversion.
