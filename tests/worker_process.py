@@ -9,9 +9,8 @@ from baton.worker import WorkerConfig
 from baton.worker.service_process.service import run
 
 if __name__ == "__main__":
-    given = json.load(sys.stdin)
+    given = {"engine_module": "baton.cluster.engine_process"} | json.load(sys.stdin)
     config = WorkerConfig(
-        engine_module="baton.cluster.engine_process",
         engine=EngineConfig(**given.pop("engine")),
         deadlines=TransferDeadlines(**given.pop("deadlines")),
         secret=given.pop("secret").encode(),

@@ -102,7 +102,7 @@ def workers(workers_and_network: WorkersAndNetwork) -> Workers:
 def caching_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of `caching_workers`: their model and their traces."""
     directory = tmp_path_factory.mktemp("caching")
-    tiny_model(directory / "model", intermediate_size=8192)
+    tiny_model(directory / "model")
     return directory
 
 
@@ -110,8 +110,7 @@ def caching_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def caching_workers_and_network(
     request: pytest.FixtureRequest, caching_directory: Path
 ) -> Iterator[WorkersAndNetwork]:
-    """Both keep a prefix cache. Prompts take long to compute, so fetching them pays on a busy machine. The
-    network is before the decode worker."""
+    """Both keep a prefix cache, and fetch what they lack. The network is before the decode worker."""
     engine = TINY | {"enable_prefix_caching": True}
     with (
         started_pair(
@@ -120,6 +119,7 @@ def caching_workers_and_network(
             engine=engine,
             ranks=request.param,
             kv_connector="tcp",
+            engine_module="tests.decode_worker.engine_process",
             trace_dir=str(caching_directory / "traces"),
         ) as started,
         network_before(started[1]) as network,

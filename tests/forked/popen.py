@@ -29,12 +29,13 @@ KINDS = {
     "baton.cluster.engine_process": "roles",
     "baton.kv_transfer.process": "transfers",
     "baton.router.preparation.child": "roles",
+    "tests.decode_worker.engine_process": "roles",
     "tests.worker_process": "roles",
     "baton.worker.engine_process.rank_process": "roles",
 }
 """The fork server of each module, which is named after `-m`. That of `roles` has torch."""
-LAST = "baton.cluster.engine_process"
-"""A worker starts no fork after this one."""
+LAST = ("baton.cluster.engine_process", "tests.decode_worker.engine_process")
+"""A worker starts no fork after one of these."""
 ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that a program ignores if the process that starts it does."""
 _AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH", "TRITON_", "SSL_", "HF_")
@@ -143,7 +144,7 @@ class ForkedPopen(subprocess.Popen[AnyStr]):
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[name] for name in pipes))  # pyrefly: ignore[missing-attribute]
-        if command[2] == LAST:
+        if command[2] in LAST:
             close()
         return True
 

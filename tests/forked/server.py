@@ -45,6 +45,7 @@ _PRELOADED = {
         "baton.prefill_worker.role",
         "baton.router.preparation.child",
         "baton.router.server",
+        "tests.decode_worker.engine_process",
         "tests.worker_process",
         "baton.worker.engine_process.loop",
         "baton.worker.engine_process.offload",
