@@ -104,6 +104,7 @@ def serve(reply: Callable[[bytes], bytes], cpu_seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         answer = reply(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
+        del request  # the next one may come much later
 
 
 def read() -> bytes | None:

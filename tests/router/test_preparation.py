@@ -296,6 +296,19 @@ async def test_large_bodies_are_prepared_in_a_child_that_is_replaced_when_it_die
             await kill(process)
 
 
+async def test_a_child_keeps_no_memory_of_a_large_body(cluster: Cluster):
+    def private_mib() -> int:
+        """Of the largest child."""
+        return max(process.memory_full_info().uss for process in processes(cluster)) >> 20
+
+    await cluster.post("/tokenize", prompt="word " * 4000)
+    before = private_mib()
+    for messages in ([{"role": "user", "content": "a"}] * 150_000, [0] * 4_000_000):
+        status, _ = await cluster.post("/v1/chat/completions", messages=messages)
+        assert status == 400
+        assert private_mib() - before < 48
+
+
 @pytest.mark.parametrize("number", [signal.SIGPROF, signal.SIGABRT, signal.SIGKILL])
 async def test_a_body_that_kills_a_child_is_refused(cluster: Cluster, number: signal.Signals):
     """Unless a person or the kernel killed the child. Then another child prepares it."""
