@@ -17,6 +17,8 @@ from baton.router.api.validation import refusing
 from baton.rpc import worker_pb2 as pb
 
 Schema = dict[str, Any]
+MAX_LENGTH = 1 << 17
+"""Characters of a schema, regular expression or grammar. Workers have the same limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,10 @@ class StructuredOutputs(Part):
         given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
         if sum(value is not None for value in given) != 1:
             raise invalid("must have one of json, regex, choice, grammar and json_object")
+        if (length := sum(map(len, self.choice or ()))) > MAX_LENGTH:
+            raise invalid(
+                f"must have at most {MAX_LENGTH} characters in all, not {length}", "structured_outputs.choice"
+            )
         return self
 
     @property

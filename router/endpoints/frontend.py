@@ -17,11 +17,11 @@ from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.jobs import make_jobs
-from baton.router.api.structured import Structure, calls_or_answer
+from baton.router.api.structured import MAX_LENGTH, Structure, calls_or_answer
 from baton.router.api.validation import named_as_in
 from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from baton.router.preparation.child import Preparer, fork_server
-from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
+from baton.router.preparation.grammar_checker import GrammarChecker
 from baton.router.preparation.prepare import Converted, Generated, Prepared, Served
 from baton.router.tools import harmony
 from baton.rpc import worker_pb2 as pb
@@ -201,22 +201,22 @@ class Frontend:
 
     async def _structure(self, body: ChatOptions | CompletionOptions, key: str) -> Structure | None:
         """Returns the constraint that workers must enforce on the output. Raises InvalidRequest."""
-        tokenizer = self._services.tokenizer
+        tokenizer, structure = self._services.tokenizer, body.structure
         in_messages = tokenizer.reasoning is not None and tokenizer.reasoning.in_messages
         in_messages = in_messages and isinstance(body, ChatOptions)
         if not isinstance(body, ChatOptions) or not body.offered_tools:
-            checked = body.structure and await self._checker.check(body.structure, key)
+            checked = structure and await self._checker.check(structure, key)
             return harmony.in_final(checked, tokenizer.lark) if checked and in_messages else checked
         tool_format = tokenizer.format_of_calls(forced=body.must_call)
         if tool_format is None:
             text = "tools is not supported: this model's tool call format is unknown, see --tool-call-parser"
             raise Unsupported(text, param="tools")
         answer = None
-        free = not body.must_call and body.structure is None
+        free = not body.must_call and structure is None
         if free and (body.ignore_eos or not any(tool.function.strict for tool in body.offered_tools)):
             return None
-        if not body.must_call and body.structure is not None:
-            answer = await self._checker.check(body.structure, key)
+        if not body.must_call and structure is not None:
+            answer = await self._checker.check(structure, key)
         for i, tool in enumerate(body.tools or ()):
             if not free or tool.function.strict:
                 field = f"tools[{i}].function.parameters"

@@ -7,12 +7,10 @@ A grammar from a client may hang or crash it. Therefore it runs in a child proce
 import json
 from collections import OrderedDict
 
-from baton.router.api.structured import Structure
+from baton.router.api.structured import MAX_LENGTH, Structure
 from baton.router.child_pool import ChildDied, ChildPool, ForkServer
 from baton.router.errors import ApiError, InvalidRequest
 
-MAX_LENGTH = 1 << 17
-"""Characters of a schema, regular expression or grammar. Workers have the same limit."""
 _CACHED = 64
 """Valid structures that are remembered, the newest ones."""
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.router.api.messages import WHITESPACE, Tool
-from baton.router.errors import Unsupported
-from baton.router.tools.schema import resolved, types_of
+from baton.router.api.structured import MAX_LENGTH
+from baton.router.errors import InvalidRequest, Unsupported
+from baton.router.tools.schema import Types, resolved, types_of
 
 _PLACES = r"\{name\}|\{arguments\}|\{number\}|\{key\}|\{value\}"
 _NUMBER = "/[0-9]{1,3}/"
@@ -63,6 +64,7 @@ def grammar_of(
 
     more = f"({lark(written.separator)} call)*" if many and written.separator is not None else ""
     rules = [f"start: {lark(written.begin)} call {more} {lark(written.end)}"]
+    length = 0
     rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}")
     for i, tool in enumerate(tools):
         places = {"{name}": json.dumps(tool.function.name), "{arguments}": f"args{i}", "{number}": _NUMBER}
@@ -70,7 +72,12 @@ def grammar_of(
         if written.pair is None:
             rules.append(f"args{i}: %json {tool.schema_text}")
         else:
-            rules += _pairs(written, tool, f"args{i}", lark)
+            for rule in _pairs(written, tool, f"args{i}", lark):
+                rules.append(rule)
+                length += len(rule)
+                if length > MAX_LENGTH:  # each rule may repeat the definitions of its tool
+                    text = f"tools: a grammar of over {MAX_LENGTH} characters is too long for tool_choice"
+                    raise InvalidRequest(text, param="tools")
     return "\n".join(rules)
 
 
@@ -117,7 +124,7 @@ def _pairs(
 ) -> Iterator[str]:
     """Yields the rules of arguments that are written one by one, in the order of the schema."""
     assert written.pair is not None
-    root = json.loads(tool.schema_text)
+    root, known = json.loads(tool.schema_text), dict[int, Types]()
     schema = resolved(root, root)
     if not isinstance(schema, dict) or (whole := schema.keys() & _OF_WHOLE):
         raise _unsupported(tool, f"{min(whole)} at the top" if isinstance(schema, dict) else "this $ref")
@@ -127,9 +134,9 @@ def _pairs(
         more = lark(written.between_pairs, {})
         yield f"{rule}: ({rule}_pair ({more} {rule}_pair)*)?"
         yield f"{rule}_pair: {pair}"
-        yield from _value(written, tool, f"{rule}_value", True, root)
+        yield from _value(written, tool, f"{rule}_value", True, root, known)
         return
-    required = schema.get("required") or ()
+    required = frozenset(schema.get("required") or ())
     # Each argument has two rules: before the first one that is written, and after it.
     for k, (key, of_value) in enumerate(fields.items()):
         if not re.fullmatch(written.keys, key):
@@ -140,20 +147,22 @@ def _pairs(
         next_first, next_later = f"{rule}_{k + 1}", f"{rule}_{k + 1}b"
         yield f"{first}: {pair} {next_later}" + ("" if key in required else f" | {next_first}")
         yield f"{later}: {between} {pair} {next_later}" + ("" if key in required else f" | {next_later}")
-        yield from _value(written, tool, f"{rule}_{k}v", of_value, root)
+        yield from _value(written, tool, f"{rule}_{k}v", of_value, root, known)
     last = len(fields)
     yield f'{rule}_{last}: ""' if fields else f'{rule}: ""'
     yield f'{rule}_{last}b: ""'
 
 
-def _value(written: Written, tool: Tool, rule: str, schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the rules of one value."""
+def _value(
+    written: Written, tool: Tool, rule: str, schema: Any, root: Mapping[str, Any], known: dict[int, Types]
+) -> Iterator[str]:
+    """Yields the rules of one value. `known`: as of `types_of`."""
     end = json.dumps(written.value_end)
-    if not written.value_end or "string" not in types_of(schema, root):
+    if not written.value_end or "string" not in types_of(schema, root, known):
         text = json.dumps(schema)
         if re.search(r'"\$ref": "(?!#/(\$defs|definitions)/)', text):
             raise _unsupported(tool, "a $ref to a place outside of $defs")
-        definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+        definitions = {name: root[name] for name in _DEFINITIONS if name in root and '"$ref"' in text}
         whole = json.dumps({**_SPACED, **definitions, **(schema if isinstance(schema, dict) else {})})
         yield f"{rule}: {rule}j {end}"
         yield f"{rule}j: %json {whole}"

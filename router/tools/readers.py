@@ -285,7 +285,7 @@ class PairsReader(Reader):
         parameters = next((t.function.parameters for t in self._tools if t.function.name == self.name), None)
         schema = resolved(parameters, parameters)
         properties = schema.get("properties") if isinstance(schema, dict) else None
-        return types_of(properties.get(key) if isinstance(properties, dict) else None, parameters)
+        return types_of(properties.get(key) if isinstance(properties, dict) else None, parameters, {})
 
     def _take_value(self, character: str) -> str:
         text, ended = self._end.take(character)

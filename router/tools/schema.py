@@ -27,12 +27,16 @@ def resolved(schema: Schema, root: Schema) -> Schema:
     return None
 
 
-def types_of(schema: Schema, root: Schema, depth: int = _DEPTH) -> Types:
-    """Returns the JSON types that values of a schema may have."""
+def types_of(schema: Schema, root: Schema, known: dict[int, Types], depth: int = _DEPTH) -> Types:
+    """Returns the JSON types that values of a schema may have.
+
+    `known`: the result for each schema of `root` that was looked at, by id. So none is looked at twice."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or not depth:
         return JSON_TYPES
-    types = JSON_TYPES
+    if id(schema) in known:
+        return known[id(schema)]
+    types = known[id(schema)] = JSON_TYPES
     named = schema.get("type")
     if isinstance(named, str | list):
         types = frozenset([named] if isinstance(named, str) else filter(None, map(str, named)))
@@ -41,9 +45,11 @@ def types_of(schema: Schema, root: Schema, depth: int = _DEPTH) -> Types:
         types &= frozenset(map(_type_of, values))
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            types &= frozenset().union(*(types_of(each, root, depth - 1) for each in schema[name]))
-    for each in schema.get("allOf") or ():
-        types &= types_of(each, root, depth - 1)
+            types &= frozenset().union(*(types_of(each, root, known, depth - 1) for each in schema[name]))
+    if isinstance(schema.get("allOf"), list):
+        for each in schema["allOf"]:
+            types &= types_of(each, root, known, depth - 1)
+    known[id(schema)] = types
     return types
 
 

@@ -12,11 +12,11 @@ import pytest
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-from baton.router.api.structured import Structure
+from baton.router.api.structured import MAX_LENGTH, Structure
 from baton.router.child_pool import ForkServer
 from baton.router.errors import InvalidRequest
 from baton.router.preparation.child import fork_server
-from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
+from baton.router.preparation.grammar_checker import GrammarChecker
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as ipb
 from baton.rpc import worker_pb2 as pb
@@ -84,6 +84,11 @@ async def test_both_workers_get_the_structure(
         ({"structured_outputs": {"grammar": "root ::= " + 5000 * "("}}, "structured_outputs.grammar", ""),
         ({"structured_outputs": {"grammar": DEEP}}, "structured_outputs.grammar", "too much"),
         ({"structured_outputs": {"regex": MAX_LENGTH * "ab"}}, "structured_outputs.regex", "characters"),
+        (
+            {"structured_outputs": {"choice": MAX_LENGTH // 4 * ["abcde"]}},
+            "structured_outputs.choice",
+            "in all",
+        ),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "characters"),
         (
             {"structured_outputs": {"json": {"$ref": "http://127.0.0.1:1/x"}}},

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.router.api.messages import Tool
+from baton.router.errors import InvalidRequest
 from baton.router.tools.formats import FORMATS, format_of
 from baton.router.tools.parser import Part
 
@@ -328,6 +329,31 @@ def test_a_parser_reads_every_output_of_its_grammar(name: str, many: bool):
         numbers.add(len(calls))
     assert min(numbers) == 1
     assert (max(numbers) > 1) == (many and name != "openai"), "a call of gpt-oss ends its output"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("combined", ["anyOf", "oneOf", "allOf"])
+def test_a_schema_that_refers_to_itself_is_looked_at_once(combined: str):
+    itself = [{"$ref": "#/$defs/a"}] * 7
+    hostile = tool(
+        "f", {"properties": {"a": itself[0]}, "$defs": {"a": {combined: [{"type": "null"}, *itself]}}}
+    )
+    parser = FORMATS["qwen3_coder"]([hostile])
+    said = "<tool_call><function=f><parameter=a>null</parameter></function></tool_call>"
+    assert read(parser.push(said) + parser.finish()) == ("", [("f", '{"a": null}')])
+    assert FORMATS["qwen3_coder"].grammar([hostile], many=False, spell=json.dumps).startswith("start: ")
+
+
+def test_definitions_are_repeated_only_where_they_are_used_and_not_without_end():
+    definitions = {f"d{i}": {"type": "integer", "maximum": i} for i in range(500)}
+    used = {"a": {"$ref": "#/$defs/d7"}, **{f"b{i}": {"type": "integer"} for i in range(200)}}
+    one = tool("f", {"properties": used, "$defs": definitions})
+    assert FORMATS["glm45"].grammar([one], many=False, spell=json.dumps).count('"$defs"') == 1
+    often = {f"a{i}": {"type": "array", "items": {"$ref": "#/$defs/d7"}} for i in range(200)}
+    with pytest.raises(InvalidRequest, match="too long for tool_choice"):
+        FORMATS["glm45"].grammar(
+            [tool("f", {"properties": often, "$defs": definitions})], many=False, spell=json.dumps
+        )
 
 
 @pytest.mark.parametrize("name", FORMATS)
