@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+_LONGEST = 2000
+"""Characters of a message."""
+
 
 class ApiError(Exception):
     """An error for the client: an HTTP status and body, or an event if a stream has begun.
@@ -18,6 +21,8 @@ class ApiError(Exception):
     code: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        if len(message) > _LONGEST:  # it names what the client sent, which may be its whole body
+            message = f"{message[:_LONGEST]}…"
         super().__init__(message)
         self.message = message
         self.param = param

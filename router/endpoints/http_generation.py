@@ -157,14 +157,8 @@ class HttpGeneration:
             if active.body.stream:
                 return await self._stream(request, active, builder)
             await collect(active, builder)
-            response = json_response(encode(builder.whole()))
-        try:
-            async with asyncio.timeout(self._config.client_timeout):
-                await response.prepare(request)
-                await response.write_eof()
-        except TimeoutError:
-            cut(request, active.name)
-        return response
+            whole = encode(builder.whole())
+        return await send_json(request, self._config, whole)
 
     async def _stream(
         self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
@@ -273,6 +267,18 @@ async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple
             builder.add_prompt(index, part)
             await asyncio.sleep(0)  # other tasks run between the parts of a long prompt
     return deltas
+
+
+async def send_json(request: web.Request, config: RouterConfig, body: bytes) -> web.Response:
+    """Sends a response. Cuts the connection when the client reads nothing for `client_timeout` seconds."""
+    response = json_response(body)
+    try:
+        async with asyncio.timeout(config.client_timeout):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        cut(request, REQUEST_ID.get())
+    return response
 
 
 def cut(request: web.Request, name: str) -> None:

@@ -143,7 +143,7 @@ class OpenAIResponses:
             status = "in_progress" if running.builder.begun else "queued"
             return http.json_response(encode(running.builder.response(status)))
         assert stored is not None
-        return http.json_response(stored.response)
+        return await http.send_json(request, self._config, stored.response)
 
     async def input_items(self, request: web.Request) -> web.Response:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
@@ -154,13 +154,14 @@ class OpenAIResponses:
             raise InvalidRequest(f"order: must be asc or desc, not {order[:20]!r}", param="order")
         conversation, after = self._stored.get(key, id).conversation, request.query.get("after")
         page = await asyncio.to_thread(input_items, conversation, after=after, limit=limit, order=order)
-        return http.json_response(page)
+        return await http.send_json(request, self._config, page)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
             raw = await http.read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
-            return http.json_response(await self._frontend.convert("input_tokens", raw, entry, turn.history))
+            counted = await self._frontend.convert("input_tokens", raw, entry, turn.history)
+        return http.json_response(counted)
 
     async def _follow(self, request: web.Request, events: _Events, position: int) -> web.StreamResponse:
         """Sends the events from this place on, until the response ends or the client leaves."""
@@ -242,6 +243,10 @@ class OpenAIResponses:
             else:
                 events.add(builder.events(index, delta))
 
+        def failed(error: ApiError) -> bytes:
+            active.services.metrics.failed(error)
+            return builder.failed(error)
+
         last = b""
         try:
             with active.generating():
@@ -249,13 +254,11 @@ class OpenAIResponses:
             last = builder.end()
         except asyncio.CancelledError:
             builder.cancelled()
-        except Exception as raised:
-            error = raised
-            if not isinstance(error, ApiError):
-                error = ApiError(f"request {http.REQUEST_ID.get()} failed inside the router")
-                log.exception("request %s", http.REQUEST_ID.get())
-            active.services.metrics.failed(error)
-            last = builder.failed(error)
+        except ApiError as error:
+            last = failed(error)
+        except Exception:
+            log.exception("request %s", http.REQUEST_ID.get())
+            last = failed(ApiError(f"request {http.REQUEST_ID.get()} failed inside the router"))
         finally:
             if events is not None:
                 events.add(last)

@@ -195,7 +195,7 @@ class HttpEndpoints:
     async def _convert(self, request: web.Request, kind: Converted) -> web.Response:
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
             raw = await http.read_body(request, self._config, entry)
-            return http.json_response(await self._frontend.convert(kind, raw, entry))
+            return await http.send_json(request, self._config, await self._frontend.convert(kind, raw, entry))
 
     # ------------------------------------------------------------ the router
 

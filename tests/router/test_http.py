@@ -471,3 +471,9 @@ async def test_the_error_of_a_long_prompt_names_the_context(cluster: Cluster) ->
             assert "it is longer than the model's context length" in result["error"]["message"]
     await cluster.post("/v1/completions", prompt=[5] * 9, max_tokens=100)
     assert cluster.sent.sampling.max_tokens == 91, "it is an upper bound"
+
+
+async def test_an_error_repeats_only_the_beginning_of_what_the_client_sent(cluster: Cluster):
+    status, result = await cluster.post("/v1/completions", prompt="x", model="é" * 100_000)
+    assert status == 404
+    assert len(result["error"]["message"]) == 2001

@@ -271,6 +271,8 @@ async def test_the_items_before_a_response_are_listed(cluster: Cluster):
         ]
         texts = [item.content[0].text for item in items]
         assert texts == ["One", TEXT, "Two"], "pages of two"
+        older: Any = await api.responses.input_items.list(second.id, after=items[2].id)
+        assert [item.content[0].text for item in older.data] == [TEXT, "One"]
         newest: Any = await api.responses.input_items.list(second.id, limit=1)
         assert (newest.data[0].content[0].text, newest.has_more) == ("Two", True)
         counted = await api.responses.input_tokens.count(input="Two", previous_response_id=first.id)

@@ -218,6 +218,24 @@ async def test_a_response_that_the_client_does_not_read(
         assert read < 4 << 20, "the response was cut off"
 
 
+async def test_the_tokens_of_a_text_that_the_client_does_not_read(tokenizer: ModelTokenizer, tmp_path: Path):
+    """The body counts for its key until the connection is cut."""
+    async with (
+        make_cluster(tokenizer, tmp_path, client_timeout=0.5) as cluster,
+        connected(cluster) as (reader, writer),
+    ):
+        asked = request(json.dumps({"prompt": "a b " * 500_000}).encode())
+        writer.write(asked.replace(b"/v1/completions", b"/tokenize"))
+        async with asyncio.timeout(30):
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            account = cluster.router.frontend.authorize("")
+            assert account.body_bytes > 0
+            await cluster.until(lambda: account.body_bytes == 0)
+            with contextlib.suppress(ConnectionError):
+                while chunk := await reader.read(1 << 20):
+                    assert not chunk.endswith(b"]}"), "the response was cut off"
+
+
 async def test_the_prompts_of_a_slow_reader_do_not_delay_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
