@@ -133,7 +133,8 @@ class ActiveRequest:
         self._token_queue = TokenQueue(MAX_UNREAD_TOKENS * len(jobs), self._unread)
         self._traceparent = traceparent
         self._generations: list[Generation] = []
-        self._error: ApiError | None = None
+        self._error: ApiError | None = None  # until `take` raises it
+        self._failure = ""  # its message
         self._unfinished = len(self.choices)
 
     @contextmanager
@@ -179,14 +180,18 @@ class ActiveRequest:
         """Waits for deltas. Returns those since the last call, each with the index of its choice.
 
         The list is empty when none came for `timeout` seconds, and when `consume` had the last ones. Raises
-        the ApiError that ended the request, after all deltas before it were taken.
+        the ApiError that ended the request once, after all deltas before it were taken.
         """
         if self._error is None:
             deltas = self._deltas(await self._token_queue.take(timeout))
             if deltas or self._error is None:
                 return deltas
-        assert self._error is not None
-        raise self._error
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame, and a cycle would be garbage
 
     def consume(self, may_go_on: Callable[[], bool], use: Callable[[list[tuple[int, Delta]]], None]) -> None:
         """From now on `use` gets the deltas that come while the task waits in `take`.
@@ -208,7 +213,7 @@ class ActiveRequest:
         deltas: list[tuple[int, Delta]] = []
         for index, item in items:
             if isinstance(item, ApiError):
-                self._error = item
+                self._error, self._failure = item, item.message
                 break
             choice = self.choices[index]
             if choice.finish_reason:
@@ -250,9 +255,7 @@ class ActiveRequest:
                     "baton.cached_tokens": used.cached_tokens,
                 }
             )
-            if self._error is not None:
-                error = self._error.message
-            span.end(error or ("" if self.finished else "aborted"))
+            span.end(self._failure or error or ("" if self.finished else "aborted"))
 
     def usage(self) -> TokenCounts:
         """Counts up to now."""

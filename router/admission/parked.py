@@ -98,12 +98,14 @@ class Parked:
             self._wake()
 
     def _wake(self) -> None:
-        for generation in list(itertools.islice(self._waking, WOKEN_AT_ONCE)):
-            if generation in self._waking:  # no other one has ended it meanwhile
-                self.worker_found(generation)
-                generation.on_worker()
-        if self._waking:
-            asyncio.get_running_loop().call_soon(self._wake)
+        try:
+            for generation in list(itertools.islice(self._waking, WOKEN_AT_ONCE)):
+                if generation in self._waking:  # no other one has ended it meanwhile
+                    self.worker_found(generation)
+                    generation.worker_ready()
+        finally:  # also after a defect: nothing else would wake the others
+            if self._waking:
+                asyncio.get_running_loop().call_soon(self._wake)
 
     def take_retry(self, generation: "Waits") -> bool:
         """Takes a retry from the budget. If none is left, parks the generation and returns False."""
@@ -146,7 +148,6 @@ class Waits:
     Attributes:
         arrival: number of the generation in order of arrival.
         prefilled: a worker got the prompt once.
-        on_worker: called when a worker became ready. A generation that still lacks one parks again.
     """
 
     def __init__(
@@ -160,9 +161,10 @@ class Waits:
         deadline: float,
         worker_wait: float,
     ) -> None:
-        """`on_retry`: the generation got a retry from the budget. `on_deadline`: it has waited too long."""
+        """`on_worker`: a worker became ready. A generation that still lacks one parks again. `on_retry`: the
+        generation got a retry from the budget. `on_deadline`: it has waited too long."""
         self.arrival = parked.arrival()
-        self.on_worker = on_worker
+        self._on_worker = on_worker
         self._parked = parked
         self._name = name
         self._on_retry = on_retry
@@ -213,6 +215,11 @@ class Waits:
             loop = asyncio.get_running_loop()
             self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, pool)
 
+    def worker_ready(self) -> None:
+        self._on_worker()
+        if self not in self._parked.without_worker:  # it may be in the queue, or lack retry budget
+            self.worker_found()
+
     def worker_found(self) -> None:
         self._parked.worker_found(self)
         if self._worker_timer is not None:
@@ -223,7 +230,7 @@ class Waits:
         self._deadline_timer.cancel()
         self.worker_found()
         self._parked.remove(self)
-        self.on_worker = self._on_retry = self._on_deadline = _over  # they refer to the generation
+        self._on_worker = self._on_retry = self._on_deadline = _over  # they refer to the generation
 
     def _no_worker(self, pool: str) -> None:
         text = f"no {pool} worker became available within {self._worker_wait:g} s"

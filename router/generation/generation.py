@@ -84,7 +84,7 @@ class Generation:
         self._waits = Waits(
             parked,
             name=name,
-            on_worker=self._on_worker,
+            on_worker=self.advance,
             on_retry=self.advance,
             on_deadline=self._waited_too_long,
             deadline=deadline,
@@ -246,12 +246,6 @@ class Generation:
             self._pair.retarget()
             self._send_prefill()
 
-    def _on_worker(self) -> None:
-        """The wait for a worker has ended."""
-        self.advance()
-        if self._turn.waits:  # in the queue, and no longer for a worker
-            self._waits.worker_found()
-
     # ------------------------------------------------------------ reports of the connections
 
     def _on_event(self, attempt: Attempt, event: AttemptEvent | None) -> None:
@@ -278,6 +272,7 @@ class Generation:
                 self._found_cached(event.cached_tokens)
         elif decode is not None and attempt is decode and not decode.joined:
             decode.joined = True
+            self._waits.worker_found()  # it may have waited for another prefill
             decode.worker.attempt_succeeded()
             if decode.prefills and not self.output_ids:
                 self._found_cached(event.cached_tokens)

@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 5.0
 STATUS_TIMEOUT = 2.0
-MAX_UNSENT_BYTES = 8 << 20
+MAX_UNSENT_BYTES, UNREAD_SECONDS = 8 << 20, 5.0
+MOST_UNSENT_BYTES = 256 << 20
+"""128 choices with the longest schema are 64 MiB."""
 POOL_NAMES: dict["pb.Pool", str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 
 
@@ -49,22 +51,36 @@ class WorkerState(StrEnum):
 class SendQueue:
     """The messages to one worker that its stream has not sent yet, in order. The stream reads `messages`.
 
-    `on_full` is called if more than MAX_UNSENT_BYTES wait: the worker does not read.
+    `on_full` is called if the worker does not read: more than MAX_UNSENT_BYTES wait, and the stream takes no
+    message for UNREAD_SECONDS. The choices of one request may be more, and come before it can take any. It is
+    called at once if more than MOST_UNSENT_BYTES wait.
     """
 
     def __init__(self, on_full: Callable[[], None]) -> None:
         self._queue: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._bytes = 0
         self._on_full = on_full
+        self._timer: asyncio.TimerHandle | None = None  # while more than MAX_UNSENT_BYTES wait
 
     def put(self, message: pb.RouterMessage) -> None:
         self._queue.put_nowait(message)
         self._bytes += message.ByteSize()
-        if self._bytes > MAX_UNSENT_BYTES:
+        if self._timer is None:
+            self._set_timer()
+        if self._bytes > MOST_UNSENT_BYTES:
             self._on_full()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._bytes > MAX_UNSENT_BYTES:
+            self._timer = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self._on_full)
 
     def close(self) -> None:
         """Ends `messages`. gRPC waits for that before it ends the stream."""
+        self._bytes = 0
+        self._set_timer()
         while not self._queue.empty():
             self._queue.get_nowait()
         self._queue.put_nowait(None)
@@ -72,6 +88,7 @@ class SendQueue:
     async def messages(self) -> AsyncIterator[pb.RouterMessage]:
         while (message := await self._queue.get()) is not None:
             self._bytes -= message.ByteSize()
+            self._set_timer()
             yield message
 
 

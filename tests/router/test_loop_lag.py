@@ -27,13 +27,23 @@ async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
         ("/v1/messages", chat | {"stream": True}),
         ("/v1/responses", {"input": "Hello", "stream": True, "store": False}),
     ]
+    background = ("/v1/responses", {"input": "Hello", "background": True})
+    [decode] = cluster.decodes
 
     async def ask() -> None:
         for path, body in asked:
             async with cluster.http.post(cluster.url + path, json=body) as response:
                 assert response.status == 200, await response.text()
                 await response.read()
+        decode.steps = asyncio.Semaphore(0)  # the first token comes, and no other
+        for path, body in [*asked, background]:
+            begun = body.get("stream") or body.get("background")
+            late = {"x-request-timeout": "0.1"}
+            async with cluster.http.post(cluster.url + path, json=body, headers=late) as response:
+                assert response.status == (200 if begun else 504), await response.text()
+                await response.read()
         await cluster.idle()
+        decode.steps = None
 
     await ask()
     gc.collect()
@@ -47,7 +57,8 @@ async def test_a_request_leaves_no_garbage(cluster: Cluster) -> None:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-    assert not left & {"ActiveRequest", "Generation", "Turn", "Attempt", "TokenQueue", "StopStrings"}
+    names = {"ActiveRequest", "Generation", "Turn", "Attempt", "TokenQueue", "StopStrings", "TimedOut"}
+    assert not left & names
 
 
 async def test_a_collection_does_not_pass_some_of_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:

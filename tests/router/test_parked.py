@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from baton.router.admission import parked as parked_module
 from baton.router.admission.parked import FLOOR, WINDOW_S, Parked, RetryBudget, Waits
+from baton.router.errors import ApiError
 
 
 def take_all(budget: RetryBudget, now: float) -> int:
@@ -43,10 +45,13 @@ def test_requests_before_the_window_do_not_count() -> None:
 
 @dataclass
 class Waiting:
-    """A generation that waits. It parks again `times` times for a worker."""
+    """A generation that waits. It parks again `times` times for a worker, and then calls `then`."""
 
     parked: Parked
     times: int = 0
+    worker_wait: float = 60.0
+    then: Callable[[], object] = bool
+    errors: list[ApiError] = field(default_factory=list)
     served: list["Waiting"] = field(default_factory=list)
     woken: int = 0
 
@@ -57,15 +62,17 @@ class Waiting:
             name="0",
             on_worker=self._on_worker,
             on_retry=self._on_retry,
-            on_deadline=lambda error: None,
+            on_deadline=self.errors.append,
             deadline=time.monotonic() + 60.0,
-            worker_wait=60.0,
+            worker_wait=self.worker_wait,
         )
 
     def _on_worker(self) -> None:
         self.woken += 1
         if self.woken <= self.times:
             self.waits.wait_for_worker("prefill")
+        else:
+            self.then()
 
     def _on_retry(self) -> None:
         self.served.append(self)
@@ -101,6 +108,21 @@ async def test_thousands_that_wait_for_a_worker_are_woken_in_parts(monkeypatch: 
     assert [generation.woken for generation in (*others, gone)] == [1, 1, 1, 0]
     assert waits.woken == 2, "once for each worker"
     assert list(parked.without_worker) == [waits.waits]
+
+
+async def test_a_defect_in_one_generation_does_not_keep_the_others_asleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parked_module, "WOKEN_AT_ONCE", 1)
+    parked = Parked(RetryBudget())
+    generations = [Waiting(parked, then=lambda: 1 // 0), Waiting(parked), Waiting(parked)]
+    for generation in generations:
+        generation.waits.wait_for_worker("prefill")
+    with pytest.raises(ZeroDivisionError):
+        parked.worker_ready()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert [generation.woken for generation in generations] == [1, 1, 1]
 
 
 class Scripted(RetryBudget):
@@ -143,3 +165,19 @@ async def test_new_requests_free_retries_for_the_first_that_waits() -> None:
         parked.arrival()
     assert served == [first]
     assert parked.take_retry(second.waits)
+
+
+async def test_a_worker_that_came_ends_the_wait_for_one_although_the_budget_is_used() -> None:
+    parked = Parked(Scripted())
+    without_budget = Waiting(parked, worker_wait=0.05)
+    without_budget.then = lambda: parked.take_retry(without_budget.waits)
+    without_worker = Waiting(parked, times=1, worker_wait=0.05)
+    for generation in (without_budget, without_worker):
+        generation.waits.wait_for_worker("decode")
+    parked.worker_ready()
+    assert parked.without_budget == [without_budget.waits]
+    await asyncio.sleep(0.2)
+    assert not without_budget.errors
+    assert ["no decode worker" in str(error) for error in without_worker.errors] == [True]
+    for generation in (without_budget, without_worker):
+        generation.waits.end()

@@ -385,6 +385,26 @@ async def test_a_parked_stream_gets_keepalives_and_then_the_error(
         await cluster.idle()
 
 
+async def test_a_stream_whose_first_token_comes_needs_no_other_prefill_worker(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    """The only prefill worker is lost after its KV was fetched, and before a token came."""
+    async with make_cluster(tokenizer, tmp_path, worker_wait=0.3, overflow=False) as cluster:
+        [prefill], [decode] = cluster.prefills, cluster.decodes
+        prefill.steps, decode.steps = asyncio.Semaphore(0), asyncio.Semaphore(0)
+        request = asyncio.create_task(answered_whole(cluster))
+        await cluster.until(lambda: bool(prefills(prefill)) and bool(decodes(decode)))
+        cluster.lanes.of(prefills(prefill)[0].prefill_id).settle(True)
+        await cluster.until(lambda: bool(decode.steps and decode.steps._waiters))
+        await prefill.kill()
+        await cluster.until(lambda: bool(cluster.router.services.admission.parked.without_worker))
+        decode.steps.release()
+        await asyncio.sleep(0.6)
+        for _ in cluster.output_ids:
+            decode.steps.release()
+        await request
+
+
 async def test_a_worker_with_draining_status_gets_no_requests(pair: Cluster):
     draining = pair.decodes[0]
     draining.status.health = pb.WorkerStatus.HEALTH_DRAINING

@@ -5,8 +5,9 @@ import math
 import os
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -334,6 +335,42 @@ async def test_a_connection_is_opened_again_after_a_defect(
     assert (await cluster.complete(timeout=5))["choices"][0]["text"] == TEXT
     assert "the test wants it" in caplog.text
     await cluster.until(lambda: cluster.pool.complete)
+
+
+LARGE = pb.RouterMessage(cancel=pb.Cancel(attempt_id=bytes(1 << 20)))
+
+
+async def test_many_large_messages_at_once_do_not_cut_off_a_worker_that_reads(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+):
+    [decode] = cluster.decodes
+    for _ in range(40):
+        cluster.connection(decode).send(LARGE)
+    await decode.until(lambda w: len(w.cancelled) == 40)
+    await cluster.complete()
+    assert "does not read its messages" not in caplog.text
+
+
+@pytest.mark.parametrize(("limit", "value"), [("UNREAD_SECONDS", 0.3), ("MOST_UNSENT_BYTES", 20 << 20)])
+async def test_a_worker_that_does_not_read_its_messages_is_cut_off(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float
+):
+    read = FakeWorker._read
+
+    async def read_hello(deaf: FakeWorker, messages: AsyncIterator[pb.RouterMessage], *to: Any) -> None:
+        async def first() -> AsyncIterator[pb.RouterMessage]:
+            yield await anext(aiter(messages))
+
+        await read(deaf, first(), *to)
+
+    monkeypatch.setattr(FakeWorker, "_read", read_hello)
+    monkeypatch.setattr(f"baton.router.workers.worker.{limit}", value)
+    async with make_cluster(tokenizer, tmp_path) as cluster:
+        connection = cluster.connection(cluster.decodes[0])
+        for _ in range(40):
+            connection.send(LARGE)
+        await cluster.until(lambda: connection.state is WorkerState.REFUSED)
+        assert connection.reason == "it does not read the messages that the router sends"
 
 
 async def test_a_connection_that_ends_at_once_is_opened_less_often(
