@@ -17,6 +17,7 @@ import asyncio
 import gc
 import logging
 import os
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -100,9 +101,11 @@ class EngineProcess:
             self._attempts,
             vllm.generate,
             self._connector.send,
-            self._heartbeat.set_step,
+            self._computing,
             self._soon,
+            lambda: self._end(_EXIT_VLLM_GONE),
             blocks=ready.num_blocks - 1,
+            max_num_seqs=self._config.engine.max_num_seqs,
             block_size=ready.block_size,
             prefix_caching=self._config.engine.enable_prefix_caching,
             max_model_len=ready.max_model_len,
@@ -117,6 +120,7 @@ class EngineProcess:
             waits.add(asyncio.create_task(self._follow(self._events, CachedBlocks(ready.content_root))))
         [ended, *_], _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         loop.remove_reader(self._link.fileno())
+        self._end(_EXIT_BROKEN)  # unless it is said why
         if (code := ended.result()) == 0:
             for task in waits:
                 task.cancel()
@@ -181,7 +185,7 @@ class EngineProcess:
                     self._roles.stop()
                     self._send(messages.Stopped())
                 case messages.Exit():
-                    self._ended.set_result(0)
+                    self._end(0)
                 case _:
                     self._roles.handle(message)
         self._soon()
@@ -218,8 +222,17 @@ class EngineProcess:
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """If it was a callback of this class, the worker ends."""
         loop.default_exception_handler(context)
-        if "handle" in context and not self._ended.done():
-            self._ended.set_result(_EXIT_BROKEN)
+        if "handle" in context:
+            self._end(_EXIT_BROKEN)
+
+    def _end(self, code: int) -> None:
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+    def _computing(self, ids: Collection[bytes]) -> None:
+        """Requests leave when this process ends, but the service wants to know those of the last step."""
+        if not self._ended.done():
+            self._heartbeat.set_step(ids)
 
 
 async def _subscribed(address: str) -> zmq.asyncio.Socket:

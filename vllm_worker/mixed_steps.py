@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from baton.engine.api.stats import UNKNOWN_STEP, MixedStep
-from baton.engine.core.chunk_limit import LONG, ChunkLimit, prompt_limit
+from baton.engine.core.chunk_limit import LEAST, LONG, ChunkLimit, prompt_limit
 from baton.engine.core.meters import DECAY, Meters
 from baton.machine import Average
 
@@ -149,6 +149,8 @@ class MixedSteps:
                     self._launches.add(max(0.0, seconds - expected))
                 else:
                     limit.record_alone(step.prompt_tokens, seconds)
+                    if step.prompt_tokens < LEAST:
+                        continue  # vLLM may have compiled functions: that is no speed
             self._meters.record(step.decodes, step.prompt_tokens, seconds)
 
     def bound(self, now: float) -> int:

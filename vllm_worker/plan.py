@@ -43,10 +43,11 @@ class Source:
             host, port = str(params["remote_host"]), int(params["remote_port"])
             incarnation = int(params["remote_engine_id"], 16)
             prefill_id = bytes.fromhex(params["remote_request_id"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{error!r}; the prefill server must have Baton's connector, too") from error
-        if not 0 < port < 1 << 16 or not 0 <= incarnation < 1 << 64 or len(prefill_id) != 16:
-            raise ValueError(f"{params!r} names no prefill of Baton's connector")
+        wrong = not 0 < port < 1 << 16 or not 0 <= incarnation < 1 << 64 or len(prefill_id) != 16
+        if wrong or len(host) > 256:  # a FETCH must fit into a message to the transfer process
+            raise ValueError(f"{params!r:.500} names no prefill of Baton's connector")
         return cls(f"{host}:{port}", incarnation, prefill_id)
 
     @property

@@ -5,8 +5,8 @@
         ▼                        ▼
      refused               failed, cancelled
 
-Blocks are vLLM's. A decode is accepted if the blocks of all attempts fit beside it, so that vLLM starts it
-soon. What waits for what:
+Blocks are vLLM's. A decode is accepted if the blocks of all attempts fit beside it, and fewer decodes than
+`max_num_seqs` are in vLLM, so that vLLM starts it soon. What waits for what:
 
     prompt in vLLM's queue ─▶ blocks of a held prefill ─▶ FETCH of its decode ─▶ room on another worker
     decode in vLLM's queue ─▶ blocks of running requests ─▶ nothing
@@ -60,6 +60,7 @@ class Roles:
         blocks: of vLLM's pool, without the one that it never uses.
         computing: gets the ids of all requests in vLLM when they change.
         soon: flushes `attempts` soon.
+        gone: vLLM's process has ended. `computing` should keep what it has.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class Roles:
         tell: Callable[[ToConnector], None],
         computing: Callable[[Collection[bytes]], None],
         soon: Callable[[], None],
+        gone: Callable[[], None],
         *,
         blocks: int,
+        max_num_seqs: int,
         block_size: int,
         prefix_caching: bool,
         max_model_len: int,
@@ -83,7 +86,9 @@ class Roles:
         self._tell = tell
         self._computing = computing
         self._soon = soon
+        self._gone = gone
         self._blocks = blocks
+        self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._prefix_caching = prefix_caching
         self._max_model_len = max_model_len
@@ -159,9 +164,10 @@ class Roles:
                 attempt.first_token = prefill.first_token
                 params = {"first_token": prefill.first_token.result().token_id}
         needed = needed_blocks(self._table.values(), self._block_size)
-        if needed > self._blocks:
+        seated = sum(other.decode and other.task is not None for other in self._table.values())
+        if needed > self._blocks or seated >= self._max_num_seqs:
             self.counts.no_room += 1
-            text = f"{needed} blocks are needed with this request, and there are {self._blocks}"
+            text = f"needs {needed} of {self._blocks} blocks, and seat {seated + 1} of {self._max_num_seqs}"
             self._refuse(attempt, Code.NO_ROOM, text)
         elif self._start(attempt, params):
             self._attempts.reserved(attempt)
@@ -230,8 +236,8 @@ class Roles:
                         await asyncio.wait([attempt.first_token])
                     self._output(attempt, output)
                     self._soon()
-        except EngineGone:
-            return  # the attempt was in the step that crashed
+        except EngineGone:  # the attempt was in the step that crashed
+            self._gone()
         except ValueError as error:
             self._attempts.fail(attempt, Code.INVALID, str(error))
         except Exception as error:  # noqa: BLE001  vLLM's errors have no common base
@@ -342,6 +348,9 @@ class Roles:
                 self._attempts.report(messages.KVInjected(attempt.origin, stats))
             case FetchFailed(_, reason):
                 attempt.lost = reason
+                if reason != "finished":  # the router drops the prefill, and vLLM ends the request
+                    assert attempt.source is not None
+                    self._attempts.fail(attempt, Code.KV_FAILED, reason, attempt.source.prefill_id)
             case Closed():
                 attempt.lost = "cancelled"
             case Released(_, reason):

@@ -108,6 +108,18 @@ def test_a_prompt_with_a_cached_prefix_is_computed_sooner() -> None:
     assert vllm.step()["b"] > LEAST, "it shares the bound with none"
 
 
+def test_a_prompt_of_few_tokens_alone_shows_no_speed() -> None:
+    """vLLM may have compiled functions for it, for seconds."""
+    steps = MixedSteps(0, MOST, None)
+    for tokens, seconds in ((2, 5.0), (MOST, MOST * TOKEN)):
+        steps.expect("a", tokens, 0.0, decodes=False)
+        steps.scheduled("a", 0, tokens)
+        steps.over(steps.begins(10.0 * tokens), 10.0 * tokens + seconds)
+    [costs] = steps.news(0.0)
+    assert costs.prefill_tokens_per_s == pytest.approx(1 / TOKEN)
+    assert costs.step_seconds == pytest.approx(MOST * TOKEN)
+
+
 def test_costs_are_said_once() -> None:
     vllm = VLLM()
     assert vllm.steps.news(vllm.now) == [StepCosts()]

@@ -90,6 +90,8 @@ def test_blocks_of_an_aborted_prompt_stay_until_nothing_reads_them(planner: Plan
         {"remote_host": None, "remote_port": "http"},
         {"remote_port": 0},
         {"remote_port": 70_000},
+        {"remote_port": 1e999},
+        {"remote_host": "h" * 257},
         {"remote_engine_id": "one of vLLM's"},
         {"remote_engine_id": "f" * 17},
         {"remote_request_id": "cmpl-1"},

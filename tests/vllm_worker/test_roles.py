@@ -34,7 +34,7 @@ def output(tokens: Sequence[int], reason: str | None = None) -> Any:
 
 
 class Worker:
-    """Blocks of 16 tokens, 10 of them."""
+    """Blocks of 16 tokens, 10 of them, and 3 seats."""
 
     def __init__(self) -> None:
         self.sent: list[FromEngine] = []
@@ -44,14 +44,19 @@ class Worker:
         self.priorities: dict[bytes, int] = {}
         self._outputs: defaultdict[bytes, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
         self.aborted: list[bytes] = []
+        self.gone = False
         self.attempts = Attempts(self.sent.append)
         self.roles = Roles(
-            self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush,
-            blocks=10, block_size=16, prefix_caching=True, max_model_len=200, incarnation=OURS,
+            self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush, self._gone,
+            blocks=10, max_num_seqs=3, block_size=16, prefix_caching=True, max_model_len=200,
+            incarnation=OURS,
         )  # fmt: skip
 
     def _computes(self, ids: Iterable[bytes]) -> None:
         self.computing = list(ids)
+
+    def _gone(self) -> None:
+        self.gone = True
 
     async def _generate(
         self, request: EngineRequest, fields: dict[str, Any], priority: int
@@ -238,13 +243,28 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
     assert worker.roles.counts.prompt_tokens == 22
 
 
-@pytest.mark.parametrize(("reason", "code"), [("gone", Code.HANDED_BACK), ("finished", Code.FINISHED)])
-async def test_kv_that_does_not_come_hands_the_request_back(worker: Worker, reason: str, code: Code) -> None:
+@pytest.mark.parametrize(
+    ("reason", "codes"), [("gone", [Code.KV_FAILED, Code.HANDED_BACK]), ("finished", [Code.FINISHED])]
+)
+async def test_kv_that_does_not_come(worker: Worker, reason: str, codes: list[Code]) -> None:
+    """The router drops a prefill that cannot be fetched, and gets its request back."""
     worker.roles.handle(messages.Decode(7, work(D), source()))
     await worker.settle()
     worker.roles.heard(FetchFailed(D, reason))
+    assert [failure.prefill_id for failure in worker.of(messages.AttemptFailed)] == [P] * (len(codes) - 1)
     await worker.says(D, output([], "error"))
-    assert worker.failures() == [code]
+    assert worker.failures() == codes
+    assert worker.idle
+
+
+async def test_a_decode_whose_kv_failed_is_handed_back_once(worker: Worker) -> None:
+    """Its router may name another prefill before vLLM ends the request."""
+    worker.roles.handle(messages.Decode(7, work(D), source()))
+    await worker.settle()
+    worker.roles.heard(FetchFailed(D, "gone"))
+    worker.roles.handle(messages.Retarget(7, D, source(), []))
+    await worker.says(D, output([], "error"))
+    assert worker.failures() == [Code.KV_FAILED, Code.HANDED_BACK]
     assert worker.idle
 
 
@@ -271,6 +291,21 @@ async def test_decodes_are_refused_if_their_blocks_do_not_fit(worker: Worker) ->
     worker.roles.heard(Released(P, "acked"))
     worker.roles.handle(messages.Decode(7, work(E), source()))
     assert worker.failures() == [Code.NO_ROOM]
+
+
+async def test_decodes_are_refused_if_vllm_runs_as_many(worker: Worker) -> None:
+    """Its blocks would fit, but vLLM would not start it. Prompts for other workers end soon."""
+    worker.roles.handle(messages.Prefill(7, work(P), handover=True))
+    for letter in "abc":
+        worker.roles.handle(messages.Decode(7, work(name(letter)), source()))
+    assert not worker.failures()
+    worker.roles.handle(messages.Decode(7, work(D), source()))
+    assert worker.failures() == [Code.NO_ROOM]
+    assert worker.roles.counts.no_room == 1
+    worker.roles.handle(messages.Cancel(7, name("a")))
+    await worker.settle()
+    worker.roles.handle(messages.Decode(7, work(E), source()))
+    assert len(worker.failures()) == 1
 
 
 async def test_blocks_of_a_common_prefix_count_once(worker: Worker) -> None:
@@ -367,6 +402,7 @@ async def test_errors_of_vllm(worker: Worker, error: Exception, codes: list[Code
     worker.roles.handle(messages.Decode(7, work(D), None))
     await worker.says(D, error)
     assert worker.failures() == codes
+    assert worker.gone == isinstance(error, EngineGone)
     assert worker.idle
 
 

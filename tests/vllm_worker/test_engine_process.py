@@ -1,0 +1,77 @@
+"""How the engine process ends if vLLM does, and what its service then knows. vLLM is played."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import closing, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.engine import EngineRequest, SamplingParams
+from baton.kv_transfer import Heartbeat, KVLayout
+from baton.kv_transfer.channel import ChannelClosed
+from baton.vllm_worker.engine_process import EngineProcess
+from baton.vllm_worker.roles import EngineGone
+from baton.worker import messages
+from baton.worker.ipc import EngineLink
+from baton.worker.messages import EngineReady, Origin, Work
+
+WITHIN = 5.0
+D = b"d" * 16
+READY = EngineReady("model", b"", KVLayout(3, 2, 8, "float32"), 500, 100, 16, 40, 0, "")
+
+
+class Process(EngineProcess):
+    """Its vLLM and its connector say nothing, until each raises an error."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.computes = asyncio.Event()
+        self.vllm, self.connector = asyncio.Future[None](), asyncio.Future[None]()
+
+    async def _start(self) -> Any:
+        self._connector.receive = lambda: self.connector  # type: ignore[method-assign,assignment]
+        return SimpleNamespace(generate=self._generate), READY
+
+    async def _generate(self, *_: Any) -> AsyncGenerator[Any, None]:
+        self.computes.set()
+        yield await asyncio.shield(self.vllm)
+
+    def close(self) -> None:
+        self._link.close()
+        self._connector.close()
+
+
+@pytest.mark.parametrize(
+    ("which", "error", "code"),
+    [("vllm", EngineGone(), 5), ("connector", ChannelClosed(), 5), ("connector", ValueError("broken"), None)],
+    ids=["vllm", "connector", "broken"],
+)
+def test_the_service_reads_what_vllm_computed(which: str, error: Exception, code: int | None) -> None:
+    """The process ends at once, and the service blames the requests of the crashed step."""
+    heartbeat = Heartbeat.create()
+
+    async def main() -> int:
+        config = SimpleNamespace(
+            address=service.address, heartbeat_fd=heartbeat.fd, arenas=None, rank_arenas=(), incarnation=1,
+            engine=SimpleNamespace(enable_prefix_caching=False, max_num_seqs=8),
+        )  # fmt: skip
+        with closing(Process(config)) as process:
+            running = asyncio.create_task(process.run())
+            request = EngineRequest(D, [1] * 20, sampling=SamplingParams(max_tokens=8))
+            await service.send(messages.Decode(7, Work(request, 60.0, Origin(D, "r", "", 0.0)), None))
+            await process.computes.wait()
+            assert heartbeat.step == [D]
+            getattr(process, which).set_exception(error)
+            return await running
+
+    async def within() -> int:
+        return await asyncio.wait_for(main(), WITHIN)
+
+    ends = pytest.raises(ValueError, match="broken") if code is None else nullcontext()
+    with closing(EngineLink(None)) as service, asyncio.Runner() as runner, ends:
+        assert runner.run(within()) == code
+    assert heartbeat.step == [D]
