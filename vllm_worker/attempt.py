@@ -17,6 +17,8 @@ class VLLMAttempt(Attempt):
     request: EngineRequest
     chunks: Sequence[bytes]
     """Names of the full chunks in full blocks of the prompt, which requests share. Empty: they share none."""
+    uncached: int
+    """Tokens of the prompt that vLLM did not have when the request came."""
     handover: bool = False
     """A prefill with KV for another worker."""
     decode: bool

@@ -15,9 +15,14 @@ from baton.worker.messages import CacheChanged
 
 
 class CachedBlocks:
+    """
+    Attributes:
+        chunks: that vLLM has.
+    """
+
     def __init__(self, content_root: bytes) -> None:
         self._root = content_root
-        self._chunks = CachedChunks()
+        self.chunks = CachedChunks()
         # By block: the name of all full chunks up to its end, and the tokens after these.
         self._ends: dict[bytes, tuple[bytes, list[int]]] = {}
 
@@ -32,7 +37,7 @@ class CachedBlocks:
                     self._removed(map(_name, event["block_hashes"]))
                 case "AllBlocksCleared":
                     self._removed(list(self._ends))
-        return self._chunks.take()
+        return self.chunks.take()
 
     def _stored(self, event: dict[str, Any]) -> None:
         parent, tokens, size = event["parent_block_hash"], event["token_ids"], event["block_size"]
@@ -49,12 +54,12 @@ class CachedBlocks:
             rest, name = rest[len(names) * CHUNK_TOKENS :], (names or [name])[-1]
             if block not in self._ends:  # else two requests have computed it
                 self._ends[block] = name, rest
-                self._chunks.add(block, names)
+                self.chunks.add(block, names)
 
     def _removed(self, blocks: Iterable[bytes]) -> None:
         for block in blocks:
             if self._ends.pop(block, None) is not None:
-                self._chunks.evicted(block)
+                self.chunks.evicted(block)
 
 
 def _name(block_hash: int | bytes) -> bytes:

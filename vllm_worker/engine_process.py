@@ -97,6 +97,7 @@ class EngineProcess:
             self._link.send(messages.StartFailed(str(error)))
             self._link.close()
             return EXIT_START_FAILED
+        cached = CachedBlocks(ready.content_root)
         self._roles = Roles(
             self._attempts,
             vllm.generate,
@@ -108,6 +109,8 @@ class EngineProcess:
             max_num_seqs=self._config.engine.max_num_seqs,
             block_size=ready.block_size,
             prefix_caching=self._config.engine.enable_prefix_caching,
+            cached=cached.chunks,
+            content_root=ready.content_root,
             max_model_len=ready.max_model_len,
             incarnation=self._config.incarnation,
         )
@@ -117,7 +120,7 @@ class EngineProcess:
         listening = asyncio.create_task(self._listen(self._roles))
         waits: set[asyncio.Future[Any]] = {ticking, listening, self._ended}
         if self._events is not None:
-            waits.add(asyncio.create_task(self._follow(self._events, CachedBlocks(ready.content_root))))
+            waits.add(asyncio.create_task(self._follow(self._events, cached)))
         [ended, *_], _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         loop.remove_reader(self._link.fileno())
         self._end(_EXIT_BROKEN)  # unless it is said why

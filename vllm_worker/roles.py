@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Any
 
-from baton.content import extend_names, salted
+from baton.content import CHUNK_TOKENS, extend_names, salted
 from baton.engine import EngineRequest, EngineStats, Output
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.vllm_worker.attachment import Close, Commit, Computed, Costs, FromConnector, Started, ToConnector
@@ -32,6 +32,7 @@ from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts, handed_over, logprobs_of
+from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.messages import Code, RequestCounts, ToEngine, Work
 
 Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
@@ -76,6 +77,8 @@ class Roles:
         max_num_seqs: int,
         block_size: int,
         prefix_caching: bool,
+        cached: CachedChunks,
+        content_root: bytes,
         max_model_len: int,
         incarnation: int,
     ) -> None:
@@ -91,6 +94,8 @@ class Roles:
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._prefix_caching = prefix_caching
+        self._cached = cached
+        self._content_root = content_root
         self._max_model_len = max_model_len
         self._incarnation = incarnation
         self._table = attempts.table(VLLMAttempt)
@@ -106,7 +111,7 @@ class Roles:
         stats: EngineStats = self.load.stats(
             blocks=self._blocks,
             decoding=sum(attempt.decodes for attempt in found),
-            tokens_waiting=sum(attempt.tokens for attempt in found if attempt.computes_prompt),
+            tokens_waiting=sum(attempt.uncached for attempt in found if attempt.computes_prompt),
             held=sum(attempt.task is None for attempt in found),
             reservations=sum(attempt.source is not None and not attempt.answered for attempt in found),
         )
@@ -177,10 +182,12 @@ class Roles:
         tokens = len(request.prompt_ids) + len(request.output_ids)
         if self._prefix_caching:
             whole = len(request.prompt_ids) // self._block_size * self._block_size
-            extend_names(chunks, request.prompt_ids, whole, salted(b"", request.cache_salt))
+            extend_names(chunks, request.prompt_ids, whole, salted(self._content_root, request.cache_salt))
+        uncached = tokens - CHUNK_TOKENS * self._cached.leading(chunks)
         return VLLMAttempt(
-            stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks, **more
-        )
+            stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks,
+            uncached=uncached, **more,
+        )  # fmt: skip
 
     def _start(self, attempt: VLLMAttempt, kv_transfer_params: dict[str, Any]) -> bool:
         """Gives the request to vLLM. Returns False if it is wrong."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from baton.content import extend_names, salted
 from baton.engine import EngineRequest, Logprobs, SamplingParams
 from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
@@ -19,6 +20,7 @@ from baton.vllm_worker.plan import REJECTED
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.messages import Code, FromEngine, Origin, PrefillSource, Work
 
 OURS, THEIRS = 1, 2  # incarnations
@@ -46,10 +48,11 @@ class Worker:
         self.aborted: list[bytes] = []
         self.gone = False
         self.attempts = Attempts(self.sent.append)
+        self.cached = CachedChunks()
         self.roles = Roles(
             self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush, self._gone,
             blocks=10, max_num_seqs=3, block_size=16, prefix_caching=True, max_model_len=200,
-            incarnation=OURS,
+            cached=self.cached, content_root=b"root", incarnation=OURS,
         )  # fmt: skip
 
     def _computes(self, ids: Iterable[bytes]) -> None:
@@ -120,6 +123,20 @@ def source(incarnation: int = THEIRS) -> PrefillSource:
 @pytest.fixture
 async def worker() -> Worker:
     return Worker()
+
+
+async def test_what_vllm_has_cached_does_not_wait(worker: Worker) -> None:
+    names: list[bytes] = []
+    extend_names(names, [1] * 130, 130, salted(b"root", b""))
+    worker.cached.add(b"second", names[1:])
+    worker.roles.handle(messages.Decode(7, work(P, 130), None))
+    assert worker.roles.status(0).stats.tokens_waiting == 130, "its beginning is gone"
+    worker.cached.add(b"first", names[:1])
+    worker.roles.handle(messages.Decode(7, work(D, 130), None))
+    assert worker.roles.status(0).stats.tokens_waiting == 130 + 2
+    for attempt_id in (P, D):
+        await worker.says(attempt_id, output([5], "length"))
+    assert worker.idle
 
 
 async def test_a_handover_is_held_until_nothing_reads_it(worker: Worker) -> None:

@@ -15,6 +15,7 @@ The engine uses the full blocks of these tokens that end before the last positio
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from baton.content import Tier, hint
 from baton.engine import CachedBlock
@@ -58,6 +59,10 @@ class CachedChunks:
             before = self._tier_of.pop(name)
             for chunk in chunks:
                 self._change(chunk, before, None)
+
+    def leading(self, names: Iterable[bytes]) -> int:
+        """Returns how many of these chunks are cached before the first that is not."""
+        return sum(1 for _ in takewhile(lambda name: hint(name) in self._blocks, names))
 
     def stored(self, name: bytes, is_there: bool) -> None:
         """The shared store has this chunk, or is not known to have it any more."""
