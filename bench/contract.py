@@ -7,7 +7,7 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import partial
@@ -197,6 +197,10 @@ def paired_ratio(series_a: Sequence[float], series_b: Sequence[float]) -> tuple[
     """The median of the ratios of all pairs, and their spread (max − min)."""
     ratios = [x / y for x, y in zip(series_a, series_b, strict=True)]
     return statistics.median(ratios), max(ratios) - min(ratios)
+
+
+def median_ms(seconds: Iterable[float]) -> float:
+    return statistics.median(seconds) * 1e3
 
 
 def percentile(values: Sequence[float] | np.ndarray, q: float) -> float:

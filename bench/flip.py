@@ -1,7 +1,5 @@
 """How soon a worker serves prompts after its pool was changed, and whether a client notices.
 
-    python -m baton.bench.flip [--json PATH] [--device cpu|cuda] [--short]
-
 A cluster has one prefill worker, two decode workers and a router. Clients send one greedy request after
 another. The second decode worker is flipped to the prefill pool and back, again and again. A flip takes from
 the call that changes the label until the worker has computed its first prompt. The trace of the worker says

@@ -1,7 +1,5 @@
 """Drafts of tokens: what they gain, what they cost, and that they change no stream.
 
-    python -m baton.bench.speculation [--json PATH] [--device cpu|cuda] [--short] [--method ngram|eagle3]
-
 On CPUs the embedded model with prompt lookup, in turns with the same engine without drafts. `copying` repeats
 a text of its prompt, `free` writes text of its own. `different` counts tokens that differ, in float32.
 

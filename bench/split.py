@@ -1,7 +1,5 @@
 """How much sooner the first token comes if a prefill and a decode worker compute a prompt together.
 
-    python -m baton.bench.split [--json PATH] [--device cpu|cuda] [--short]
-
 Both run as real processes. The bench submits plans as a router does, made by the router's policy from what
 the workers report. Rounds of two prompts alternate, both of tokens that no prompt had before:
 

@@ -1,7 +1,5 @@
 """What a shared store is worth when all workers restart: second turns of chats, and chats that go on.
 
-    python -m baton.bench.store [--json PATH] [--device cpu|cuda] [--short]
-
 `baton serve --kv-store local` serves the embedded model: a prefill and a decode worker, and a store. Chats
 get a first turn. All workers are restarted one by one. Then second turns alternate with prompts of the
 same length that no worker has seen (`second_turn`). `found` is the share of the tokens of history and answer

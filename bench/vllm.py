@@ -1,8 +1,5 @@
 """vLLM with Baton's transfer of KV, beside one vLLM alone and vLLM with NixlConnector.
 
-    python -m baton.bench.vllm [--json PATH] [--device cpu|cuda] [--short] [--logs DIR] [--side NAME ...]
-        [--rates R,R]
-
 All servers of all sides run at the same time, on CPUs, one GPU or two. Of two GPUs, those that decode for
 others have the second one:
 

@@ -327,8 +327,6 @@ class _Cluster:
             interval = report_interval(len(self.workers), len(self.routers))
             self.clock.after(interval, partial(self._report, row))
 
-    # ------------------------------------------------------------ pools
-
     def _move(self, row: int, pool: Pool) -> None:
         self._pools[row] = pool
         for router in self.routers:

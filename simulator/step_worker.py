@@ -54,9 +54,6 @@ Chunks = list[tuple["Request", int]]
 def _nothing() -> None: ...
 
 
-def _ignore(at: float) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One request for at least two tokens.
@@ -82,7 +79,7 @@ class Request:
     due: float = 0.0
     token_at: float = 0.0
     started: Event = _nothing
-    ends: Callable[[float], None] = _ignore
+    ends: Callable[[float], None] = lambda _: None
     first_token: Event = _nothing
     ended: Event = _nothing
 

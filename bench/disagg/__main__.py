@@ -1,9 +1,5 @@
 """Two deployments under the same load, in turns: TTFT and gaps of each, and their ratios with intervals.
 
-    python -m baton.bench.disagg [--side 'NAME COUNT COMMAND' --side 'NAME COUNT COMMAND'] [--seeds N]
-        [--loads L,L] [--rates R,R] [--requests N] [--seconds S] [--model-shape NAME] [--reports DIR]
-        [--json PATH] [--device cpu|cuda] [--short]
-
 Each turn starts one side, measures all loads with one seed, and ends the side. The side that begins changes
 with each seed. Both sides get the same prompts at the same times, and no prompt comes twice.
 

@@ -1,6 +1,3 @@
-"""`python -m baton.bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]
-[--model-shape NAME] [--quantization fp8|int4] [--kv-cache-dtype fp8] [--batch-invariant]`."""
-
 import sys
 
 import baton.bench.contract as contract

@@ -2,7 +2,6 @@
 
 import os
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -83,7 +82,3 @@ def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sam
     drain(engine)
     assert len(gaps) > steps // 2, f"only {len(gaps)} of {steps} steps were full"
     return gaps
-
-
-def median_ms(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds) * 1e3

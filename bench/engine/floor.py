@@ -47,7 +47,6 @@ class Floor:
         return _median_ms(lambda: self._gemms(*inputs), 5) + self._attention_ms(sequences, tokens)
 
     def _attention_ms(self, sequences: int, tokens: int) -> float:
-        """Causal attention of all layers."""
         c = self._config
         q = torch.randn(sequences, c.num_heads, tokens, c.head_dim, device="cuda", dtype=torch.bfloat16)
         k, v = (

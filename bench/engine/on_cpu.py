@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import baton.bench.contract as contract
-from baton.bench.contract import MIN_PAIRS, Report, Row
-from baton.bench.engine.drive import decode_step_seconds, drain, greedy, median_ms, prefill_seconds, prompt
+from baton.bench.contract import MIN_PAIRS, Report, Row, median_ms
+from baton.bench.engine.drive import decode_step_seconds, drain, greedy, prefill_seconds, prompt
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 import baton.bench.contract as contract
-from baton.bench.contract import Report, Row
-from baton.bench.engine.drive import decode_step_seconds, drain, fill, median_ms, prefill_seconds, prompt
+from baton.bench.contract import Report, Row, median_ms
+from baton.bench.engine.drive import decode_step_seconds, drain, fill, prefill_seconds, prompt
 from baton.bench.engine.floor import Floor, Fp8Floor
 from baton.bench.kernels.cases import BYTES_PER_S
 from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SHAPES, write_shape

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from baton.bench.contract import Report, Row, gpus_or_exit
-from baton.bench.engine.drive import answers, decode_step_seconds, greedy, median_ms, prefill_seconds, prompt
+from baton.bench.contract import Report, Row, gpus_or_exit, median_ms
+from baton.bench.engine.drive import answers, decode_step_seconds, greedy, prefill_seconds, prompt
 from baton.bench.shapes import MOE, write_shape
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine

@@ -1,8 +1,7 @@
 """A cluster of `baton` processes without Ray. It restarts every worker, and the router, when the process
 ends.
 
-The command lines are those of a user, and a workers file names the workers, as with any supervisor. A process
-that ends is restarted at once.
+The command lines are those of a user, and a workers file names the workers, as with any supervisor.
 """
 
 import argparse
@@ -309,7 +308,6 @@ def two_workers(
 
 
 def status(url: str) -> dict[str, Any]:
-    """The status of a router."""
     with urllib.request.urlopen(url + "/status", timeout=30) as page:
         return json.load(page)
 

@@ -87,8 +87,6 @@ class Cases(Generic[S]):
 
 
 class DenseCases(Cases[Shape]):
-    """The kernels of a dense layer."""
-
     def __iter__(self) -> Iterator[Make]:
         shape = self.shape
         for rows in (shape.batches[0], shape.batches[len(shape.batches) // 2], shape.prompts[0]):

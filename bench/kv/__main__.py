@@ -1,8 +1,5 @@
 """KV between two workers of one host: GB/s over TCP loopback, in turns with raw sockets, and without sockets.
 
-    python -m baton.bench.kv [--json PATH] [--short] [--device cpu|cuda] [--lanes N]
-                       [--only tcp|encrypted|nixl|exported]
-
 `kv.tcp.lanes4.64MiB`  from arena to arena, with transfer processes, frames, checksums and credits: from
                        fetch() until the receiver reports the KV as injected. Without the copies between arena
                        and pool, as for raw sockets, and as NIXL and Mooncake define a transfer (registered

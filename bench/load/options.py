@@ -38,8 +38,6 @@ _MOST_PROCESSES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The server to measure."""
-
     panel: ClassVar = "Target"
     url: str = opt(
         DEFAULT_URL,
@@ -76,8 +74,6 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What to send."""
-
     panel: ClassVar = "Workload"
     preset: str | None = opt(None, f"Lengths by name: {', '.join(PRESETS)}.", "IN/OUT", shown=DEFAULT_PRESET)
     input_len: str | None = opt(
@@ -111,8 +107,6 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What to send, and when: a trace in Mooncake's format."""
-
     panel: ClassVar = "Workload"
     trace: Path | None = argument("JSONL in Mooncake's format, or a small sample.", "TRACE", default=None)
     speed: float = opt(1.0, "2 replays the trace in half its time.", "FACTOR")
@@ -140,8 +134,6 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How much, how long, and with how many processes."""
-
     panel: ClassVar = "Load"
     concurrency: int | None = opt(
         None,
@@ -175,8 +167,6 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The objectives, and where results go beside the terminal."""
-
     panel: ClassVar = "Objectives and output"
     slo: str = opt("", f"{SLO_SYNTAX}.", "LIMITS", also="--goodput")
     attainment: float = opt(
@@ -194,8 +184,6 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Which loads to measure, or which rate to search."""
-
     panel: ClassVar = "Sweep"
     rates: str = opt("", "Open loops with these rates.", "R,R,…")
     concurrencies: str = opt("", "Closed loops with these numbers of users.", "N,N,…")

@@ -40,7 +40,6 @@ import tempfile
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row, gpus_or_exit
@@ -219,7 +218,7 @@ def report_rows(args: argparse.Namespace, report: Report, tokens: int, runs: Run
         steps = [run.handover / run.step for run in series]
         beside = f".b{batch}" if batch else ""
         report.add_median(f"{prefix}.handover{beside}", steps, "steps", goal=2.5 if on_cpu else 2.0)
-        report.add(Row(f"{prefix}.step{beside}", _median_ms(r.step for r in series), "ms"))
+        report.add(Row(f"{prefix}.step{beside}", contract.median_ms(r.step for r in series), "ms"))
     report.add_ratio(
         f"{prefix}.ttft", [run.ttft for run in idle], "ms", runs.prefills,
         "the same prefill without a handover", scale=1e3, goal=1.05,
@@ -244,16 +243,12 @@ def report_long(
     transport = _transport(args)
     for length, requests in long.items():
         name = f"{transport}.long.n{length}"
-        report.add(Row(f"{name}.ttft", _median_ms(run.ttft for run in requests), "ms"))
-        report.add(Row(f"{name}.whole", _median_ms(run.whole for run in requests), "ms"))
-        report.add(Row(f"{name}.step", _median_ms(run.step for run in requests), "ms"))
+        report.add(Row(f"{name}.ttft", contract.median_ms(run.ttft for run in requests), "ms"))
+        report.add(Row(f"{name}.whole", contract.median_ms(run.whole for run in requests), "ms"))
+        report.add(Row(f"{name}.step", contract.median_ms(run.step for run in requests), "ms"))
         handovers = [run.handover / run.step for run in requests]
         report.add(Row(f"{name}.handover", statistics.median(handovers), "steps"))
         report.add(Row(f"{name}.bytes", trace.joined[requests[0].decode_id].size / 1e6, "MB"))
-
-
-def _median_ms(seconds: Any) -> float:
-    return statistics.median(seconds) * 1e3
 
 
 def main() -> int:

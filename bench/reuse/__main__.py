@@ -1,7 +1,5 @@
 """How much sooner the second turn of a chat begins if KV is reused, and how many bytes travel for it.
 
-    python -m baton.bench.reuse [--json PATH] [--device cpu|cuda] [--short]
-
 A prefill and a decode worker run as real processes. The bench submits to both as a router does. Rounds of
 four second turns alternate; each has a history, an answer, and a few new tokens:
 

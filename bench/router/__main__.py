@@ -52,9 +52,6 @@ WARM_UP = 50
 PERIODS = 5
 
 
-# ---------------------------------------------------------------- measuring
-
-
 @dataclass
 class Pairs:
     """Seconds to the first token."""

@@ -121,8 +121,6 @@ class Autoscaler:
         log.info("moved %s from the %s pool to the %s pool", address, source, target)
         self._supervisor.set_pools({address: target})
 
-    # ------------------------------------------------------------ workers
-
     async def _ask(self, address: str) -> Sample | None:
         """The load of a worker: its last one, if it does not answer. None: it has never answered."""
         if address not in self._channels:

@@ -166,7 +166,6 @@ class ClusterActor:
         return handle
 
     async def cluster(self) -> Detached:
-        """The description of the cluster."""
         return self._cluster
 
     async def changed(self, seen: int) -> tuple[int, list[tuple[RoleSpec, RoleState]]]:

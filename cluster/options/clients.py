@@ -10,8 +10,6 @@ from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, argument, betwee
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """Which router to send requests to."""
-
     panel: ClassVar[str] = "Endpoint"
     url: str = opt("http://127.0.0.1:8000", "Base URL of a router.")
     api_key: list[str] = opt([], f"API key. {NO_ARGV}", "KEY")
@@ -24,8 +22,6 @@ class StatusOptions:
 
 @dataclass(frozen=True)
 class FlipOptions:
-    """Which worker to move, and to which pool."""
-
     worker: str = argument("Name from `baton status` (prefill-0), or HOST:PORT.")
     pool: Literal["prefill", "decode"] = argument("Its new pool.")
     force: bool = opt(False, "Move it even if it is the last worker of its pool.")

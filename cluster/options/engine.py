@@ -77,8 +77,6 @@ def _check_speculative(value: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a worker computes."""
-
     panel: ClassVar[str] = "Engine"
     engine: Literal["baton", "vllm"] = opt(
         "baton", "baton: Baton's own engine. vllm: vLLM, which must be installed beside Baton."

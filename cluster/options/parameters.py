@@ -125,7 +125,6 @@ def size_in_bytes(value: str) -> int:
 
 
 def check_size(value: str) -> str:
-    """A check of a size."""
     try:
         size_in_bytes(value)
     except ValueError as error:

@@ -40,8 +40,6 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class MembershipOptions:
-    """How a router finds workers."""
-
     panel: ClassVar[str] = "Workers"
     worker: list[str] = opt([], "gRPC address of a worker of either role; repeat it.", "HOST:PORT")
     workers_file: Path | None = opt(
@@ -163,8 +161,6 @@ class ServerTlsOptions:
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """The lanes and the staging arena of KV transfer."""
-
     panel: ClassVar[str] = "KV transfer"
     kv_lanes: int = opt(4, "TCP connections to each worker from which KV is fetched.", "N", check=between(1))
     kv_connector: Literal["auto", "tcp", "nixl"] = opt(
@@ -215,8 +211,6 @@ class DrainOptions:
 
 @dataclass(frozen=True)
 class FrontOptions(ServerTlsOptions):
-    """How a router serves clients."""
-
     panel: ClassVar[str] = "Clients"
     host: str = opt("127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.", "ADDRESS")
     port: int = opt(8000, "Port of the OpenAI API.", "PORT", **PORT)
@@ -304,8 +298,6 @@ class FrontOptions(ServerTlsOptions):
 
 @dataclass(frozen=True)
 class PickerOptions(ServerTlsOptions):
-    """How an endpoint picker serves gateways, and how it finds routers."""
-
     panel: ClassVar[str] = "Gateways and routers"
     host: str = opt("127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.", "ADDRESS")
     port: int = opt(9002, "Port of gRPC (Envoy's ext_proc), for gateways.", "PORT", **PORT)
@@ -320,8 +312,6 @@ class PickerOptions(ServerTlsOptions):
 
 @dataclass(frozen=True)
 class PickerRole:
-    """The options of `baton picker`."""
-
     picker: PickerOptions
     drain: DrainOptions
     logs: LogLineOptions
@@ -334,8 +324,6 @@ class StoreAction:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """What `baton store` runs or removes."""
-
     panel: ClassVar[str] = "Store"
     kv_store: str | None = opt(
         None,
@@ -359,8 +347,6 @@ class StoreOptions:
 
 @dataclass(frozen=True)
 class StoreRole:
-    """The options of `baton store`."""
-
     what: StoreAction
     store: StoreOptions
     secret: SecretOptions
@@ -369,8 +355,6 @@ class StoreRole:
 
 @dataclass(frozen=True)
 class WorkerRole:
-    """The options of `baton prefill` and `baton decode`."""
-
     model: ModelOptions
     engine: EngineOptions
     network: WorkerOptions = WorkerOptions()
@@ -385,8 +369,6 @@ class WorkerRole:
 
 @dataclass(frozen=True)
 class RouterRole:
-    """The options of `baton router`."""
-
     model: ModelOptions
     front: FrontOptions
     membership: MembershipOptions

@@ -35,25 +35,20 @@ class RoleHandle(Protocol):
 
     async def changed(self, token: str) -> RoleState:
         """Waits until the state has another token than `token`, and returns the state."""
-        ...
 
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
         """Routers only: sets the gRPC addresses of all ready workers, and the report for `baton status`."""
-        ...
 
     async def tokens_held(self) -> int:
         """Routers only: prompt tokens that the router holds back because prefill workers have enough work."""
-        ...
 
     async def restart(self, signum: int, grace: float) -> None:
         """Ends the process of the role and returns when its next process is ready."""
-        ...
 
     async def stop(self, signum: int, grace: float) -> None: ...
 
     def forget(self) -> None:
         """Ends the actor of a role that has stopped for good. A runner without an actor does nothing."""
-        ...
 
 
 @dataclass(eq=False)
@@ -212,7 +207,6 @@ class Supervisor:
             await self._each(lambda m: self._end(m, signum, grace), members)
 
     async def stop_routers(self) -> None:
-        """Drains and stops the routers."""
         routers = [m for m in self._members if m.spec.role == "router"]
         await self._each(lambda m: self._end(m, signal.SIGTERM, self._drain_grace), routers)
 

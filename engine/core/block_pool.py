@@ -21,10 +21,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 
-def _ignore(_: bytes) -> None:
-    pass
-
-
 class BlockPool:
     """Owns all blocks that no request owns. `on_evicted` is called with the name of each block that leaves
     the cache."""
@@ -33,7 +29,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         """Positions of a block."""
-        self.on_evicted: Callable[[bytes], None] = _ignore
+        self.on_evicted: Callable[[bytes], None] = lambda _: None
         self.moves = 0
         """Blocks that changed their state so far. Each counts as often as it did."""
         self._free = list(range(num_blocks - 1, -1, -1))

@@ -15,15 +15,12 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether the device has passed it."""
-        ...
 
     def synchronize(self) -> None:
         """Waits until the device has passed it."""
-        ...
 
     def elapsed_time(self, later: Any, /) -> float:
         """Milliseconds of the device between two events that it has passed."""
-        ...
 
 
 class HostEvent:

@@ -45,7 +45,6 @@ class ExpertLoad:
         self.counts.zero_()
 
     def clear(self) -> None:
-        """Forgets all steps."""
         self.counts.zero_()
         self.totals.zero_()
         self.steps.fill_(-1)

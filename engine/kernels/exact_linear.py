@@ -75,24 +75,10 @@ def exact_linear(
     shape = tiling(rows, inner, size, x.itemsize, multiprocessors)
     if shape.block_n == skinny_linear.BLOCK_N:
         return multiply(x, weight, bias, dtype, shape, finished, scales)
-    return multiply_large(x, weight, bias, dtype, shape, multiprocessors, scales)
-
-
-def multiply_large(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    shape: Tiling,
-    programs: int,
-    scales: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """As `split_k.multiply`, by so many programs at most."""
-    (rows, inner), size = x.shape, len(weight)
     of_x, of_w = scales or (None, None)
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     tiles = triton.cdiv(rows, shape.block_m) * triton.cdiv(size, shape.block_n)
-    _large[(min(tiles, programs),)](
+    _large[(min(tiles, multiprocessors),)](
         TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]),
         of_x,
         TensorDescriptor.from_tensor(weight, [shape.block_n, shape.block_k]),

@@ -61,8 +61,6 @@ class Fp8Linear(LinearMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Format(PlainFormat):
-    """FP8 matrices."""
-
     read: Reader
     quantizes_activations: bool
     identity: str = "fp8"

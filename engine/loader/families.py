@@ -37,8 +37,6 @@ class Glm4Checkpoint(Phi3Checkpoint):
 
 
 class Gemma3Checkpoint(Rearranged):
-    """Gemma 3."""
-
     adds_one = True
 
 

@@ -51,8 +51,6 @@ def mxfp4(settings: Mapping[str, Any], source: str, device: torch.device) -> Mxf
 
 
 class GptOssCheckpoint(Rearranged):
-    """The `Checkpoint` of a gpt-oss model."""
-
     quantized = ("mxfp4",)
 
     def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:

@@ -35,8 +35,6 @@ Reader = Callable[[Weights, str, Part, Part], Groups]
 
 @dataclass(frozen=True, kw_only=True)
 class Int4Format(GroupsFormat):
-    """INT4 matrices in groups."""
-
     size: int
     """Columns of a group."""
     marker: str

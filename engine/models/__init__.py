@@ -53,12 +53,10 @@ def cache_spec(
 
 
 def attention_caches(cache: Sequence[CacheSpec]) -> list[AttentionCache]:
-    """Those of the attention layers."""
     return [layer for layer in cache if isinstance(layer, AttentionCache)]
 
 
 def state_caches(cache: Sequence[CacheSpec]) -> list[StateCache]:
-    """Those of the state layers."""
     return [layer for layer in cache if isinstance(layer, StateCache)]
 
 

@@ -129,7 +129,6 @@ class Llama:
 
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
-        """What each layer caches."""
         spans = config.spans or (None,) * config.num_layers
         return tuple(AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype, span) for span in spans)
 

@@ -104,7 +104,6 @@ def judge(reports: Sequence[Mapping[str, Any]], conditions: Sequence[Condition])
 
 
 def render(reports: Sequence[Mapping[str, Any]], names: Sequence[str], verdict: Verdict) -> RenderableType:
-    """A table with the rows of all reports."""
     base = rows_of(reports[0])
     table = Table(title="Comparison", title_justify="left", title_style="bold")
     table.add_column("")

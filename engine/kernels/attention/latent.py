@@ -72,8 +72,6 @@ class LatentHeads(NamedTuple):
 
 
 class LatentNorm(NamedTuple):
-    """RMSNorm of latents."""
-
     weight: Tensor  # [rank]
     eps: float
 

@@ -135,7 +135,6 @@ class PrefillGroup:
 
     @property
     def padded(self) -> int:
-        """Length with padding."""
         return _padded(self.length) if self.mask is None else self.mask.shape[1]
 
 

@@ -8,8 +8,6 @@ import numpy as np
 
 
 class Shape(NamedTuple):
-    """Shape of a tile."""
-
     block_m: int  # rows: (token, head of the group) pairs
     block_n: int  # keys at a time
     warps: int

@@ -26,7 +26,6 @@ class TritonStatePlan:
 
 
 def chunk_tokens(dtype: torch.dtype) -> int:
-    """Tokens of a chunk."""
     return TOKENS_FLOAT32 if dtype is torch.float32 else TOKENS
 
 
