@@ -85,10 +85,11 @@ class Receiver:
         """Fetches positions [start, num_tokens) into `block_ids`, which no enqueued step may touch. If the
         layout has states, those that cover [0, num_tokens) come, too, into `state_slot`.
 
-        It replaces a fetch of this decode id that is live, or whose failure is not reported yet. `attempt`
+        It replaces a fetch of this decode id that is live, or whose end is not reported yet. `attempt`
         numbers the decode attempts of a request: a fetch of a newer attempt replaces those of older ones.
         """
         assert 0 <= start <= num_tokens
+        self._take_back(decode_id)
         replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         request = local.FetchIn(
@@ -182,6 +183,8 @@ class Receiver:
 
     def cancel(self, decode_id: bytes) -> None:
         """Idempotent. poll() reports Closed for an id that was live, and nothing else for it afterwards."""
+        if self._take_back(decode_id):
+            self._early.append(Closed(decode_id))
         fetch = self._drop(decode_id)
         if fetch is not None:
             fetch.outcome = Closed(decode_id)
@@ -373,6 +376,13 @@ class Receiver:
             del self._by_transfer[fetch.request.transfer_id]
             self._channel.send(local.CancelIn(fetch.request.transfer_id))
         return fetch
+
+    def _take_back(self, decode_id: bytes) -> bool:
+        """Forgets what polls inside a step have found of a fetch. Returns whether it has ended: then its last
+        scatter is over."""
+        found = [event for event in self._early if event.decode_id == decode_id]
+        self._early = [event for event in self._early if event.decode_id != decode_id]
+        return any(not isinstance(event, Began) for event in found)
 
     def _unreported(self, decode_id: bytes) -> LiveFetch | None:
         """Takes back the failure of a fetch, if its last scatter is not over."""

@@ -330,6 +330,42 @@ def test_what_ends_during_a_wait_is_reported_once_and_by_the_next_poll(receiving
     assert receiver.idle
 
 
+@pytest.mark.parametrize("ended", ["failed", "injected"])
+@pytest.mark.parametrize("then", ["cancelled", "fetched again"])
+def test_what_a_wait_finds_of_another_fetch_may_be_taken_back(
+    receiving: Any, until: Any, ended: str, then: str
+) -> None:
+    """A step waits for a part of a prompt, and routers say meanwhile what becomes of other requests."""
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    share(bench, until)
+    if ended == "failed":
+        bench.channel.send(lm.FailedIn(transfer_id, "gone", retry=False))
+    else:
+        for layer in range(2):
+            arrive(bench, transfer_id, 1 + layer, layer)
+        complete(bench, transfer_id)
+
+    def tick() -> None:
+        pool.go(len(pool.work))
+
+    for _ in range(2):
+        assert not receiver.wait_for_layer([b"f"], 0, 40, time.monotonic() + 0.05, tick)
+    assert receiver.poll_within, "an end is known"
+    if then == "cancelled":
+        receiver.cancel(b"d")
+        assert receiver.poll() == [kv.Closed(b"d")]
+    else:
+        ask(bench, b"q")
+        while not isinstance(message := bench.next(until, object), lm.FetchIn):
+            assert isinstance(message, lm.SlotsFree | lm.InjectedIn)
+        assert receiver.poll() == []
+        bench.channel.send(lm.FailedIn(message.transfer_id, "gone", retry=False))
+        assert receiver.poll() == [kv.FetchFailed(b"d", "gone")]
+    receiver.cancel(b"d")
+    assert receiver.poll() == []
+
+
 @pytest.mark.parametrize("how", ["failed", "late"])
 def test_a_wait_ends_with_its_fetch_or_its_time(receiving: Any, until: Any, how: str) -> None:
     bench, receiver, _ = receiving
