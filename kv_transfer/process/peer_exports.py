@@ -127,6 +127,7 @@ class PeerExports:
             try:
                 slot = self._arrivals.pipe.take()
             except FrameError as e:
+                self.pulled({x.slot: False for x in to_read})  # nothing else would give them back
                 raise ProtocolError("credit", str(e)) from None
             self._arrivals.kv_begins(session, header, slot)
             into_arena = nixl is not None and nixl.for_receiver is None

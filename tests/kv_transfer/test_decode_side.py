@@ -456,6 +456,26 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
     assert world.side.slots_free() == 3  # the engine has the first one
 
 
+def test_slices_beyond_all_slots_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL has begun to read none of them."""
+    nixl = SimpleNamespace(
+        export=SimpleNamespace(kind="nixl"), for_receiver=None, slot_bytes=4096,
+        open=lambda *_: "", read=lambda *_: False, close=lambda _: None,
+    )  # fmt: skip
+    world = Side(monkeypatch, Network(), nixl=nixl)
+    world.fetch(bytes(16))
+    session, free = cast("Session", world.up()), world.side.slots_free()
+    export = Export("nixl", "a host", (b"a handle",), 8, 4096, bytes(16))
+    world.side.control(session, Header(FrameType.EXPORT), export)
+    world.side.engine(lm.Opened(session.number, True, ""))
+    slices = Slices(tuple((seq, 1, seq, 64, Slice(0, 0, 1, seq, 1)) for seq in range(8)))
+    with pytest.raises(ProtocolError, match="no slot is laid out"):
+        world.side.control(session, Header(FrameType.SLICES, bytes(16)), slices)
+    world.side.session_down(session, "lost", "no slot")
+    world.side.session_over(session)
+    assert world.side.slots_free() == free == 4
+
+
 def test_a_commit_is_due_from_the_last_frame_on(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Side(monkeypatch, Network())
     side = world.side
