@@ -327,6 +327,7 @@ class PrefillRole(Role):
         """Held prefills that no decode worker fetches, in order of arrival."""
         for prefill_id, prefill in self._prefills.items():
             free = prefill.held and not prefill.closed and prefill.taker is None
+            free = free and (prefill.part is None or prefill.part.is_final)  # others read those that are not
             if free and not self.wanted(prefill_id):
                 yield prefill_id
 

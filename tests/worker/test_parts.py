@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from baton.prefill_worker.role import PrefillRole
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.parts import STEP_WAIT
 from tests.bad_network import BadNetwork
@@ -378,3 +380,17 @@ def share_with(
     coming.say(second_wire.ACK, [], commit_id)
     for each in (*opened, coming):
         each.sock.close()
+
+
+def test_a_part_that_other_workers_read_is_not_spare() -> None:
+    """Once they have read it, it is forgotten."""
+    parts = {
+        b"whole": None,
+        b"last": SimpleNamespace(is_final=True),
+        b"first": SimpleNamespace(is_final=False),
+    }
+    held = {
+        name: SimpleNamespace(held=True, closed=False, taker=None, part=part) for name, part in parts.items()
+    }
+    role: Any = SimpleNamespace(_prefills=held, wanted=lambda _: False)
+    assert list(PrefillRole.spare(role)) == [b"whole", b"last"]

@@ -14,7 +14,7 @@ from baton.engine import Logprobs, Output, PromptLogprobs
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
 from baton.worker.service_process import backend as backend_module
-from baton.worker.service_process import streams
+from baton.worker.service_process import cache_feed, streams
 from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
 from baton.worker.service_process.grpc_service import AttachService
@@ -85,6 +85,14 @@ async def test_finish_writes_the_queued_messages() -> None:
         context.gate.release()
     await asyncio.wait_for(stream.write_to(as_context), 5)
     assert len(context.written) == 3
+
+
+def test_a_worker_knows_so_much_of_a_store_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_feed, "MOST_STORED", 3)
+    feed = CacheFeed()
+    for chunk in range(5):
+        feed.changed({}, {chunk: True, chunk + 100: False})
+    assert [chunk for part in feed.snapshot() for chunk in part.cache.stored] == [2, 3, 4]
 
 
 async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(

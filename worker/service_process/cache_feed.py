@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 MAX_CHUNKS = 4096
 """The most chunks in one message."""
+MOST_STORED = 1 << 20
+"""Chunks that are known to be in the shared store. One more replaces the oldest, as in routers."""
 
 
 class CacheFeed:
@@ -39,7 +41,7 @@ class CacheFeed:
             now = [chunk for chunk, is_there in some if is_there]
             gone = [chunk for chunk, is_there in some if not is_there]
             self._stored.update(dict.fromkeys(now))
-            for chunk in gone:
+            for chunk in [*gone, *islice(self._stored, max(0, len(self._stored) - MOST_STORED))]:
                 self._stored.pop(chunk, None)
             messages.append(self._events(stored=now, not_stored=gone))
         return messages
