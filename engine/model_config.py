@@ -1,9 +1,12 @@
 """The shape of a model, the same for all formats of checkpoints."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 MOST_HEAD_DIM = 1024
 """More would be a mistake, for which tables of rotary angles might not fit the memory."""
@@ -247,6 +250,13 @@ class Multipliers:
     """Of the products of queries and keys. The other models have 1 / √head_dim."""
     logits: float
     """The logits are divided by it."""
+
+
+def known_ids(end_tokens: Sequence[int], vocab_size: int, source: str) -> tuple[int, ...]:
+    """The end tokens that a model can sample. Some fine-tunes name one that their embedding lacks."""
+    if unknown := [token for token in end_tokens if not 0 <= token < vocab_size]:
+        log.warning("%s: no output ends with %s, beyond the vocabulary of %d", source, unknown, vocab_size)
+    return tuple(token for token in end_tokens if token not in unknown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from baton.engine.layers.weights import Checkpoint, Groups
 from baton.engine.loader.gguf_groups import UNPACK
 from baton.engine.loader.rearranged import in_heads, read_rows, rotated_first
 from baton.engine.loader.settings import Settings
-from baton.engine.model_config import ModelConfig, RopeScaling
+from baton.engine.model_config import ModelConfig, RopeScaling, known_ids
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -190,6 +190,7 @@ class GGUFCheckpoint(Checkpoint):
 
         if "token_embd.weight" not in self._file.tensors:
             raise ValueError(f"{self.source}: tensor token_embd.weight is missing, the file is incomplete")
+        vocab_size = self._file.tensors["token_embd.weight"].shape[0]
         num_heads, hidden_size = integer("attention.head_count"), integer("embedding_length")
         eos = {metadata[key] for key in EOS_KEYS if isinstance(metadata.get(key), int)}
         config = ModelConfig(
@@ -200,7 +201,7 @@ class GGUFCheckpoint(Checkpoint):
             num_heads=num_heads,
             num_kv_heads=integer("attention.head_count_kv", num_heads),
             head_dim=integer("attention.key_length", hidden_size // num_heads),
-            vocab_size=self._file.tensors["token_embd.weight"].shape[0],
+            vocab_size=vocab_size,
             max_model_len=integer("context_length"),
             rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
             rope_theta=number("rope.freq_base", 10000.0),
@@ -209,7 +210,7 @@ class GGUFCheckpoint(Checkpoint):
             ),
             tie_embeddings="output.weight" not in self._file.tensors,
             attention_bias="blk.0.attn_output.bias" in self._file.tensors,
-            eos_ids=tuple(sorted(eos)),
+            eos_ids=known_ids(sorted(eos), vocab_size, self.source),
             dtype=None,
             quantization={"quant_method": "gguf", "products": self._products()},
         )

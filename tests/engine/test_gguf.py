@@ -38,6 +38,7 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_token_list([b"a", b"longer token", b""])
     writer.add_eos_token_id(2)
+    writer.add_eot_token_id((1 << 32) - 1)  # which the embedding lacks
     writer.add_eot_token_id(5)
     kind = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}[architecture]
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)

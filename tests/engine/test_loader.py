@@ -59,7 +59,7 @@ def test_the_fingerprint_needs_no_loaded_model(tiny_of: TinyOf, kind: str) -> No
 def test_eos_ids_come_from_the_generation_config(tiny_path: Path, tmp_path: Path) -> None:
     assert load(tiny_path).model_config.eos_ids == (2,)
     copy = shutil.copytree(tiny_path, tmp_path / "copy")
-    edit_json(copy / "generation_config.json", eos_token_id=[7, 9])
+    edit_json(copy / "generation_config.json", eos_token_id=[7, 9, 1 << 20, -1])
     assert load(copy).model_config.eos_ids == (7, 9)
 
 
