@@ -253,13 +253,14 @@ async def test_a_dead_prefill_worker_fails_the_kv(pair: Pair) -> None:
 
 
 async def test_the_youngest_request_is_handed_back_when_another_needs_its_blocks(pair: Pair) -> None:
-    # Both requests need 2 × 2550 positions; the pool has 4800.
-    grow = sampling(max_tokens=300, ignore_eos=True)
-    ids = [await pair.submit(request(prompt(2250), grow)) for _ in range(2)]
-    for _, decode_id in ids:
-        await pair.decode.reserved(decode_id)
-    old, young = (decode_id for _, decode_id in ids)
-    assert len(await pair.decode.tokens(old)) == 300
+    # Both requests need 2 × 2750 positions; the pool has 4800.
+    grow = sampling(max_tokens=750, ignore_eos=True)
+    _, old = await pair.submit(request(prompt(2000), grow))
+    await pair.decode.reserved(old)
+    await pair.decode.token(old)  # it decodes
+    _, young = await pair.submit(request(prompt(2000), grow))
+    await pair.decode.reserved(young)
+    assert len(await pair.decode.tokens(old)) == 749
     events = pair.decode.events[young]
     received = [events.get_nowait().message for _ in range(events.qsize())]
     assert isinstance(received[-1], pb.AttemptFailed)
