@@ -402,7 +402,7 @@ class Penalties:
     repetition: np.ndarray  # [n] float32
     presence: np.ndarray  # [n] float32
     frequency: np.ndarray  # [n] float32
-    prompt: tuple[np.ndarray, np.ndarray]  # [m] int64 each: index into `rows`, token
+    prompt: tuple[np.ndarray, np.ndarray]  # as `output`, but a token once, and only for `repetition`
     output: tuple[np.ndarray, np.ndarray]  # [m] int64 each: index into `rows`, token
     pending: tuple[np.ndarray, np.ndarray]
     """[m] int64 each: index into `rows`, and the row of the step before which samples the row's last token.

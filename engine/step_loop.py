@@ -25,6 +25,8 @@ from baton.engine.grammar import CompiledGrammar, Grammars
 from baton.engine.model_config import ModelConfig
 from baton.engine.step import NO_CHOICE, NOT_FINITE, ScoredLogprobs
 
+MOST_WAITED = 0.1
+"""A step shows no speed if the host waited for more than this share of it for KV from other workers."""
 GRAMMAR_WAIT = 0.05
 """Seconds that a step with nothing to compute waits for a grammar."""
 
@@ -125,7 +127,9 @@ class StepLoop:
         def layer_done(layer: int) -> None:
             self._hooks.tick()
             if moved:
+                called = time.monotonic()
                 self._hooks.layer_done(layer, moved)
+                plan.waited += (time.monotonic() - called) * step.awaits_kv
 
         launched = self._runner.run(step, layer_done)
         self._scheduler.launched(plan)
@@ -182,7 +186,8 @@ class StepLoop:
         result.decodes = plan.decodes
         landed_at = time.monotonic()
         self._pace.landed(seconds, landed_at)
-        self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds, plan.prompt_position)
+        if plan.waited <= MOST_WAITED * seconds:
+            self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds, plan.prompt_position)
         self._hooks.computing(frozenset().union(*(later.ids for later, _ in self._flights)))
         self._scheduler.landed(plan.chunks)
         if launched.scored is not None:

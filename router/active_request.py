@@ -258,7 +258,6 @@ class ActiveRequest:
             span.end(self._failure or error or ("" if self.finished else "aborted"))
 
     def usage(self) -> TokenCounts:
-        """Counts up to now."""
         return TokenCounts(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),

@@ -30,7 +30,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 

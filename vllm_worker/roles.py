@@ -103,7 +103,6 @@ class Roles:
 
     @property
     def busy(self) -> bool:
-        """Whether vLLM has a request."""
         return any(attempt.task is not None for attempt in self._table.values())
 
     def status(self, question: int) -> messages.EngineStatus:

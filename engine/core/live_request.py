@@ -79,6 +79,8 @@ class LiveRequest:
     """Number of tokens, prompt included, at which the request ends."""
     plain_from: float = field(init=False)
     """Number of tokens from which on `draw` alone says how the next token is chosen."""
+    repetitions: "array[int]" = field(init=False)
+    """Each token of the prompt once, if a repetition penalty asks for them. No other penalty does."""
     alone: bool = field(init=False)
     """The request shares no step. Cleared by its first token, which shows that it crashes nothing."""
     draw: bytes = field(init=False)
@@ -131,6 +133,7 @@ class LiveRequest:
         self.token_ids = packed([*self.request.prompt_ids, *self.request.output_ids])
         p, prompt = self.request.sampling, len(self.request.prompt_ids)
         self.longest = prompt + p.max_tokens
+        self.repetitions = packed(list({*self.request.prompt_ids}) if p.repetition_penalty != 1 else [])
         self.scores_to = 0 if p.prompt_logprobs is None else prompt - 1
         penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
         special = penalised or p.has_grammar or p.logit_bias or p.logprobs is not None

@@ -58,6 +58,8 @@ class Schedule:
     """Requests that lost their blocks to others. They are in the queue again, or go back to their sender."""
     began: float = 0.0
     """When the host began to launch it."""
+    waited: float = 0.0
+    """Seconds in which the host waited for KV from other workers, so that it could go on."""
     ids: frozenset[bytes] = frozenset()
     """The requests that it computes. This and the rest is known from the launch on."""
     drafts: dict[LiveRequest, Draft] = field(default_factory=dict)
@@ -368,7 +370,7 @@ def _penalties(requests: Sequence[LiveRequest], drafts: Mapping[int, Sequence[in
         np.array([p.repetition_penalty for p in sampling], dtype=np.float32),
         np.array([p.presence_penalty for p in sampling], dtype=np.float32),
         np.array([p.frequency_penalty for p in sampling], dtype=np.float32),
-        flat([r.token_ids[: len(r.request.prompt_ids)] for r in live]),
+        flat([r.repetitions for r in live]),
         flat(
             [
                 r.token_ids[len(r.request.prompt_ids) : r.num_known] + array("i", drafts.get(row, ()))

@@ -40,7 +40,6 @@ class RetryBudget:
         self._retries: deque[float] = deque()
 
     def requested(self, now: float) -> None:
-        """Counts a new request."""
         self._forget(now)
         self._requests.append(now)
 

@@ -115,7 +115,6 @@ class Turn:
         self._computed = tokens
 
     def generated(self) -> None:
-        """Counts one more token."""
         if not self._answered:
             self._first_token(drained=True)
             self._admission.dispatch()

@@ -52,7 +52,6 @@ class FailureCount:
         return self._crashes >= CRASHES_TOGETHER
 
     def token(self) -> None:
-        """Records a new token."""
         if self.avoid:  # each failure adds to it
             self._failures = self._losses = 0
             self.avoid.clear()

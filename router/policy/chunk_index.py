@@ -44,7 +44,6 @@ class Overlap:
 
     @property
     def count(self) -> int:
-        """The number of `holders`."""
         return self._levels[-1][1].bit_count() if self._levels else 0
 
     def holders(self) -> list[int]:

@@ -86,7 +86,6 @@ def _become(its: socket.socket, title: str, serve: Callable[[], None]) -> NoRetu
 
 
 def limit(memory_bytes: int) -> None:
-    """Limits this process."""
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

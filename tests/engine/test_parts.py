@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,31 @@ def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
     assert found == expected
     source.cancel(request.id)
     target.assert_whole()
+
+
+def test_waiting_for_other_workers_is_no_slow_prefill(tiny_engine: MakeEngine) -> None:
+    """A step that waited teaches nothing. One that did not teaches the speed, also of a shared prompt."""
+    request = shared_prompt(120)
+    source, target = tiny_engine(**CACHING), tiny_engine(**CACHING)
+    shared = Shared(target, source)
+    shared.table = computed(request, source)
+    reservation = target.start_part(request, [range(32), range(64, 120)])
+    assert reservation is not None
+    shared.blocks = list(reservation.block_ids)
+    target.begin_range(request.id)
+    target.step()
+    before = target._meters.prefill_tokens_per_s, target._meters.step_seconds
+    assert min(before) > 0
+
+    def late(layer: int, chunks: Mapping[bytes, range]) -> None:
+        time.sleep(0.1)
+        shared.layer_done(layer, chunks)
+
+    target._hooks = replace(target._hooks, layer_done=late)
+    target.begin_range(request.id)
+    assert target.step().seconds > 0.1
+    assert (target._meters.prefill_tokens_per_s, target._meters.step_seconds) == before
+    source.cancel(request.id)
 
 
 def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> None:

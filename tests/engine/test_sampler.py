@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,26 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     alone = [tokens(values[i : i + 1], [request])[0] for i, request in enumerate(requests)]
     assert together == alone
     assert tokens(values.flip(0), requests[::-1]) == together[::-1]
+
+
+def test_only_a_repetition_penalty_counts_the_prompt_and_each_token_once() -> None:
+    """So a long prompt does not delay each step."""
+    requests = [
+        live([7, 5, 7, 9], [3], presence_penalty=1.0, frequency_penalty=0.5),
+        live([7, 5, 7, 9], [3, 7], repetition_penalty=1.5),
+        live([8, 8, 8], [8], repetition_penalty=0.5, frequency_penalty=-1.0),
+    ]
+    penalties = build_adjustments(requests, EOS, None).penalties
+    assert penalties is not None
+    found = zip(*(part.tolist() for part in penalties.prompt), strict=True)
+    assert sorted(found) == [(1, 5), (1, 7), (1, 9), (2, 8)]
+    values = logits(3)
+    pairs = [(i, t) for i, r in enumerate(requests) for t in r.request.prompt_ids]
+    rows, prompt = np.array(pairs).T.copy()
+    whole = Adjustments(penalties=replace(penalties, prompt=(rows, prompt)))
+    expected = adjust(values, whole, NOTHING_PENDING)
+    assert torch.equal(adjust(values, Adjustments(penalties=penalties), NOTHING_PENDING), expected)
+    assert not torch.equal(expected, values)
 
 
 def test_random_numbers_follow_seed_and_position() -> None:
