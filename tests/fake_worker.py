@@ -32,6 +32,7 @@ class FakeWorker(StandIn):
         fail: how many attempts to fail, and the code.
         fail_after: fail each decode after that many tokens.
         holds_kv: the test decides when a transfer succeeds or fails.
+        retargets: False: it hands a request back that should fetch from another prefill, as with vLLM.
         transfer: awaited with the prefill id, after the first token and before the KV is there.
         duplicate, late: send each token twice; repeat old tokens in between.
         change: called with each token before it is sent.
@@ -65,6 +66,7 @@ class FakeWorker(StandIn):
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
         self.fail_after: int | None = None
         self.holds_kv = False
+        self.retargets = True
         self.transfer: Callable[[bytes], Awaitable[None]] = _at_once
         self.duplicate = self.late = False
         self.burst = 1
@@ -295,6 +297,9 @@ class FakeWorker(StandIn):
                 )
                 outputs.put_nowait(pb.WorkerMessage(failed=failed))
                 await source.changed.wait()
+                if not self.retargets:
+                    self._say_failed(outputs, decode_id, pb.FAILURE_CODE_HANDED_BACK)
+                    return
             source.changed.clear()
         index = source.base
         while not await self._emit(decode_id, request, index, outputs):

@@ -354,7 +354,10 @@ class Roles:
                 self._attempts.report(messages.KVInjected(attempt.origin, stats))
             case FetchFailed(_, reason):
                 attempt.lost = reason
-                if reason != "finished":  # the router drops the prefill, and vLLM ends the request
+                if reason not in (
+                    "finished",
+                    "cancelled",
+                ):  # else the prefill's worker says what became of it
                     assert attempt.source is not None
                     self._attempts.fail(attempt, Code.KV_FAILED, reason, attempt.source.prefill_id)
             case Closed():

@@ -270,7 +270,7 @@ async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple
 
 
 async def send_json(request: web.Request, config: RouterConfig, body: bytes) -> web.Response:
-    """Sends a response. Cuts the connection when the client reads nothing for `client_timeout` seconds."""
+    """Sends a response. Cuts the connection of a client that takes longer than `client_timeout` for it."""
     response = json_response(body)
     try:
         async with asyncio.timeout(config.client_timeout):

@@ -181,7 +181,7 @@ class Generation:
     def _fetch(self, prefill: PrefillAttempt, worker: Worker, output_ids: list[int]) -> TurnResult:
         """Submits a decode for a prefill that was planned before."""
         if prefill.worker is not worker or prefill.answered or prefill.plan:
-            prefill.refetched = prefill.sent and not prefill.queued
+            prefill.refetched = prefill.sent and not prefill.queued and not prefill.replaces
             self._pair.submit_decode(worker, output_ids)
         elif self._waits.may_prefill():
             self._prefill_here(worker)

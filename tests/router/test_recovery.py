@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.router.generation.failures import MAX_FAILURES
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import FakeWorker
@@ -185,6 +186,18 @@ async def test_a_failure_of_the_old_source_does_not_count_against_the_new_one(cl
     await request
     assert len(prefills(prefill)) == 2
     assert len(retargets(decode)) == 1
+
+
+async def test_each_kv_that_does_not_come_counts_also_without_retargets(cluster: Cluster):
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    prefill.steps, decode.retargets = asyncio.Semaphore(0), False
+    request = asyncio.create_task(cluster.post("/v1/completions", prompt="Hello", timeout=10))
+    for count in range(1, MAX_FAILURES + 1):
+        await prefill.until(lambda w: len(prefills(w)) == count)  # noqa: B023
+        cluster.lanes.of(prefills(prefill)[-1].prefill_id).settle(False)
+    status, _ = await request
+    assert status == 500
+    assert len(prefills(prefill)) == MAX_FAILURES
 
 
 # ---------------------------------------------------------------- failures of decode

@@ -261,10 +261,16 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
 
 
 @pytest.mark.parametrize(
-    ("reason", "codes"), [("gone", [Code.KV_FAILED, Code.HANDED_BACK]), ("finished", [Code.FINISHED])]
+    ("reason", "codes"),
+    [
+        ("gone", [Code.KV_FAILED, Code.HANDED_BACK]),
+        ("cancelled", [Code.HANDED_BACK]),
+        ("finished", [Code.FINISHED]),
+    ],
 )
 async def test_kv_that_does_not_come(worker: Worker, reason: str, codes: list[Code]) -> None:
-    """The router drops a prefill that cannot be fetched, and gets its request back."""
+    """The router drops a prefill that cannot be fetched, and gets its request back. A prefill that its worker
+    has ended, as vLLM does for room, is no failure."""
     worker.roles.handle(messages.Decode(7, work(D), source()))
     await worker.settle()
     worker.roles.heard(FetchFailed(D, reason))
