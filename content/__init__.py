@@ -23,6 +23,8 @@ from enum import IntEnum
 from hashlib import blake2b, sha256
 
 CHUNK_TOKENS = 64
+MOST_STORED = 1 << 20
+"""Chunks that a worker or a router knows to be in the shared store. One more replaces the oldest."""
 NAME_BYTES = 16
 
 

@@ -26,7 +26,8 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.step import NO_CHOICE, NOT_FINITE, ScoredLogprobs
 
 MOST_WAITED = 0.1
-"""A step shows no speed if the host waited for more than this share of it for KV from other workers."""
+"""Share of a step in which the host may wait for KV from other workers, if the step is to show a speed. The
+speed is wrong by no more than this share."""
 GRAMMAR_WAIT = 0.05
 """Seconds that a step with nothing to compute waits for a grammar."""
 

@@ -326,8 +326,9 @@ class PrefillRole(Role):
     def spare(self) -> Iterator[bytes]:
         """Held prefills that no decode worker fetches, in order of arrival."""
         for prefill_id, prefill in self._prefills.items():
-            free = prefill.held and not prefill.closed and prefill.taker is None
-            free = free and (prefill.part is None or prefill.part.is_final)  # others read those that are not
+            # A part that is not the last one is held only while other workers read it.
+            is_read = prefill.part is not None and not prefill.part.is_final
+            free = prefill.held and not prefill.closed and prefill.taker is None and not is_read
             if free and not self.wanted(prefill_id):
                 yield prefill_id
 

@@ -354,10 +354,7 @@ class Roles:
                 self._attempts.report(messages.KVInjected(attempt.origin, stats))
             case FetchFailed(_, reason):
                 attempt.lost = reason
-                if reason not in (
-                    "finished",
-                    "cancelled",
-                ):  # else the prefill's worker says what became of it
+                if reason not in ("finished", "cancelled"):  # of these the worker of the prefill tells
                     assert attempt.source is not None
                     self._attempts.fail(attempt, Code.KV_FAILED, reason, attempt.source.prefill_id)
             case Closed():

@@ -161,6 +161,7 @@ class LiveRequest:
 
     @property
     def num_known(self) -> int:
+        """Tokens that are not pending."""
         return len(self.token_ids) - self.pending
 
     @property

@@ -100,7 +100,7 @@ def model_config_from_hf(
         rope_scaling=scaling,
         tie_embeddings=bool(settings.get("tie_word_embeddings", False)),
         attention_bias=bool(settings.get("attention_bias", False)),
-        eos_ids=_eos_ids(settings, generation, settings.integer("vocab_size")),
+        eos_ids=_eos_ids(settings, generation),
         dtype=settings.get("dtype") or settings.get("torch_dtype"),
         spans=_spans(settings, types, context) if types else (),
         experts=EXPERTS[architecture](settings) if architecture in EXPERTS else None,
@@ -128,12 +128,12 @@ def _settings_of_text(config: Mapping[str, Any], source: str) -> tuple[str, Sett
     return architecture, Settings(config, source)
 
 
-def _eos_ids(settings: Settings, generation: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+def _eos_ids(settings: Settings, generation: Mapping[str, Any]) -> tuple[int, ...]:
     eos = generation.get("eos_token_id", settings.get("eos_token_id"))
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(token) is not int for token in eos_ids):
         raise ValueError(f"{settings.source}: eos_token_id must be token ids, not {eos!r}")
-    return known_ids(eos_ids, vocab_size, settings.source)
+    return known_ids(eos_ids, settings.integer("vocab_size"), settings.source)
 
 
 def _layer_types(settings: Settings, architecture: str, nope: NoPEConfig | None) -> list[str]:

@@ -12,13 +12,11 @@ them. What a process expects is its own.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from baton.content import CHUNK_TOKENS, Tier
+from baton.content import CHUNK_TOKENS, MOST_STORED, Tier
 from baton.router.policy.chunk_table import ChunkTable
 from baton.rpc import worker_pb2 as pb
 
 MAX_LEVELS = 8
-MOST_STORED = 1 << 20
-"""Chunks that are known to be in the store that workers share. One more replaces the oldest."""
 
 
 class Overlap:

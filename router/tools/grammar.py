@@ -64,8 +64,8 @@ def grammar_of(
 
     more = f"({lark(written.separator)} call)*" if many and written.separator is not None else ""
     rules = [f"start: {lark(written.begin)} call {more} {lark(written.end)}"]
-    length = 0
     rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}")
+    length = 0  # of the rules of arguments
     for i, tool in enumerate(tools):
         places = {"{name}": json.dumps(tool.function.name), "{arguments}": f"args{i}", "{number}": _NUMBER}
         rules.append(f"call{i}: {lark(written.call, places)}")

@@ -9,15 +9,13 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from baton.content import Tier
+from baton.content import MOST_STORED, Tier
 from baton.rpc import worker_pb2 as pb
 
 T = TypeVar("T")
 
 MAX_CHUNKS = 4096
 """The most chunks in one message."""
-MOST_STORED = 1 << 20
-"""Chunks that are known to be in the shared store. One more replaces the oldest, as in routers."""
 
 
 class CacheFeed:
