@@ -25,14 +25,14 @@ from baton.engine.kernels import (
     parts,
     silu,
 )
-from baton.engine.kernels.attention import latent_kernels, rope
+from baton.engine.kernels.attention import latent_kernels, prefill_wgmma, rope
 from baton.engine.kernels.attention.decode import decode_attention, queries_that_share
 from baton.engine.kernels.attention.exact_decode import exact_decode_attention
 from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.pieces import Pieces, Sharing, most_pieces, partition
 from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
-from baton.engine.kernels.attention.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, shape_for, tile_work
+from baton.engine.kernels.attention.tiles import LONG, MOST_WAVES, SHORT, SHORT_PER_SM, shape_for, tile_work
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.moe.combine import combine
 from baton.engine.kernels.moe.experts import Terms
@@ -91,7 +91,7 @@ class TritonKernels(Kernels):
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # Triton launches on the current device
         super().__init__(exact=exact)
-        self._multiprocessors = multiprocessors(device)
+        self._head_dim, self._multiprocessors = head_dim, multiprocessors(device)
 
     def fp8_linear(
         self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -161,13 +161,19 @@ class TritonKernels(Kernels):
             pieces = partition(contexts, num_kv_heads, count, span, exact=self.exact, sharing=sharing)
         tiles = None
         if metadata.tiles is not None or metadata.prefills:
-            shape = SHORT if metadata.tiles is not None else shape_for(metadata.prefills)
+            group, shape, wgmma = num_heads // num_kv_heads, SHORT, False
+            if metadata.tiles is None:
+                wgmma = span is None and not self.exact and prefill_wgmma.suits(dtype, self._head_dim)
+                programs = self._multiprocessors // num_kv_heads
+                shape = shape_for(metadata.prefills, group, programs, wgmma=wgmma)
+                wgmma &= shape is LONG
             work, programs = metadata.tiles, self.tile_programs(num_kv_heads) if shape is SHORT else 0
             if work is None:
-                tokens = shape.tokens(num_heads // num_kv_heads)
-                (work,) = upload([tile_work(metadata.prefills, decodes, tokens, programs)], device)
+                parts_of = tile_work(metadata.prefills, decodes, shape.tokens(group), programs)
+                (work,) = upload([parts_of], device)
             finished = torch.zeros((MOST_WAVES * programs, num_kv_heads), dtype=torch.int32, device=device)
-            tiles = Tiles(work, shape, finished if programs else None, self.exact)
+            positions = sum(stop for _, stop in metadata.prefills)
+            tiles = Tiles(work, shape, positions, finished if programs else None, self.exact, wgmma)
         prefills = () if metadata.tiles is not None else metadata.prefills
         return TritonPlan(decodes, metadata.block_size, metadata.block_tables, pieces, prefills, tiles, span)
 

@@ -109,13 +109,14 @@ def main() -> None:
         qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
         q = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
         sinks = None if span is None else x[0, :heads]
+        long = replace(metadata, num_decodes=0, prefills=[(5000, 5000 + rows)])
+        kernels.attention(q, kv, kernels.plan(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
         for places in (None, torch.zeros(65, dtype=torch.int32)):
             plan = kernels.plan(replace(metadata, places=places), heads, kv_heads, dtype, span)
             kernels.attention(q, kv, plan, sinks, head_dim**-0.5)
         if dtype is not torch.float32:
             exact = TritonKernels(torch.device("cpu"), head_dim, exact=True)
             exact.attention(q, kv, exact.plan(metadata, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
-            long = replace(metadata, num_decodes=0, prefills=[(5000, 5000 + rows)])
             exact.attention(q, kv, exact.plan(long, heads, kv_heads, dtype, span), sinks, head_dim**-0.5)
             for tokens, size in itertools.product((1, 64, 128, 256, 1024), (hidden, 16 * hidden)):
                 weight, many = (

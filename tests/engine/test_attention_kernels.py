@@ -118,15 +118,31 @@ def test_heads_are_normalized_before_they_are_rotated(triton_kernels: Kernels, d
     step.check(triton_kernels, DEVICE, norm)
 
 
-@pytest.mark.parametrize("long_from", [100, 4096])
+@pytest.mark.parametrize(
+    ("long_from", "heads", "head_dim", "block_size", "dtype"),
+    [
+        (100, (4, 1), 64, 128, F16),
+        (4096, (4, 1), 64, 128, F16),
+        *(pytest.param(100, (7, 1), 128, n, BF16, marks=pytest.mark.gpu) for n in (16, 64, 128, 256)),
+        pytest.param(100, (4, 2), 256, 32, F16, marks=pytest.mark.gpu),
+    ],
+)
 def test_chunks_longer_than_a_tile(
-    triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, long_from: int
+    triton_kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    long_from: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> None:
     """Chunks of several tiles. Each sees whole tiles of keys, and tiles that the causal mask cuts."""
     from baton.engine.kernels.attention import tiles
 
     monkeypatch.setattr(tiles, "LONG_FROM", long_from)
-    Step([(0, 70), (130, 200)], (4, 1), 64, 128, F16).check(triton_kernels, DEVICE)
+    monkeypatch.setattr(triton_kernels, "_head_dim", head_dim)  # of `prefill_wgmma`
+    spans = [(0, 70), (130, 200), *[(0, 64), (500, 1011)] * (head_dim > 64)]
+    Step(spans, heads, head_dim, block_size, dtype).check(triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize(

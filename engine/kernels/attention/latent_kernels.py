@@ -6,10 +6,9 @@ multiplied by their scales first. Positions and dimensions are the large sides o
 `decode`, which also cuts the contexts of decodes and combines the pieces. A short chunk of a prompt is
 absorbed, too: each of its queries is a row with a context of its own.
 
-*Expanded.* The keys and values of all positions of some chunks go to scratch memory. `expanded_wgmma` attends
-to them on Hopper, and `prefill` elsewhere. The scratch memory always has `SCRATCH_BYTES`, so the rehearsal of
-the largest steps counts it. Chunks with more positions than it holds are absorbed, `MOST_ABSORBED` queries at
-a time.
+*Expanded.* The keys and values of all positions of some chunks go to scratch memory. It always has
+`SCRATCH_BYTES`, so the rehearsal of the largest steps counts it. Chunks with more positions than it holds are
+absorbed, `MOST_ABSORBED` queries at a time.
 
 *Exact* (`--batch-invariant`): all chunks are absorbed, so one kernel attends for decodes and prompts. A piece
 is a segment (`online_softmax`). So the pieces of a query, and the order in which they are put together,
@@ -28,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels.attention import expanded_wgmma, latent_wgmma
+from baton.engine.kernels.attention import latent_wgmma, prefill_wgmma
 from baton.engine.kernels.attention.latent import LatentHeads, LatentNorm
 from baton.engine.kernels.attention.online_softmax import LOG2_E, SEGMENT, SEGMENTS, Expanded
 from baton.engine.kernels.attention.paged import KV, AttentionMetadata, parts
@@ -44,7 +43,7 @@ WARPS = 4
 STAGES = 2
 MAX_SKINNY_ROWS = 64  # tokens whose heads `_multiply` multiplies; cuBLAS is faster for more
 WEIGHTS = 16384  # of a program of `_multiply`
-EXPANDED = Shape(expanded_wgmma.BLOCK_M, 64, 8)  # measured on an H200; of tiles in 16 bits
+EXPANDED = Shape(prefill_wgmma.BLOCK_M, 64, 8)  # measured on an H200; of tiles in 16 bits
 SCRATCH_BYTES = 1 << 30
 SCRATCH_BLOCK = 128  # positions; the tiles of `prefill` divide it
 MOST_ABSORBED = 512
@@ -178,7 +177,8 @@ def _expanded_chunks(
     tables = np.array(first[:-1], dtype=np.int32)[:, None] + np.arange(most, dtype=np.int32)
     of, at, on_device, blocks = upload([*map(np.concatenate, (requests, positions)), work, tables], device)
     slots = metadata.block_tables[of, at // size].long() * size + at % size
-    return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, None))
+    wgmma = prefill_wgmma.suits(scratch.keys.dtype, scratch.keys.shape[4])
+    return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, len(of), wgmma=wgmma))
 
 
 def _pieces(
@@ -255,11 +255,7 @@ def _expanded(q: Tensor, kv: KV, part: ExpandedChunks, heads: LatentHeads, out: 
         torch.mm(cached[:, : weights.shape[2]], weights.flatten(0, 1).T, out=out_rows)
     padding = heads.keys.shape[1] - q.shape[2]
     q = F.pad(q, (0, padding)) if padding else q
-    if expanded_wgmma.suits(q, part.scratch):
-        scale = heads.scale * LOG2_E.value
-        expanded_wgmma.attend(q, part.scratch, part.tables, part.tiles.work, out, scale)
-    else:
-        prefill_attention(q, part.scratch, part.tables, part.tiles, out, None, None, heads.scale)
+    prefill_attention(q, part.scratch, part.tables, part.tiles, out, None, None, heads.scale)
 
 
 def _at(kv: KV, slots: Tensor, dtype: torch.dtype) -> Tensor:

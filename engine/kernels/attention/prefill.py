@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import KV
+from baton.engine.kernels import KV, Fp8KV
+from baton.engine.kernels.attention import prefill_wgmma
 from baton.engine.kernels.attention.online_softmax import (
     EXACT_N,
     LEAST,
@@ -62,11 +63,14 @@ class Tiles:
 
     work: Tensor  # [pieces, TILE_FIELDS] int32, from `tile_work`; a row of zeros: no work
     shape: Shape
-    finished: Tensor | None
+    positions: int  # of the contexts of all chunks
+    finished: Tensor | None = None
     """[places, KV heads] int32: pieces that are finished, by the first place of the tile; 0 between layers.
     None: each tile is one piece."""
     exact: bool = False
     """As in `online_softmax`. Each tile is one piece."""
+    wgmma: bool = False
+    """By `prefill_wgmma`. Each tile is one piece."""
 
 
 def prefill_attention(
@@ -84,6 +88,10 @@ def prefill_attention(
     multiplies the products of queries and keys."""
     _, num_heads, head_dim = q.shape
     (block_m, block_n, warps), stages = tiles.shape, STAGES
+    if tiles.wgmma and sinks is None and not isinstance(kv, Fp8KV):
+        scale *= LOG2_E.value
+        prefill_wgmma.attend(q, kv, block_tables, tiles.work, tiles.positions, out, scale)
+        return
     if tiles.exact:
         block_n = EXACT_N
     if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory

@@ -35,8 +35,11 @@ PIECE_KEYS = 2048
 many keys. Measured on an H200, with two programs on each multiprocessor."""
 
 
-def shape_for(prefills: Sequence[tuple[int, int]]) -> Shape:
-    """The shape of tiles for chunks (start, stop)."""
+def shape_for(prefills: Sequence[tuple[int, int]], group: int, programs: int, *, wgmma: bool) -> Shape:
+    """The shape of tiles for chunks (start, stop). `wgmma`: `prefill_wgmma` attends if they are `LONG`. Then
+    one such tile for each of `programs`, which run at once for a head, is faster than several short ones."""
+    if wgmma and sum(-(-(stop - start) // LONG.tokens(group)) for start, stop in prefills) > programs:
+        return LONG
     return LONG if max(stop for _, stop in prefills) >= LONG_FROM else SHORT
 
 

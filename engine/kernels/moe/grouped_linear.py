@@ -30,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from baton.engine.kernels import FP8, FP8_GROUP, FourBits, Fp8Experts, Quantized
 from baton.engine.kernels.fp8 import group_scales, outer_scales
 from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.moe import grouped_wgmma
 from baton.engine.kernels.moe.shuffle import Shuffled
 from baton.engine.kernels.quantized.four_bits import add_block, of_planes, tiles
 from baton.engine.kernels.silu import swiglu
@@ -127,6 +128,13 @@ def grouped_linear(
     shape = tiling(pairs / shuffled.among, x.dtype, gated=gated, grouped=grouped, bits=bits is not None)
     columns = size // 2 if gated else size
     out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
+    if (
+        (bits, bias, clamped, grouped, weighted) == (None, None, None, False, False)
+        and pairs > LIMITS[1] * shuffled.among
+        and grouped_wgmma.suits(x.dtype, inner)
+    ):
+        grouped_wgmma.multiply(x, x_scales, weight, weight_scales, shuffled, out, gated=gated)
+        return out
     # Each expert may have a tile that is partly empty.
     most_tiles = pairs // shape.block_m + min(pairs, experts)
     if shape is FEW and most_tiles * columns <= FEW_PROGRAMS * shape.block_n:
