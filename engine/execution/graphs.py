@@ -274,18 +274,22 @@ class StepGraphs:
         self._lengths = {name: len(values) for name, values in arrays.items()}
         inputs.put(arrays)
         inputs.move_to(self.static)
-        between = [layer_done]
-        if size.chunks and self._attends is not None:
-            tensors = self.static.tensors
-            attention = attention_metadata(
-                tensors, block_size=self._block_size, num_decodes=rows, prefills=prefills
-            )
-            between.append(self._attends(attention))
+        attend: LayerDone | None = None
         *layers, last = self._forward[size]
         for i, layer in enumerate(layers):
             layer.replay()
-            for work in between:
-                work(i)
+            layer_done(i)
+            if self._attends is not None:
+                # Made while the device computes what precedes the first attention.
+                attend = attend or self._attends(
+                    attention_metadata(
+                        self.static.tensors,
+                        block_size=self._block_size,
+                        num_decodes=rows,
+                        prefills=prefills,
+                    )
+                )
+                attend(i)
         last.replay()
 
     def logits(self, rows: int) -> Tensor:

@@ -164,21 +164,24 @@ def _expanded_chunks(
 ) -> ExpandedChunks:
     """The contexts of the chunks (request, start, stop) follow each other in the scratch memory."""
     device, size = metadata.contexts.device, metadata.block_size
-    requests, positions, first = [], [], [0]
+    width, blocks_of, in_block, first = metadata.block_tables.shape[1], [], [], [0]
     for request, _, stop in chunks:
         padded = _padded(stop)
-        requests.append(np.full(padded, request))
-        positions.append(np.minimum(np.arange(padded), stop - 1))
+        block, place = np.divmod(np.minimum(np.arange(padded), stop - 1), size)
+        blocks_of.append(request * width + block)
+        in_block.append(place)
         first.append(first[-1] + padded // SCRATCH_BLOCK)
     spans = [(start, stop) for _, start, stop in chunks]
     shape = EXPANDED if scratch.keys.itemsize == 2 else SHORT
     work = tile_work(spans, 0, shape.tokens(1), 0)
     most = max(map(_padded, (stop for _, stop in spans))) // SCRATCH_BLOCK
     tables = np.array(first[:-1], dtype=np.int32)[:, None] + np.arange(most, dtype=np.int32)
-    of, at, on_device, blocks = upload([*map(np.concatenate, (requests, positions)), work, tables], device)
-    slots = metadata.block_tables[of, at // size].long() * size + at % size
+    index, place, on_device, blocks = upload(
+        [*map(np.concatenate, (blocks_of, in_block)), work, tables], device
+    )
+    slots = place.add_(metadata.block_tables.flatten().index_select(0, index), alpha=size)
     wgmma = prefill_wgmma.suits(scratch.keys.dtype, scratch.keys.shape[4])
-    return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, len(of), wgmma=wgmma))
+    return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, len(slots), wgmma=wgmma))
 
 
 def _pieces(
