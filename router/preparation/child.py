@@ -5,13 +5,12 @@ model names, context length, salt in hexadecimal, bytes of the history]. A reply
 of which the first entry says what it is.
 """
 
-import contextlib
-import ctypes
 import gc
 import json
 import logging
 import sys
 from array import array
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -104,27 +103,12 @@ def main(title: str, control: str) -> None:
 
     tokenizer = ModelTokenizer.restored(sys.stdin.buffer.read())
 
-    def reply(request: bytes) -> bytes:
-        answer = reply_to(tokenizer, request)
-        if len(request) > LONG_BYTES:
-            _give_memory_back()
-        return answer
-
     def serve() -> None:
         pipe.limit(MEMORY_BYTES)
-        pipe.serve(reply, CPU_SECONDS)
+        pipe.serve(partial(reply_to, tokenizer), CPU_SECONDS)
 
     gc.freeze()
     pipe.fork_children(int(control), title, {"bodies": serve, "grammars": grammar_child.serve})
-
-
-def _give_memory_back() -> None:
-    """Otherwise a child has 300 MiB more after some bodies of 16 MB.
-
-    An error and the values that it is about refer to each other, and the allocator keeps what is freed."""
-    gc.collect()
-    with contextlib.suppress(AttributeError):  # musl has no malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def reply_to(tokenizer: ModelTokenizer, request: bytes) -> bytes:

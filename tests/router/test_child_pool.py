@@ -18,9 +18,10 @@ from baton.router.child_pool import ChildDied, ChildPool, ForkServer
 
 # Replies with its pid, the state and the request. The request "die" ends it, "wait" takes a while, and
 # "hang PATH" makes this file first.
+# "scatter" frees 100 MiB, of which the allocator can shrink nothing.
 # "kill PATH" adds a line to the file and kills the child, if the file has fewer than two lines.
 SCRIPT = """
-import os, sys, time
+import ctypes, os, sys, time
 from baton.router.preparation import pipe
 state = sys.stdin.buffer.read()
 if state == b"never":
@@ -38,6 +39,13 @@ def reply(request):
         if request[5:]:
             open(request[5:], "x").close()
         time.sleep(1000)
+    if request == b"scatter":
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+        *parts, last = (libc.malloc(1 << 16) for _ in range(1600))
+        for part in parts:
+            ctypes.memset(part, 1, 1 << 16)
+            libc.free(part)
     if request[:4] == b"wait":
         time.sleep(0.2)
     secret = os.environ.get("BATON_API_KEY", "").encode()
@@ -85,6 +93,15 @@ async def test_one_child_serves_all_requests_without_the_secrets_of_the_router(
     first, rest = await call(pool, b"a", b"b" * 1_000_000)
     assert rest == b"hello a" + b"b" * 1_000_000 + b" ", "BATON_API_KEY is not in its environment"
     assert await call(pool, b"c") == (first, b"hello c ")
+
+
+async def test_a_child_gives_back_what_a_request_has_freed(make: Make):
+    pool = make()
+    pid, _ = await call(pool, b"a")
+    before = psutil.Process(pid).memory_info().rss
+    await call(pool, b"scatter")
+    assert (await call(pool, b"a"))[0] == pid
+    assert psutil.Process(pid).memory_info().rss - before < 20 << 20
 
 
 @pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
