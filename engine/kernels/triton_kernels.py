@@ -163,7 +163,8 @@ class TritonKernels(Kernels):
         if metadata.tiles is not None or metadata.prefills:
             group, shape, wgmma = num_heads // num_kv_heads, SHORT, False
             if metadata.tiles is None:
-                wgmma = span is None and not self.exact and prefill_wgmma.suits(dtype, self._head_dim)
+                wgmma = prefill_wgmma.suits(dtype, self._head_dim, metadata.block_size)
+                wgmma &= span is None and not self.exact
                 programs = self._multiprocessors // num_kv_heads
                 shape = shape_for(metadata.prefills, group, programs, wgmma=wgmma)
                 wgmma &= shape is LONG

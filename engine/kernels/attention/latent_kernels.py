@@ -180,7 +180,7 @@ def _expanded_chunks(
         [*map(np.concatenate, (blocks_of, in_block)), work, tables], device
     )
     slots = place.add_(metadata.block_tables.flatten().index_select(0, index), alpha=size)
-    wgmma = prefill_wgmma.suits(scratch.keys.dtype, scratch.keys.shape[4])
+    wgmma = prefill_wgmma.suits(scratch.keys.dtype, scratch.keys.shape[4], SCRATCH_BLOCK)
     return ExpandedChunks(rows, slots, scratch, blocks, Tiles(on_device, shape, len(slots), wgmma=wgmma))
 
 

@@ -38,6 +38,7 @@ from baton.engine.kernels.launch import on_hopper
 
 BLOCK_M = 128  # rows: (token, head of the group) pairs
 HEAD_DIMS = {128: 128, 256: 64}  # of keys; and keys of a tile
+LEAST_BLOCK = 16  # positions: parts of a tile begin at whole rows of the swizzle, which are 8
 STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
 WIDTH = gl.constexpr(64)  # dims of a row of shared memory
 REGISTERS = 240, 24  # of a thread that multiplies, and of one that loads
@@ -45,9 +46,9 @@ FIELDS = gl.constexpr(TILE_FIELDS)
 ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of [rows, WIDTH]
 
 
-def suits(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel supports queries of this kind on this device."""
-    return dtype.itemsize == 2 and head_dim in HEAD_DIMS and on_hopper()
+def suits(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
+    """Whether the kernel supports queries and blocks of this kind on this device."""
+    return dtype.itemsize == 2 and head_dim in HEAD_DIMS and block_size >= LEAST_BLOCK and on_hopper()
 
 
 def attend(
