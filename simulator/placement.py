@@ -362,7 +362,6 @@ def simulate(
     seats: int = SEATS,
     target_steps: float = LONG,
     splits: bool = True,
-    acceptance: float = 0.0,
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times. The times depend on the load and the seed only.
 
@@ -370,7 +369,6 @@ def simulate(
     `prefills`: workers of the prefill pool; 0: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
     as `--max-num-seqs` and the gap target in fastest steps. `splits`: whether the policy may split prompts.
-    `acceptance`: as in `Worker`.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
@@ -378,7 +376,7 @@ def simulate(
     at_a_time = (lambda now: load) if isinstance(load, Load) else load
     asked = list(arrivals(at_a_time, requests, workers, rng))
     engines = [
-        Worker(str(row), clock, outcome, acceptance, colocated=kind == "colocated", target_steps=target_steps)
+        Worker(str(row), clock, outcome, colocated=kind == "colocated", target_steps=target_steps)
         for row in range(workers)
     ]
     seen_by = [

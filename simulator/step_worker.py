@@ -1,8 +1,7 @@
 """An engine step by step: it decodes, and computes prompts in the order of their arrival.
 
 A step takes one token of each decode, and chunks of prompts. The chunk limit and the averages that a worker
-reports are those of the engine, and so is the number of drafts. Only the cost of a step is simulated
-(`steps`), and what drafts add: all decodes of a step gain what its drafts give them on average.
+reports are those of the engine. Only the cost of a step is simulated (`steps`).
 
 As in the engine, a step is planned before the one under way ends. Requests that come later from other workers
 wait for the step after it.
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.engine.core.chunk_limit import MIXED_STEPS, ChunkLimit, may_join, prompt_limit
-from baton.engine.core.draft_counts import StepCosts, draft_counts
 from baton.engine.core.meters import Meters
 from baton.engine.core.pace import EARLY
 from baton.router.policy.split import HOP_SECONDS
@@ -38,10 +36,6 @@ OVERHEAD_SECONDS = 3e-3
 """Between the client and the engine, until the first token."""
 TOKENIZE_SECONDS = 1.4e-6
 """Of a prompt token, before its request arrives at the router's queue."""
-DRAFTS = 3
-"""Most drafts of a request in a step."""
-DRAFT_ROWS = (1, 2, 4, *range(8, 257, 8))
-"""Rows of the graphs that only decode."""
 FIRST_CONTEXT = 16
 """Positions of the first request of each worker. No later step that only decodes is as fast."""
 
@@ -192,17 +186,11 @@ class Worker:
         name: str,
         clock: Clock,
         outcome: PlacementOutcome,
-        acceptance: float,
         *,
         colocated: bool,
         target_steps: float,
     ) -> None:
-        """`acceptance`: the probability that a draft is right if the one before was. 0: there are no
-        drafts."""
         self.name = name
-        self._acceptance = acceptance
-        self._costs = StepCosts(DRAFT_ROWS)
-        self._gain = 0.0  # tokens that drafts add to each request in the step under way
         self.reserved = 0
         self.arriving: dict[int, float] = {}
         self._clock = clock
@@ -213,14 +201,14 @@ class Worker:
         self._limit.record(True, 0, step_seconds(1, FIRST_CONTEXT, []))
         self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()
-        self._decodes: list[tuple[float, int, Request]] = []  # a heap by `_tokens` at the end
+        self._decodes: list[tuple[int, int, Request]] = []  # a heap by `_tokens` at the end
         self._joining: list[Request] = []  # for the next step
         self._arrived: list[Request] = []  # from other workers, for the step that is planned next
         self._under_way = 0  # prompt tokens of the step
         self._planned: Chunks | None = None
-        self._context = 0.0  # positions of all decodes
+        self._context = 0  # positions of all decodes
         self._positions = 0  # that the requests which decode here need in the end
-        self._tokens = 0.0  # that a request would have got in all steps up to now
+        self._tokens = 0  # that a request would have got in all steps up to now
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._computed = 0  # prompt tokens
         self._joined = self._stepping = False
@@ -314,7 +302,7 @@ class Worker:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.computed) for request, count in chunks]
         position = sum(count * (start + count / 2) for count, start in starts) / max(1, tokens)
-        now, seconds = self._clock.now, self._seconds(starts)
+        now, seconds = self._clock.now, step_seconds(len(self._decodes), self._context, starts)
         seconds = max(seconds, *(request.earliest_end(self, seconds) - now for request, _ in chunks), 0.0)
         last = []
         for request, count in chunks:
@@ -325,19 +313,6 @@ class Worker:
         self._clock.after(seconds, partial(self._end_step, seconds, tokens, position, last, joining))
         if not self._colocated:
             self._plan_next(tokens, seconds)
-
-    def _seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Of the next step, with its drafts. A draft reads the KV of its request, too."""
-        decodes, self._gain = len(self._decodes), 0.0
-        if not (self._acceptance and decodes) or chunks:
-            return step_seconds(decodes, self._context, chunks)
-        counts = draft_counts([self._acceptance] * decodes, [DRAFTS] * decodes, decodes, self._costs)
-        rows = decodes + sum(counts)
-        gain = sum(self._acceptance**j for count in counts for j in range(1, count + 1)) / decodes
-        self._gain = round(gain * 1024) / 1024  # so that sums are exact, and 0 when all is over
-        seconds = step_seconds(rows, self._context * rows / decodes, [])
-        self._costs.record(rows, seconds)
-        return seconds
 
     def _plan_next(self, tokens: int, seconds: float) -> None:
         """The step under way has `tokens` prompt tokens and takes `seconds`."""
@@ -386,12 +361,11 @@ class Worker:
         self._under_way = 0
         self._meters.record(decodes > 0, tokens, seconds, position)
         self._computed += tokens
-        self._tokens += 1 + self._gain
-        self._context += decodes * (1 + self._gain)
+        self._tokens += 1
+        self._context += decodes
         outcome.seconds = now
         if outcome.measures:
             outcome.gaps[seconds] += decodes - len(joined)
-            outcome.gaps[0.0] += decodes * self._gain
             for request in joined:
                 outcome.gaps[now - request.token_at] += 1
                 outcome.first_gaps.append(now - request.token_at)

@@ -15,9 +15,6 @@ autoscaler, and the placement policy. A short run leaves this part out, unless -
 Split: prompts of 30,000 and 128,000 tokens that up to four of 4, 64 and 1,000 prefill workers share, one
 after another, at half of the load that the workers can serve, and at 0.8 of it beside no splits.
 
-Drafts: two workers with drafts by the engine's rule. `accepted` is the probability that a draft is right if
-the one before was. The gap is the mean of all requests, over that without drafts.
-
 Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
 """
 
@@ -202,19 +199,6 @@ def add_profiles(report: Report, short: bool) -> None:
             report.add(Row(f"{case}.output", requests * answer / found.seconds, "tokens/s"))
 
 
-def add_drafts(report: Report, short: bool) -> None:
-    requests = PLACED_REQUESTS_SHORT if short else PLACED_REQUESTS
-    for load in (placement.Load(2000, 150, rate) for rate in (4, 12)):
-        plain = 0.0
-        for accepted in (0.0, 0.1, 0.7):
-            found = placement.simulate(load, "policy", requests=requests, seed=SEED, acceptance=accepted)
-            gap, ttft = statistics.mean(mean for _, mean in found.answers), found.quantiles()
-            plain = plain or gap
-            name = f"routing_sim.drafts.2000_150.{load.rate}.accepted_{accepted}"
-            report.add(Row(f"{name}.gap", 1e3 * gap, "ms", ratio=gap / plain, ratio_to="no drafts"))
-            report.add(Row(f"{name}.ttft", 1e3 * ttft.ttft, "ms", p99=1e3 * ttft.ttft_p99))
-
-
 def add_split(report: Report, short: bool) -> None:
     for workers, tokens in itertools.product((4, MAIN, 1_000), (30_000, 128_000)):
         alone = shared_prompts.alone_seconds(tokens)
@@ -248,7 +232,7 @@ def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
     adds = {
         "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
-        "drafts": add_drafts, "profiles": add_profiles,
+        "profiles": add_profiles,
     }  # fmt: skip
     p.add_argument("--only", choices=adds, help="simulate this part")
     args = p.parse_args()
