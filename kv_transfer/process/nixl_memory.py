@@ -200,8 +200,8 @@ class NixlMemory:
             self._users[name] += 1
             self._open[session] = peer = _Peer(name, address, sum(device), export)
             place = self._here.tokens + session % (PAGE // TOKEN) * TOKEN
-            is_right = partial(self._is_token, place, export.token)
-            self._start(peer, [(place, token_at, TOKEN)], is_right, token_of=session)
+            read = partial(self._here.token_read, place)
+            self._start(peer, [(place, token_at, TOKEN)], lambda: read() == export.token, token_of=session)
         except ValueError as e:
             return f"the metadata: {e}"
         except (*self._errors, struct.error) as e:
@@ -354,9 +354,6 @@ class NixlMemory:
             with suppress(*self._errors):
                 self._agent.releaseXferReq(read.handle)
         return came and (read.is_right is None or read.is_right())
-
-    def _is_token(self, place: int, token: bytes) -> bool:
-        return self._here.token_read(place) == token
 
     def _release(self, peer: bytes) -> None:
         self._users[peer] -= 1
