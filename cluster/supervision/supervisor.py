@@ -171,7 +171,9 @@ class Supervisor:
         """
         async with self._restarting:
             left = self._workers()
-            self.set_pools(await self._ask_pools(left))
+            addresses = [str(m.state.ready["address"]) for m in left if m.state.ready is not None]
+            secret, tls = left[0].spec.secret, left[0].spec.tls
+            self.set_pools(await ask_pools(addresses, secret, tls, _POOL_WITHIN))
             while left:
                 left.remove(member := max(left, key=self._restart_order))
                 before = member.state.pid
@@ -182,11 +184,6 @@ class Supervisor:
                 while not self._has_restarted(member, before):
                     self._changed.clear()
                     await self._changed.wait()
-
-    @staticmethod
-    async def _ask_pools(members: Sequence[_Member]) -> dict[str, Pool]:
-        addresses = [str(m.state.ready["address"]) for m in members if m.state.ready is not None]
-        return await ask_pools(addresses, members[0].spec.secret, members[0].spec.tls, _POOL_WITHIN)
 
     def _restart_order(self, member: _Member) -> int:
         """The highest is next: flipped workers, one of the larger pool before one of the smaller."""

@@ -112,8 +112,8 @@ class Message(Part):
         return message
 
 
-WHITESPACE = r"[ \n\r\t]{1,32}"
-"""Between the parts of a tool's arguments. Workers allow the same in other JSON."""
+SPACED = {"x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,32}"}}
+"""What a schema says of the space between the parts of JSON. Workers allow the same in other JSON."""
 # The model would see a tool that the client wants to hide from it.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {"defer_loading": (False,)}
 
@@ -159,8 +159,7 @@ class Tool(Part):
     def schema_text(self) -> str:
         """The JSON schema of the arguments, as workers enforce it."""
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
-        spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-        schema = {**spaced, "type": "object", **(self.function.parameters or nothing)}
+        schema = {**SPACED, "type": "object", **(self.function.parameters or nothing)}
         schema.pop("$schema", None)  # as `grammar_child` reads it
         return json.dumps(schema)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from baton.router.api.fields import Items, Part, invalid, one_of
-from baton.router.api.messages import WHITESPACE
+from baton.router.api.messages import SPACED
 from baton.router.api.validation import refusing
 from baton.rpc import worker_pb2 as pb
 
@@ -48,8 +48,7 @@ def json_rule(structure: Structure) -> str:
     """Returns the Lark expression of a JSON schema."""
     schema = json.loads(structure.text)
     object_ = schema if isinstance(schema, dict) else {"allOf": [schema]}
-    spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return f"%json {json.dumps({**spaced, **object_})}"
+    return f"%json {json.dumps({**SPACED, **object_})}"
 
 
 class JsonSchema(Part):

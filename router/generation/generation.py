@@ -205,7 +205,7 @@ class Generation:
         self._pair.end_prefill()
         self._pair.end_decode(cancel=True)
         work = PrefillWork(self._pair.length, self._job.chunks)
-        reason = "no_prefill" if self._pool.has_decode else "no_decode"
+        reason = "no_prefill" if self._pool.decodes else "no_decode"
         self._prefill_and_decode_on(Place(worker, work, 0.0, Placement("decode", reason=reason)))
 
     def _plan_prefill(self, target: PrefillTarget | None, *, handover: bool = True) -> bool:
@@ -237,7 +237,7 @@ class Generation:
             return
         target = self._pair.choose_prefill()
         same = target is not None and target.worker is decode.worker
-        if same and not self._pool.has_decode:
+        if same and not self._pool.decodes:
             self._prefill_here(decode.worker)
         elif same or (target is None and self._pair.place(decode.worker, None) is not None):
             self._pair.end_decode(cancel=True)

@@ -167,10 +167,6 @@ class PrefillLoads:
         """Tokens/s of this worker, measured or guessed."""
         return float(self._speed[row])
 
-    def seconds(self, row: int, tokens: int) -> float:
-        """Estimated time in which this worker computes so many prompt tokens."""
-        return float(tokens / self._speed[row])
-
     def _guessed_speed(self) -> float:
         return float(self._speed[self._measured].mean()) if self._measured.any() else UNKNOWN_SPEED
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.router.api.messages import WHITESPACE, Tool
+from baton.router.api.messages import SPACED, Tool
 from baton.router.api.structured import MAX_LENGTH
 from baton.router.errors import InvalidRequest, Unsupported
 from baton.router.tools.schema import Types, resolved, types_of
 
 _PLACES = r"\{name\}|\{arguments\}|\{number\}|\{key\}|\{value\}"
 _NUMBER = "/[0-9]{1,3}/"
-_SPACED = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 _DEFINITIONS = ("$defs", "definitions")
 _OF_WHOLE = {
     "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
@@ -163,7 +162,7 @@ def _value(
         if re.search(r'"\$ref": "(?!#/(\$defs|definitions)/)', text):
             raise _unsupported(tool, "a $ref to a place outside of $defs")
         definitions = {name: root[name] for name in _DEFINITIONS if name in root and '"$ref"' in text}
-        whole = json.dumps({**_SPACED, **definitions, **(schema if isinstance(schema, dict) else {})})
+        whole = json.dumps({**SPACED, **definitions, **(schema if isinstance(schema, dict) else {})})
         yield f"{rule}: {rule}j {end}"
         yield f"{rule}j: %json {whole}"
         return

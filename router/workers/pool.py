@@ -118,10 +118,6 @@ class WorkerPool(Roster):
         )
 
     @property
-    def has_decode(self) -> bool:
-        return bool(self.decodes)
-
-    @property
     def _lost_decode(self) -> bool:
         """Whether prefill workers decode what they compute, because the decode pool has lost its last worker.
         A pool that never had one is only starting."""
@@ -145,7 +141,7 @@ class WorkerPool(Roster):
     @property
     def complete(self) -> bool:
         """Whether each pool of the cluster has a worker."""
-        return self.has_decode and (self._config.decode_only or bool(self.prefills))
+        return bool(self.decodes) and (self._config.decode_only or bool(self.prefills))
 
     def can_ever_hold(self, tokens: int) -> bool:
         """Whether an idle worker that decodes has blocks for so many positions."""
@@ -258,7 +254,7 @@ class WorkerPool(Roster):
     def place_without_room(self, request: PrefillRequest) -> Place | None:
         """Chooses the prefill worker that computes a request and decodes it, while no decode worker has room
         for the request, or while there is no decode worker. Returns None if the request has to wait."""
-        if not self._may_overflow or not (self.has_decode or self._lost_decode):
+        if not self._may_overflow or not (self.decodes or self._lost_decode):
             return None
         snapshot = self._snapshot(request)
         if snapshot is None:

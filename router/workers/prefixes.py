@@ -57,7 +57,7 @@ def prefix_source(
         have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
         for holder in have if len(have) <= DRAWN else rng.sample(have, DRAWN):
             source = PrefixSource(roster.by_row[holder], index.slowest_tier(holder, wanted))
-            computing = roster.loads.seconds(worker.row, found - own)
+            computing = (found - own) / roster.loads.speed(worker.row)
             saved = computing - source.seconds(worker, found - own)
             if saved > max(most_saved, -computing):
                 best, most_saved = source, saved

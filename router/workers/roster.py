@@ -13,7 +13,7 @@ from typing import NamedTuple
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
-from baton.router.policy.prefill_loads import PrefillLoads, report_seconds
+from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit, must_agree
 from baton.router.workers.worker import POOL_NAMES, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
@@ -112,11 +112,6 @@ class Roster:
         return max(roots, key=lambda root: (computing[root], roots[root], root), default=b"")
 
     # ------------------------------------------------------------ reports
-
-    @property
-    def report_seconds(self) -> float:
-        """The least time between two reports of a worker."""
-        return report_seconds(len(self.listed))
 
     def accept(self, worker: Worker) -> None:
         """Raises RefusedWorker if the worker does not fit the accepted workers."""

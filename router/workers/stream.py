@@ -13,6 +13,7 @@ import grpc.aio
 from baton.router import prompt_logprobs
 from baton.router.config import RouterConfig
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.prefill_loads import report_seconds
 from baton.router.workers.checks import (
     DRAINED,
     SEE_WORKER_LOG,
@@ -115,7 +116,7 @@ class WorkerStream:
         messages, self._cache = SendQueue(self._unread), CacheSequence(self._ask_for_snapshot)
         hello = pb.RouterHello(
             router_id=self._config.id,
-            report_seconds=self._roster.report_seconds,
+            report_seconds=report_seconds(len(self._roster.listed)),
             describe=True,
             cache=self._roster.writes,
             shares_reports=not self._roster.writes,
@@ -152,7 +153,12 @@ class WorkerStream:
         described.ClearField("status")
         worker.described(described)
         self._roster.accept(worker)
-        worker.decode_load = _decode_load(worker)
+        worker.decode_load = DecodeLoad(
+            worker=worker.address,
+            block_size=described.block_size,
+            blocks_total=described.num_blocks,
+            max_running=described.max_num_seqs,
+        )
         worker.report(status)
         worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
         log.info("%s is %s", worker, worker.state)
@@ -198,7 +204,8 @@ class WorkerStream:
             case "failed":
                 self._receive_failure(message.failed)
             case "cache":
-                self._receive_cache(message.cache)
+                if self._cache.continues(message.cache):
+                    self._roster.cache_changed(self.worker, message.cache)
             case "status":
                 self._roster.reported(self.worker, message.status)
 
@@ -240,20 +247,6 @@ class WorkerStream:
             self._roster.availability_changed(worker)
         attempt.on_event(attempt, failure)
 
-    def _receive_cache(self, events: pb.CacheEvents) -> None:
-        if self._cache.continues(events):
-            self._roster.cache_changed(self.worker, events)
-
     def _ask_for_snapshot(self) -> None:
         log.info("%s: cache reports are missing; the router asks for a snapshot", self.worker)
         self.worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
-
-
-def _decode_load(worker: Worker) -> DecodeLoad:
-    described = worker.description
-    return DecodeLoad(
-        worker=worker.address,
-        block_size=described.block_size,
-        blocks_total=described.num_blocks,
-        max_running=described.max_num_seqs,
-    )

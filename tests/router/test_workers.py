@@ -57,7 +57,7 @@ async def test_a_retired_worker_finishes_its_requests(cluster: Cluster, tmp_path
     request = asyncio.create_task(cluster.complete())
     await decode.until(lambda w: w.submitted)
     rewrite(tmp_path / "workers", cluster.prefills)
-    await cluster.until(lambda: not cluster.pool.has_decode)
+    await cluster.until(lambda: not cluster.pool.decodes)
     for _ in range(100):
         decode.steps.release()
     assert (await request)["choices"][0]["finish_reason"] == "stop"
@@ -139,7 +139,7 @@ async def test_a_worker_with_another_tokenizer_is_refused(
         assert (refused["role"], refused["state"]) == ("decode", "refused")
         assert "its tokenizer (fake) is not the router's (fake)" in refused["reason"]
         assert "--model" in refused["remedy"]
-        assert not cluster.pool.has_decode
+        assert not cluster.pool.decodes
         logged = [record.message for record in caplog.records if stranger.address in record.message]
         assert [("is refused: its tokenizer" in line, "--model" in line) for line in logged] == [(True, True)]
         await stranger.kill()

@@ -201,12 +201,11 @@ class CompletionBuilder(ChoicesBuilder):
             entry = self._entries.of_completion(token_id, logprob.logprob, logprob.top[: self._echo_top])
             self._echo_logprobs[index].append((*entry, self._offset(index, token_id)))
 
-    def _echoed(self, index: int) -> str:
-        return self._echo[index // self._n] if self._echo else ""
-
     def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:
         last, text = part.last, "".join(part.texts)
         first = whole or last.first
+        if first and self._echo:
+            text = self._echo[index // self._n] + text
         logprobs: dict[str, Any] | None = None
         if self._logprobs:
             entries = [*self._echo_logprobs[index], *part.logprobs] if first else part.logprobs
@@ -214,7 +213,7 @@ class CompletionBuilder(ChoicesBuilder):
             logprobs = dict(zip(COLUMNS, columns, strict=True))
         choice: dict[str, Any] = {
             "index": index,
-            "text": self._echoed(index) + text if first else text,
+            "text": text,
             "logprobs": logprobs,
             "finish_reason": last.finish_reason,
             **last.stops,

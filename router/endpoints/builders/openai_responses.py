@@ -69,10 +69,13 @@ class OpenAIResponsesBuilder(BlocksBuilder):
         }
 
     def whole(self) -> dict[str, Any]:
-        return self._ended()
+        assert self._last is not None
+        response = self.response("incomplete" if self._last.finish_reason == "length" else "completed")
+        self._on_end(response)
+        return response
 
     def end(self) -> bytes:
-        response = self._ended()
+        response = self.whole()
         return written(self._numbered({"type": f"response.{response['status']}", "response": response}))
 
     def failed(self, error: ApiError) -> bytes:
@@ -83,12 +86,6 @@ class OpenAIResponsesBuilder(BlocksBuilder):
 
     def cancelled(self) -> None:
         self._on_end(self.response("cancelled"))
-
-    def _ended(self) -> dict[str, Any]:
-        assert self._last is not None
-        response = self.response("incomplete" if self._last.finish_reason == "length" else "completed")
-        self._on_end(response)
-        return response
 
     def _numbered(self, *events: Event) -> Iterator[Event]:
         for event in events:
