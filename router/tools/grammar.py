@@ -80,21 +80,14 @@ def grammar_of(
     return "\n".join(rules)
 
 
-def or_text(
-    written: Written,
-    tools: Sequence[Tool],
-    *,
-    many: bool,
-    spell: Callable[[str], str],
-    specials: Sequence[str],
-    mark: str,
-) -> str:
-    """As `grammar_of`, but a text may precede the calls, or stand for them.
+def or_text(written: Written, mark: str, token: str | None, grammar: Callable[[Written], str]) -> str:
+    """As `grammar` of the calls, but a text may precede them, or stand for them.
 
     `mark`: what the calls begin with, which no text has inside. One character: no text begins with it.
+    `token`: the mark in a grammar, if it is a token, which is no part of a text.
     """
     if len(mark) == 1:
-        calls = grammar_of(written, tools, many=many, spell=spell, specials=specials)
+        calls = grammar(written)
         rules = [
             "start: SPACE? calls | TEXT",
             "SPACE: /\\s+/",
@@ -108,9 +101,9 @@ def or_text(
             if begin
             else replace(written, call=call.removeprefix(mark), separator=follows)
         )
-        calls = grammar_of(rest, tools, many=many, spell=spell, specials=specials)
-        if mark in specials and spell(mark).startswith("<"):  # a token, which is no part of a text
-            rules = [f"start: TEXT? ({spell(mark)} calls)?", "TEXT: /(?s:.+)/"]
+        calls = grammar(rest)
+        if token is not None:
+            rules = [f"start: TEXT? ({token} calls)?", "TEXT: /(?s:.+)/"]
         else:
             quoted = re.escape(mark).replace("/", "\\/")
             rules = ["start: text calls | TEXT", f"text[suffix={json.dumps(mark)}]: /(?s:.*)/"]

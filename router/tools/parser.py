@@ -6,6 +6,7 @@ They read one character at a time, so the result does not depend on the pieces i
 import secrets
 import string
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import ClassVar, Literal, NamedTuple
 
@@ -61,9 +62,11 @@ class ToolParser:
         `spell` turns a special token into its form in a grammar. `text`: the output may be text, too.
         Raises Unsupported.
         """
-        if text:
-            return or_text(cls.written, tools, many=many, spell=spell, specials=cls.specials, mark=cls.mark)
-        return grammar_of(cls.written, tools, many=many, spell=spell, specials=cls.specials)
+        grammar = partial(grammar_of, tools=tools, many=many, spell=spell, specials=cls.specials)
+        if not text:
+            return grammar(cls.written)
+        spelled = spell(cls.mark) if cls.mark in cls.specials else ""
+        return or_text(cls.written, cls.mark, spelled if spelled.startswith("<") else None, grammar)
 
     def push(self, text: str) -> list[Part]:
         """Takes the next text. Returns the parts that are certain now."""

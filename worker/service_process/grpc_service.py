@@ -59,7 +59,7 @@ class AttachService:
             report_seconds = validation.report_seconds(hello.report_seconds)
         except StreamError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        described = await self._describe() if hello.describe else None
+        described = await self.Describe(pb.DescribeRequest(), context) if hello.describe else None
         stream = self._routers.open(report_seconds, shares_reports=hello.shares_reports)
         if described is not None:
             stream.put(pb.WorkerMessage(description=described))
@@ -93,9 +93,6 @@ class AttachService:
     async def Describe(
         self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
     ) -> pb.WorkerDescription:
-        return await self._describe()
-
-    async def _describe(self) -> pb.WorkerDescription:
         described = pb.WorkerDescription(status=await self._backend.status())
         described.MergeFrom(self._description)
         return described
