@@ -70,7 +70,7 @@ def test_kv_at_decode_equals_kv_at_prefill(
                 for copier in ranks.copiers:
                     copier.layer_done(layer)
     pair.prefill.sender.commit(prefill_id, kv.FirstToken(5))
-    if ranks.copiers:
+    if ranks.copiers and layout.kind != "latent":  # latents come from rank 0 alone
         frames = pair.until(lambda: pair.decode.stats().frames_received, "the first frames")
         assert frames
         assert decode_id not in pair.decode.events, "a rank has not written the last layers"
