@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.engine.kernels.launch import launch_options
+from baton.engine.kernels.warp_groups import barrier, barriers
 
 ROWS = 64  # query heads of a program: the rows of an instruction
 BLOCK_N = 64  # positions of a tile
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
 STAGES = gl.constexpr(2)  # tiles in shared memory
 RANK, ROPE = 512, 64  # the only sizes
 ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # of [rows, ROPE]
@@ -39,18 +39,18 @@ def attend(grid: tuple[int, int], q: Tensor, cached: Tensor, *arguments: Any, **
 
 @gluon.jit
 def _load(
-    tile, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, barriers, BLOCK_SIZE: gl.constexpr
+    tile, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, BLOCK_SIZE: gl.constexpr
 ):
     """Begins to load a tile of the piece, if there are so many."""
     start, stage = begin + tile * latents.shape[1], tile % STAGES
     inside = start < stop
     slot = gl.load(table + start // BLOCK_SIZE, mask=inside, other=0) * BLOCK_SIZE + start % BLOCK_SIZE
-    barrier = barriers.index(stage)
+    done = loaded.index(stage)
     size: gl.constexpr = latent_tiles.block_type.nbytes + shared_tiles.block_type.nbytes
-    mbarrier.expect(barrier, size, inside)
-    tma.async_copy_global_to_shared(latent_tiles, [slot, 0], barrier, latents.index(stage), inside)
+    mbarrier.expect(done, size, inside)
+    tma.async_copy_global_to_shared(latent_tiles, [slot, 0], done, latents.index(stage), inside)
     to = shareds.index(stage)
-    tma.async_copy_global_to_shared(shared_tiles, [slot, latents.shape[2]], barrier, to, inside)
+    tma.async_copy_global_to_shared(shared_tiles, [slot, latents.shape[2]], done, to, inside)
 
 
 @gluon.jit
@@ -142,11 +142,9 @@ def _attend(
     alone = gl.load(first + row + 1) - gl.load(first + row) == 1
     latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
     shareds = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    loaded = barriers(STAGES, 1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        _load(i, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, barriers, BLOCK_SIZE)
+        _load(i, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, BLOCK_SIZE)
     _inputs_ready()  # the cache was written by an earlier kernel than the one before this one
     q_latent = gl.allocate_shared_memory(dtype, [ROWS, RANK], SHARED)
     q_shared = gl.allocate_shared_memory(dtype, [ROWS, ROPE], SHARED)
@@ -161,7 +159,7 @@ def _attend(
     for i in range(gl.cdiv(stop - begin, BLOCK_N)):
         start, stage = begin + i * BLOCK_N, i % STAGES
         latent, shared = latents.index(stage), shareds.index(stage)
-        mbarrier.wait(barriers.index(stage), i // STAGES & 1)
+        mbarrier.wait(loaded.index(stage), i // STAGES & 1)
         if start + BLOCK_N > stop:
             _clear(latent, stop - start, ROPE)
         scores = warpgroup_mma(q_latent, latent.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -174,9 +172,9 @@ def _attend(
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
         acc = warpgroup_mma(weighted, latent, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        _barrier()  # both warp groups have read the tile
+        barrier()  # both warp groups have read the tile
         _load(
-            i + STAGES, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, barriers, BLOCK_SIZE
+            i + STAGES, begin, stop, table, latent_tiles, shared_tiles, latents, shareds, loaded, BLOCK_SIZE
         )
 
     acc /= gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, SUMS))[:, None]

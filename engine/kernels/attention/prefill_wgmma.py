@@ -31,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from baton.engine.kernels.attention.latent_wgmma import _barrier
 from baton.engine.kernels.attention.online_softmax import Expanded
 from baton.engine.kernels.attention.tiles import TILE_FIELDS
 from baton.engine.kernels.launch import on_hopper
+from baton.engine.kernels.warp_groups import barrier, barriers
 
 BLOCK_M = 128  # rows: (token, head of the group) pairs
 HEAD_DIMS = {128: 128, 256: 64}  # of keys; and keys of a tile
@@ -106,19 +106,15 @@ def _section(device: torch.device, kv_heads: int, bytes_of_head: int) -> int:
 
 
 @gluon.jit
-def _barriers(ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
-
-
-@gluon.jit
 def _ring(dtype: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
     """Places for tiles in shared memory; barriers for those that are loaded; and for those that both groups
     have read."""
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    return gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], shared), _barriers(1), _barriers(2)
+    return (
+        gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIM], shared),
+        barriers(STAGES, 1),
+        barriers(STAGES, 2),
+    )
 
 
 @gluon.jit
@@ -129,7 +125,7 @@ def _load(tile, ring, tiles, table, stop, head, BLOCK_SIZE: gl.constexpr):
     ROWS: gl.constexpr = tiles.block_shape[0]
     stage = tile % STAGES
     mbarrier.wait(free.index(stage), tile // STAGES & 1 ^ 1)
-    _barrier()  # no warp may be a round behind
+    barrier()  # no warp may be a round behind
     mbarrier.expect(loaded.index(stage), tiles.block_type.nbytes * (BLOCK_N // ROWS))
     for part in gl.static_range(BLOCK_N // ROWS):
         position = tile * BLOCK_N + part * ROWS
@@ -165,7 +161,7 @@ def _sums(weights, tile, ring, acc):
 
 @gluon.jit
 def _has_read(tile, ring):
-    _barrier()  # all warps of the group
+    barrier()  # all warps of the group
     mbarrier.arrive(ring[2].index(tile % STAGES))
 
 
@@ -205,7 +201,7 @@ def _load_queries(q, tokens, half, queries, q_stride, GROUP: gl.constexpr):
         part = gl.load(q + i * WIDTH, mask=row // GROUP < tokens, other=0.0)
         queries.slice(i * WIDTH, WIDTH, dim=1).store(part)
     fence_async_shared()
-    _barrier()
+    barrier()
 
 
 @gluon.jit
@@ -221,7 +217,7 @@ def _clear(tile, stop, ring):
             part = buffers.index(tile % STAGES).slice(i * WIDTH, WIDTH, dim=1)
             part.store(gl.where(position < stop, part.load(ROW), 0.0))
         fence_async_shared()
-        _barrier()
+        barrier()
 
 
 @gluon.jit

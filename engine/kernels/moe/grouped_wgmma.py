@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from baton.engine.kernels.attention.latent_wgmma import _barrier
 from baton.engine.kernels.launch import multiprocessors, on_hopper
 from baton.engine.kernels.moe.shuffle import Shuffled
+from baton.engine.kernels.warp_groups import barrier, barriers
 
 BLOCK_M = 128  # pairs of a tile
 ROWS = 256  # of W, of a tile: half of them of gate and half of up, if gated
@@ -129,14 +129,14 @@ def _produce(
         for start in range(0, inner, BLOCK_K):
             stage = count % STAGES
             mbarrier.wait(free.index(stage), count // STAGES & 1 ^ 1)
-            barrier = loaded.index(stage)
-            mbarrier.expect(barrier, tiles.block_type.nbytes * 2 if GATED else tiles.block_type.nbytes)
-            tma.async_copy_global_to_shared(tiles, [first, start], barrier, of_w.index(stage))
+            done = loaded.index(stage)
+            mbarrier.expect(done, tiles.block_type.nbytes * 2 if GATED else tiles.block_type.nbytes)
+            tma.async_copy_global_to_shared(tiles, [first, start], done, of_w.index(stage))
             if GATED:
-                tma.async_copy_global_to_shared(tiles, [first + columns, start], barrier, of_up.index(stage))
+                tma.async_copy_global_to_shared(tiles, [first + columns, start], done, of_up.index(stage))
             mask = real if WHOLE else real & (k < inner - start)
             async_copy.async_copy_global_to_shared(of_x.index(stage), at + start, mask=mask)
-            async_copy.mbarrier_arrive(barrier, increment_count=False)
+            async_copy.mbarrier_arrive(done, increment_count=False)
             count += 1
 
 
@@ -146,7 +146,7 @@ def _skip(count, inner, ring):
     BLOCK_K: gl.constexpr = of_x.shape[2]
     for _ in range(0, inner, BLOCK_K):
         mbarrier.wait(loaded.index(count % STAGES), count // STAGES & 1)
-        _barrier()  # no warp may be a round behind
+        barrier()  # no warp may be a round behind
         mbarrier.arrive(free.index(count % STAGES))
         count += 1
     return count
@@ -172,11 +172,11 @@ def _products(half: gl.constexpr, count, inner, ring, LAYOUT: gl.constexpr, GATE
             acc_up = warpgroup_mma(mine, of_up.index(stage).permute((1, 0)), acc_up, is_async=True)
         acc, acc_up = warpgroup_mma_wait(IN_FLIGHT, deps=(acc, acc_up))
         if start > 0:
-            _barrier()  # all warps of the group have read the stage before
+            barrier()  # all warps of the group have read the stage before
             mbarrier.arrive(free.index((count - 1) % STAGES))
         count += 1
     acc, acc_up = warpgroup_mma_wait(0, deps=(acc, acc_up))
-    _barrier()
+    barrier()
     mbarrier.arrive(free.index((count - 1) % STAGES))
     return acc, acc_up, count
 
@@ -253,13 +253,8 @@ def _multiply(
     of_up = of_w
     if GATED:
         of_up = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], shared)
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(i), count=ARRIVALS)
-        mbarrier.init(free.index(i), count=2)
     work = total, gl.cdiv(columns, BLOCK_N), counts, pairs, tokens, columns
-    ring = of_x, of_w, of_up, loaded, free
+    ring = of_x, of_w, of_up, barriers(STAGES, ARRIVALS), barriers(STAGES, 2)
     gl.warp_specialize(
         [
             (_consume, (0, work, out, x_scales, weight_scales, ring, inner, CHOSEN, GATHER, GATED, GROUP)),
