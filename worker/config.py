@@ -138,13 +138,8 @@ class WorkerConfig:
                 f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
                 "lanes and four in all, at most 65536)"
             )
-        if self.kv_connector == "nixl" and self.kv_encrypt:
-            raise ValueError("--kv-encrypt: NIXL does not encrypt; use another --kv-connector")
-        if self.kv_connector == "nixl" and not nixl_installed():
-            raise ValueError(
-                "--kv-connector: NIXL is not installed; run `pip install -e '.[nixl]'` in Baton's source "
-                "directory"
-            )
+        if self.kv_connector == "nixl":
+            self._check_nixl()
         if self.kv_store is not None:
             shared_store.check(self.kv_store)
             if self.engine_args is not None:
@@ -163,6 +158,15 @@ class WorkerConfig:
         kind, _, number = self.engine.device.partition(":")
         is_gpu = self.kv_connector == "nixl" and kind == "cuda" and nics_read_gpus()
         return f"cuda:{number or 0}" if is_gpu else None
+
+    def _check_nixl(self) -> None:
+        if self.kv_encrypt:
+            raise ValueError("--kv-encrypt: NIXL does not encrypt; use another --kv-connector")
+        if not nixl_installed():
+            raise ValueError(
+                "--kv-connector: NIXL is not installed; run `pip install -e '.[nixl]'` in Baton's source "
+                "directory"
+            )
 
     @property
     def name(self) -> str:

@@ -132,8 +132,7 @@ class Receiver:
             missing = [fetch_id for fetch_id in fetch_ids if fetch_id not in injected]
             if not all(fetch_id in self._fetches for fetch_id in missing):
                 return False
-            there = [self._fetches[fetch_id].layers for fetch_id in missing]
-            if all(layers is not None and layers.has(layer, stop, self._pool.passed) for layers in there):
+            if all(self._has(self._fetches[fetch_id], layer, stop) for fetch_id in missing):
                 return True
             left = until - time.monotonic()
             if left <= 0:
@@ -141,6 +140,9 @@ class Receiver:
             tick()
             wait([self.fileno()], min(left, EVENT_POLL if self._polls else TICK))
             self._early = self.poll()
+
+    def _has(self, fetch: LiveFetch, layer: int, stop: int) -> bool:
+        return fetch.layers is not None and fetch.layers.has(layer, stop, self._pool.passed)
 
     def fetch_content(
         self,

@@ -227,8 +227,8 @@ class TransferProcess:
             sessions=len(self._connector.sessions.by_id),
             lanes=self._connector.lane_count,
             slots=self._config.num_slots,
-            sender_slots_free=self._config.num_slots - self._prefill.slots_out,
-            receiver_slots_free=self._decode.arrivals.slots.not_in_use,
+            sender_slots_free=self._prefill.slots_free(),
+            receiver_slots_free=self._decode.slots_free(),
             **self._counters.totals(),
             transports=self._prefill.transports(),
         )

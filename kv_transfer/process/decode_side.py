@@ -48,6 +48,10 @@ class DecodeSide:
     def busy(self) -> bool:
         return bool(self._peers)
 
+    def slots_free(self) -> int:
+        """Free, or granted as credit and not used yet."""
+        return self._slots.not_in_use
+
     # ------------------------------------------------------------ from the engine
 
     def engine(self, message: local.FromReceiver) -> None:

@@ -95,9 +95,13 @@ def listen_on(host: str) -> None:
     interfaces = psutil.net_if_addrs().items()
     names = [name for name, has in interfaces if address in [x.address.split("%")[0] for x in has]]
     if names:
-        ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
-        names += [f"{port.parent.parent.name}:{port.name}" for port in ports]  # as UCX names them
-        os.environ.setdefault("UCX_NET_DEVICES", ",".join(names))
+        os.environ.setdefault("UCX_NET_DEVICES", ",".join([*names, *rdma_devices()]))
+
+
+def rdma_devices() -> list[str]:
+    """As UCX names them."""
+    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+    return [f"{port.parent.parent.name}:{port.name}" for port in ports]
 
 
 class NixlMemory:

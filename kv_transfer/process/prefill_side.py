@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.peer_memory import TCP_ONLY
 from baton.kv_transfer.process import nixl_memory
 from baton.kv_transfer.process.frames import OutgoingFrame
@@ -21,7 +22,7 @@ from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.credits import window
 from baton.kv_transfer.protocol.frame import HEADER_BYTES, Header
-from baton.kv_transfer.protocol.held import Effect, HeldPrefills, StartTransfer
+from baton.kv_transfer.protocol.held import Effect, Held, HeldPrefills, StartTransfer
 from baton.kv_transfer.protocol.shared import Expired, Send
 
 log = logging.getLogger("baton.kv")
@@ -117,7 +118,6 @@ class PrefillSide:
         """A slice goes as a frame, unless the peer reads slots: then SLICES names it. A slice of a transfer
         that has ended goes back."""
         marked: dict[bytes, list[tuple[local.SliceOut, int]]] = {}  # by transfer; with their generations
-        last_layer = self._config.layout.num_layers - 1
         for s in slices:
             self.slots_out += 1
             transfer_id = s.header.transfer_id
@@ -125,9 +125,7 @@ class PrefillSide:
             if held is None:
                 self._give_back(s.slot, unsent=True)
                 continue
-            piece = s.header.piece
-            if piece.layer == last_layer and piece.token_start + piece.token_count == held.stop:
-                self.table.whole(held, now)
+            self._note_last(s.header.piece, held, now)
             payload = self._arena.slot(s.slot)[: s.header.length]
             if self._transports.get(held.session) == nixl_memory.KIND:
                 # The peer reads it while the next checksum is computed.
@@ -138,6 +136,11 @@ class PrefillSide:
                 self._sessions[held.session].send_frame(OutgoingFrame(s.header, payload, s.slot))
         for transfer_id, found in marked.items():
             self._announce(transfer_id, found, now)
+
+    def _note_last(self, piece: Slice, held: Held, now: float) -> None:
+        last_layer = self._config.layout.num_layers - 1
+        if piece.layer == last_layer and piece.token_start + piece.token_count == held.stop:
+            self.table.whole(held, now)
 
     def _announce(self, transfer_id: bytes, slices: Sequence[tuple[local.SliceOut, int]], now: float) -> None:
         """Names slices that the peer reads, each with its generation."""
@@ -271,6 +274,9 @@ class PrefillSide:
             for number, session in self._sessions.items()
             if session.peer is not None
         }
+
+    def slots_free(self) -> int:
+        return self._config.num_slots - self.slots_out
 
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:

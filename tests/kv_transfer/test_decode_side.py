@@ -267,7 +267,7 @@ def test_credit_of_a_session_goes_to_no_other_before_its_lanes_are_closed(
     world.side.arrivals.kv_ends(header, slot, None)
     world.side.session_over(lost)
     assert credit(third) == [Credit(2)]
-    assert world.side.arrivals.slots.not_in_use == 4
+    assert world.side.slots_free() == 4
     for _ in range(4):
         world.slots.take()  # each credit finds its slot
     with pytest.raises(FrameError):
@@ -287,7 +287,7 @@ def test_what_is_complete_is_injected_whatever_becomes_of_its_peer(monkeypatch: 
     assert [type(message) for message in world.told()] == [lm.Arrived, lm.Complete]
     side.engine(lm.InjectedIn(b"t" * 16))
     assert side.transfers_open == 0
-    assert side.arrivals.slots.not_in_use == 4
+    assert side.slots_free() == 4
 
 
 def committed(world: Side, *transfers: bytes) -> Peer:
@@ -453,7 +453,7 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
     world.side.control(session, Header(FrameType.SLICES, bytes(16)), slices)
     assert lm.ExportGone(session.number) in world.told()
     world.side.session_over(session)
-    assert world.side.arrivals.slots.not_in_use == 3  # the engine has the first one
+    assert world.side.slots_free() == 3  # the engine has the first one
 
 
 def test_slices_beyond_all_slots_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,7 +464,7 @@ def test_slices_beyond_all_slots_take_none(monkeypatch: pytest.MonkeyPatch) -> N
     )  # fmt: skip
     world = Side(monkeypatch, Network(), nixl=nixl)
     world.fetch(bytes(16))
-    session, free = cast("Session", world.up()), world.side.arrivals.slots.not_in_use
+    session, free = cast("Session", world.up()), world.side.slots_free()
     export = Export("nixl", "a host", (b"a handle",), 8, 4096, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
@@ -473,7 +473,7 @@ def test_slices_beyond_all_slots_take_none(monkeypatch: pytest.MonkeyPatch) -> N
         world.side.control(session, Header(FrameType.SLICES, bytes(16)), slices)
     world.side.session_down(session, "lost", "no slot")
     world.side.session_over(session)
-    assert world.side.arrivals.slots.not_in_use == free == 4
+    assert world.side.slots_free() == free == 4
 
 
 def test_a_commit_is_due_from_the_last_frame_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,7 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
         raise _invalid(f"first_token_within is {asked.first_token_within}: give seconds, or 0")
     if not 0 <= asked.waited < math.inf:
         raise _invalid(f"waited is {asked.waited}: give seconds, or 0")
-    for name, value in (("cache_salt", asked.cache_salt), ("tenant", asked.tenant)):
-        if len(value) > MAX_LABEL_BYTES:
-            raise _invalid(f"{name} has {len(value)} bytes, more than {MAX_LABEL_BYTES}")
+    _check_labels(asked)
     sampling, emitted = asked.sampling, len(asked.output_ids)
     length = len(asked.prompt_ids) + max(sampling.max_tokens, emitted + 1)
     if length > limits.max_model_len:
@@ -225,6 +223,12 @@ def plan(submit: pb.SubmitPrefill) -> tuple[messages.PlanRange, ...]:
     if not submit.handover or request.sampling.HasField("prompt_logprobs"):
         raise _invalid("plan needs a handover, without prompt_logprobs")
     return ranges
+
+
+def _check_labels(asked: pb.Request) -> None:
+    for name, value in (("cache_salt", asked.cache_salt), ("tenant", asked.tenant)):
+        if len(value) > MAX_LABEL_BYTES:
+            raise _invalid(f"{name} has {len(value)} bytes, more than {MAX_LABEL_BYTES}")
 
 
 def _tier(tier: "pb.Tier") -> Tier:
