@@ -161,17 +161,18 @@ class TritonKernels(Kernels):
             pieces = partition(contexts, num_kv_heads, count, span, exact=self.exact, sharing=sharing)
         tiles = None
         if metadata.tiles is not None or metadata.prefills:
-            group, shape, wgmma = num_heads // num_kv_heads, SHORT, False
-            if metadata.tiles is None:
-                wgmma = prefill_wgmma.suits(dtype, self._head_dim, metadata.block_size)
-                wgmma &= span is None and not self.exact
-                programs = self._multiprocessors // num_kv_heads
-                shape = shape_for(metadata.prefills, group, programs, wgmma=wgmma)
-                wgmma &= shape is LONG
-            work, programs = metadata.tiles, self.tile_programs(num_kv_heads) if shape is SHORT else 0
+            group, shape, wgmma, work = num_heads // num_kv_heads, SHORT, False, metadata.tiles
             if work is None:
-                parts_of = tile_work(metadata.prefills, decodes, shape.tokens(group), programs)
-                (work,) = upload([parts_of], device)
+                suits = prefill_wgmma.suits(dtype, self._head_dim, metadata.block_size)
+                suits = suits and span is None and not self.exact
+                at_once = self._multiprocessors // num_kv_heads
+                shape = shape_for(metadata.prefills, group, at_once, wgmma=suits)
+                wgmma = suits and shape is LONG
+            programs = self.tile_programs(num_kv_heads) if shape is SHORT else 0
+            if work is None:
+                (work,) = upload(
+                    [tile_work(metadata.prefills, decodes, shape.tokens(group), programs)], device
+                )
             finished = torch.zeros((MOST_WAVES * programs, num_kv_heads), dtype=torch.int32, device=device)
             positions = sum(stop for _, stop in metadata.prefills)
             tiles = Tiles(work, shape, positions, finished if programs else None, self.exact, wgmma)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from baton.engine.kernels.launch import launch_options
-from baton.engine.kernels.warp_groups import barrier, barriers
+from baton.engine.kernels.warp_groups import barrier, barriers, clear
 
 ROWS = 64  # query heads of a program: the rows of an instruction
 BLOCK_N = 64  # positions of a tile
@@ -75,17 +75,6 @@ def _inputs_ready():  # that of `launch`, which Gluon cannot call
         "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def _clear(latent, rows, WIDTH: gl.constexpr):
-    """Clears the latents from `rows` on: those slots may hold NaN, which a weight of 0 would not remove."""
-    inside = (gl.arange(0, latent.shape[0], gl.SliceLayout(1, ROW)) < rows)[:, None]
-    for i in gl.static_range(latent.shape[1] // WIDTH):
-        columns = latent.slice(i * WIDTH, WIDTH, dim=1)
-        part = columns.load(ROW)
-        columns.store(gl.where(inside, part, gl.zeros_like(part)))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -161,7 +150,7 @@ def _attend(
         latent, shared = latents.index(stage), shareds.index(stage)
         mbarrier.wait(loaded.index(stage), i // STAGES & 1)
         if start + BLOCK_N > stop:
-            _clear(latent, stop - start, ROPE)
+            clear(latent, stop - start, ROW, ROPE)
         scores = warpgroup_mma(q_latent, latent.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma(q_shared, shared.permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,)) * scale

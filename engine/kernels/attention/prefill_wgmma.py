@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from baton.engine.kernels.attention.online_softmax import Expanded
 from baton.engine.kernels.attention.tiles import TILE_FIELDS
 from baton.engine.kernels.launch import on_hopper
-from baton.engine.kernels.warp_groups import barrier, barriers
+from baton.engine.kernels.warp_groups import barrier, barriers, clear
 
 BLOCK_M = 128  # rows: (token, head of the group) pairs
 HEAD_DIMS = {128: 128, 256: 64}  # of keys; and keys of a tile
@@ -205,18 +205,13 @@ def _load_queries(q, tokens, half, queries, q_stride, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _clear(tile, stop, ring):
-    """Slots of a tile of values from `stop` on may hold NaN, which a weight of zero would not remove. Both
-    groups of warps write the same."""
+def _clear_from(stop, tile, ring):
+    """Clears the last tile of values from this position on. Both groups of warps write the same."""
     buffers, loaded, _ = ring
     BLOCK_N: gl.constexpr = buffers.shape[1]
     if stop % BLOCK_N != 0:
         mbarrier.wait(loaded.index(tile % STAGES), tile // STAGES & 1)
-        position = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, ROW))[:, None]
-        for i in gl.static_range(buffers.shape[2] // WIDTH):
-            part = buffers.index(tile % STAGES).slice(i * WIDTH, WIDTH, dim=1)
-            part.store(gl.where(position < stop, part.load(ROW), 0.0))
-        fence_async_shared()
+        clear(buffers.index(tile % STAGES), stop % BLOCK_N, ROW, WIDTH)
         barrier()
 
 
@@ -247,7 +242,7 @@ def _consume(half: gl.constexpr, count, rows, GROUP: gl.constexpr, FINITE: gl.co
     for i in range(gl.maximum(whole - 1, 0), count - 1):
         weights, m, total, acc = _step(i, weights, query, m, total, acc, scale, queries, keys, values, zeros)
     if not FINITE:
-        _clear(count - 1, first + tokens, values)
+        _clear_from(first + tokens, count - 1, values)
     acc = warpgroup_mma_wait(0, deps=(_sums(weights, count - 1, values, acc),))
     acc /= gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
     row = half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))[:, None]

@@ -27,10 +27,10 @@ from baton.engine.kernels.launch import multiprocessors, on_hopper
 from baton.engine.kernels.moe.shuffle import Shuffled
 from baton.engine.kernels.warp_groups import barrier, barriers
 
-BLOCK_M = 128  # pairs of a tile
+BLOCK_M = gl.constexpr(128)  # pairs of a tile
 ROWS = 256  # of W, of a tile: half of them of gate and half of up, if gated
 BYTES_K = 128  # of a row of x and W at a time
-GROUP = 8  # tiles that share rows of W
+GROUP = gl.constexpr(8)  # tiles that share rows of W
 STAGES = gl.constexpr(4)
 REGISTERS = 216, 72  # of a thread that multiplies, and of one that loads
 ARRIVALS = gl.constexpr(1 + 128)  # at a barrier of loads: the copy engine's, and one of each thread
@@ -73,15 +73,13 @@ def multiply(
         GATED=gated,
         WHOLE=inner % block_k == 0,
         EXPERTS=max(128, triton.next_power_of_2(experts)),
-        BLOCK_M=BLOCK_M,
-        GROUP=GROUP,
         REGISTERS=REGISTERS,
         num_warps=4,
     )
 
 
 @gluon.jit
-def _tile_of(index, total, columns, GROUP: gl.constexpr):
+def _tile_of(index, total, columns):
     """The tile of pairs, and that of columns."""
     before = index // (GROUP * columns) * GROUP
     width = gl.minimum(GROUP, total - before)
@@ -90,7 +88,7 @@ def _tile_of(index, total, columns, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _expert_of(tile, expert, before, counts, BLOCK_M: gl.constexpr):
+def _expert_of(tile, expert, before, counts):
     """The expert of a tile, and the number of tiles of those before it. Begins with the expert of another
     tile."""
     is_later = tile >= before
@@ -106,11 +104,10 @@ def _expert_of(tile, expert, before, counts, BLOCK_M: gl.constexpr):
 @gluon.jit
 def _produce(
     work, x, tiles, ring, inner, CHOSEN: gl.constexpr, GATHER: gl.constexpr, GATED: gl.constexpr,
-    GROUP: gl.constexpr, WHOLE: gl.constexpr,
+    WHOLE: gl.constexpr,
 ):  # fmt: skip
     total, column_tiles, counts, pairs, tokens, columns = work
     of_x, of_w, of_up, loaded, free = ring
-    BLOCK_M: gl.constexpr = of_x.shape[1]
     BLOCK_K: gl.constexpr = of_x.shape[2]
     BLOCK_N: gl.constexpr = of_w.shape[1]
     VECTOR: gl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth  # 16 bytes
@@ -118,8 +115,8 @@ def _produce(
     k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, ROW))[None, :]
     count, expert, before = total * 0, total * 0, total * 0
     for index in range(gl.program_id(0), total * column_tiles, gl.num_programs(0)):
-        tile, column = _tile_of(index, total, column_tiles, GROUP)
-        expert, before, its = _expert_of(tile, expert, before, counts, BLOCK_M)
+        tile, column = _tile_of(index, total, column_tiles)
+        expert, before, its = _expert_of(tile, expert, before, counts)
         place = (tile - before) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, ROW))
         pair = gl.load(pairs + expert.to(gl.int64) * tokens + place, mask=place < its, other=0)
         row = pair // CHOSEN if GATHER else pair
@@ -184,10 +181,9 @@ def _products(half: gl.constexpr, count, inner, ring, LAYOUT: gl.constexpr, GATE
 @gluon.jit
 def _consume(
     half: gl.constexpr, work, out, x_scales, weight_scales, ring, inner, CHOSEN: gl.constexpr,
-    GATHER: gl.constexpr, GATED: gl.constexpr, GROUP: gl.constexpr,
+    GATHER: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     total, column_tiles, counts, pairs, tokens, columns = work
-    BLOCK_M: gl.constexpr = ring[0].shape[1]
     BLOCK_N: gl.constexpr = ring[1].shape[1]
     ROWS: gl.constexpr = BLOCK_M // 2
     K: gl.constexpr = 256 // ring[0].dtype.primitive_bitwidth  # of an instruction
@@ -195,8 +191,8 @@ def _consume(
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_N, BLOCK_N // 8], [4, 1], [1, 0])
     count, expert, before = total * 0, total * 0, total * 0
     for index in range(gl.program_id(0), total * column_tiles, gl.num_programs(0)):
-        tile, column = _tile_of(index, total, column_tiles, GROUP)
-        expert, before, its = _expert_of(tile, expert, before, counts, BLOCK_M)
+        tile, column = _tile_of(index, total, column_tiles)
+        expert, before, its = _expert_of(tile, expert, before, counts)
         pairs_of, first = pairs + expert.to(gl.int64) * tokens, (tile - before) * BLOCK_M + half * ROWS
         if first >= its:
             count = _skip(count, inner, ring)
@@ -237,8 +233,6 @@ def _multiply(
     GATED: gl.constexpr,
     WHOLE: gl.constexpr,
     EXPERTS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    GROUP: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = x.dtype.element_ty
@@ -257,9 +251,9 @@ def _multiply(
     ring = of_x, of_w, of_up, barriers(STAGES, ARRIVALS), barriers(STAGES, 2)
     gl.warp_specialize(
         [
-            (_consume, (0, work, out, x_scales, weight_scales, ring, inner, CHOSEN, GATHER, GATED, GROUP)),
-            (_consume, (1, work, out, x_scales, weight_scales, ring, inner, CHOSEN, GATHER, GATED, GROUP)),
-            (_produce, (work, x, tiles, ring, inner, CHOSEN, GATHER, GATED, GROUP, WHOLE)),
+            (_consume, (0, work, out, x_scales, weight_scales, ring, inner, CHOSEN, GATHER, GATED)),
+            (_consume, (1, work, out, x_scales, weight_scales, ring, inner, CHOSEN, GATHER, GATED)),
+            (_produce, (work, x, tiles, ring, inner, CHOSEN, GATHER, GATED, WHOLE)),
         ],
         [4, 4],
         REGISTERS,
