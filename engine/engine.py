@@ -195,9 +195,11 @@ class Engine(StepLoop):
         live = self._scheduler.requests[request_id]
         return live.ranges[0] if live.phase is Phase.RESERVED else None
 
-    def begin_range(self, request_id: bytes) -> None:
-        """Lets steps compute the next range. They may wait in `Hooks.layer_done` for the KV before it."""
-        self._scheduler.begin_range(self._scheduler.requests[request_id])
+    def begin_range(self, request_id: bytes, awaits: Callable[[], bool] | None = None) -> None:
+        """Lets steps compute the next range. They may wait in `Hooks.layer_done` for the KV before it, as
+        long as `awaits` says that some is still to come. Such a step has no decodes, comes when none may join
+        it, and waits for one prompt only."""
+        self._scheduler.begin_range(self._scheduler.requests[request_id], awaits)
 
     def verified(self, request_id: bytes) -> None:
         """All KV that came for a request of `start_part` was complete, so the prefix cache may share it. The
@@ -286,7 +288,7 @@ class Engine(StepLoop):
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything. False while all requests wait for blocks or for a load."""
-        return bool(self._flights or self._scheduler.running) or self._scheduler.can_admit
+        return bool(self._flights) or self._scheduler.has_work
 
     @property
     def waits_for_device(self) -> bool:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import baton.kv_transfer as kv
@@ -198,7 +199,7 @@ class PrefillRole(Role):
         """Computes the next range, if steps of other workers compute all earlier ones."""
         found = None if prefill.closed else self.engine.next_range(prefill.id)
         if found is not None and all(stop > found.start for stop in part.not_begun):
-            self.engine.begin_range(prefill.id)
+            self.engine.begin_range(prefill.id, partial(self._sink.waits.may_wait, part, found.start))
             if prefill.awaited:
                 prefill.awaited = False
                 self._attempts.prefill_started(prefill)

@@ -4,7 +4,7 @@ tenants equal shares. Pure."""
 import math
 from array import array
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -115,6 +115,8 @@ class LiveRequest:
     compute the positions between them."""
     range_stop: int | None = None
     """The end of the range that steps compute now. None: steps compute all that is left."""
+    awaits: Callable[[], bool] | None = None
+    """Whether KV from other workers is still to come before that range. None: never."""
     unverified: bool = False
     """KV from other workers is not known to be complete. Set for a shared prompt until `verified`."""
     due: float = field(init=False)
@@ -158,6 +160,11 @@ class LiveRequest:
         if self.range_stop is not None:
             return self.range_stop - self.num_computed + sum(map(len, self.ranges))
         return sum(map(len, self.ranges)) or self.num_left
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Whether a step that computes its next chunk may wait for other workers."""
+        return self.awaits is not None and self.awaits()
 
     @property
     def num_known(self) -> int:

@@ -142,10 +142,12 @@ class RequestLives:
         self._enter(live, Phase.RESERVED)
         return live
 
-    def begin_range(self, live: LiveRequest) -> None:
-        """Lets steps compute the next range. They may wait for the KV before it, which is on its way."""
+    def begin_range(self, live: LiveRequest, awaits: Callable[[], bool] | None = None) -> None:
+        """Lets steps compute the next range. While `awaits` says that KV before it is on its way, a step may
+        wait for that."""
         found = live.ranges.popleft()
         live.num_computed, live.range_stop = found.start, found.stop
+        live.awaits = awaits
         self._move(live, Phase.RUNNING)
 
     def extend_reservation(self, live: LiveRequest, output_ids: list[int]) -> bool:

@@ -77,7 +77,7 @@ class Scheduler(RequestLives):
             budget = min(budget, self._prompt_limit(self.max_num_batched_tokens - budget, chunk_limit))
         for live in prompts:
             budget -= self._admit(budget, alone, plan, before=live)
-            if self._may_join(live, plan):
+            if self._may_join(live, plan) and not self._must_come_later(live, plan):
                 budget -= self._go_on(live, budget, plan)
         self._admit(budget, alone, plan)
         if self.speculation is not None:
@@ -88,7 +88,7 @@ class Scheduler(RequestLives):
 
     def _prompt_limit(self, decodes: int, chunk_limit: int) -> int:
         """Most prompt tokens of a step with so many decodes."""
-        if not decodes and all(live.ranges for live in self.reserved):  # those join no decodes
+        if not decodes and not self._some_may_join:
             return self.max_num_batched_tokens
         return prompt_limit(chunk_limit, decodes, self._mixed_steps, self._mixed_rows)
 
@@ -116,6 +116,25 @@ class Scheduler(RequestLives):
     def _may_join(self, live: LiveRequest, plan: Schedule) -> bool:
         """Whether the next chunk of a prompt may share the step."""
         return bool(plan.decodes) or may_join(live.num_left, plan.prompt_tokens, self._full_step)
+
+    @property
+    def _some_may_join(self) -> bool:
+        """Whether there are reservations that join the decodes. Those of shared prompts do not."""
+        return not all(live.ranges for live in self.reserved)
+
+    def _is_held_back(self, live: LiveRequest) -> bool:
+        """Whether a step with this prompt would make requests that decode here wait for other workers."""
+        if live.awaits is None:
+            return False
+        decodes = any(other.decodes and not other.handover for other in self.running)
+        return (decodes or self._some_may_join) and live.awaits_kv
+
+    def _must_come_later(self, live: LiveRequest, plan: Schedule) -> bool:
+        """Whether a prompt is held back, or the step would wait for the workers of two plans. Then those of
+        one would end the other, which have done nothing wrong."""
+        if self._is_held_back(live):
+            return True
+        return any(other.awaits_kv for other in plan.prompts) and live.awaits_kv
 
     def _go_on(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
         """Adds the next chunk of a running request to the plan. Returns its number of tokens."""
@@ -182,9 +201,15 @@ class Scheduler(RequestLives):
         return sum(live.decodes and not live.ends_with_pending for live in self.running)
 
     @property
+    def has_work(self) -> bool:
+        """Whether a running request has a step now, or has one under way, or the queue may start."""
+        return any(not self._is_held_back(live) for live in self.running) or self.can_admit
+
+    @property
     def has_next(self) -> bool:
         """Whether there is anything to compute beyond the steps under way."""
-        return self.can_admit or any(not live.ends_with_pending for live in self.running)
+        following = (live for live in self.running if not live.ends_with_pending)
+        return any(not self._is_held_back(live) for live in following) or self.can_admit
 
     def launched(self, plan: Schedule) -> None:
         """Notes that a launched step writes the KV of its chunks. Later steps may read it."""
@@ -192,10 +217,12 @@ class Scheduler(RequestLives):
             live.num_computed = positions.stop
             live.decodes = positions.stop == len(live.token_ids)  # the step samples its next token
             live.flights += 1
-            if positions.stop == live.range_stop:
-                live.range_stop = None
-                if live.ranges:
-                    self._move(live, Phase.RESERVED)
+            if live.range_stop is not None:
+                live.awaits = None  # the step has waited for all KV before the range
+                if positions.stop == live.range_stop:
+                    live.range_stop = None
+                    if live.ranges:
+                        self._move(live, Phase.RESERVED)
 
     def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
         """Gives the request the blocks that it needs, and preempts others for it. False: the request itself

@@ -77,6 +77,10 @@ class LayersThere:
         of_ranges = zip(self._ranges, self._missing[layer], strict=True)
         return not any(missing for (start, _), missing in of_ranges if start < stop)
 
+    def has_all(self, stop: int, passed: Callable[[Any], bool]) -> bool:
+        """As `has`, of all layers."""
+        return all(self.has(layer, stop, passed) for layer in reversed(self._missing))
+
 
 @dataclass(slots=True, eq=False)
 class LiveFetch:

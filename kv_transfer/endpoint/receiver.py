@@ -141,6 +141,13 @@ class Receiver:
             wait([self.fileno()], min(left, EVENT_POLL if self._polls else TICK))
             self._early = self.poll()
 
+    def may_wait(self, fetch_ids: Collection[bytes], stop: int) -> bool:
+        """Whether `wait_for_layer` may have to wait for positions below `stop`, of any layer."""
+        live = (self._fetches[fetch_id] for fetch_id in fetch_ids if fetch_id in self._fetches)
+        return any(
+            fetch.layers is not None and not fetch.layers.has_all(stop, self._pool.passed) for fetch in live
+        )
+
     def _has(self, fetch: LiveFetch, layer: int, stop: int) -> bool:
         return fetch.layers is not None and fetch.layers.has(layer, stop, self._pool.passed)
 

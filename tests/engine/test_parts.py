@@ -199,6 +199,35 @@ def test_between_its_ranges_a_part_holds_no_step_up() -> None:
     assert part.phase is Phase.HELD
 
 
+def test_a_range_that_may_wait_has_a_step_without_decodes_and_without_other_such_ranges() -> None:
+    scheduler = make(num_blocks=64, budget=32, seqs=8)
+    late = {b"p", b"q"}  # the shared prompts of which KV is still to come
+    parts = []
+    for part_id in sorted(late):
+        part = scheduler.start_part(EngineRequest(part_id, list(range(12))), [range(8, 12)])
+        assert part is not None
+        scheduler.begin_range(part, lambda part_id=part_id: part_id in late)
+        parts.append(part)
+    p, q = ord("p"), ord("q")
+    decode = add(scheduler, 1, 4)
+    assert tokens(step(scheduler)) == [(p, 8, 12), (1, 0, 4)], "one plan waits in a step"
+    assert scheduler.has_work
+    assert [tokens(step(scheduler)) for _ in range(2)] == [[(1, 4, 5)], [(1, 5, 6)]], "decodes do not wait"
+    scheduler.drop(decode)
+    reservation = scheduler.reserve(EngineRequest(b"r", [1, 2, 3]))
+    assert reservation is not None
+    assert not scheduler.has_work, "a reservation may join"
+    assert tokens(step(scheduler)) == []
+    late.remove(b"q")
+    assert scheduler.has_work
+    scheduler.join(reservation)
+    reservation.token_ids.append(7)
+    assert tokens(step(scheduler)) == [(ord("r"), 3, 4), (q, 8, 12)], "it need not wait"
+    for live in (*parts, reservation):
+        scheduler.drop(live)
+    scheduler.assert_whole()
+
+
 @pytest.mark.parametrize("steps", range(4))
 def test_a_part_may_end_at_any_time(steps: int) -> None:
     scheduler = make(num_blocks=32, budget=64, prefix_cache=True)

@@ -265,21 +265,14 @@ LONG = ("deadline of two ranks", "broken lanes", "kill -9 of the transfer proces
 
 @pytest.mark.parametrize("how", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in ENDS])
 async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(tmp_path: Path, how: str) -> None:
-    """Another request in that step keeps its tokens, and no block is left behind."""
-    token_ids, beside = prompt(300, seed=1), request(prompt(40, seed=2), ENDLESS)
+    """No block is left behind."""
     async with AsyncExitStack() as stack:
         waiting = TWO_RANKS if "ranks" in how else {}
         workers, network = stack.enter_context(behind_a_network(tmp_path, **waiting))
-        network.fault, network.hits = "cut" if how == "broken lanes" else "lose", 1
         first = workers[0]
         a, b, d = [await stack.enter_async_context(attached(worker)) for worker in workers]
         streams = Streams(workers, (a, b, d))
-        other = await b.reserve(beside)
-        await b.token(other)
-        asked = await streams.share(token_ids, [(0, 192), (1, 300)], 2)
-        async with asyncio.timeout(10):
-            while not network.suffered:  # noqa: ASYNC110  a thread counts it
-                await asyncio.sleep(0.001)
+        asked = await lost(streams, network, "cut" if how == "broken lanes" else "lose")
         began = time.monotonic()
         if how == "cancel":
             await a.cancel(asked.parts[0])
@@ -294,14 +287,42 @@ async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(tmp_path: Pa
         if is_there:
             await a.cancel(asked.parts[0])
         await d.cancel(asked.decode_id)
-        tokens = [token.token_id for token, _ in [await b.token(other) for _ in range(30)]]
-        await b.cancel(other)
-        again = await d.reserve(beside)
-        assert [(await d.token(again))[0].token_id for _ in range(31)][1:] == tokens
-        await d.cancel(again)
         await assert_whole(*workers[0 if is_there else 1 :])
         if how == "stop":
             first.child("engine").send_signal(signal.SIGCONT)
+
+
+async def lost(streams: Streams, network: BadNetwork, fault: str) -> Submitted:
+    """Shares a prompt of which a slice of KV does not come."""
+    network.fault, network.hits = fault, 1
+    asked = await streams.share(prompt(300, seed=1), [(0, 192), (1, 300)], 2)
+    async with asyncio.timeout(10):
+        while not network.suffered:  # noqa: ASYNC110  a thread counts it
+            await asyncio.sleep(0.001)
+    return asked
+
+
+async def test_decodes_do_not_wait_for_other_workers(tmp_path: Path) -> None:
+    """KV of a shared prompt does not come. Requests that decode beside it get their tokens meanwhile."""
+    beside = request(prompt(40, seed=2), ENDLESS)
+    async with AsyncExitStack() as stack:
+        workers, network = stack.enter_context(behind_a_network(tmp_path))
+        a, b, d = [await stack.enter_async_context(attached(worker)) for worker in workers]
+        other = await b.reserve(beside)
+        before = [(await b.token(other))[0].token_id]
+        asked = await lost(Streams(workers, (a, b, d)), network, "lose")
+        while not b.events[other].empty():
+            before.append((await b.token(other))[0].token_id)
+        tokens = before + [(await b.token(other))[0].token_id for _ in range(40)]
+        assert b.events[asked.parts[1]].empty(), "no step has waited for the lost slice"
+        await a.cancel(asked.parts[0])
+        assert (await b.failure(asked.parts[1])).code == pb.FAILURE_CODE_DROPPED
+        await d.cancel(asked.decode_id)
+        await b.cancel(other)
+        again = await d.reserve(beside)
+        assert [(await d.token(again))[0].token_id for _ in tokens] == tokens
+        await d.cancel(again)
+        await assert_whole(*workers)
 
 
 async def test_a_slow_worker_only_delays_the_first_token(tmp_path: Path) -> None:

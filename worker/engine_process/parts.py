@@ -23,14 +23,17 @@ Why nothing waits in a circle ("──▶": waits for):
     layer of a step   ──▶ transfer of that layer ──▶ steps that started before this one
                           └─▶ arena slots here, which the waiting thread itself empties
     the same, rank 1… ──▶ the layer on rank 0 ──▶ copies of KV by other threads of all ranks
-    start of a range  ──▶ start of each earlier range, and prompts of its worker that have their blocks
+    start of a range  ──▶ start of each earlier range, and prompts of its worker that have their blocks;
+                          while requests decode here, all KV of each earlier range
     COMMIT            ──▶ the end of the steps of its own part
     token, cache      ──▶ COMMIT of each earlier part
     end of the blocks ──▶ ACK of each later part ──▶ COMMIT
 
-A step waits only for steps that started before it, also if it computes ranges of several plans. If a worker
-is lost or slow, `STEP_WAIT` bounds the waits of a step together. The step then computes garbage in the rows
-of this part only. The part fails, and so do the parts that rest on it.
+A step waits only for steps that started before it, and for the workers of one plan: another plan has other
+workers, which may be well. No request that decodes waits with it (`Scheduler`): beside decodes, a range comes
+when all KV before it is there. If a worker is lost or slow, `STEP_WAIT` bounds the waits of a step together.
+The step then computes garbage in the rows of this part only. The part fails, and so do the parts that rest on
+it.
 """
 
 import hashlib
@@ -93,6 +96,10 @@ class LayerWaits:
 
     def step_begins(self) -> None:
         self._left = STEP_WAIT
+
+    def may_wait(self, part: Part, start: int) -> bool:
+        """Whether a step that computes the part from `start` on may have to wait."""
+        return not part.failed and self._receiver.may_wait(part.uncommitted, start)
 
     def wait(self, part: Part, layer: int, start: int) -> bool:
         """Waits until the layer has all KV of the part below `start`. False: it will not have it."""
