@@ -49,8 +49,10 @@ class RouterConfig:
     allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """If there are any, clients must send one of them."""
-    read_api_keys: Callable[[], tuple[ApiKey, ...]] | None = field(default=None, repr=False)
-    """Reads `api_keys` again, at SIGHUP. None: they are in no file."""
+    api_key_file: str | None = None
+    """The file that has some of them. It may change."""
+    read_api_keys: Callable[[], tuple[ApiKey, ...]] = field(default=tuple, repr=False)
+    """Reads `api_keys` again."""
     workers: tuple[str, ...] = ()
     """gRPC addresses of workers that are always there."""
     workers_file: str | None = None

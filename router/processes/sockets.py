@@ -2,10 +2,10 @@
 
 Each process has a socket pair with the supervisor for its commands.
 
-A command is a line: `metrics`, `status`, `ping`, `reload`, `drain` or `stop`. The reply is a length of four
-bytes and the payload. The supervisor sends one command at a time. The last three are commands, not signals,
-because a signal to the whole process group would arrive twice. When the supervisor ends, the socket closes
-and the processes end.
+A command is a line: `metrics`, `status`, `ping`, `keys` and the keys, `drain` or `stop`. The reply is a
+length of four bytes and the payload. The supervisor sends one command at a time. The last two are commands,
+not signals, because a signal to the whole process group would arrive twice. When the supervisor ends, the
+socket closes and the processes end.
 """
 
 import asyncio
@@ -22,12 +22,16 @@ _LENGTH_BYTES = 4
 _MAX_BYTES = 64 << 20
 
 
-async def serve_commands(control_fd: int, answer: Callable[[str], Awaitable[bytes]]) -> None:
-    """Replies to commands until the supervisor ends. `answer` makes the reply."""
-    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=control_fd))
+async def serve_commands(control_fd: int, answer: Callable[[str, bytes], Awaitable[bytes]]) -> None:
+    """Replies to commands until the supervisor ends. `answer` gets a command and its argument, and makes the
+    reply."""
+    reader, writer = await asyncio.open_unix_connection(
+        sock=socket.socket(fileno=control_fd), limit=_MAX_BYTES
+    )
     try:
-        while command := (await reader.readline()).decode().strip():
-            payload = await answer(command)
+        while line := await reader.readline():
+            command, _, given = line.strip().partition(b" ")
+            payload = await answer(command.decode(), given)
             writer.write(len(payload).to_bytes(_LENGTH_BYTES) + payload)
             await writer.drain()
     finally:
