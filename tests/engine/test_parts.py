@@ -182,6 +182,26 @@ def test_a_part_comes_after_earlier_prompts_and_before_later_ones() -> None:
     assert scheduler.start_part(EngineRequest(b"q", list(range(99))), [range(99)]) is None, "no room"
 
 
+def test_a_part_counts_as_the_tokens_of_its_ranges() -> None:
+    """In fair shares, for the chunk limit, for slow launches, and for whether it may share a step."""
+    scheduler = make(num_blocks=400, budget=64, full_step=48)
+    part = scheduler.start_part(
+        EngineRequest(b"p", list(range(900)), tenant=b"a"), [range(8), range(880, 900)]
+    )
+    assert part is not None
+    assert (part.num_left, part.tag) == (28, 28)
+    scheduler.begin_range(part)
+    assert scheduler.next_prompt == 8, "the next step computes no more of it"
+    assert [left for left, _ in scheduler.prompts()] == [28]
+    add(scheduler, 1, 40, tenant=b"b")
+    assert tokens(step(scheduler)) == [(ord("p"), 0, 8), (1, 0, 40)]
+    assert (part.num_left, scheduler.tokens_waiting) == (20, 20)
+    scheduler.begin_range(part)
+    assert scheduler.next_prompt == 0, "a request decodes"
+    assert tokens(step(scheduler)) == [(1, 40, 41), (ord("p"), 880, 900)]
+    assert part.phase is Phase.HELD
+
+
 def test_between_its_ranges_a_part_holds_no_step_up() -> None:
     scheduler = make(num_blocks=32, budget=16)
     part = scheduler.start_part(EngineRequest(b"p", list(range(40))), [range(4, 12), range(20, 40)])
