@@ -166,6 +166,36 @@ def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> No
     engine.assert_whole()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_ends_with_the_layer_whose_kv_will_not_come(tiny_engine: MakeEngine, shared: bool) -> None:
+    """Unless other requests share it."""
+    request, other = shared_prompt(120), request_of(2, range(5, 30), max_tokens=4)
+    engine, layers = tiny_engine(**CACHING | {"max_num_batched_tokens": 128}), list[int]()
+    [expected] = tokens_of(tiny_engine(**CACHING), [other])
+
+    def lost(layer: int, chunks: Mapping[bytes, range]) -> bool:
+        layers.append(layer)
+        return layer == 1
+
+    engine._hooks = replace(engine._hooks, layer_done=lost)
+    reservation = engine.start_part(request, [range(64, 120)])
+    assert reservation is not None
+    engine.begin_range(request.id)
+    if shared:
+        engine.add(other)
+    result = engine.step()
+    assert result.prompts[request.id] == range(64, 120), "its caller learns of it"
+    assert layers == ([0, 1, 2] if shared else [0, 1])
+    engine.cancel(request.id)
+    found = [output.token for output in result.outputs if output.id == other.id]
+    if not shared:
+        engine.add(other)
+    while not engine.idle:
+        found += [output.token for output in engine.step().outputs]
+    assert found == expected
+    engine.assert_whole()
+
+
 def test_a_part_comes_after_earlier_prompts_and_before_later_ones() -> None:
     scheduler = make(num_blocks=32, budget=16)
     add(scheduler, 1, 40)
