@@ -191,11 +191,17 @@ def picker(picker: roles.PickerRole) -> int:
 
 
 @command(CLIENTS, "baton status", "baton status --json --url http://10.0.0.5:8000")
-def status(endpoint: clients.EndpointOptions, output: clients.StatusOptions) -> int:
-    """Show the workers of a cluster: pool, state, load, KV use."""
+def status(
+    endpoint: clients.EndpointOptions, output: clients.JsonOptions, options: clients.StatusOptions
+) -> int:
+    """Show the workers of a cluster: pool, state, load, KV use.
+
+    Below the table: how requests went through the workers, what is wrong, and the remedy. The exit code is 1
+    while a pool has no ready worker.
+    """
     from baton.cluster.tools.status import run
 
-    return run(endpoint, output)
+    return run(endpoint, output, options)
 
 
 @command(
@@ -221,8 +227,7 @@ def flip(flip: clients.FlipOptions, endpoint: clients.EndpointOptions, secret: r
 def top(endpoint: clients.EndpointOptions, top: clients.TopOptions) -> int:
     """Watch a cluster: load, KV use, latencies, transfers, restarts. Press Ctrl-C to leave.
 
-    Rates and latencies cover the time between two samples. A dash means that the value is unknown, for
-    example because the metrics port of the worker cannot be reached from here.
+    Rates and latencies cover the time between two samples. A dash means that there was nothing to measure.
     """
     from baton.cluster.tools.top import run
 
@@ -235,7 +240,7 @@ def top(endpoint: clients.EndpointOptions, top: clients.TopOptions) -> int:
     "baton doctor --cluster --url http://10.0.0.5:8000",
 )
 def doctor(
-    doctor: clients.DoctorOptions, endpoint: clients.EndpointOptions, output: clients.StatusOptions
+    doctor: clients.DoctorOptions, endpoint: clients.EndpointOptions, output: clients.JsonOptions
 ) -> int:
     """Find problems and their remedies, on this machine or in a running cluster.
 
