@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from baton.cluster.options import clients, engine, pools, roles
 from baton.cluster.options.parameters import takes_options
 from baton.cluster.supervision.plan import Plan
+from baton.machine.system import raise_descriptor_limit
 
 app = typer.Typer(
     name="baton",
@@ -43,7 +44,7 @@ def baton(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    raise_descriptor_limit()
 
 
 CLUSTER, ROLES, CLIENTS = "A whole cluster", "One role alone", "Talk to a cluster"

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import resource
 import signal
 import socket
 from collections.abc import Mapping
@@ -19,6 +20,20 @@ _REASONS = {
     errno.EADDRNOTAVAIL: "no network interface of this machine has that address",
     errno.EACCES: "this user may not listen there; ports below 1024 need a privilege",
 }
+
+
+_DESCRIPTORS = 65_536
+"""As many as the systemd units allow. Some programs do something for each descriptor that they may have."""
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process and its children open as many files as its hard limit allows, at most `_DESCRIPTORS`.
+
+    Most systems let a process have 1,024 at first, which clients and peers would fill."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def family(host: str) -> socket.AddressFamily:

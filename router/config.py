@@ -83,6 +83,9 @@ class RouterConfig:
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     """Port of `/metrics` and `/status` for all processes. None: one process serves them on `port`."""
+    admin_socket: str | None = None
+    """Path of a Unix socket for whatever started the router, which clients cannot reach. It has the pages of
+    the admin port, or those of `port` if there is none."""
     process_number: int | None = None
     """Number of this process among those of a supervisor. None: there is no supervisor."""
     control_fd: int | None = None

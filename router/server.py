@@ -21,8 +21,8 @@ from functools import partial
 
 import setproctitle
 import uvloop
-from aiohttp import web
 
+from baton.machine.connections import Connections, affordable_connections
 from baton.machine.system import report, url_host, waited_for_cpu
 from baton.machine.tracing import Tracer
 from baton.router.active_request import ActiveRequests, Services
@@ -32,10 +32,11 @@ from baton.router.api.jobs import SamplingDefaults, sampling_defaults, shown
 from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.grpc_server import GrpcEndpoint
-from baton.router.endpoints.http_server import HttpEndpoints, HttpRunner
+from baton.router.endpoints.http_connections import HttpRunner
+from baton.router.endpoints.http_server import HttpEndpoints
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
-from baton.router.processes.sockets import BACKLOG, listen, serve_commands
+from baton.router.processes.sockets import EXTRA, Listener, listen, serve_commands
 from baton.router.status import router_state, router_status
 from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -154,7 +155,7 @@ async def running(
     grpc_endpoint = GrpcEndpoint(services, frontend)
     runner = HttpRunner(
         http.app,
-        services.metrics,
+        services.metrics.failed,
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=0.5,
@@ -169,8 +170,10 @@ async def running(
         context = None if config.tls is None else config.tls.server_context()
         listening = listen("--port", config.host, config.port, share=config.supervised)
         port = listening.getsockname()[1]
-        site = web.SockSite(runner, listening, ssl_context=context, backlog=BACKLOG)
-        await site.start()
+        most = affordable_connections(config.processes)
+        listener = Listener(listening, runner.connect, Connections("--port", most, EXTRA), context)
+        if not config.supervised:
+            await runner.listen_at(config.admin_socket)
 
         grpc_address = None
         if config.grpc_port is not None:
@@ -179,7 +182,7 @@ async def running(
         async def stop_listening() -> None:
             if not frontend.draining:
                 frontend.draining = True
-                await site.stop()
+                listener.close()
                 await grpc_endpoint.drain()
 
         scheme = "http" if config.tls is None else "https"
@@ -212,6 +215,7 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Sampl
     async with running(config, tokenizer, defaults) as router:
         log.info("listening on %s, gRPC: %s", router.url, router.grpc_address or "off")
         ready = {"url": router.url, "grpc_address": router.grpc_address, "pid": os.getpid()}
+        ready["admin_socket"] = config.admin_socket
         report(config.ready_fd, {"ready": ready}, last=True)
         router.frontend.start()
         stopped = asyncio.create_task(signals.get())

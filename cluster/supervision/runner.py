@@ -77,6 +77,7 @@ class RoleRunner(RoleProcess):
                 write_atomically(self._workers_file, "")
             self._cluster_file = directory / f"router-{spec.index}.cluster"
             own |= {"workers_file": self._workers_file, "cluster_file": self._cluster_file}
+            own["admin_socket"] = directory / f"router-{spec.index}.admin"
         elif spec.role != "store":
             own |= {"run_dir": directory, "host": own_address(peer) if peer else None}
         environment = role_environment(

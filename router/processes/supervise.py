@@ -24,15 +24,17 @@ from typing import Any, NoReturn, TypeVar
 import setproctitle
 from aiohttp import web
 
+from baton.machine.connections import Connections
 from baton.machine.system import die_with_parent, process_end, report, url_host
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, ApiKey, follow_keys, to_json
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
+from baton.router.endpoints.http_connections import HttpRunner
 from baton.router.policy.chunk_table import ChunkTable
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
-from baton.router.processes.sockets import ControlClient, listen, reserve
+from baton.router.processes.sockets import ControlClient, Listener, listen, reserve
 from baton.router.status import all_ready, merged_status, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
 
@@ -43,6 +45,8 @@ Loaded = TypeVar("Loaded", bound=tuple[ModelTokenizer, Any])
 PING_SECONDS = 2.0
 ANSWER_SECONDS = 0.5
 """For a process to reply to a probe or a scrape. After that its last reply counts."""
+_ADMINS = 256
+"""Connections to the admin port."""
 END_SECONDS = 15.0
 """For processes to end, after their drain."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
@@ -364,16 +368,16 @@ class Supervisor:
                 web.get("/ready", self._get_ready),
             ]
         )
-        runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=0.5, keepalive_timeout=config.keep_alive
+        runner = HttpRunner(
+            app, lambda _: None, access_log=None, shutdown_timeout=0.5, keepalive_timeout=config.keep_alive
         )
         await runner.setup()
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(runner.cleanup)
+            await runner.listen_at(config.admin_socket)
             listening = listen("--admin-port", config.admin_host, config.admin_port or 0)
-            await web.SockSite(runner, listening).start()
+            undo.callback(Listener(listening, runner.connect, Connections("--admin-port", _ADMINS)).close)
             yield f"http://{url_host(config.admin_host)}:{listening.getsockname()[1]}"
-        finally:
-            await runner.cleanup()
 
     async def _known(self, command: str) -> dict[int, bytes]:
         """Returns the reply of each process, or its last one if it takes longer than `ANSWER_SECONDS`."""

@@ -46,16 +46,15 @@ def test_long_running_containers_have_probes(overlay: list[Object]) -> None:
             assert probes <= container.keys(), f"{pod} {container['name']}"
 
 
-def test_roles_are_probed_where_no_certificate_is_asked_for(overlay: list[Object]) -> None:
+def test_roles_are_probed_where_no_certificate_is_asked_for_and_clients_cannot_connect(
+    overlay: list[Object],
+) -> None:
     for pod in pod_templates(overlay):
         for container in lasting(pod):
             if container["name"] not in ("router", "worker", "serve"):
                 continue
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-            if container["name"] == "worker":
-                expected = {"httpGet": {"path": "/health", "port": ports["metrics"]}}
-            else:
-                expected = {"grpc": {"port": ports["grpc"]}}
+            expected = {"httpGet": {"path": "/health", "port": ports["metrics"]}}
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 assert expected.items() <= container[probe].items(), f"{pod}"
 
