@@ -9,9 +9,10 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from baton.cluster.options import clients, engine, pools, roles
+from baton.cluster.options.command import Command
 from baton.cluster.options.parameters import takes_options
 from baton.cluster.supervision.plan import Plan
 from baton.machine.system import raise_descriptor_limit
@@ -50,30 +51,13 @@ def baton(
 CLUSTER, ROLES, CLIENTS = "A whole cluster", "One role alone", "Talk to a cluster"
 
 
-class _Command(TyperCommand):
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            error.message = _with_value(error)
-            raise
-
-
-def _with_value(error: typer.BadParameter) -> str:
-    """The message, with the value that was given. typer's messages about numbers leave it out."""
-    text = error.message.removeprefix("Value error, ")
-    found = getattr(error.__cause__, "errors", None)
-    value = str(found()[0]["input"]) if found is not None else ""
-    return text if value in text else f"{text.partition(', unable to parse')[0]}, not {value!r}"
-
-
 def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a command whose parameters are option groups. `panel` is its section in `baton --help`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         run = takes_options(function, refuse=panel != CLIENTS)
-        epilog = "[dim]Examples[/dim]\n\n" + "\n\n".join(f"[cyan]{line}[/cyan]" for line in examples)
-        registered = app.command(function.__name__, cls=_Command, rich_help_panel=panel, epilog=epilog)
+        epilog = "\n".join(examples)
+        registered = app.command(function.__name__, cls=Command, rich_help_panel=panel, epilog=epilog)
         registered(run)
         return function
 

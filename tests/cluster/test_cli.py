@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import click
 import pytest
 import typer
 import typer.main
+from typer.core import TyperGroup
 from typer.testing import CliRunner, Result
 
 import baton.bench.load.cli
@@ -65,6 +67,28 @@ def test_every_command_has_help_and_an_example(command: str) -> None:
     assert help_.exit_code == 0
     assert f"baton {command}" in help_.output, "an example"
     assert f" {command} " in run_baton("--help").output
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_cuts_no_flag_and_begins_with_examples(columns: int) -> None:
+    width = {"COLUMNS": str(columns)}
+    for application, prefix in ((app, ()), (baton.bench.load.cli.app, ("bench",))):
+        group = typer.main.get_command(application)
+        assert isinstance(group, TyperGroup)
+        for name, command in group.commands.items():
+            if isinstance(command, TyperGroup):
+                continue
+            shown = run_baton(*prefix, name, "--help", **width).output
+            assert max(map(len, shown.splitlines())) <= columns
+            assert "…" not in shown.replace("[NEW…]", "").replace("URL,…", "").replace("R,…", "").replace(
+                "N,…", ""
+            )
+            assert shown.index("Examples") < shown.index("\nOptions\n")
+            flags = {
+                flag for each in command.params if not getattr(each, "hidden", False) for flag in each.opts
+            }
+            assert {flag for flag in flags if flag.startswith("--")} <= set(re.findall(r"--[\w-]+", shown))
+    assert "kimi_k2" in run_baton("serve", "--help", **width).output, "values of a choice that is too long"
 
 
 def options_of(command: Any, parent: click.Context | None, name: str) -> Iterator[tuple[str, str]]:
