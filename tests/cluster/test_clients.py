@@ -18,8 +18,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from baton.cluster.cli import app
-from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.tools.status import device_of
+from baton.machine.system import PACKAGES
 from baton.router.status import _plain
 from baton.rpc import worker_pb2 as pb
 

@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.supervision.runner import BATON
+from baton.machine.system import PACKAGES
 from tests.fake_kubernetes import FakeKubernetes, endpoint
 
 from .conftest import Object, PodTemplate, pod_templates
