@@ -79,8 +79,10 @@ class TransferProcess:
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
         self._to_sender = Channel(sending.channel, FromSender, self._blocked)
         self._to_receiver = Channel(receiving.channel, FromReceiver, self._blocked)
-        self._prefill = PrefillSide(config, sending.arena, self._to_sender, self._counters, nixl)
-        self._decode = DecodeSide(config, slots, self._to_receiver, self._counters, self._connect, nixl)
+        self._prefill = PrefillSide(config, sending.arena, self._to_sender, self._counters, nixl, self._trace)
+        self._decode = DecodeSide(
+            config, slots, self._to_receiver, self._counters, self._connect, nixl, self._trace
+        )
         make_sessions: dict[Side, MakeSession] = {
             "sender": partial(SendingSession, self._prefill),
             "receiver": partial(ReceivingSession, self._decode),
