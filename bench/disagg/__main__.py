@@ -13,7 +13,6 @@ rates of the loads suit the 8B shape on two GPUs. On a CPU the embedded model ge
 
 import contextlib
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from baton.bench.contract import Report, Row
 from baton.bench.disagg.loads import LOADS, SHORT, Load, command, warm_up
 from baton.bench.harness.processes import Server
 from baton.bench.shapes import DENSE, SHAPES, write_shape
-from baton.machine.system import free_port, python_path
+from baton.machine.system import free_port
 
 START_S = 900.0
 DRAWS = 1000
@@ -102,8 +101,7 @@ def run(url: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
         sys.executable, "-m", "baton.cluster.cli", "bench", *arguments,
         "--url", url, "--quiet", "--json", str(out),
     ]  # fmt: skip
-    environment = os.environ | python_path()
-    code = subprocess.run(line, stdout=subprocess.DEVNULL, check=False, env=environment).returncode
+    code = subprocess.run(line, stdout=subprocess.DEVNULL, check=False).returncode
     if not out.exists():
         raise RuntimeError(f"{' '.join(line)}: exit code {code}")
     report = json.loads(out.read_text())

@@ -17,7 +17,6 @@ import typer
 from baton.bench.load import options as groups
 from baton.bench.load.options import Options
 from baton.bench.load.traffic.trace import SAMPLE_TRACE
-from baton.cluster.options.command import Command
 from baton.cluster.options.parameters import group_parameters, with_clear_errors
 
 app = typer.Typer(
@@ -49,7 +48,8 @@ def command(
         parameters = [*inspect.signature(function, eval_str=True).parameters.values()]
         if takes:
             parameters = [p for group in takes for p in group_parameters(group, variables=False)]
-        registered = app.command(cls=Command, epilog="\n".join(examples))
+        lines = "\n\n".join(f"[cyan]{line}[/cyan]" for line in examples)
+        registered = app.command(epilog=f"[dim]Examples[/dim]\n\n{lines}")
         return registered(with_clear_errors(run, function, parameters))
 
     return register

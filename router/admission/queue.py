@@ -84,9 +84,7 @@ class Turn:
             return
         self._release()
         self._on_turn = on_turn
-        self._ticket = admission.queue.push(
-            self.account, self._rank, self, self._ticket, self._priority, lane=self.is_new
-        )
+        self._ticket = admission.queue.push(self.account, self._rank, self, self._ticket, self._priority)
         admission.dispatch()
 
     def take(self) -> bool:
@@ -96,7 +94,7 @@ class Turn:
         assert self._ticket is not None
         result = self._on_turn()
         if result is TurnResult.NO_CAPACITY:
-            queue.put_back(account, self._rank, self, self._ticket, self._priority, lane=self.is_new)
+            queue.put_back(account, self._rank, self, self._ticket, self._priority)
             return False
         if result is TurnResult.PARKED or self._ended or self.waits:
             return True

@@ -64,7 +64,7 @@ class GenerationBody(OpenAIBody):
 
     stream_options: StreamOptions | None = None
     n: Nullable[Annotated[int, Field(ge=1, le=MAX_CHOICES)]] = 1
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     return_token_ids: Nullable[bool] = False
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_NAMED)] | None = None
     """With logprobs: the alternatives to return, in place of the most likely ones."""
@@ -125,11 +125,6 @@ class GenerationBody(OpenAIBody):
         return prompt[:limit] if self.truncation_side == "right" else prompt[-limit:]
 
     @property
-    def max_tokens_field(self) -> str:
-        """The field that limits the output, for error messages."""
-        return "max_tokens"
-
-    @property
     def max_tokens_wanted(self) -> int | None:
         """The client's limit for output tokens."""
         return self.max_tokens
@@ -140,7 +135,7 @@ class CompletionOptions(GenerationBody):
 
     prompt_field: ClassVar[str] = "prompt"
 
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     """0, with `echo` or `prompt_logprobs`: only the prompt."""
     logprobs: Alternatives | None = None
     echo: Nullable[bool] = False
@@ -219,7 +214,7 @@ class ChatOptions(RenderedBody, GenerationBody):
 
     logprobs: Nullable[bool] = False
     top_logprobs: Alternatives | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     include_reasoning: Nullable[bool] = True
@@ -289,10 +284,6 @@ class ChatOptions(RenderedBody, GenerationBody):
     @property
     def logprobs_wanted(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def max_tokens_field(self) -> str:
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def max_tokens_wanted(self) -> int | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -13,7 +12,6 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     PlainValidator,
-    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticUseDefault, core_schema
 
@@ -21,7 +19,6 @@ MAX_CHOICES = 128
 MAX_ITEMS = 1 << 16
 """Entries of lists of messages, of their parts and of tool calls. Each becomes an object of some hundred
 bytes."""
-_MAX_MEMBERS = 128  # more than any model has
 MAX_LISTED = 1024  # entries of stop_token_ids and of logit_bias
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 
@@ -93,25 +90,6 @@ class Part(BaseModel):
 
 Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
 """Validation stops at the first wrong entry: the errors of a large body could take gigabytes."""
-
-
-def _few_members(cls: type[BaseModel], data: Any) -> Any:
-    if not isinstance(data, dict) or len(data) <= _MAX_MEMBERS:
-        return data
-    known = {name: data[name] for name in cls.model_fields if name in data}
-    return dict(islice(data.items(), _MAX_MEMBERS)) | known
-
-
-few_members: Any = model_validator(mode="before")(classmethod(_few_members))
-"""For models that refuse unknown members: the errors of a million of them would take gigabytes."""
-
-
-class ClosedPart(Part):
-    """A part of a body. Members that it does not have are refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    _few_members = few_members
 
 
 class TextPart(BaseModel):

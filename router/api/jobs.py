@@ -154,16 +154,13 @@ def output_room(prompt_tokens: int, field: str, context: int) -> int:
 def _max_tokens(
     body: ChatOptions | CompletionOptions, prompt_tokens: int, context: int, defaults: SamplingDefaults
 ) -> int:
-    """Returns the limit for output tokens: an upper bound, as in vLLM, which the context may lower."""
+    """Returns the limit for output tokens: an upper bound, as in vLLM, which the context may lower. Clients
+    send the largest limit that some model has."""
     room = output_room(prompt_tokens, body.prompt_field, context)
     wanted = body.max_tokens_wanted
     limit = defaults.max_tokens or room
     if wanted is None:
         wanted = min(limit, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else limit
-    elif wanted > context:
-        name = body.max_tokens_field
-        text = f"{name} is too large: {wanted}. This model's maximum context length is {context} tokens"
-        raise ContextLengthExceeded(text, param=name)
     return min(wanted, room, limit) if defaults.limits_output else min(wanted, room)
 
 

@@ -21,24 +21,39 @@ P = TypeVar("P", bound=Part)
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 
 
-class CalledFunction(Part):
-    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
-    arguments: str
-    """The text of a JSON object."""
+def _arguments(value: Any) -> str:
+    return value if isinstance(value, str) else "{}" if value is None else json.dumps(value)
 
-    @model_validator(mode="after")
-    def _arguments_are_an_object(self) -> Self:
-        self.parsed_arguments()
-        return self
+
+Arguments = Annotated[str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any] | None)]
+"""The arguments of a call in an earlier message. The model may have written anything: if the request were
+refused, each later turn of the conversation would fail, too."""
+
+
+class _Parsed(dict[str, Any]):
+    """Arguments as an object. A template that adds them to a text, as DeepSeek's do, gets their JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+class CalledFunction(Part):
+    name: str
+    arguments: Arguments = "{}"
 
     def parsed_arguments(self) -> dict[str, Any]:
+        """Returns the arguments as an object: an empty one, as in vLLM, if their text is none."""
         try:
-            parsed = json.loads(self.arguments or "{}")
+            parsed = json.loads(self.arguments, strict=False)
         except (ValueError, RecursionError):
             parsed = None
-        if not isinstance(parsed, dict):
-            raise invalid("arguments must be a JSON object, as text")
-        return parsed
+        return _Parsed(parsed if isinstance(parsed, dict) else {})
 
 
 class ToolCall(Part):
@@ -96,6 +111,8 @@ class Message(Part):
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,
         }
+        if self.name is not None:
+            message["name"] = self.name
         if self.reasoning is not None:
             message |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
         if self.tool_calls:

@@ -1,12 +1,14 @@
 """Validates bodies, refuses fields that Baton does not have, and explains what is wrong with a body.
 
 To ignore a field of OpenAI, vLLM or SGLang would return a result that the client did not ask for. Fields that
-do not change the result are not listed, and are ignored:
+do not change the result are not listed, and are ignored. So are new fields: clients send them to each
+provider, and each of their requests would fail. Known and not listed:
 
 - `stream_interval` (size of chunks), `session_id` (requests that belong together)
 - `spaces_between_special_tokens` (no effect on byte-exact text)
 - `mm_payload`, `return_mm_kwargs` and `return_token_offsets` (of endpoints that only render)
 - `custom_labels` (of metrics), `ngram_corpus_id` (for speculation)
+- `client_metadata`, `access_programs` and `reasoning.context` (what Codex sends to OpenAI)
 """
 
 import re
@@ -57,14 +59,20 @@ COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],), "output_format": (), "speed": ("standard",), "user_profile_id": (),
     "workspace_id": (),
 }  # fmt: skip
-MESSAGES: dict[str, tuple[Any, ...]] = COUNT_TOKENS | {
-    "container": (), "diagnostics": (), "inference_geo": (), "kv_transfer_params": ({},), "thread": (),
+_OF_CHATS: dict[str, tuple[Any, ...]] = {
+    "echo": (False,), "logprobs": (False,), "max_completion_tokens": (), "n": (1,),
+    "prompt_logprobs": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
 }  # fmt: skip
-RESPONSES: dict[str, tuple[Any, ...]] = {
-    "access_programs": (), "context_management": ([],), "conversation": (),
-    "enable_response_messages": (False,), "image": (), "kv_transfer_params": ({},), "max_tool_calls": (),
-    "mm_processor_kwargs": ({},), "moderation": (), "previous_input_messages": ([],), "prompt": (),
-    "prompt_cache_options": ({},), "request_id": (), "vllm_xargs": ({},),
+"""Fields that the other forms of a chat name otherwise, or do not have."""
+MESSAGES: dict[str, tuple[Any, ...]] = GENERATION | _OF_CHATS | COUNT_TOKENS | {
+    "container": (), "diagnostics": (), "inference_geo": (), "stop": ([],), "thread": (),
+    "top_logprobs": (0,),
+}  # fmt: skip
+RESPONSES: dict[str, tuple[Any, ...]] = GENERATION | _OF_CHATS | {
+    "context_management": ([],), "conversation": (), "enable_response_messages": (False,), "image": (),
+    "max_tokens": (), "max_tool_calls": (), "messages": (), "previous_input_messages": ([],), "prompt": (),
+    "prompt_cache_options": ({},), "stop_sequences": ([],), "system": (), "thinking": (),
+    "verbosity": ("medium",),
 }  # fmt: skip
 REFUSED = {
     "/v1/chat/completions": GENERATION | CHAT,
@@ -90,20 +98,29 @@ REMEDIES = {
     "ec_transfer_params": _ROUTED,
     "input_ids": "send the token ids as prompt to /v1/completions",
     "kv_transfer_params": _ROUTED,
-    "max_completion_tokens": "use max_tokens",
+    "max_completion_tokens": "use max_tokens, or max_output_tokens of /v1/responses",
+    "max_tokens": "use max_output_tokens",
     "max_tool_calls": "there are no built-in tools",
+    "messages": "use input",
     "output_format": "use output_config.format",
     "previous_input_messages": "use previous_response_id",
     "prompt": "there are no prompt templates; use instructions",
     "reasoning": "use reasoning_effort, or chat_template_kwargs.enable_thinking",
+    "reasoning_effort": "use output_config.effort, or reasoning.effort of /v1/responses",
     "repetition_detection": "use repetition_penalty or stop",
     "request_id": _NAMED,
+    "response_format": "use output_config.format, or text.format of /v1/responses",
     "return_prompt_token_ids": "use return_token_ids",
     "rid": _NAMED,
     "routed_dp_rank": _ROUTED,
+    "stop": "use stop_sequences",
     "stop_regex": "use stop",
+    "stop_sequences": "use stop",
+    "system": "use instructions",
+    "thinking": "use reasoning.effort, or chat_template_kwargs.enable_thinking",
     "thread": "send the whole conversation",
-    "top_logprobs": "use logprobs",
+    "top_logprobs": "use logprobs of /v1/completions",
+    "verbosity": "use text.verbosity",
     "vllm_xargs": "Baton has no such extensions; leave it out",
 }
 
@@ -197,8 +214,6 @@ def _explained(error: ValidationError) -> InvalidRequest:
     if first["type"] == "unsupported":
         message = reason if "param" in context else f"{param}: {reason}"
         return Unsupported(message, param=param)
-    if first["type"] == "extra_forbidden":
-        return Unsupported(f"{param}: this endpoint has no such field", param=param)
     sent = "" if first["type"] in ("missing", "invalid") else f", not {_shown(first['input'])}"
     return InvalidRequest(f"{param}: {reason}{sent}", param=param)
 

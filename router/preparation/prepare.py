@@ -148,9 +148,9 @@ def prepare(
                 prepared = _count_tokens(body.chat(history), tokenizer, {"object": "response.input_tokens"})
             case ResponsesBody():
                 prepared = _chat(body.chat(history), tokenizer, served, salt)
-                prepared = replace(_bounded(prepared, served), repeated=body.repeated)
+                prepared = replace(prepared, repeated=body.repeated)
             case MessagesBody():
-                prepared = _bounded(_chat(body.chat(), tokenizer, served, salt), served)
+                prepared = _chat(body.chat(), tokenizer, served, salt)
             case CompletionBody():
                 prepared = _completion(body, tokenizer, served)
             case TokenizeBody():
@@ -181,17 +181,6 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes
         elif way.continues_reasoning(body.messages[-1].content):
             beginning = "reasoning"
     return Prepared(body, [prompt], [], beginning)
-
-
-def _bounded(prepared: Prepared, served: Served) -> Prepared:
-    """Lowers the limit for output tokens to what fits into the context, also if it exceeds the context.
-
-    Clients of both APIs send the largest limit that some model has.
-    """
-    room = served.context - len(prepared.prompts[0])
-    if (prepared.options.max_tokens_wanted or 0) <= room:
-        return prepared
-    return replace(prepared, options=prepared.options.model_copy(update={"max_tokens": room}))
 
 
 def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:

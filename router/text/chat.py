@@ -41,27 +41,68 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Absent(jinja2.Undefined):
+    """What a template reads where nothing is.
+
+    A member that an object lacks, such as the description of a tool, is an empty text or list where Jinja's
+    own class would fail. So are its own members and their methods. All else still fails: a template may want
+    a function that does not exist.
+    """
+
+    @property
+    def _of_object(self) -> bool:
+        return isinstance(self._undefined_obj, dict | _Absent)
+
+    def __getitem__(self, name: Any) -> Any:
+        return _Absent(self._undefined_message, self, name) if self._of_object else super().__getitem__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name.startswith("__") else self[name]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self if isinstance(self._undefined_obj, _Absent) else super().__call__(*arguments, **named)
+
+    def __add__(self, other: Any) -> Any:
+        return other if self._of_object and isinstance(other, str) else super().__add__(other)
+
+    __radd__ = __add__
+
+
+def _json(value: Any) -> None:
+    """Is called for what JSON does not have."""
+    if not isinstance(value, _Absent):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+
+
 class ChatTemplate:
     """Renders chat messages with the model's Jinja template, in a sandbox.
 
     Templates come with the model, never from a request. They get the same variables and functions as in
-    transformers. Raises ValueError when `source` is not valid Jinja.
+    transformers. Raises ValueError when a source is not valid Jinja.
 
     Attributes:
         takes_tools: it can describe tools to the model.
         state: keyword arguments for a copy in another process.
     """
 
-    def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
-        self.state = {"source": source, "bos_token": bos_token, "eos_token": eos_token}
+    def __init__(
+        self, source: str, tool_use: str | None = None, *, bos_token: str | None, eos_token: str | None
+    ) -> None:
+        """`tool_use`: the template of chats with tools, if the model has one of its own for them."""
+        self.state = {"source": source, "tool_use": tool_use, "bos_token": bos_token, "eos_token": eos_token}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+            undefined=_Absent,
         )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False, default=_json)
         offered = {"raise_exception": _raise, "strftime_now": _now}
+        with_tools = tool_use or source
         try:
             self._template = environment.from_string(source, globals=offered)
-            self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+            self._with_tools = environment.from_string(with_tools, globals=offered)
+            self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(with_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from error
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
@@ -93,8 +134,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **self._tokens,
         }
+        about_tools = tools or any("tool_calls" in m or m["role"] == "tool" for m in messages)
+        template = self._with_tools if about_tools else self._template
         try:
-            text = self._template.render({**(settings or {}), **variables})
+            text = template.render({**(settings or {}), **variables})
         except Exception as error:
             # A template is a program, and may fail in any way. It works for other messages, so the cause is
             # in these messages or tools.

@@ -9,12 +9,17 @@ from tokenizers import Tokenizer
 
 from baton.content.gguf import GGUFHeader, token_of, tokenizer_json
 
+TEMPLATE_FILES = {
+    "default": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+}
 HUB_FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
     "config.json",
-    "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
+    *TEMPLATE_FILES.values(),
 ]
 
 CONTEXTS = {"gemma3_text": 131072}
@@ -27,6 +32,8 @@ class TextModel:
 
     tokenizer: Tokenizer
     chat_template: str | None
+    tool_use: str | None
+    """The chat template for chats with tools, if they have one of their own."""
     bos_token: str | None
     eos_token: str | None
 
@@ -90,14 +97,18 @@ def read_directory(path: Path) -> TextModel:
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"{file} cannot be loaded: {error}") from error
     config = _read_json(path / "tokenizer_config.json")
-    template_file = path / "chat_template.jinja"
-    template = template_file.read_text() if template_file.is_file() else config.get("chat_template")
-    if isinstance(template, list):  # several templates, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    templates = _named(config.get("chat_template"), path / "tokenizer_config.json")
+    if not templates:  # older models that see images have it there
+        file = path / "chat_template.json"
+        templates = _named(_read_json(file).get("chat_template"), file)
+    for name, part in TEMPLATE_FILES.items():
+        if (path / part).is_file():
+            templates[name] = (path / part).read_text()
     # Older files keep these tokens in objects.
     tokens = [config.get(name) for name in ("bos_token", "eos_token")]
     bos, eos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
-    return TextModel(tokenizer, template, bos, eos)
+    tool_use = templates.get("tool_use")
+    return TextModel(tokenizer, templates.get("default", tool_use), tool_use, bos, eos)
 
 
 def read_gguf(path: Path) -> TextModel:
@@ -105,7 +116,21 @@ def read_gguf(path: Path) -> TextModel:
     header = GGUFHeader(path, vocabulary=True)
     tokenizer = Tokenizer.from_str(tokenizer_json(header))
     bos, eos = (token and token[0] for token in (token_of(header, "bos"), token_of(header, "eos")))
-    return TextModel(tokenizer, header.metadata.get("tokenizer.chat_template"), bos, eos)
+    key = "tokenizer.chat_template"
+    template, tool_use = header.metadata.get(key), header.metadata.get(f"{key}.tool_use")
+    return TextModel(tokenizer, template, tool_use, bos, eos)
+
+
+def _named(template: Any, file: Path) -> dict[str, str]:
+    """Returns the templates of a configuration: one text, or a list of texts with names."""
+    if isinstance(template, list):
+        try:
+            return {entry["name"]: str(entry["template"]) for entry in template}
+        except (TypeError, KeyError):
+            raise ValueError(
+                f"{file}: chat_template must be a text, or a list of name and template"
+            ) from None
+    return {"default": str(template)} if template else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -174,15 +174,15 @@ def load_tokenizer(
     path = of_model if tokenizer is None else locate(tokenizer, None, "--tokenizer")
     files = read_directory(path) if path.is_dir() else read_gguf(path)
     max_model_len = context_length(str(of_model), None)
-    source = files.chat_template
+    source, tool_use = files.chat_template, files.tool_use
     if chat_template is not None:
         try:
-            source = Path(chat_template).read_text()
+            source, tool_use = Path(chat_template).read_text(), None
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template {chat_template} cannot be read: {error}") from error
     tokens = {"bos_token": files.bos_token, "eos_token": files.eos_token}
-    template = None if source is None else ChatTemplate(source, **tokens)
-    tool_format = FORMATS[tool_call_parser] if tool_call_parser else format_of(source or "")
+    template = None if source is None else ChatTemplate(source, tool_use, **tokens)
+    tool_format = FORMATS[tool_call_parser] if tool_call_parser else format_of(tool_use or source or "")
     reasoning = reasoning_parser or reasoning_of(source or "")
     if reasoning == "none":
         reasoning = None

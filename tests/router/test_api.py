@@ -50,8 +50,8 @@ def test_an_integer_may_have_a_point():
     assert (body.user, body.model) == ("8.0", "é")
     with pytest.raises(InvalidRequest, match=r"max_tokens: input should be a valid integer, not 7\.5"):
         parse(CompletionBody, b'{"prompt": [5.0], "max_tokens": 7.5}')
-    with pytest.raises(InvalidRequest, match="less than"):
-        parse(CompletionBody, b'{"prompt": "x", "max_tokens": 1e15}')
+    with pytest.raises(InvalidRequest, match="less than or equal to 128"):
+        parse(CompletionBody, b'{"prompt": "x", "n": 1e15}')
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,6 @@ def test_an_invalid_field_of_a_completion_is_named(field, value, reason):
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "tool_call_id"),
         ({"messages": [{"role": "user", "tool_calls": [called("f", "{}")]}]}, "messages[0]", "assistant"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [called("f", "[1]")]}]},
-            "messages[0].tool_calls[0].function",
-            "JSON object",
-        ),
         (
             {"messages": [{"role": "assistant", "audio": {"id": "x"}}]},
             "messages[0]",
@@ -369,7 +364,7 @@ def test_structure_of_each_structured_output_field(body: dict[str, Any], kind: s
 
 
 COUNT = 40_000
-USE = anthropic.ToolUseBlock(type="tool_use", id="a", name="f", input={})
+USE = anthropic.ToolUseBlock(type="tool_use", id="a", name="f", input="{}")
 CALLING = anthropic.InputMessage.model_construct(role="assistant", content=[USE] * COUNT)
 CALL = openai.FunctionCallItem(type="function_call", call_id="a", name="f", arguments="{}")
 

@@ -180,7 +180,7 @@ async def test_errors_have_anthropics_form(tokenizer: ModelTokenizer, tmp_path: 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
-    ({"stop": ["x"]}, "stop: this endpoint has no such field"),
+    ({"stop": ["x"]}, "stop is not supported: use stop_sequences"),
     ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
     ({"context_management": {"edits": [{"type": "compact"}]}}, "context_management"),
     ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]: tools of type 'web_search"),

@@ -5,14 +5,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from rich.markup import escape
-from rich.padding import Padding
-
-from baton.cluster.options.clients import DoctorOptions, EndpointOptions, JsonOptions
+from baton.cluster.options.clients import DoctorOptions, EndpointOptions, StatusOptions
 from baton.cluster.tools.doctor.finding import Finding
 from baton.cluster.tools.doctor.node import node
 from baton.cluster.tools.doctor.running import running
-from baton.cluster.tools.tables import console
+from baton.cluster.tools.status import console
 
 MARKS = {
     "good": "[green]✓[/green]",
@@ -22,16 +19,15 @@ MARKS = {
 }
 
 
-def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: JsonOptions) -> int:
+def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: StatusOptions) -> int:
     """Runs and prints the checks. Returns exit code 1 if a finding is bad: a warning stops no deployment."""
     out, findings = console(), list[Finding]()
     for finding in _findings(doctor, endpoint):
         findings.append(finding)
         if not output.json:
-            found, remedy = escape(finding.found), escape(finding.remedy)
-            out.print(f"{MARKS[finding.level]} [bold]{escape(finding.check)}[/bold]: {found}")
-            if remedy:
-                out.print(Padding(remedy, (0, 0, 0, 4), style="dim", expand=False))
+            out.print(f"{MARKS[finding.level]} [bold]{finding.check}[/bold]: {finding.found}")
+            if finding.remedy:
+                out.print(f"    {finding.remedy}", style="dim")
     if output.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     return int(any(finding.level == "bad" for finding in findings))

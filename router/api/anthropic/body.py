@@ -1,6 +1,5 @@
 """The bodies of POST /v1/messages and /v1/messages/count_tokens, and their translation into a chat."""
 
-import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
@@ -10,18 +9,16 @@ from baton.router.api.bodies import ChatBody
 from baton.router.api.fields import (
     MAX_STOPS,
     ByType,
-    ClosedPart,
     Items,
     Nullable,
     Part,
     StopString,
     TemplateSettings,
     TextPart,
-    few_members,
     invalid,
     text,
 )
-from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS
+from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Arguments
 from baton.router.api.sampling import Body, SamplingBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
 from baton.router.api.validation import COUNT_TOKENS, MESSAGES, refusing, validate
@@ -72,8 +69,8 @@ class ThinkingBlock(Part):
 class ToolUseBlock(Part):
     type: Literal["tool_use"]
     id: str
-    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
-    input: dict[str, Any]
+    name: str
+    input: Arguments
 
 
 class ToolResultBlock(Part):
@@ -135,7 +132,7 @@ def _message(role: str, block: Part) -> dict[str, Any]:
         case ThinkingBlock():
             return {"role": role, "content": [], "reasoning": [block.thinking]}
         case ToolUseBlock():
-            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            function = {"name": block.name, "arguments": block.input}
             calls = [{"id": block.id, "type": "function", "function": function}]
             return {"role": role, "content": [], "tool_calls": calls}
         case ToolResultBlock():
@@ -163,7 +160,7 @@ class AnthropicTool(Part):
         return {"type": "function", "function": function}
 
 
-class AnthropicToolChoice(ClosedPart):
+class AnthropicToolChoice(Part):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
@@ -181,7 +178,7 @@ class AnthropicToolChoice(ClosedPart):
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(ClosedPart):
+class Thinking(Part):
     """`display`: "summarized" shows the whole reasoning, because there is no model that sums it up."""
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -189,26 +186,22 @@ class Thinking(ClosedPart):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(ClosedPart):
+class OutputFormat(Part):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(ClosedPart):
+class OutputConfig(Part):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class Metadata(ClosedPart):
+class Metadata(Part):
     user_id: str | None = None
 
 
 class PromptBody(Body):
     """The fields that make the prompt."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    _few_members = few_members
 
     messages: Annotated[
         Items[InputMessage],
@@ -265,7 +258,7 @@ class CountTokensBody(PromptBody):
 class MessagesBody(PromptBody, SamplingBody):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     metadata: Nullable[Metadata] = Metadata()
     service_tier: Annotated[

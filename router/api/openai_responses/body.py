@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     TypeAdapter,
@@ -19,18 +18,16 @@ from pydantic import (
 from baton.router.api.bodies import MAX_LOGPROBS, ChatBody
 from baton.router.api.fields import (
     ByType,
-    ClosedPart,
     Items,
     Nullable,
     Part,
     TemplateSettings,
     TextPart,
-    few_members,
     invalid,
     text,
     unsupported,
 )
-from baton.router.api.messages import FUNCTION_NAME, MAX_TOOLS, Function, allowed_tools
+from baton.router.api.messages import MAX_TOOLS, Arguments, Function, allowed_tools
 from baton.router.api.sampling import OpenAIBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
 from baton.router.api.validation import RESPONSES, refusing, validate
@@ -75,8 +72,8 @@ class ReasoningItem(Part):
 class FunctionCallItem(Part):
     type: Literal["function_call"]
     call_id: str
-    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
-    arguments: str
+    name: str
+    arguments: Arguments
 
 
 class FunctionCallOutputItem(Part):
@@ -141,14 +138,14 @@ def _message(item: Part) -> dict[str, Any]:
     raise AssertionError(item)
 
 
-class Reasoning(ClosedPart):
-    """`summary`: "auto" gives no summary, because the response has the reasoning itself."""
+class Reasoning(Part):
+    """`summary` gives no summary, because the response has the reasoning itself."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextFormat(ClosedPart):
+class TextFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -167,7 +164,7 @@ class TextFormat(ClosedPart):
         return ResponseFormat(type=self.type, json_schema=schema)
 
 
-class TextConfig(ClosedPart):
+class TextConfig(Part):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
@@ -182,7 +179,19 @@ class FunctionTool(Function):
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_unset=True)}
 
 
-class NamedFunctionTool(ClosedPart):
+_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation")
+"""How the types of tools begin that OpenAI runs itself. Clients send them to each provider. The model answers
+without them, as it does not see them."""
+
+
+def _without_hosted(tools: Any) -> Any:
+    if not isinstance(tools, list):
+        return tools
+    kinds = (tool.get("type") if isinstance(tool, dict) else None for tool in tools)
+    return [tool for tool, kind in zip(tools, kinds, strict=True) if not str(kind).startswith(_HOSTED)]
+
+
+class NamedFunctionTool(Part):
     type: Literal["function"]
     name: str
 
@@ -191,7 +200,7 @@ class NamedFunctionTool(ClosedPart):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AllowedFunctionTools(ClosedPart):
+class AllowedFunctionTools(Part):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
@@ -223,22 +232,15 @@ def _false(value: bool) -> bool:
     return value
 
 
-class ResponsesStreamOptions(ClosedPart):
+class ResponsesStreamOptions(Part):
     # A `Literal[False]` would take 0, too.
     include_obfuscation: (
         Annotated[bool, Field(json_schema_extra={"const": False}), AfterValidator(_false)] | None
     ) = None
 
 
-Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-
-
 class ResponsesBody(OpenAIBody):
     """POST /v1/responses."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    _few_members = few_members
 
     input: Annotated[Input, Field(description="only messages of text, reasoning and functions")]
     instructions: str | None = None
@@ -248,16 +250,16 @@ class ResponsesBody(OpenAIBody):
     stream_options: Annotated[
         ResponsesStreamOptions | None, Field(description="`include_obfuscation` only `false`")
     ] = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[
-        Items[Include] | None,
-        Field(description="`reasoning.encrypted_content` has no effect: the items hold the reasoning itself"),
+        Items[str] | None, Field(description="only `message.output_text.logprobs` has an effect")
     ] = None
-    reasoning: Annotated[Nullable[Reasoning], Field(description="`summary` only `auto`")] = Reasoning()
+    reasoning: Annotated[Nullable[Reasoning], Field(description="`summary` has no effect")] = Reasoning()
     text: Nullable[TextConfig] = TextConfig()
     tools: Annotated[
-        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None, Field(description="only functions")
+        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_without_hosted)] | None,
+        Field(description="only functions; tools that OpenAI runs itself have no effect"),
     ] = None
     tool_choice: Annotated[Choice, PlainValidator(_choice, json_schema_input_type=Choice)] = None
     parallel_tool_calls: bool | None = None
@@ -271,11 +273,9 @@ class ResponsesBody(OpenAIBody):
     ) = None
     safety_identifier: Annotated[str | None, Field(description="returned; no other effect")] = None
     prompt_cache_retention: Annotated[
-        Literal["in_memory", "24h"] | None, Field(description="no effect: prefixes are always cached")
+        str | None, Field(description="no effect: prefixes are always cached")
     ] = None
-    service_tier: Annotated[
-        Literal["auto", "default"] | None, Field(description="no effect: there is one tier")
-    ] = None
+    service_tier: Annotated[str | None, Field(description="no effect: there is one tier")] = None
     truncation: Annotated[Literal["disabled"] | None, Field(description="`auto` is refused")] = None
 
     _refuse_unsupported = refusing(RESPONSES)

@@ -87,8 +87,10 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Returns the arguments of a call. Those of a call that was cut off are left out, and those too deep."""
+    """Returns the arguments of a call. Those of a call that was cut off are left out, those too deep, and
+    those that are no object."""
     try:
-        return json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        return {}
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {}

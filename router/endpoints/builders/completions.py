@@ -133,7 +133,8 @@ class ChoicesBuilder:
         return event(error.body) + _DONE
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._frame, "object": self.chunk_kind, "choices": choices}
+        chunk = {**self._frame, "object": self.chunk_kind, "choices": choices}
+        return chunk | {"usage": None} if self._usage_at_the_end else chunk
 
     def _part(self, index: int, delta: Delta, said: list[Part]) -> ChoicePart:
         if not self._generates:
