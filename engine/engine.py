@@ -4,6 +4,7 @@ itself. `engine.step_loop` computes them."""
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, Reservation
@@ -24,7 +25,8 @@ from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import Started, start_rank
 from baton.engine.grammar import Grammars
 from baton.engine.loader import tokenizer_source
-from baton.engine.loader.tokenizer_json import tokenizer_json
+from baton.engine.loader.tokenizer_json import eos_of_tokenizer, tokenizer_json
+from baton.engine.model_config import ModelConfig, known_ids
 from baton.engine.models import cache_bytes_per_token
 from baton.engine.step_loop import StepLoop
 
@@ -60,6 +62,13 @@ def _speculation(config: EngineConfig, *, has_states: bool) -> Speculation | Non
     return Speculation(drafter, wanted.num_speculative_tokens, sizes, has_states=has_states)
 
 
+def _with_eos_of_tokenizer(model: ModelConfig, tokenizer: str) -> ModelConfig:
+    """An output ends with either EOS, as in vLLM."""
+    eos = eos_of_tokenizer(tokenizer)
+    more = () if eos is None or eos in model.eos_ids else known_ids([eos], model.vocab_size, tokenizer)
+    return replace(model, eos_ids=(*model.eos_ids, *more))
+
+
 class Engine(StepLoop):
     """One model and its KV cache; `build_engine` makes one. One thread makes all calls, and
     nothing happens between them.
@@ -71,12 +80,13 @@ class Engine(StepLoop):
     """
 
     def __init__(self, config: EngineConfig, started: Started, hooks: Hooks) -> None:
-        model, runner = started.model_config, started.runner
+        runner = started.runner
         self.model_fingerprint = started.model_fingerprint
         self.content_root = started.content_root
         self.numerics = started.numerics
         self.tokenizer = tokenizer_source(config, started.source)
         """The file or directory that has the tokenizer."""
+        model = _with_eos_of_tokenizer(started.model_config, self.tokenizer)
         self.cache_spec = started.cache_spec
         self.block_size = runner.block_size
         self.num_blocks = started.pool.num_blocks

@@ -240,7 +240,7 @@ class GGUFCheckpoint(Checkpoint):
         raise ValueError(f"{self.source}: rope scaling {kind!r} is not supported (none, linear are)")
 
 
-EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+EOS_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
 def _hf_name(name: str) -> str:

@@ -1,9 +1,10 @@
-"""Reads a model's tokenizer as Hugging Face's tokenizer.json, or its vocabulary alone."""
+"""Reads a model's tokenizer as Hugging Face's tokenizer.json, its vocabulary alone, or its EOS."""
 
 import json
 from pathlib import Path
 
 from baton.content import gguf
+from baton.engine.loader.settings import read_json
 
 
 def tokenizer_json(source: str) -> str:
@@ -36,3 +37,15 @@ def vocabulary(source: str) -> dict[str, int]:
         return {**tokens, **added}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path / 'tokenizer.json'} is not a tokenizer: {error!r}") from error
+
+
+def eos_of_tokenizer(source: str) -> int | None:
+    """The end token that the configuration of a directory's tokenizer names. Many fine-tunes of chats change
+    it there alone. None: it names none, or `source` is a file, whose metadata the model's configuration has.
+    Raises `ValueError` if its files are no JSON."""
+    for file in (Path(source) / "tokenizer_config.json", Path(source) / "special_tokens_map.json"):
+        token = read_json(file).get("eos_token") if file.is_file() else None
+        token = token.get("content") if isinstance(token, dict) else token  # older files have objects
+        if token is not None:
+            return vocabulary(source).get(token)
+    return None

@@ -63,6 +63,28 @@ def test_eos_ids_come_from_the_generation_config(tiny_path: Path, tmp_path: Path
     assert load(copy).model_config.eos_ids == (7, 9)
 
 
+def test_the_eos_of_the_tokenizer_ends_outputs_too(tiny_path: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_path, tmp_path / "copy")
+    added = [{"id": i, "content": name} for i, name in ((2, "</s>"), (5, "<|im_end|>"), (1 << 20, "<far>"))]
+    tokenizer = {"model": {"vocab": {"<|end|>": 6}}, "added_tokens": added}
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (copy / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|end|>"}}')
+    for named, ends in (
+        (None, (2, 6)),
+        ("</s>", (2,)),
+        ("<|im_end|>", (2, 5)),
+        ({"content": "<|im_end|>"}, (2, 5)),
+        ("<none>", (2,)),
+        ("<far>", (2,)),
+    ):
+        (copy / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        assert load(copy).model_config.eos_ids == ends, named
+    given = load(tiny_path, tokenizer=str(copy))
+    (copy / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert given.model_config.eos_ids == (2,)
+    assert load(tiny_path, tokenizer=str(copy)).model_config.eos_ids == (2, 5), "that of --tokenizer"
+
+
 def test_dtype_auto_is_that_of_the_checkpoint(tiny_path: Path, tmp_path: Path) -> None:
     copy = edited_copy(tiny_path, tmp_path, dtype="bfloat16")
     engine = load(copy, dtype="auto")
