@@ -116,6 +116,19 @@ def test_a_prefix_moves_between_pools_of_any_block_sizes(there: int, here: int) 
         worker.scheduler.assert_whole()
 
 
+@pytest.mark.parametrize("shared", range(176, 225, 16))
+def test_a_prefix_of_another_worker_ends_with_a_whole_chunk(shared: int) -> None:
+    """Blocks of 16 are found block by block on the worker that has them, 64 tokens at a time by others."""
+    holder, asker, prompt = Worker(16), Worker(16), text(shared)
+    holder.compute([*prompt, *text(20, seed=1)])
+    following = [*prompt, *text(20, seed=2)]
+    wanted = asker.start_import(following)
+    assert wanted is not None
+    move(holder, asker, wanted)
+    assert asker.compute(following) == {176: 128, 192: 192, 208: 192, 224: 192}[shared]
+    assert holder.compute(following) == shared
+
+
 @pytest.mark.parametrize("here", SIZES)
 def test_only_what_is_missing_is_asked_for(here: int) -> None:
     holder, asker = Worker(16), Worker(here)
