@@ -123,11 +123,13 @@ class StepLoop:
             ahead=self._runner.ahead,
             draft_head=self._runner.drafter is not None,
         )
-        moved = {live.id: positions for live, positions in plan.prompts.items() if live.handover}
+        handed = [live for live in plan.prompts if live.handover]
 
         def layer_done(layer: int) -> None:
             self._hooks.tick()
-            if moved:
+            if handed:
+                # A draft head computes its layer when the step is sampled. A prompt may have ended by then.
+                moved = {live.id: plan.prompts[live] for live in handed if live.phase is not Phase.GONE}
                 called = time.monotonic()
                 self._hooks.layer_done(layer, moved)
                 plan.waited += (time.monotonic() - called) * step.awaits_kv

@@ -195,9 +195,10 @@ class Hooks:
     their KV already. The slot is where its states are, if the model has state layers."""
     layer_done: Callable[[int, Mapping[bytes, range]], None] = _nothing
     """(layer, positions by request id): K and V of the layer, or its states, are written for these (on CUDA:
-    enqueued on the current stream). Called between the launches of two layers, before the attention. This
-    hook may block while it writes the KV of the layer, and the states of the next one, that other workers
-    compute of a prompt (`Engine.start_part`)."""
+    enqueued on the current stream). Called between the launches of two layers, before the attention. The
+    layer of a draft head comes with the sampling of the step: prompts that have ended by then are left out.
+    This hook may block while it writes the KV of the layer, and the states of the next one, that other
+    workers compute of a prompt (`Engine.start_part`)."""
 
     # Of the prefix cache, all tiers included
     cached: Callable[[Iterable[CachedBlock]], None] = _nothing

@@ -71,7 +71,7 @@ class Lives:
         self.where: dict[bytes, Engine] = {}
         self.written: dict[int, set[int]] = {}  # blocks, by id() of what a launched step computes
         self.resumed: set[bytes] = set()
-        self.ahead = self.unsampled = 0
+        self.ahead = self.unsampled = self.cancelled_halfway = 0
         self.cached = 0  # positions that reservations found in the prefix cache
         prefill._hooks = hooks_to(self)
         for engine in (prefill, decode):
@@ -101,7 +101,8 @@ class Lives:
         assert not result.refused
         for output in result.outputs:
             self.emit(output)
-            if engine is self.prefill and output.id not in self.resumed and not output.finish_reason:
+            handover = engine is self.prefill and output.id in self.tables and output.id not in self.resumed
+            if handover and not output.finish_reason:
                 self.first[output.id] = output
             elif output.finish_reason:
                 self.ended(output)
@@ -149,9 +150,8 @@ class Lives:
                 self.decode.cancel(request_id)
 
     def cancel(self, request_id: bytes) -> None:
-        self.where.pop(request_id, None)
-        self.first.pop(request_id, None)
-        self.reserved.pop(request_id, None)
+        for table in (self.where, self.first, self.reserved, self.moved, self.tables):
+            table.pop(request_id, None)
         self.prefill.cancel(request_id)
         self.decode.cancel(request_id)
 
@@ -161,13 +161,14 @@ class Lives:
         while todo or self.where:
             if todo and rng.random() < 0.4:
                 request = todo.pop()
+                engine = rng.choice([self.prefill, self.decode])
                 match rng.randrange(4):
                     case 0:
-                        self.decode.add(request)
-                        self.where[request.id] = self.decode
+                        engine.add(request)
+                        self.where[request.id] = engine
                     case 1:
-                        if self.decode.start(request) is not None:
-                            self.where[request.id] = self.decode
+                        if engine.start(request) is not None:
+                            self.where[request.id] = engine
                     case _:
                         self.prefill.add(request, handover=True)
                         self.where[request.id] = self.prefill
@@ -182,6 +183,9 @@ class Lives:
                     self.resume(request_id)
             if self.where and rng.random() < 0.04:
                 self.cancel(rng.choice(sorted(self.where)))
+            if (halfway := self.halfway()) and rng.random() < 0.5:
+                self.cancelled_halfway += 1
+                self.cancel(rng.choice(halfway))
             for engine in rng.sample([self.prefill, self.decode], rng.randrange(3)):
                 if engine.has_work:
                     self.step(engine)
@@ -191,6 +195,11 @@ class Lives:
                 self.step(engine)
             assert engine.idle
             engine.assert_whole()
+
+    def halfway(self) -> list[bytes]:
+        """Prompts in a step that is launched, but not sampled."""
+        plans = [plan for plan, launched in self.prefill._flights if not launched.is_sampled]
+        return [live.id for plan in plans for live in plan.prompts if live.handover and live.id in self.where]
 
     def under_way(self, engine: Engine) -> set[int]:
         """Blocks that launched steps may be writing to."""
@@ -276,6 +285,7 @@ def test_random_lives(
         lives.live(requests, rng)
         assert lives.ahead > 30, "or this shows nothing"
         assert lives.unsampled > 10, "nor of grammars"
+        assert lives.cancelled_halfway or not by_head, "nor of the layer of a draft head"
         assert len(lives.resumed) > 5
         assert bool(lives.cached) == config.get("enable_prefix_caching", False)
     preempted = sum(each.stats().preemptions for each in (prefill, decode))
