@@ -180,8 +180,7 @@ class Choice:
         text = "" if stopped else self._detokenizer.push(token.token_id)
         if reason:
             text += self._detokenizer.finish()
-        if self.num_tokens + 1 > self._min_tokens:
-            text, stop_reason = self._stops.push(text)
+        text, stop_reason = self._stops.push(text, may_stop=self.num_tokens >= self._min_tokens)
         if stop_reason is not None:
             reason = "stop"
         elif reason:

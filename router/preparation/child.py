@@ -83,10 +83,10 @@ def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes =
 def read_reply(reply: bytes) -> Prepared | bytes:
     """Raises the ApiError that the child raised, or one without details if the child had a defect."""
     match msgspec.msgpack.decode(reply):
-        case ["prepared", is_chat, options, prompts, echoes, beginning, repeated]:
+        case ["prepared", is_chat, options, prompts, *rest]:
             kind = ChatOptions if is_chat else CompletionOptions
             token_ids = [array("I", prompt).tolist() for prompt in prompts]
-            return Prepared(kind.model_validate_json(options), token_ids, echoes, beginning, repeated)
+            return Prepared(kind.model_validate_json(options), token_ids, *rest)
         case ["response", body]:
             return body
         case ["error", error, message, param]:
@@ -141,7 +141,8 @@ def _reply(prepared: Prepared | bytes) -> list[Any]:
         raise InvalidRequest(text)
     prompts = [array("I", prompt).tobytes() for prompt in prepared.prompts]
     is_chat = isinstance(chosen, ChatOptions)
-    return ["prepared", is_chat, options, prompts, prepared.echoes, prepared.beginning, prepared.repeated]
+    rest = [prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated]
+    return ["prepared", is_chat, options, prompts, *rest]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Makes token ids of the bytes of a client. Pure. The largest bodies take seconds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -66,6 +66,8 @@ class Prepared:
     """Token ids."""
     echoes: list[str]
     """The text that the choices of each prompt begin with. Empty unless the client asked for `echo`."""
+    echo_starts: list[list[int]] = field(default_factory=list)
+    """Where each token of a prompt begins in that text. Empty unless it also asked for `logprobs`."""
     beginning: Beginning = "answer"
     """Whether the outputs begin with reasoning."""
     repeated: bytes = b""
@@ -180,7 +182,7 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes
             beginning = way.beginning_after(text)
         elif way.continues_reasoning(body.messages[-1].content):
             beginning = "reasoning"
-    return Prepared(body, [prompt], [], beginning)
+    return Prepared(body, [prompt], [], beginning=beginning)
 
 
 def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:
@@ -195,11 +197,17 @@ def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served)
         else:
             encode = partial(tokenizer.encode, add_special_tokens=body.add_special_tokens)
             prompts.append(_encoded(tokenizer, prompt, body, served, encode))
-    echoes = [
-        sent if isinstance(sent, str) else tokenizer.decode(prompt, skip_special_tokens=False)
-        for sent, prompt in (zip(body.prompt, prompts, strict=True) if body.echo else ())
-    ]
-    return Prepared(body, prompts, echoes)
+    if not body.echo:
+        return Prepared(body, prompts, [])
+    echoes: list[str] = []
+    starts: list[list[int]] = []
+    for sent, prompt in zip(body.prompt, prompts, strict=True):
+        is_text = isinstance(sent, str)
+        echoes.append(sent if is_text else tokenizer.decode(prompt, skip_special_tokens=False))
+        if body.logprobs is not None:
+            found = tokenizer.starts(sent if is_text else prompt, add_special_tokens=body.add_special_tokens)
+            starts.append(body.truncated(found, served.context) if is_text else found)
+    return Prepared(body, prompts, echoes, starts)
 
 
 def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> bytes:

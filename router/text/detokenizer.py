@@ -107,10 +107,10 @@ class StopFinder:
         self._state = stops.start
         self._held = b""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Returns the text that is certain now, and the stop string if it was found.
 
-        Then no push may follow.
+        Then no push may follow. Not `may_stop`: stop strings that `text` completes do not count.
         """
         stops, state = self._stops, self._state
         if not stops.firsts:
@@ -121,7 +121,7 @@ class StopFinder:
         data, checked = self._held + new, len(self._held)
         for end, byte in enumerate(new, checked + 1):
             state = state.next.get(byte) or stops.follow(state, byte)
-            if state.stop:
+            if state.stop and may_stop:
                 self._state, self._held = stops.start, b""
                 kept = end if self._include else end - len(state.stop)
                 return data[:kept].decode(), stops.texts[state.stop]

@@ -1,8 +1,11 @@
 """Turns text into tokens and tokens into text, for all models that a router can serve."""
 
+import codecs
 import json
-from collections.abc import Callable, Hashable
-from functools import cached_property
+import re
+from collections.abc import Callable, Hashable, Iterator
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,7 +56,7 @@ class ModelTokenizer:
         self.vocab_size = 1 + max(vocabulary.values())
         self.longest_token = max(map(len, vocabulary))
         self.vocabulary_fingerprint = vocabulary_fingerprint(vocabulary)
-        self._spell = _speller(tokenizer)
+        self._spell, self._without_space = _speller(tokenizer)
         self._bytes: dict[int, bytes] = {}
         self.whole_texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
         added = tokenizer.get_added_tokens_decoder()
@@ -134,8 +137,32 @@ class ModelTokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Invalid UTF-8 becomes U+FFFD."""
-        kept = (t for t in token_ids if not (skip_special_tokens and t in self._special))
-        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+        kept = [t for t in token_ids if not (skip_special_tokens and t in self._special)]
+        return b"".join(self._spelled(kept)).decode("utf-8", "replace")
+
+    def _spelled(self, token_ids: list[int]) -> Iterator[bytes]:
+        """Yields the bytes of the tokens of a whole text."""
+        for token_id in token_ids[:1]:
+            yield self.first_bytes(token_id)
+        yield from map(self.token_bytes, token_ids[1:])
+
+    def starts(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
+        """Returns where each token begins in a prompt: in its text, or in that of its tokens.
+
+        Tokens that the text does not have, such as BOS, begin where the next one does."""
+        if isinstance(prompt, list):
+            own, added = prompt, [0] * len(prompt)
+        else:
+            encoding = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            added = encoding.special_tokens_mask
+            own = [token_id for token_id, extra in zip(encoding.ids, added, strict=True) if not extra]
+            if self.decode(own, skip_special_tokens=False) != prompt:  # the tokenizer changes the text
+                return [start for start, _ in encoding.offsets]
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        lengths = (len(utf8.decode(spelled)) for spelled in self._spelled(own))
+        places = list(accumulate(lengths, initial=0))
+        before = accumulate((not extra for extra in added), initial=0)
+        return [places[count] for count, _ in zip(before, added, strict=False)]
 
     def entries(self, token_ids: list[int]) -> list[str | None]:
         """Returns the tokens as the vocabulary spells them, such as "Ġthe"."""
@@ -145,7 +172,7 @@ class ModelTokenizer:
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of a token inside a text. They may end inside a character."""
+        """Returns the bytes of a token that others precede. They may end inside a character."""
         spelled = self._bytes.get(token_id)
         if spelled is None:
             spelled = self._added.get(token_id)
@@ -154,6 +181,11 @@ class ModelTokenizer:
                 spelled = b"" if token is None else self._spell(token)
             self._bytes[token_id] = spelled
         return spelled
+
+    def first_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of a token at the beginning of a text, where some decoders take a space away."""
+        spelled = self.token_bytes(token_id)
+        return spelled if token_id in self._added else self._without_space(spelled)
 
 
 def load_tokenizer(
@@ -193,8 +225,9 @@ def load_tokenizer(
     return ModelTokenizer(files.tokenizer, template, max_model_len, tool_format, reasoning)
 
 
-def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:
-    """Returns a function from the name of an ordinary token to its bytes.
+def _speller(tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], Callable[[bytes], bytes]]:
+    """Returns a function from the name of an ordinary token to its bytes, and one from these to those that it
+    has at the beginning of a text.
 
     Raises ValueError for an unknown decoder.
     """
@@ -203,9 +236,14 @@ def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     kinds = [step["type"] for step in steps]
     if "ByteLevel" in kinds:
         table = _byte_alphabet()
-        return lambda token: b"".join(table.get(c) or c.encode() for c in token)
-    if "Metaspace" in kinds or {"Replace", "ByteFallback"} <= set(kinds):
-        return _spell_sentencepiece
+        return lambda token: b"".join(table.get(c) or c.encode() for c in token), bytes
+    if "Metaspace" in kinds:
+        [step] = [step for step in steps if step["type"] == "Metaspace"]
+        keeps = step.get("prepend_scheme") == "never" or step.get("add_prefix_space") is False
+        return _spell_sentencepiece, bytes if keeps else lambda spelled: spelled.replace(b" ", b"")
+    if {"Replace", "ByteFallback"} <= set(kinds):
+        count = sum(step["start"] for step in steps if step["type"] == "Strip" and step["content"] == " ")
+        return _spell_sentencepiece, partial(re.sub, rb"^ {0,%d}" % count, b"")
     raise ValueError(f"this model's tokenizer decodes with {' + '.join(kinds)}, which is not supported")
 
 

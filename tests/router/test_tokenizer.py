@@ -231,7 +231,7 @@ def test_bytes_of_sentencepiece_tokens(tmp_path: Path, directory: Path):
     d = tokenizers.decoders
     made.decoder = d.Sequence([d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
     made.save(str(tmp_path / "m" / "tokenizer.json"))
-    assert load_tokenizer(str(tmp_path / "m")).decode([1, 2, 3, 4, 5, 6, 7]) == " Hi 🙂x"
+    assert load_tokenizer(str(tmp_path / "m")).decode([1, 2, 3, 4, 5, 6, 7]) == "Hi 🙂x"
 
 
 # ---------------------------------------------------------------- what users get wrong

@@ -55,11 +55,11 @@ class LogprobEntries:
         return msgspec.Raw(encode(entry))
 
     def of_completion(
-        self, token_id: int, logprob: float, top: Iterable[tuple[int, float]]
+        self, token_id: int, logprob: float, top: Iterable[tuple[int, float]], name: str
     ) -> tuple[str, float, msgspec.Raw]:
-        """Returns the token's name, its logprob, and the alternatives by name."""
-        names = {self.name(i): max(other, LOWEST_LOGPROB) for i, other in top}
-        name, logprob = self.name(token_id), max(logprob, LOWEST_LOGPROB)
+        """Returns the token's `name`, its logprob, and the alternatives by name."""
+        names = {self.name(i): max(other, LOWEST_LOGPROB) for i, other in top if i != token_id}
+        logprob = max(logprob, LOWEST_LOGPROB)
         # As in OpenAI's API, the token itself is always among them. As in vLLM, it is the first one.
         names.pop(name, None)
         return name, logprob, msgspec.Raw(encode({name: logprob, **names}))
@@ -84,8 +84,15 @@ class LogprobEntries:
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 
-    def name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else self.spelled(token_id)
+    def name(self, token_id: int, *, first: bool = False) -> str:
+        """`first`: as the first token of a text."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return (
+            self._tokenizer.first_bytes(token_id).decode("utf-8", "replace")
+            if first
+            else self.spelled(token_id)
+        )
 
 
 class OutputParser:

@@ -14,6 +14,7 @@ from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, e
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
+from baton.router.text.detokenizer import Detokenizer
 from baton.router.tools.parser import Part
 from baton.rpc import worker_pb2 as pb
 
@@ -188,19 +189,32 @@ class CompletionBuilder(ChoicesBuilder):
         assert isinstance(body, CompletionOptions)
         self._echo = request.prepared.echoes
         self._n = body.n
-        self._offsets = [0] * len(request.choices)
+        lengths = map(len, self._echo) if self._echo else [0] * len(request.prompts)
+        self._offsets = [length for length in lengths for _ in range(body.n)]
+        tokenizer, skip = request.services.tokenizer, body.skip_special_tokens
+        self._read = [Detokenizer(tokenizer, skip_special_tokens=skip) for _ in request.choices]
         self._echo_top = body.logprobs if body.echo else None
         self._echo_logprobs: list[list[Entry]] = [[] for _ in request.choices]
         if self._echo_top is not None:
-            for index, echoed in enumerate(self._echo_logprobs):
-                token_id = request.prompts[index // body.n][0]
-                echoed.append((self._entries.name(token_id), None, None, self._offset(index, token_id)))
+            for index in range(len(request.choices)):
+                self._add_echo(index, request.prompts[index // body.n][0], None)
 
     def _add_prompt_token(self, index: int, token_id: int, logprob: PromptLogprob) -> None:
         super()._add_prompt_token(index, token_id, logprob)
         if self._echo_top is not None:
-            entry = self._entries.of_completion(token_id, logprob.logprob, logprob.top[: self._echo_top])
-            self._echo_logprobs[index].append((*entry, self._offset(index, token_id)))
+            self._add_echo(index, token_id, logprob)
+
+    def _add_echo(self, index: int, token_id: int, logprob: PromptLogprob | None) -> None:
+        """Adds the next token of the prompt. The first one has no logprob."""
+        echoed, of_prompt = self._echo_logprobs[index], index // self._n
+        start = self._request.prepared.echo_starts[of_prompt][len(echoed)]
+        first = not self._echo[of_prompt].startswith(self._entries.spelled(token_id), start)
+        name = self._entries.name(token_id, first=first)
+        if logprob is None:
+            echoed.append((name, None, None, start))
+        else:
+            top = logprob.top[: self._echo_top]
+            echoed.append((*self._entries.of_completion(token_id, logprob.logprob, top, name), start))
 
     def _choice(self, index: int, part: ChoicePart, *, whole: bool) -> dict[str, Any]:
         last, text = part.last, "".join(part.texts)
@@ -231,14 +245,10 @@ class CompletionBuilder(ChoicesBuilder):
 
     def _logprob(self, index: int, delta: Delta) -> Entry:
         token_id, logprobs = delta.token.token_id, delta.token.logprobs or pb.TokenLogprobs()
-        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        return *self._entries.of_completion(token_id, logprobs.logprob, top), self._offset(index, token_id)
-
-    def _offset(self, index: int, token_id: int) -> int:
-        """Returns where the next token of a choice begins in its text."""
-        offset = self._offsets[index]
-        self._offsets[index] += len(self._entries.spelled(token_id))
-        return offset
+        top, name = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), self._entries.name(token_id)
+        offset = self._offsets[index]  # where the token begins in the text of its choice
+        self._offsets[index] += len(self._read[index].push(token_id))
+        return *self._entries.of_completion(token_id, logprobs.logprob, top, name), offset
 
 
 class ChatBuilder(ChoicesBuilder):
