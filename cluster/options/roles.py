@@ -231,20 +231,34 @@ class FrontOptions(ServerTlsOptions):
         Literal[
             "deepseek_v3",
             "deepseek_v31",
+            "deepseek_v32",
+            "deepseek_v4",
             "glm45",
             "glm47",
             "hermes",
             "kimi_k2",
             "llama3_json",
+            "minimax_m2",
             "mistral",
             "openai",
             "pythonic",
             "qwen3_coder",
+            "seed_oss",
         ]
         | None
     ) = opt(None, "How the model writes tool calls.", shown="as in the chat template")
     reasoning_parser: (
-        Literal["deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "mistral", "openai_gptoss", "qwen3", "none"]
+        Literal[
+            "deepseek_r1",
+            "deepseek_v3",
+            "glm45",
+            "kimi_k2",
+            "mistral",
+            "openai_gptoss",
+            "qwen3",
+            "seed_oss",
+            "none",
+        ]
         | None
     ) = opt(None, "How the model writes its reasoning.", shown="as in the chat template")
     generation_config: str = opt(

@@ -209,7 +209,8 @@ class Frontend:
             return harmony.in_final(checked, tokenizer.lark) if checked and in_messages else checked
         tool_format = tokenizer.format_of_calls(forced=body.must_call)
         if tool_format is None:
-            text = "tools is not supported: this model's tool call format is unknown, see --tool-call-parser"
+            named = f"that of {tokenizer.unread_format}" if tokenizer.unread_format else "unknown"
+            text = f"tools is not supported: this model's tool call format is {named}, see --tool-call-parser"
             raise Unsupported(text, param="tools")
         answer = None
         free = not body.must_call and structure is None

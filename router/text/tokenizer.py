@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from baton.content import vocabulary_fingerprint
 from baton.router.text.chat import ChatEncoder, ChatTemplate
 from baton.router.text.model_files import context_length, locate, read_directory, read_gguf
-from baton.router.tools.formats import FORMATS, format_of
+from baton.router.tools.formats import FORMATS, format_of, unread_format_of
 from baton.router.tools.harmony import SPECIALS
 from baton.router.tools.parser import ToolParser
 from baton.router.tools.reasoning import REASONING, Way, reasoning_of
@@ -27,6 +27,7 @@ class ModelTokenizer:
         max_model_len: context length of the model. Its workers may serve a shorter one.
         takes_tools: the chat template can describe tools.
         tool_format: the format of the model's tool calls. None: unknown.
+        unread_format: the models whose format the chat template has, if no parser reads it.
         reasoning_parser: the name of the model's way to reason. None: reasoning is content.
         reasoning: this way, one of `REASONING`.
         vocab_size: every token id is below it.
@@ -48,6 +49,8 @@ class ModelTokenizer:
         self._chat_encoder = ChatEncoder(tokenizer)
         self.takes_tools = template is not None and template.takes_tools
         self.tool_format = tool_format
+        source = "" if template is None or tool_format is not None else template.state["source"]
+        self.unread_format = unread_format_of(source or "")
         self.reasoning_parser = reasoning_parser
         self.reasoning: Way | None = REASONING[reasoning_parser] if reasoning_parser is not None else None
         self._template = template
@@ -63,7 +66,7 @@ class ModelTokenizer:
         shown = set(tool_format.specials if tool_format is not None else ())
         if self.reasoning is not None:
             shown |= {self.reasoning.start, self.reasoning.end}
-            shown |= set(SPECIALS) if self.reasoning.in_messages else set(self.reasoning.calls)
+            shown |= set(SPECIALS) if self.reasoning.in_messages else set()
         self._special = frozenset(i for i, t in added.items() if t.special and t.content not in shown)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
 

@@ -5,85 +5,18 @@ A format is a `ToolParser` with data: its marks, the reader of one call, and how
 
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
 
 from baton.router.api.messages import Tool
 from baton.router.tools import harmony
+from baton.router.tools.bare import BareParser
 from baton.router.tools.grammar import Written
-from baton.router.tools.marker import Marker
-from baton.router.tools.parser import Part, ToolParser
-from baton.router.tools.readers import (
-    NAME,
-    SPACE,
-    CallReader,
-    NamedCallReader,
-    Pairs,
-    PairsReader,
-    PythonReader,
-    Reader,
-)
-
-
-class MarkedParser(ToolParser):
-    """Calls between an opening and a closing mark."""
-
-    opening: ClassVar[str]
-    closing: ClassVar[str] = ""
-    """Empty: the reader of a call finds its end."""
-    around: ClassVar[tuple[str, ...]] = ()
-    """Marks around all calls. They are not content."""
-    before_closing: ClassVar[str] = "}"
-    """Characters that may stand between a call and its closing mark, with space."""
-    head: ClassVar[re.Pattern[str]]
-    """What is between the opening mark and the arguments, if these are an object."""
-    pairs: ClassVar[Pairs | None] = None
-    """If the arguments are keys and values."""
-
-    def __init__(self, tools: Sequence[Tool] = ()) -> None:
-        super().__init__(tools)
-        self._open, self._close = Marker(self.opening, *self.around), Marker(self.closing or "\0")
-        self._space: list[str] = []  # held back: space and marks before a call are not content
-        self._closing = False  # a call has ended, and its closing mark may follow
-
-    def _reader(self) -> Reader:
-        if self.pairs is not None:
-            return PairsReader(self.pairs, self.opening, self._tools)
-        return NamedCallReader(self.head, self.opening)
-
-    def _take_outside(self, character: str) -> Iterator[Part]:
-        if self._closing:
-            text, closed = self._close.take(character)
-            self._closing = not closed and not text.strip(SPACE + self.before_closing)
-            if closed or self._closing:
-                return
-            character, self._close.held = text + self._close.held, ""
-        text, after = self._open.split(character)
-        yield from self._content(text)
-        if after is not None and self._open.found == self.opening:
-            self._call = self._reader()
-        elif after is not None:
-            self._space.append(self._open.found)
-
-    def _end_call(self, call: Reader) -> None:
-        self._space.clear()
-        self._closing = bool(self.closing)
-
-    def _give_up(self, raw: str) -> Iterator[Part]:
-        return self._content(self.opening + raw)
-
-    def _end(self) -> Iterator[Part]:
-        yield from self._content(self._open.held)
-        if self._space and not self.num_calls:
-            yield Part("content", "".join(self._space))
-
-    def _content(self, text: str) -> Iterator[Part]:
-        kept = text.rstrip(SPACE)
-        if kept:
-            yield Part("content", "".join(self._space) + kept)
-            self._space.clear()
-        if len(kept) < len(text):
-            self._space.append(text[len(kept) :])
+from baton.router.tools.kimi import KimiReader
+from baton.router.tools.marked import MarkedParser
+from baton.router.tools.mistral import CALLS, MistralParser
+from baton.router.tools.pairs import Pairs
+from baton.router.tools.parser import ToolParser
+from baton.router.tools.readers import NAME, CallReader, PythonReader, Reader
 
 
 class HermesParser(MarkedParser):
@@ -94,28 +27,47 @@ class HermesParser(MarkedParser):
     closing = "</tool_call>"
     written = Written(f'{opening}\n{{"name": "{{name}}", "arguments": {{arguments}}}}\n{closing}', "\n")
 
-    def _reader(self) -> Reader:
-        return CallReader()
+    def _reader(self, opening: str) -> Reader:
+        return CallReader(opening, self._tools)
 
 
-class QwenCoderParser(MarkedParser):
-    """Qwen3-Coder and Qwen 3.5: <function=NAME><parameter=KEY>VALUE</parameter>…</function>."""
-
-    name = "qwen3_coder"
-    mark = opening = "<tool_call>"
-    closing = "</tool_call>"
+def _function_tags(opening: str, closing: str) -> tuple[Pairs, Written]:
+    """Returns <function=NAME><parameter=KEY>VALUE</parameter>…</function> between two marks."""
     pairs = Pairs(
-        head=re.compile(rf"\s*<function={NAME}>\s*"),
+        head=re.compile(rf"\s*<function={NAME}>?\s*"),
         before_key="<parameter=",
         after_key=re.compile(r"(?P<key>[^<>]+)>"),
-        value_ends=("\n</parameter>", "</parameter>"),
+        value_end="</parameter>",
         end="</function>",
-        skips_newline=True,
+        closing=closing,
+        begins=(opening, "<function="),
+        skips_newlines=True,
     )
     written = Written(
         f"{opening}\n<function={{name}}>\n{{arguments}}</function>\n{closing}", "\n",
         pair="<parameter={key}>\n{value}\n", value_end="\n</parameter>", keys=r"[^<>\s]+",
     )  # fmt: skip
+    return pairs, written
+
+
+class QwenCoderParser(MarkedParser):
+    """Qwen3-Coder and Qwen 3.5: <tool_call><function=NAME>…</function></tool_call>."""
+
+    name = "qwen3_coder"
+    mark = opening = "<tool_call>"
+    closing = "</tool_call>"
+    bare = ("<function=",)
+    pairs, written = _function_tags(opening, closing)
+
+
+class SeedOssParser(QwenCoderParser):
+    """Seed-OSS writes the same with other marks."""
+
+    name = "seed_oss"
+    mark = opening = "<seed:tool_call>"
+    closing = "</seed:tool_call>"
+    specials = (opening, closing)
+    pairs, written = _function_tags(opening, closing)
 
 
 class Glm45Parser(MarkedParser):
@@ -126,9 +78,10 @@ class Glm45Parser(MarkedParser):
     pairs = Pairs(
         head=re.compile(rf"\s*{NAME}\s*"),
         before_key="<arg_key>",
-        after_key=re.compile(r"(?P<key>[^<>]+)</arg_key>\s*<arg_value>"),
-        value_ends=("</arg_value>",),
+        after_key=re.compile(r"(?P<key>[^<>]+?)\s*(</arg_key>)?\s*<arg_value>"),
+        value_end="</arg_value>",
         end="</tool_call>",
+        begins=(opening,),
     )
     written = Written(
         f"{opening}{{name}}\n{{arguments}}</tool_call>", "\n",
@@ -144,6 +97,55 @@ class Glm47Parser(Glm45Parser):
         f"{Glm45Parser.opening}{{name}}{{arguments}}</tool_call>", "",
         pair="<arg_key>{key}</arg_key><arg_value>{value}", value_end="</arg_value>", keys=r"[^<>\s]+",
     )  # fmt: skip
+
+
+def _invocations(begin: str, end: str, dsml: str = "") -> tuple[Pairs, Written]:
+    """Returns <invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>, between marks around all
+    calls. `dsml`: begins the name of each tag."""
+    pairs = Pairs(
+        head=re.compile(rf"[\"']?{NAME}[\"']?\s*>\s*"),
+        before_key=f"<{dsml}parameter name=",
+        after_key=re.compile(r"[\"']?(?P<key>[^\"'<>]+)[\"']?(\s+string=\"(?P<string>[^\"]*)\")?\s*>"),
+        value_end=f"</{dsml}parameter>",
+        end=f"</{dsml}invoke>",
+        closing=end,
+        begins=(f"<{dsml}invoke name=",),
+    )
+    written = Written(
+        f'<{dsml}invoke name="{{name}}">\n{{arguments}}</{dsml}invoke>\n', "", begin=f"{begin}\n", end=end,
+        pair=f'<{dsml}parameter name="{{key}}">{{value}}\n', value_end=pairs.value_end, keys=r"[^\"'<>\s]+",
+    )  # fmt: skip
+    return pairs, written
+
+
+class MiniMaxM2Parser(MarkedParser):
+    """MiniMax M2: <invoke name="NAME">…</invoke>, with a pair of marks around all calls."""
+
+    name = "minimax_m2"
+    opening = "<invoke name="
+    mark = "<minimax:tool_call>"
+    around = mark, "</minimax:tool_call>"
+    pairs, written = _invocations(*around)
+
+
+class DeepSeekV32Parser(MarkedParser):
+    """DeepSeek V3.2: DSML, in which each parameter says whether it is a string."""
+
+    name = "deepseek_v32"
+    opening = "<｜DSML｜invoke name="
+    mark = "<｜DSML｜function_calls>"
+    around = mark, "</｜DSML｜function_calls>"
+    specials = ("｜DSML｜",)
+    pairs, written = _invocations(*around, "｜DSML｜")
+
+
+class DeepSeekV4Parser(DeepSeekV32Parser):
+    """DeepSeek V4: the same with other marks around all calls."""
+
+    name = "deepseek_v4"
+    mark = "<｜DSML｜tool_calls>"
+    around = mark, "</｜DSML｜tool_calls>"
+    pairs, written = _invocations(*around, "｜DSML｜")
 
 
 class DeepSeekV31Parser(MarkedParser):
@@ -165,7 +167,7 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
 
     name = "deepseek_v3"
     before_closing = "}`"
-    head = re.compile(rf"\s*function<｜tool▁sep｜>{NAME}\s*```(json)?\s*")
+    head = re.compile(rf"\s*function<｜tool▁sep｜>{NAME}\s*(```(json)?\s*)?")
     written = Written(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         "\n",
@@ -182,11 +184,13 @@ class KimiParser(MarkedParser):
     mark = "<|tool_calls_section_begin|>"
     around = mark, "<|tool_calls_section_end|>"
     specials = (opening, closing, *around, "<|tool_call_argument_begin|>")
-    head = re.compile(rf"\s*(?P<id>(functions\.)?{NAME}:\d+)\s*<\|tool_call_argument_begin\|>\s*")
     written = Written(
         f"{opening}functions.{{name}}:{{number}}<|tool_call_argument_begin|>{{arguments}}{closing}", "",
         begin=around[0], end=around[1],
     )  # fmt: skip
+
+    def _reader(self, opening: str) -> Reader:
+        return KimiReader(opening, self._tools, (self.closing, self.opening, *self.around))
 
 
 class HarmonyParser(MarkedParser):
@@ -210,53 +214,8 @@ class HarmonyParser(MarkedParser):
         return f"start: calls | answer\n{rest}\nanswer: {harmony.final(spell)} /(?s:.*)/"
 
 
-class BareParser(ToolParser):
-    """The whole output is calls. Text before the first one makes it content."""
-
-    before: ClassVar[str] = ""
-    """A character that must precede the first call."""
-    between: ClassVar[str]
-    """Characters that may follow a call, with space."""
-    end: ClassVar[str] = ""
-    """A character that ends a list of calls. It is not content."""
-    starts: ClassVar[str]
-    """The characters that begin a call."""
-    reader: ClassVar[type[CallReader] | type[PythonReader]]
-
-    def __init__(self, tools: Sequence[Tool] = ()) -> None:
-        super().__init__(tools)
-        self._between: list[str] = []  # characters since the last call, which may be content
-        self._only_content = False
-
-    def _take_outside(self, character: str) -> Iterator[Part]:
-        begun = bool(self.num_calls) or not self.before or self.before in self._between
-        if self._only_content:
-            yield Part("content", character)
-        elif begun and character in self.starts:
-            self._call = self.reader()
-            yield from self._take(character)
-        elif self.num_calls and character == self.end:
-            self._between = []
-        else:
-            self._between.append(character)
-            if character not in SPACE + (self.between if self.num_calls else "" if begun else self.before):
-                yield from self._give_up("")
-
-    def _end_call(self, call: Reader) -> None:
-        self._between = []
-
-    def _give_up(self, raw: str) -> Iterator[Part]:
-        """All further text is content, too."""
-        self._only_content = True
-        yield Part("content", "".join(self._between) + raw)
-
-    def _end(self) -> Iterator[Part]:
-        if self._between and not self.num_calls and not self._only_content:
-            yield Part("content", "".join(self._between))
-
-
 class LlamaParser(BareParser):
-    """Llama 3.x: the whole output is {"name": …, "parameters": {…}}, or several of these.
+    """Llama 3.x: {"name": …, "parameters": {…}}, or several of these.
 
     The special token <|python_tag|> may precede the calls. It is not part of the text.
     """
@@ -268,7 +227,7 @@ class LlamaParser(BareParser):
 
 
 class PythonicParser(BareParser):
-    """Llama 3.2 and 4, ToolACE: the whole output is a list of calls in Python, [NAME(KEY=VALUE, …), …]."""
+    """Llama 3.2 and 4, ToolACE: a list of calls in Python, [NAME(KEY=VALUE, …), …]."""
 
     name = "pythonic"
     mark = before = "["
@@ -280,84 +239,41 @@ class PythonicParser(BareParser):
     )  # fmt: skip
 
 
-CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
-_HEAD = re.compile(rf"{NAME}\s*(\[ARGS\]\s*)?")
-"""What is between the marker and the arguments of a call that is not in a list, but for space before it."""
-
-
-class MistralParser(ToolParser):
-    """[TOOL_CALLS] [{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]NAME[ARGS]{…}.
-
-    Newer models write the second one.
-    """
-
-    name = "mistral"
-    mark = CALLS
-    specials = (CALLS, ARGS)
-    written = Written('{"name": "{name}", "arguments": {arguments}}', ", ", begin=CALLS + "[", end="]")
-
-    def __init__(self, tools: Sequence[Tool] = ()) -> None:
-        super().__init__(tools)
-        self._marker = Marker(CALLS)
-        self._held: list[str] | None = None  # text since the marker or the last call; None: outside of calls
-        self._listed = False  # the calls are in a list
-
-    def _take_outside(self, character: str) -> Iterator[Part]:
-        if self._held is None:
-            text, found = self._marker.take(character)
-            if text:
-                yield Part("content", text)
-            self._held = [CALLS] if found else None
-        elif self._listed:
-            yield from self._take_in_list(self._held, character)
-        elif character in SPACE:
-            self._held.append(character)
-        elif character == "[":
-            self._listed = True
-            self._held.append(character)
-        else:
-            self._call = NamedCallReader(_HEAD, CALLS)
-            yield from self._take(character)
-
-    def _take_in_list(self, held: list[str], character: str) -> Iterator[Part]:
-        """Takes a character between the calls of a list."""
-        if character == "{":
-            self._call = CallReader()
-            yield from self._take(character)
-        elif character == "]" and held[:1] != [CALLS]:
-            self._held, self._listed = None, False
-        elif character in SPACE + ",":
-            held.append(character)
-        else:
-            yield from self._give_up("")
-            yield from self._take(character)
-
-    def _end_call(self, call: Reader) -> None:
-        # In a list, a comma or the closing bracket follows. Otherwise content or the next marker follows.
-        self._listed = self._listed and not call.broken
-        self._held = [] if self._listed else None
-
-    def _give_up(self, raw: str) -> Iterator[Part]:
-        yield Part("content", "".join(self._held or ()) + raw)
-        self._held, self._listed = None, False
-
-    def _end(self) -> Iterator[Part]:
-        held = [self._marker.held] if self._held is None else self._held
-        if self._held is None or held[:1] == [CALLS]:
-            yield Part("content", "".join(held))
-
-
 FORMATS: dict[str, type[ToolParser]] = {
     parser.name: parser
     for parser in (
-        HermesParser, LlamaParser, MistralParser, QwenCoderParser, Glm45Parser, Glm47Parser,
-        DeepSeekV3Parser, DeepSeekV31Parser, KimiParser, HarmonyParser, PythonicParser,
+        HermesParser, LlamaParser, MistralParser, QwenCoderParser, SeedOssParser, Glm45Parser, Glm47Parser,
+        DeepSeekV3Parser, DeepSeekV31Parser, DeepSeekV32Parser, DeepSeekV4Parser, KimiParser, MiniMaxM2Parser,
+        HarmonyParser, PythonicParser,
     )
 }  # fmt: skip
 """The formats of tool calls, by name."""
-# Texts that are in the chat templates of models with this format. The first match counts.
-_MARKS: tuple[tuple[type[ToolParser], tuple[str, ...]], ...] = (
-    (QwenCoderParser, ("<function=",)),
+_MARKS: tuple[tuple[type[ToolParser] | str, tuple[str, ...]], ...] = (
+    (SeedOssParser, (SeedOssParser.opening,)),
+    (MiniMaxM2Parser, (MiniMaxM2Parser.mark,)),
+    (DeepSeekV32Parser, ("｜DSML｜", "function_calls")),
+    (DeepSeekV4Parser, ("｜DSML｜",)),
+    ("MiniMax M3", ("]<]minimax[>[",)),
+    ("Gemma 4", ("<|tool_call>",)),
+    ("FunctionGemma", ("<start_function_call>",)),
+    ("Granite 3 or Phi-4 mini", ("<|tool_call|>",)),
+    ("Hunyuan", ("<tool_sep>",)),
+    ("Hunyuan, Jamba, MiniMax M1 or Apriel", ("<tool_calls>",)),
+    ("MiniCPM 5", ("<function name=",)),
+    ("OLMo 3", ("<function_calls>",)),
+    ("Command", ("<|START_ACTION|>",)),
+    ("LFM 2", ("<|tool_call_start|>",)),
+    ("Nemotron Nano 2", ("<TOOLCALL>",)),
+    ("Step 3", ("<steptml:",)),
+    ("LongCat", ("<longcat_tool_call>",)),
+    ("Apertus", ("<|tools_prefix|>",)),
+    ("InternLM 2", ("<|action_start|>",)),
+    (QwenCoderParser, ("<function=", "<parameter=")),
+    (QwenCoderParser, ("<tool_call>\n<function=",)),
+    (QwenCoderParser, ("<tool_call>\\n<function=",)),
+    ("Functionary", ("<function=",)),
+    ("Functionary", (">>>all",)),
+    ("Functionary", ("<|recipient|>",)),
     (Glm47Parser, ("{function-name}<arg_key>",)),
     (Glm45Parser, ("<arg_key>",)),
     (HermesParser, (HermesParser.opening,)),
@@ -369,8 +285,21 @@ _MARKS: tuple[tuple[type[ToolParser], tuple[str, ...]], ...] = (
     (HarmonyParser, (HarmonyParser.closing,)),
     (PythonicParser, ("[func_name1(",)),
 )
+"""Formats, or the models that have a format which no parser reads, and texts that are in their chat
+templates. The first match counts."""
+
+
+def _found(template: str) -> type[ToolParser] | str | None:
+    return next((found for found, marks in _MARKS if all(mark in template for mark in marks)), None)
 
 
 def format_of(template: str) -> type[ToolParser] | None:
-    """Returns the format that this chat template uses, or None if it is unknown."""
-    return next((parser for parser, marks in _MARKS if all(mark in template for mark in marks)), None)
+    """Returns the format that this chat template uses, or None if no parser reads it."""
+    found = _found(template)
+    return None if isinstance(found, str) else found
+
+
+def unread_format_of(template: str) -> str | None:
+    """Returns the models with a format that no parser reads, if this chat template uses it."""
+    found = _found(template)
+    return found if isinstance(found, str) else None

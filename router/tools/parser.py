@@ -3,15 +3,16 @@
 They read one character at a time, so the result does not depend on the pieces in which the text arrives.
 """
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import ClassVar, Literal, NamedTuple
 
 from baton.router.api.messages import Tool
 from baton.router.tools.grammar import Written, grammar_of, or_text
+from baton.router.tools.json_text import SPACE
 from baton.router.tools.readers import Reader
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -47,11 +48,23 @@ class ToolParser:
     mark: ClassVar[str]
     """What the calls begin with, as in `or_text`."""
 
+    marked: ClassVar[bool] = True
+    """Calls have marks around them, so what looks like a call is one, also in reasoning."""
+
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         """`tools`: those that the model may call. Some formats leave out the types of arguments."""
         self.num_calls = 0
         self._tools = tools
         self._call: Reader | None = None  # that is read
+        self._space: list[str] = []  # held back: space and marks before a call are not content
+        # A grammar constrains the calls of strict tools where they should be, and not elsewhere.
+        self._strict = any(tool.function.strict for tool in tools)
+        self._specials = re.compile("|".join(map(re.escape, self.specials)) or r"(?!)")
+
+    @property
+    def in_call(self) -> bool:
+        """True if a call has begun and is not over."""
+        return self._call is not None and self._call.begun
 
     @classmethod
     def grammar(
@@ -72,21 +85,25 @@ class ToolParser:
         """Takes the next text. Returns the parts that are certain now."""
         return _joined(piece for character in text for piece in self._take(character))
 
-    def finish(self) -> list[Part]:
-        """Returns the parts that were held back, at the end of the text."""
-        if self._call is None:
-            return _joined(self._end())
-        if self._call.begun:
-            held = self._call.finish()
-            return [Part("call", held, self.num_calls - 1)] if held else []
-        return _joined(chain(self._give_up(self._call.raw), self._end()))
+    def finish(self, *, ended: bool = False) -> list[Part]:
+        """Returns the parts that were held back, at the end of the text.
 
-    def _take(self, character: str) -> Iterator[Part]:
+        `ended`: the model ended the text, so an open call is complete. Otherwise a limit cut it off.
+        """
+        return _joined(self._finish(ended))
+
+    def _finish(self, ended: bool) -> Iterator[Part]:
         call = self._call
-        if call is None:
-            yield from self._take_outside(character)
-            return
-        before, new = call.begun, call.take(character)
+        if call is not None:
+            before = call.begun
+            yield from self._of_call(call, before, call.finish(ended=ended))
+            if not call.begun:
+                yield from self._give_up(call.raw)
+        if call is None or not call.begun:
+            yield from self._end()
+
+    def _of_call(self, call: Reader, before: bool, new: str) -> Iterator[Part]:
+        """Yields the new part of a call. `before`: it had begun before that."""
         if call.begun and not before:
             self.num_calls += 1
             # Mistral's chat templates demand an id of nine letters and digits.
@@ -94,6 +111,24 @@ class ToolParser:
             yield Part("call", "", self.num_calls - 1, call.name, call_id)
         if new:
             yield Part("call", new, self.num_calls - 1)
+
+    def _content(self, text: str) -> Iterator[Part]:
+        """Yields text as content, without special tokens. Holds back the space at its end."""
+        text = self._specials.sub("", text)
+        kept = text.rstrip(SPACE)
+        if kept:
+            yield Part("content", "".join(self._space) + kept)
+            self._space.clear()
+        if len(kept) < len(text):
+            self._space.append(text[len(kept) :])
+
+    def _take(self, character: str) -> Iterator[Part]:
+        call = self._call
+        if call is None:
+            yield from self._take_outside(character)
+            return
+        before = call.begun
+        yield from self._of_call(call, before, call.take(character))
         if not call.over:
             return
         self._call = None
@@ -118,7 +153,8 @@ class ToolParser:
 
     def _end(self) -> Iterator[Part]:
         """Yields what was held back outside of calls, at the end of the text."""
-        raise NotImplementedError
+        if self._space and not self.num_calls:
+            yield Part("content", "".join(self._space))
 
 
 def _joined(parts: Iterator[Part]) -> list[Part]:

@@ -2,28 +2,27 @@
 
 - `CallReader`: a JSON object with a name and arguments.
 - `NamedCallReader`: the name in a fixed text, then the arguments as a JSON object.
-- `PairsReader`: keys and values between tags, with types from the tool's schema.
 - `PythonReader`: a call in Python.
+- `PairsReader` of `pairs`: keys and values between tags, with types from the tool's schema.
 """
 
 import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 
 from baton.router.api.messages import FUNCTION_NAME, Tool
-from baton.router.tools.marker import Marker
-from baton.router.tools.schema import Types, as_json, resolved, types_of
+from baton.router.tools.json_text import QUOTES, SPACE, Arguments, JsonText
 
-SPACE = " \t\r\n"
 NAME = f"(?P<name>{FUNCTION_NAME.strip('^$')})"
 """The name of a function in the pattern of a head."""
 MAX_HEAD = 256
 """Characters before the arguments of a call, or of a key. A longer text is content."""
-_OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789eEtruefalsn' + SPACE)
-"""The characters of JSON outside of strings."""
+_OUTSIDE_STRINGS = frozenset("{}[]:,\"'+-.0123456789eEtruefalsnTFN" + SPACE)
+"""The characters of JSON and of Python's constants outside of strings."""
+_BREAKS = {"\n": "\\n", "\r": "\\r"}
+_NO_ARGUMENTS = r"\s*(null|None)?\s*(```)?\s*"
 
 
 class Reader:
@@ -37,8 +36,10 @@ class Reader:
         call_id: the model's own name of the call. None: it gave none.
     """
 
-    def __init__(self) -> None:
-        self._raw: list[str] = []
+    def __init__(self, opening: str = "", tools: Sequence[Tool] = ()) -> None:
+        """`opening`: the mark before the call. `tools`: those that the model may call."""
+        self._raw = [opening]
+        self._tools = tools
         self.begun = self.done = self.broken = False
         self.rest = ""
         self.name: str | None = None
@@ -46,7 +47,7 @@ class Reader:
 
     @property
     def raw(self) -> str:
-        """All characters so far, if the call has not begun, without `rest`."""
+        """The mark and all characters so far, if the call has not begun, without `rest`."""
         raw = "".join(self._raw)
         return raw[: len(raw) - len(self.rest)]
 
@@ -59,293 +60,269 @@ class Reader:
         """Takes a character. Returns the new part of the arguments."""
         raise NotImplementedError
 
-    def finish(self) -> str:
-        """Returns what was held back of the arguments, at the end of the text."""
+    def finish(self, *, ended: bool) -> str:
+        """Returns the last part of the arguments, at the end of the text.
+
+        `ended`: the model ended the text, so the call is complete. Otherwise a limit cut it off.
+        """
         return ""
 
-    def _break(self, rest: str) -> None:
+    def _break(self, rest: str) -> str:
         self.broken, self.rest = True, rest
+        return ""
+
+    def _offered(self, name: str | None) -> bool:
+        return any(tool.function.name == name for tool in self._tools)
 
 
 class CallReader(Reader):
     """Reads a JSON object {"name": NAME, "arguments": {...}}, or with "parameters" for "arguments".
 
     Returns the arguments as they arrive, once the name is known.
-
-    Attributes:
-        reading_arguments: the object of the arguments is not closed yet.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.reading_arguments = False
-        self._depth = 0  # open brackets
-        self._in_string = False
-        self._string: list[str] = []  # the last string at depth 1 so far, with its quotes
-        self._escaped = False
-        self._key: str | None = None  # of the member whose value follows or is read
-        self._arguments: str | None = None  # read, but not returned yet; None: before them
+    def __init__(
+        self, opening: str = "", tools: Sequence[Tool] = (), names: Collection[str] | None = None
+    ) -> None:
+        """`names`: the only ones that make it a call. None: all."""
+        super().__init__(opening, tools)
+        self._names, self._marked = names, bool(opening)
+        self._step: Callable[[str], str] = self._take_begin
+        self._depth = 0  # open braces of the call
+        self._key = ""  # of the member whose value follows or is read
+        self._value = JsonText()  # a key, or a value that is not the arguments
+        self._said: list[str] = []  # of this key or of the name
+        self._arguments: Arguments | None = None
+        self._early = ""  # arguments before the name
 
     def take(self, character: str) -> str:
         if not self.begun:
             self._raw.append(character)
-        self._scan(character)
-        if self.name is None or self._arguments is None:
+        return self._step(character)
+
+    def finish(self, *, ended: bool) -> str:
+        if ended:
+            return self._close()
+        return self._arguments.held() if self.begun and self._arguments is not None else ""
+
+    def _close(self) -> str:
+        """Ends the call, whatever is missing. Without arguments it has none."""
+        if self._arguments is None and not self._marked and not self._offered(self.name):
+            return ""
+        arguments = self._arguments or Arguments()
+        text = arguments.finish()
+        return "" if arguments.broken else self._new(text)
+
+    def _new(self, arguments: str) -> str:
+        """Returns the new part of the arguments, and all earlier ones that waited for the name."""
+        self._early += arguments
+        if self.name is None or not self._early:
             return ""
         self.begun = True
-        new, self._arguments = self._arguments, ""
-        return new
+        arguments, self._early = self._early, ""
+        return arguments
 
-    def _scan(self, character: str) -> None:
-        if not self._in_string:
-            allowed = _OUTSIDE_STRINGS if self._depth else "{" + SPACE
-            # "<" may begin the closing tag. Other errors inside of arguments are a part of them.
-            if character == "<" or (character not in allowed and not self.reading_arguments):
-                self._break(character)
-                return
-        if self._arguments is not None and self.reading_arguments:
-            self._arguments += character
-        if self._in_string:
-            self._take_in_string(character)
-        elif character == '"':
-            self._in_string, self._string = True, [character]
-        elif character in "{[":
-            self._open(character)
-        elif character in "}]":
-            self._close(character)
-        elif self._depth == 1 and character == ":":
-            self._key, self._string = _parsed(self._string), []
-        elif self._depth == 1 and character == ",":
-            self._end_member()
+    def _wrong(self, character: str) -> str:
+        """Breaks the call. A tag ends it, and what is open."""
+        text = self._close() if self.begun or character == "<" else ""
+        self._break(character)
+        return text
 
-    def _take_in_string(self, character: str) -> None:
-        if self._depth == 1:
-            self._string.append(character)
-        if self._escaped:
-            self._escaped = False
-        elif character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._in_string = False
-
-    def _open(self, character: str) -> None:
-        if self._depth == 1 and self._key in ("arguments", "parameters") and self._arguments is None:
-            if character == "{":
-                self.reading_arguments, self._arguments = True, character
-            else:
-                self._break(character)
-        self._depth += 1
-
-    def _close(self, character: str) -> None:
-        self._depth -= 1
-        if self._depth == 1:
-            self.reading_arguments = False
-        elif self._depth == 0:
-            self._end_member()
-            self.done = True
-            if self.name is None or self._arguments is None:
-                self._break(character)
-
-    def _end_member(self) -> None:
-        if self._key == "name" and self.name is None:
-            name = _parsed(self._string)
-            self.name = name if name and re.fullmatch(FUNCTION_NAME, name) else None
-            if self.name is None:
-                self._break(self._raw[-1])
-        self._key, self._string = None, []
-
-
-def _parsed(string: Sequence[str]) -> str | None:
-    try:
-        value = json.loads("".join(string))
-    except ValueError:
-        return None
-    return value if isinstance(value, str) and value else None
-
-
-class NamedCallReader(CallReader):
-    """Reads the name of a function in a fixed text, and then the object of its arguments."""
-
-    def __init__(self, head: re.Pattern[str], opening: str) -> None:
-        """`head`: what precedes the arguments, with the groups name and, perhaps, id. `opening`: what begins
-        a call. Another one before the arguments begins the call anew."""
-        super().__init__()
-        self._head, self._opening = head, opening
-
-    @property
-    def over(self) -> bool:
-        return self.broken or (self.begun and not self.reading_arguments)
-
-    def take(self, character: str) -> str:
-        if self.name is not None:
-            return super().take(character)
-        self._raw.append(character)
+    def _take_begin(self, character: str) -> str:
         if character == "{":
-            found = self._head.fullmatch("".join(self._raw[:-1]))
-            if found is None:
-                self._break("{")
+            self._depth, self._step = 1, self._take_member
+        elif character not in SPACE:
+            return self._wrong(character)
+        return ""
+
+    def _take_member(self, character: str) -> str:
+        if character in QUOTES:
+            self._value, self._said, self._step = JsonText(), [], self._take_key
+            return self._step(character)
+        if character == "}":
+            self._depth -= 1
+            if self._depth:
                 return ""
-            self.name, self.call_id = found["name"], found.groupdict().get("id")
-            self._key, self._depth = "arguments", 1
-            return super().take(character)
-        if "".join(self._raw[-len(self._opening) :]) == self._opening:
-            self._break(self._opening)
-        elif len(self._raw) > MAX_HEAD:
-            self._break(character)
-        return ""
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """How a format writes the name of a function, and its arguments as keys and values."""
-
-    head: re.Pattern[str]
-    """Before the first pair. Its group is the name of the function."""
-    before_key: str
-    after_key: re.Pattern[str]
-    """A key and what stands between it and its value. Its group is the key."""
-    value_ends: tuple[str, ...]
-    end: str
-    """Behind the last pair."""
-    skips_newline: bool = False
-    """A value begins after a new line."""
-
-
-class PairsReader(Reader):
-    """Reads a function's name, and its arguments as keys and values between tags.
-
-    The text of a value is what the tool's schema says: a string, which is returned as it arrives, or JSON.
-    """
-
-    def __init__(self, form: Pairs, opening: str, tools: Sequence[Tool]) -> None:
-        super().__init__()
-        self._form, self._opening, self._tools = form, opening, tools
-        self._state: Callable[[str], str] = self._take_head
-        self._held = ""  # text that is neither returned nor a part of a value
-        self._value: list[str] = []
-        self._types: Types = frozenset()
-        self._fresh = False  # a new line may precede the value
-        self._num_pairs = 0
-        self._end = Marker(*form.value_ends)
-
-    def take(self, character: str) -> str:
-        return self._state(character)
-
-    def finish(self) -> str:
-        if self._state == self._take_key:
-            return self._separator() + json.dumps(self._held, ensure_ascii=False)[:-1]
-        if self._state != self._take_value:
-            return ""
-        if self._types == {"string"}:
-            return _escaped(self._end.held)
-        return as_json("".join(self._value) + self._end.held, self._types)
-
-    def _take_head(self, character: str) -> str:
-        self._raw.append(character)
-        self._held += character
-        for tag in (self._form.before_key, self._form.end):
-            if self._held.endswith(tag):
-                found = self._form.head.fullmatch(self._held.removesuffix(tag))
-                if found is None:
-                    self._break(character)
-                    return ""
-                self.name, self.begun = found["name"], True
-                return "{" + self._after_tag(tag)
-        if self._held.endswith(self._opening):
-            self._break(self._opening)
-        elif len(self._held) > MAX_HEAD:
-            self._break(character)
-        return ""
-
-    def _after_tag(self, tag: str) -> str:
-        self._held = ""
-        self.done = tag == self._form.end
-        self._state = self._take_key
-        return "}" if self.done else ""
+            text = "" if self.begun else self._close()
+            self.done = True
+            if not self.begun:
+                self._break("")
+            return text
+        return "" if character in SPACE + "," else self._wrong(character)
 
     def _take_key(self, character: str) -> str:
-        self._held += character
-        if character == ">" and (found := self._form.after_key.fullmatch(self._held)):
-            key, self._held = found["key"].strip(SPACE), ""
-            self._types = self._types_of(key)
-            self._value.clear()
-            self._state, self._fresh = self._take_value, self._form.skips_newline
-            begin = '"' if self._types == {"string"} else ""
-            return f"{self._separator()}{json.dumps(key, ensure_ascii=False)}: {begin}"
-        if len(self._held) > MAX_HEAD:
-            self._break(self._form.before_key + self._held)
-            return "}"
+        self._said.append(self._value.take(character))
+        if self._value.done:
+            self._key, self._step = json.loads("".join(self._said)), self._take_colon
         return ""
 
-    def _separator(self) -> str:
-        self._num_pairs += 1
-        return ", " if self._num_pairs > 1 else ""
+    def _take_colon(self, character: str) -> str:
+        if character == ":":
+            self._step = self._take_first
+        elif character not in SPACE:
+            return self._wrong(character)
+        return ""
 
-    def _types_of(self, key: str) -> Types:
-        parameters = next((t.function.parameters for t in self._tools if t.function.name == self.name), None)
-        schema = resolved(parameters, parameters)
-        properties = schema.get("properties") if isinstance(schema, dict) else None
-        return types_of(properties.get(key) if isinstance(properties, dict) else None, parameters, {})
+    def _take_first(self, character: str) -> str:
+        """Takes the first character of a value."""
+        if character in SPACE:
+            return ""
+        if character in "},":
+            self._step = self._take_member
+        elif self._key in ("arguments", "parameters") and self._arguments is None:
+            self._arguments, self._step = Arguments(), self._take_arguments
+        elif self._key == "function" and character == "{" and self.name is None:
+            self._depth, self._step = self._depth + 1, self._take_member
+            return ""
+        else:
+            self._value, self._said, self._step = JsonText(), [], self._take_value
+        return self._step(character)
+
+    def _take_arguments(self, character: str) -> str:
+        arguments = self._arguments
+        assert arguments is not None
+        if character == "<" and not arguments.in_string:
+            return self._wrong(character)
+        text = self._new(arguments.take(character))
+        if arguments.broken:
+            return self._wrong(character)
+        if arguments.done:
+            self._step = self._take_member
+            if arguments.rest:
+                text += self._step(arguments.rest)
+        return text
 
     def _take_value(self, character: str) -> str:
-        text, ended = self._end.take(character)
-        if self._fresh and text:
-            self._fresh, text = False, text.removeprefix("\n")
-        if ended:
-            self._state = self._take_between
-        if self._types == {"string"}:
-            return _escaped(text) + ('"' if ended else "")
-        self._value.append(text)
-        return as_json("".join(self._value), self._types) if ended else ""
+        if not self._value.in_string and character not in _OUTSIDE_STRINGS:
+            return self._wrong(character)
+        text = self._value.take(character)
+        is_name = self._key in ("name", "function") and self.name is None
+        if is_name:
+            self._said.append(text)
+        if not self._value.done:
+            return ""
+        self._step = self._take_member
+        if is_name:
+            name = json.loads("".join(self._said))
+            if isinstance(name, str) and re.fullmatch(FUNCTION_NAME, name) and self._allowed(name):
+                self.name = name
+            elif self._key == "name":
+                return self._wrong(character)
+        return self._new("") + (self._step(self._value.rest) if self._value.rest else "")
 
-    def _take_between(self, character: str) -> str:
-        self._held = (self._held + character).lstrip(SPACE)
-        tags = self._form.before_key, self._form.end
-        if self._held in tags:
-            return self._after_tag(self._held)
-        if not any(tag.startswith(self._held) for tag in tags):
-            self._break(self._held)
-            return "}"
+    def _allowed(self, name: str) -> bool:
+        return self._names is None or name in self._names
+
+
+class NamedCallReader(Reader):
+    """Reads the name of a function in a fixed text, and then the object of its arguments."""
+
+    def __init__(
+        self, head: re.Pattern[str], opening: str, tools: Sequence[Tool], ends: Sequence[str] = ()
+    ) -> None:
+        """`head`: what precedes the arguments, with the groups name and, perhaps, id. `ends`: marks that end
+        a call."""
+        super().__init__(opening, tools)
+        self._head, self._ends = head, tuple(ends)
+        self._before = ""  # what has come of the head
+        self._arguments: Arguments | None = None
+
+    def take(self, character: str) -> str:
+        if not self.begun:
+            self._raw.append(character)
+        if self._arguments is not None:
+            return self._take_arguments(self._arguments, character)
+        if character in ("{", '"') and (found := self._head.fullmatch(self._before)):
+            self._arguments = Arguments()
+            self._name(found)
+            return self._take_arguments(self._arguments, character)
+        self._before += character
+        if end := next((end for end in self._ends if self._before.endswith(end)), ""):
+            text = self._without_arguments(self._before.removesuffix(end))
+            self._break(end)
+            return text
+        if character == "{" or len(self._before) > MAX_HEAD:
+            self._break(character)
         return ""
 
+    def finish(self, *, ended: bool) -> str:
+        if self._arguments is None:
+            return self._without_arguments(self._before) if ended else ""
+        if ended:
+            return self._new(self._arguments.finish())
+        return self._arguments.held() if self.begun else ""
 
-def _escaped(text: str) -> str:
-    """Returns the text as a part of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    def _name(self, found: re.Match[str]) -> None:
+        self.name, self.call_id = found["name"], found.groupdict().get("id")
+
+    def _new(self, text: str) -> str:
+        self.begun = self.begun or (bool(text) and self.name is not None)
+        return text
+
+    def _take_arguments(self, arguments: Arguments, character: str) -> str:
+        if character == "<" and not arguments.in_string:
+            text = self._new(arguments.finish())
+            self._break(character)
+            return text
+        text = self._new(arguments.take(character))
+        self.done = arguments.done and self.begun
+        if arguments.broken or (arguments.done and not self.begun):
+            self._break("")
+        return text
+
+    def _without_arguments(self, head: str) -> str:
+        """A name alone is a call if there is such a tool."""
+        found = re.fullmatch(self._head.pattern + _NO_ARGUMENTS, head)
+        if found is not None:
+            self._name(found)
+        if not self._offered(self.name):
+            return ""
+        self.begun = True
+        return "{}"
 
 
 class PythonReader(Reader):
     """Reads NAME(KEY=VALUE, …) with values that are literals of Python or of JSON. Returns all arguments at
     the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._depth = 0
+    def __init__(self, tools: Sequence[Tool] = (), names: Collection[str] | None = None) -> None:
+        """`names`: as of `CallReader`."""
+        super().__init__("", tools)
+        self._names = names
+        self._code: list[str] = []  # with line breaks in strings as escapes
+        self._closers: list[str] = []  # of the open brackets
         self._quote = ""  # of the string that is read
         self._escaped = False
 
     def take(self, character: str) -> str:
         self._raw.append(character)
+        self._code.append(_BREAKS.get(character, character) if self._quote else character)
         if self._quote:
             if not self._escaped and character == self._quote:
                 self._quote = ""
             self._escaped = character == "\\" and not self._escaped
-        elif not self._depth and character != "(":
+        elif not self._closers and character != "(":
             if not (character.isidentifier() or character.isdecimal() or character in "_.-"):
                 self._break(character)
         elif character in "\"'":
             self._quote = character
         elif character in "([{":
-            self._depth += 1
+            self._closers.append(")]}"["([{".index(character)])
         elif character in ")]}":
-            self._depth -= 1
-            if not self._depth:
+            self._closers.pop()
+            if not self._closers:
                 return self._end()
         return ""
 
+    def finish(self, *, ended: bool) -> str:
+        if not ended or not self._closers:
+            return ""
+        self._code += [self._quote, *reversed(self._closers)]
+        return self._end()
+
     def _end(self) -> str:
-        call = _python_call("".join(self._raw))
-        if call is None:
+        call = _python_call("".join(self._code))
+        if call is None or (self._names is not None and call[0] not in self._names):
             self._break("")
             return ""
         self.begun = self.done = True

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.router.tools.harmony import HarmonyReasoning
+from baton.router.tools.json_text import SPACE
 from baton.router.tools.marker import Marker
-from baton.router.tools.readers import SPACE
 
 Beginning = Literal["reasoning", "answer", "either"]
 """What an output begins with. "either": it begins with reasoning if its first text is the mark."""
@@ -19,8 +19,6 @@ class Way:
     """What an output begins with if the prompt does not end with one of the marks."""
     start: str = "<think>"
     end: str = "</think>"
-    calls: tuple[str, ...] = ()
-    """Marks of tool calls that end the reasoning, too. They belong to the answer."""
     in_messages: bool = False
     """The output is a list of messages, as `harmony` reads them."""
 
@@ -41,7 +39,8 @@ REASONING: dict[str, Way] = {
     "qwen3": Way(),
     "glm45": Way(),
     "deepseek_v3": Way(),
-    "kimi_k2": Way(calls=("<|tool_calls_section_begin|>",)),
+    "kimi_k2": Way(),
+    "seed_oss": Way(start="<seed:think>", end="</seed:think>"),
     # The model always reasons first. It may leave out <think>.
     "deepseek_r1": Way("reasoning"),
     "mistral": Way(start="[THINK]", end="[/THINK]"),
@@ -52,6 +51,7 @@ REASONING: dict[str, Way] = {
 _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>",)),
     ("mistral", ("[THINK]",)),
+    ("seed_oss", ("<seed:think>",)),
     ("deepseek_v3", ("<think>", "<｜Assistant｜>", "thinking")),
     ("deepseek_r1", ("think>", "<｜Assistant｜>")),
     ("kimi_k2", ("think>", "<|im_middle|>")),
@@ -73,15 +73,24 @@ def reasoning_parser(beginning: Beginning, way: Way) -> "ReasoningParser | Harmo
 
 class ReasoningParser:
     """Divides one text into reasoning and content. The result does not depend on the pieces in which the text
-    arrives."""
+    arrives.
+
+    Attributes:
+        end: the mark that ends the reasoning.
+    """
 
     def __init__(self, beginning: Beginning, way: Way = REASONING["qwen3"]) -> None:
         self._beginning, self._start = beginning, way.start
         self._state: Literal["begin", "reasoning", "answer"] = "answer" if beginning == "answer" else "begin"
         self._space: list[str] = []  # what the output begins with, before any other text
         self._mark = ""  # the text that may become the mark
-        self._end = Marker(way.end, *way.calls)
-        self._calls = way.calls
+        self._end = Marker(way.end)
+        self.end = way.end
+
+    @property
+    def over(self) -> bool:
+        """True if all further text is content."""
+        return self._state == "answer"
 
     def push(self, text: str) -> tuple[str, str]:
         """Takes the next text. Returns the reasoning and the content that are certain now."""
@@ -93,7 +102,7 @@ class ReasoningParser:
         if content is None:
             return reasoning, ""
         self._state = "answer"
-        return reasoning, self._end.found + content if self._end.found in self._calls else content
+        return reasoning, content
 
     def finish(self) -> tuple[str, str]:
         """Returns the reasoning and the content that were held back, at the end of the output."""

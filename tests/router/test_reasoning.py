@@ -80,8 +80,8 @@ CALLS_OF_F = "<|channel|>commentary to=functions.{}<|message|>{}<|call|>"
 @pytest.mark.parametrize(
     ("way", "text", "reasoning", "content"),
     [
-        ("kimi_k2", f"<think>a{KIMI}b", "a", f"{KIMI}b"),
         ("kimi_k2", f"<think>a</think>b{KIMI}", "a", f"b{KIMI}"),
+        ("seed_oss", "<seed:think>a</think></seed:think>b", "a</think>", "b"),
         ("mistral", "[THINK]a</think>[/THINK]b", "a</think>", "b"),
         ("mistral", "[THIN", "", "[THIN"),
         (
@@ -277,7 +277,7 @@ async def test_a_whole_response_is_parsed_while_its_tokens_come(
     push, whole = OutputParser.push, ChatBuilder.whole
     pushed: list[str] = []
 
-    def counted(self: OutputParser, text: str, *, last: bool) -> list[Part]:
+    def counted(self: OutputParser, text: str, *, last: str | None) -> list[Part]:
         pushed.append(text)
         return push(self, text, last=last)
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.router.api.messages import Tool
 from baton.router.errors import InvalidRequest
-from baton.router.tools.formats import FORMATS, format_of
+from baton.router.tools.formats import FORMATS, format_of, unread_format_of
 from baton.router.tools.parser import Part
 
 NOTHING: dict[str, Any] = {"type": "object", "maxProperties": 0}
@@ -85,8 +86,9 @@ CASES = [
     ("hermes", "a <tool_call> no JSON </tool_call> b", "a <tool_call> no JSON </tool_call> b", []),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
      '<tool_call>{"name": 5, "arguments": {}}</tool_call>', []),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>',
-     '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', "", [OTHER]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": 5}</tool_call>',
+     '<tool_call>{"name": "now", "arguments": 5}</tool_call>', []),
     ("hermes", "<tool_", "<tool_", []),
     ("hermes", f"<tool_call>{CALL} The tag is missing.", "The tag is missing.", [ONE]),
     ("hermes", f"<tool_call>{CALL}}}\n<tool_call>{CALL}</tool_call>", "", [ONE, ONE]),
@@ -95,7 +97,8 @@ CASES = [
     ("llama3_json", f'{{"name": "get_weather", "parameters": {W}}}', "", [ONE]),
     ("llama3_json", f'\n{{"name": "get_weather", "parameters": {W}}}; {{"name": "now", "parameters": {{}}}} ',
      "", [ONE, OTHER]),
-    ("llama3_json", 'Sure: {"name": "now", "parameters": {}}', 'Sure: {"name": "now", "parameters": {}}', []),
+    ("llama3_json", 'Sure: {"name": "now", "parameters": {}}', "Sure:", [OTHER]),
+    ("llama3_json", 'Sure: {"name": "f", "parameters": {}}', 'Sure: {"name": "f", "parameters": {}}', []),
     ("llama3_json", ' {"answer": 42} and text', ' {"answer": 42} and text', []),
     ("llama3_json", '{"answer": 4', '{"answer": 4', []),
     ("llama3_json", '{"name": "now", "parameters": {}} Done.', " Done.", [OTHER]),
@@ -106,11 +109,11 @@ CASES = [
     ("mistral", f'Look.[TOOL_CALLS][{CALL}, {{"name": "now", "arguments": {{}}}}]', "Look.", [ONE, OTHER]),
     ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{W}[TOOL_CALLS]now{{}}", "", [ONE, OTHER]),
     ("mistral", f"[TOOL_CALLS]get_weather{W[:-1]}", "", [("get_weather", W[:-1])]),
-    ("mistral", "[TOOL_CALLS] what", "[TOOL_CALLS] what", []),
-    ("mistral", "[TOOL_CALLS]now{}[TOOL_CALLS] what", "[TOOL_CALLS] what", [OTHER]),
-    ("mistral", "[TOOL_CALLS]I think [TOOL_CALLS]now{}", "[TOOL_CALLS]I think ", [OTHER]),
+    ("mistral", "[TOOL_CALLS] what", " what", []),
+    ("mistral", "[TOOL_CALLS]now{}[TOOL_CALLS] what", " what", [OTHER]),
+    ("mistral", "[TOOL_CALLS]I think [TOOL_CALLS]now{}", "I think", [OTHER]),
     ("mistral", f"[TOOL_CALLS][{CALL}, and so on", ", and so on", [ONE]),
-    ("mistral", '[TOOL_CALLS][{"name": 1}]', '[TOOL_CALLS][{"name": 1}]', []),
+    ("mistral", '[TOOL_CALLS][{"name": 1}]', '[{"name": 1}]', []),
     ("qwen3_coder", "Sure!\n\n<tool_call>\n<function=edit>\n<parameter=path>\n/a\n</parameter>\n<parameter=line>\n"  # noqa: E501
      "2\n</parameter>\n</function>\n</tool_call>", "Sure!", [("edit", '{"path": "/a", "line": 2}')]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n"  # noqa: E501
@@ -140,22 +143,25 @@ CASES = [
      + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"  # noqa: E501
      "<｜tool▁calls▁end｜>", "Look.", [ONE, OTHER]),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁calls▁end｜>",
-     "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁calls▁end｜>", []),
+     "functionnow\n```json\n{}\n```", []),
     ("deepseek_v31", f"A<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{W}<｜tool▁call▁end｜>"  # noqa: E501
      "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "A", [ONE, OTHER]),
-    ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>no JSON", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>no JSON", []),  # noqa: E501
+    ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>no JSON", "nowno JSON", []),
     ("kimi_k2", "I'll check. <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0 "
      f"<|tool_call_argument_begin|>{W} <|tool_call_end|><|tool_call_begin|>now:1<|tool_call_argument_begin|>{{}}"  # noqa: E501
      "<|tool_call_end|><|tool_calls_section_end|>", "I'll check.", [ONE, OTHER]),
-    ("kimi_k2", "<|tool_call_begin|>functions.now.0<|tool_call_argument_begin|>{}<|tool_call_end|>",
-     "<|tool_call_begin|>functions.now.0<|tool_call_argument_begin|>{}<|tool_call_end|>", []),
+    ("kimi_k2", "<|tool_call_begin|>functions.now.0<|tool_call_argument_begin|>{}<|tool_call_end|>", "",
+     [OTHER]),
+    ("kimi_k2", '<|tool_call_begin|>call_1<|tool_call_argument_begin|>{"city": 5}<|tool_call_end|> b',
+     'call_1{"city": 5} b', []),
     ("openai", f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{W}<|call|>", "", [ONE]),  # noqa: E501
     ("openai", "Hi<|channel|>commentary to=functions.now<|message|>{}", "Hi", [OTHER]),
     ("pythonic", "[get_weather(city='San Francisco', metric=\"c\"), now()]", "",
      [("get_weather", '{"city": "San Francisco", "metric": "c"}'), OTHER]),
     ("pythonic", " [edit(age=-37, a={'b': [1.5, None]}, c=true, d='it\\'s \\u00e9 ]), ')] Done", " Done",
      [("edit", '{"age": -37, "a": {"b": [1.5, null]}, "c": true, "d": "it\'s \\u00e9 ]), "}')]),
-    ("pythonic", "Hello [now()]", "Hello [now()]", []),
+    ("pythonic", "Hello [now()]", "Hello", [OTHER]),
+    ("pythonic", "Hello [f()]", "Hello [f()]", []),
     ("pythonic", "now()", "now()", []),
     ("pythonic", "[now(a=b'x')]", "[now(a=b'x')]", []),
     ("pythonic", "[now(1)]", "[now(1)]", []),
@@ -254,7 +260,7 @@ def test_hostile_output_gives_no_error_and_loses_and_doubles_no_text(
     assert has_in_order(text, content)
     said = [content, *(part for call in calls for part in call)]
     assert sum(part.count("THE END") for part in said) == 1
-    assert calls or content == text
+    assert calls or content == re.sub("|".join(map(re.escape, FORMATS[name].specials)) or "(?!)", "", text)
     msgspec.json.encode(calls)
 
 
@@ -308,7 +314,9 @@ def test_a_parser_reads_every_output_of_its_grammar(name: str, many: bool):
     alphabet = LLTokenizer("byte")
     rng = random.Random(name)
     numbers = set()
-    for _ in range(20):
+    for walk in range(100):
+        if walk >= 20 and (max(numbers) > 1 or not many or name == "openai"):
+            break
         matcher = LLMatcher(alphabet, LLMatcher.grammar_from_lark(grammar))
         assert not matcher.is_error(), matcher.get_error()
         said = bytearray()
@@ -387,6 +395,23 @@ def test_strict_calls_are_enforced_behind_any_text(name: str):
         assert not takes(before + wrong)
 
 
+UNREAD = {
+    "<function=example_function_name>{{ arguments }}</function>": "Functionary",
+    "{{ '>>>all\\n' + message.content }}": "Functionary",
+    "<|tool_call>call:{{ name }}<tool_call|>": "Gemma 4",
+    "<|tool_call|>{{ calls | tojson }}": "Granite 3 or Phi-4 mini",
+    "]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=": "MiniMax M3",
+    "<tool_calls><tool_call>{{ name }}<tool_sep><arg_key>": "Hunyuan",
+    "<tool_calls>[<tool_call>": "Hunyuan, Jamba, MiniMax M1 or Apriel",
+}
+
+
+@pytest.mark.parametrize("template", UNREAD)
+def test_a_format_without_a_parser_is_not_taken_for_another_one(template: str):
+    assert format_of(template) is None
+    assert unread_format_of(template) == UNREAD[template]
+
+
 def test_the_format_is_found_in_the_chat_template():
     assert format_of("… within <tool_call></tool_call> XML tags …") is FORMATS["hermes"]
     assert format_of('{"name": function name, "parameters": dictionary') is FORMATS["llama3_json"]
@@ -398,6 +423,10 @@ def test_the_format_is_found_in_the_chat_template():
         "glm47": "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>",
         "deepseek_v3": "'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + '\\n' + '```json'",
         "deepseek_v31": "'<｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'",
+        "deepseek_v32": "{% set dsml_token = '｜DSML｜' %}<{{ dsml_token }}function_calls>",
+        "deepseek_v4": "{% set dsml_token = '｜DSML｜' %}<{{ dsml_token }}tool_calls>",
+        "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=p>1</parameter></function>, no <tool_call>",
+        "minimax_m2": "'<minimax:tool_call>' <invoke name=\"tool-name-1\">",
         "kimi_k2": "<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>",
         "openai": "{{- '<|constrain|>json<|message|>' }}{{- '<|call|>' }}",
         "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",  # noqa: E501

@@ -12,8 +12,8 @@ from baton.router.api.bodies import ChatOptions
 from baton.router.api.messages import NamedTool
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
+from baton.router.tools.output import TextParser
 from baton.router.tools.parser import Part
-from baton.router.tools.reasoning import reasoning_parser
 from baton.rpc import worker_pb2 as pb
 
 Event = dict[str, Any]
@@ -100,7 +100,6 @@ class OutputParser:
 
     Attributes:
         reasons: reasoning is divided from the answer.
-        reasoning_tokens: texts that added to the reasoning.
     """
 
     def __init__(self, request: ActiveRequest) -> None:
@@ -110,50 +109,51 @@ class OutputParser:
         self._only_calls = body.must_call
         self._named = isinstance(body.tool_choice, NamedTool)
         tool_format = tokenizer.format_of_calls(forced=body.must_call) if body.offered_tools else None
-        self._tools = None if tool_format is None else tool_format(body.offered_tools)
         way = tokenizer.reasoning if body.separate_reasoning else None
         self.reasons = way is not None
-        self.reasoning_tokens = 0
-        beginning = request.prepared.beginning
-        self._reasoning = None if way is None else reasoning_parser(beginning, way)
+        # The grammar of a call that is forced begins behind the reasoning, and allows nothing else there.
+        self._text = TextParser(
+            request.prepared.beginning, way, tool_format, body.offered_tools,
+            calls_in_reasoning=not body.must_call,
+        )  # fmt: skip
         self._with_reasoning = body.include_reasoning
         self._withheld: list[str] | None = None if body.stream_reasoning else []  # reasoning so far
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Texts that added to the reasoning."""
+        return self._text.reasoning_tokens
+
+    @property
     def called(self) -> bool:
         """True if there was a tool call."""
-        return self._tools is not None and self._tools.num_calls > 0
+        return self._text.num_calls > 0
 
     @property
     def chose_to_call(self) -> bool:
         """True if there was a tool call, and not because `tool_choice` names the tool."""
         return self.called and not self._named
 
-    def push(self, text: str, *, last: bool) -> list[Part]:
-        """Takes the text of the next token. Returns the parts that are certain. `last`: none follows."""
-        parts: list[Part] = []
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.push(text)
-            self.reasoning_tokens += bool(reasoning)
-            if last:
-                held_reasoning, held_text = self._reasoning.finish()
-                reasoning, text = reasoning + held_reasoning, text + held_text
-            if self._withheld is not None:
-                self._withheld.append(reasoning)
-                reasoning = ""
-                if text or last:
-                    reasoning, self._withheld = "".join(self._withheld), None
-            if reasoning and self._with_reasoning:
-                parts.append(Part("reasoning", reasoning))
-        if self._tools is not None:
-            parts += self._kept([*self._tools.push(text), *(self._tools.finish() if last else ())])
-        elif text:
-            parts.append(Part("content", text))
-        return parts
+    def push(self, text: str, *, last: str | None) -> list[Part]:
+        """Takes the text of the next token. Returns the parts that are certain. `last`: why the output ends
+        with it. None: more follows."""
+        parts = self._text.push(text)
+        if last is not None:
+            parts += self._text.finish(ended=last == "stop")
+        return list(self._kept(parts, last=last is not None))
 
-    def _kept(self, parts: list[Part]) -> Iterator[Part]:
+    def _kept(self, parts: list[Part], *, last: bool) -> Iterator[Part]:
+        if self._withheld is not None:
+            self._withheld += (part.text for part in parts if part.kind == "reasoning")
+            parts = [part for part in parts if part.kind != "reasoning"]
+            if parts or last:
+                parts.insert(0, Part("reasoning", "".join(self._withheld)))
+                self._withheld = None
         for part in parts:
-            if part.kind == "content":
+            if part.kind == "reasoning":
+                if self._with_reasoning and part.text:
+                    yield part
+            elif part.kind == "content":
                 # The grammar allows only calls. Other text is the beginning of a call that was cut off.
                 if not self._only_calls and part.text:
                     yield part
@@ -203,7 +203,7 @@ class BlocksBuilder:
         self._last = delta
         if delta.first:
             yield from self._begin()
-        parts = self._parser.push(delta.text, last=delta.finish_reason is not None)
+        parts = self._parser.push(delta.text, last=delta.finish_reason)
         self._see(delta, parts)
         for part in parts:
             if self._open is None or (part.kind, part.call) != (self._open.head.kind, self._open.head.call):

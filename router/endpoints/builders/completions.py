@@ -301,7 +301,7 @@ class ChatBuilder(ChoicesBuilder):
         return usage
 
     def _said(self, index: int, delta: Delta) -> list[Part]:
-        return self._parsers[index].push(delta.text, last=delta.finish_reason is not None)
+        return self._parsers[index].push(delta.text, last=delta.finish_reason)
 
     def _rest(self, index: int, part: ChoicePart) -> dict[str, Any]:
         last = part.last

@@ -1,0 +1,237 @@
+"""Reads JSON that a model has written, and mends what other languages allow and JSON does not.
+
+`JsonText` reads one value, `Arguments` the value that is to be the arguments of a call.
+"""
+
+import json
+import re
+
+SPACE = " \t\r\n"
+_CLOSERS = {"{": "}", "[": "]"}
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_JSON_WORD = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+QUOTES = "'", '"'
+_BEGINNINGS = ("{", "[", "n", "N", "", *QUOTES)
+"""What arguments begin with. Nothing: they are missing."""
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class JsonText:
+    """Takes the characters of one value. Returns the same as JSON, as soon as later ones cannot change it.
+
+    It mends control characters in strings, escapes that JSON does not have, single quotes, the constants of
+    Python, words without quotes, commas before a closing bracket, and closing brackets that are missing.
+    Other errors stay.
+
+    Attributes:
+        done: the value is complete.
+        rest: the character that ended it, if it is not a part of it.
+        depth: open brackets.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self.rest = ""
+        self._closers: list[str] = []  # of the open brackets
+        self._quote = ""  # of the string that is read
+        self._escape = ""  # that is read, from its backslash on
+        self._word = ""  # outside of strings
+        self._comma = ""  # held back, with the space behind it
+        self._last = ""  # what the last value, key, bracket or colon began with
+        self._is_key = False  # the last string or word is a key of an object
+
+    @property
+    def depth(self) -> int:
+        return len(self._closers)
+
+    @property
+    def in_string(self) -> bool:
+        return bool(self._quote)
+
+    def take(self, character: str) -> str:
+        if self._quote:
+            return self._take_in_string(character)
+        if self._word and character not in '{}[]:,"\r\n':
+            self._word += character
+            return ""
+        word, self._word = _spelled(self._word), ""
+        if word and not self._closers:
+            self.done, self.rest = True, character
+            return word
+        return word + self._take_outside(character)
+
+    def finish(self) -> str:
+        """Returns what is held back, and what the value lacks: ends of strings and of brackets."""
+        text = '"' if self._quote else _spelled(self._word)
+        if self._last == ":":
+            text = "null"
+        elif self._is_key:
+            text += ": null"
+        text += "".join(reversed(self._closers))
+        self._closers.clear()
+        self._quote = self._word = self._escape = self._comma = ""
+        self.done = True
+        return text
+
+    def held(self) -> str:
+        """Returns what is held back, as the model has written it."""
+        return self._comma + self._word + self._escape
+
+    def _take_outside(self, character: str) -> str:
+        if character in SPACE:
+            if not self._comma:
+                return character
+            self._comma += character
+            return ""
+        if character == ",":
+            text, self._comma = self._comma, ","
+            return text[1:]
+        if character in "}]":
+            return self._close(character)
+        comma, self._comma = self._comma, ""
+        before, self._last = self._last, character
+        in_object = self._closers[-1:] == ["}"]
+        self._is_key = in_object and character not in ":{[" and (bool(comma) or before == "{")
+        if character in QUOTES:
+            self._quote, character = character, '"'
+        elif character in "{[":
+            self._closers.append(_CLOSERS[character])
+        elif character != ":":
+            self._word, character = character, ""
+        return comma + character
+
+    def _close(self, bracket: str) -> str:
+        """Closes all brackets up to the last one of this kind. If there is none, it is left out."""
+        space, self._comma = self._comma[1:], ""
+        if bracket not in self._closers:
+            return space
+        text = ""
+        while not text.endswith(bracket):
+            text += self._closers.pop()
+        self._last, self._is_key = bracket, False
+        self.done = not self._closers
+        return space + text
+
+    def _take_in_string(self, character: str) -> str:
+        if self._escape:
+            return self._take_in_escape(character)
+        if character == "\\":
+            self._escape = character
+            return ""
+        if character == self._quote:
+            self._quote = ""
+            self.done = not self._closers
+            return '"'
+        return _in_json(character)
+
+    def _take_in_escape(self, character: str) -> str:
+        escape = self._escape + character
+        self._escape = ""
+        if len(escape) == 2 and character in '"\\/bfnrt':
+            return escape
+        if len(escape) == 2 and character == "'":
+            return character
+        if character == "u" if len(escape) == 2 else character in _HEX:
+            self._escape = escape if len(escape) < 6 else ""
+            return "" if self._escape else escape
+        return "\\" + escape[:-1] + self._take_in_string(character)
+
+
+def _in_json(character: str) -> str:
+    """Returns the character as a part of a JSON string."""
+    if character in '"\\' or character < " ":
+        return json.dumps(character)[1:-1]
+    return f"\\u{ord(character):04x}" if "\ud800" <= character <= "\udfff" else character
+
+
+def _spelled(word: str) -> str:
+    kept = word.rstrip(SPACE)
+    if not kept:
+        return word
+    if not _JSON_WORD.fullmatch(kept):
+        kept = _WORDS.get(kept) or json.dumps(kept, ensure_ascii=False)
+    return kept + word[len(word.rstrip(SPACE)) :]
+
+
+def mended(text: str) -> str | None:
+    """Returns an object, a list or a string as JSON. None: the text is not a whole one."""
+    reader, found = JsonText(), ""
+    for character in text.strip(SPACE):
+        if reader.done:
+            return None
+        found += reader.take(character)
+    if reader.rest or not reader.done:
+        return None
+    try:
+        json.loads(found)
+    except (ValueError, RecursionError):
+        return None
+    return found
+
+
+class Arguments:
+    """Takes the characters of a call's arguments. Returns the JSON of an object.
+
+    The model may write an object, the same as a JSON string, or nothing that has a meaning: null, "", [].
+
+    Attributes:
+        done: they are complete.
+        broken: they are no object.
+        rest: as of `JsonText`.
+    """
+
+    def __init__(self) -> None:
+        self.done = self.broken = False
+        self._value = JsonText()
+        self._kind = ""  # the first character of the value
+        self._text: Arguments | None = None  # what is in the string, if the value is one
+        self._said = ""  # a value that is neither a string nor an object
+
+    @property
+    def rest(self) -> str:
+        return self._value.rest
+
+    @property
+    def in_string(self) -> bool:
+        return self._value.in_string
+
+    def take(self, character: str) -> str:
+        return self._take(self._value.take(character), character)
+
+    def finish(self) -> str:
+        """Returns the end of the object, as if the value ended here."""
+        return "" if self.done or self.broken else self._take(self._value.finish(), "")
+
+    def held(self) -> str:
+        return "" if self._text is not None else self._value.held()
+
+    def _take(self, text: str, character: str) -> str:
+        if not self._kind:
+            if character and character in SPACE:
+                return ""
+            self._kind = character
+            self._text = Arguments() if character in QUOTES else None
+            self.broken = character not in _BEGINNINGS
+        self.done = self._value.done
+        if self._kind == "{":
+            return text
+        if self._text is not None:
+            return self._take_text(self._text, text)
+        self._said += text
+        if not self.done:
+            return ""
+        self.broken = re.sub(r"\s", "", self._said) not in ("", "null", "[]")
+        return "" if self.broken else "{}"
+
+    def _take_text(self, inner: "Arguments", text: str) -> str:
+        """Takes a part of a JSON string, with its quotes."""
+        if not self._said:
+            self._said, text = '"', text[1:]
+        if self.done:
+            text = text[:-1]
+        decoded = json.loads(f'"{text}"') if "\\" in text else text
+        new = "".join(inner.take(character) for character in decoded if not inner.done)
+        if self.done:
+            new += inner.finish()
+        self.broken = inner.broken
+        return new

@@ -1,0 +1,76 @@
+"""Calls of Kimi K2, whose ids name their functions."""
+
+import json
+import re
+from collections.abc import Sequence
+
+from baton.router.api.messages import Tool
+from baton.router.tools.readers import NAME, NamedCallReader
+from baton.router.tools.schema import resolved
+
+_HEAD = re.compile(r"\s*(?P<id>[^<>{}\"]+?)\s*(<\|tool_call_argument_begin\|>\s*)?")
+_ID = re.compile(rf"(functions\.)?{NAME}:(?P<number>\d+)")
+_PREFIX, _SUFFIX = re.compile(r"^functions[._:/-]"), re.compile(r"[._:#-]?\d+$")
+
+
+class KimiReader(NamedCallReader):
+    """Reads functions.NAME:NUMBER, which is the id of the call, and its arguments.
+
+    Behind ids of another kind in its history the model writes such ids. Most still have the name of the tool.
+    If not, the tool is the only one that takes these arguments. Clients get an id of the model's own kind.
+    """
+
+    def __init__(self, opening: str, tools: Sequence[Tool], ends: Sequence[str]) -> None:
+        super().__init__(_HEAD, opening, tools, ends)
+        self._number: int | None = None  # of the call, as its id says
+        self._early = ""  # arguments before the name is known
+
+    def _name(self, found: re.Match[str]) -> None:
+        given = found["id"]
+        if known := _ID.fullmatch(given):
+            self.name, self.call_id = known["name"], given
+            return
+        if number := re.search(r"\d+$", given):
+            self._number = int(number[0])
+        short = _PREFIX.sub("", given)
+        names = given, short, _SUFFIX.sub("", given), _SUFFIX.sub("", short)
+        self._identify(next((name for name in names if self._offered(name)), None))
+
+    def _identify(self, name: str | None) -> None:
+        self.name = name
+        if name is not None and self._number is not None:
+            self.call_id = f"functions.{name}:{self._number}"
+
+    def _new(self, text: str) -> str:
+        self._early += text
+        if self.name is None and self._arguments is not None and self._arguments.done:
+            self._identify(self._only_fit(self._early))
+        if self.name is None:
+            return ""
+        text, self._early = self._early, ""
+        return super()._new(text)
+
+    def _without_arguments(self, head: str) -> str:
+        text = super()._without_arguments(head)
+        if not text and self.name is None and _HEAD.fullmatch(head):
+            self._identify(self._only_fit("{}"))
+            self.begun = self.name is not None
+        return "{}" if self.begun else ""
+
+    def _only_fit(self, arguments: str) -> str | None:
+        """Returns the only tool that takes these arguments."""
+        try:
+            given = json.loads(arguments)
+        except ValueError:
+            return None
+        fits = [tool.function.name for tool in self._tools if _takes(tool, given)]
+        return fits[0] if len(fits) == 1 else None
+
+
+def _takes(tool: Tool, given: dict[str, object]) -> bool:
+    schema = resolved(tool.function.parameters, tool.function.parameters)
+    schema = schema if isinstance(schema, dict) else {}
+    properties, required = schema.get("properties"), schema.get("required")
+    needed = required if isinstance(required, list) else []
+    known = properties if isinstance(properties, dict) else given
+    return all(key in given for key in needed) and all(key in known for key in given)

@@ -1,0 +1,77 @@
+"""Formats that put marks around each call."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from baton.router.api.messages import Tool
+from baton.router.tools.json_text import SPACE
+from baton.router.tools.marker import Marker
+from baton.router.tools.pairs import Pairs, PairsReader
+from baton.router.tools.parser import Part, ToolParser
+from baton.router.tools.readers import NamedCallReader, Reader
+
+
+class MarkedParser(ToolParser):
+    """Calls between an opening and a closing mark."""
+
+    opening: ClassVar[str]
+    bare: ClassVar[tuple[str, ...]] = ()
+    """What begins a call whose opening mark the model has left out."""
+    closing: ClassVar[str] = ""
+    """Empty: the reader of a call finds its end."""
+    around: ClassVar[tuple[str, ...]] = ()
+    """Marks around all calls. They are not content."""
+    before_closing: ClassVar[str] = "}"
+    """Characters that may stand between a call and its closing mark, with space."""
+    head: ClassVar[re.Pattern[str]]
+    """What is between the opening mark and the arguments, if these are an object."""
+    pairs: ClassVar[Pairs | None] = None
+    """If the arguments are keys and values."""
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        super().__init__(tools)
+        bare = () if self._strict else self.bare
+        marks = self.opening, *bare, *self.around
+        others = (each for each in self.specials if not any(each in mark for mark in marks))
+        self._open = Marker(*marks, *others)
+        self._close = Marker(self.closing or "\0")
+        self._closing = False  # a call has ended, and its closing mark may follow
+
+    def _reader(self, opening: str) -> Reader:
+        if self.pairs is not None:
+            return PairsReader(self.pairs, opening, self._tools)
+        ends = (each for each in (self.closing, self.opening, *self.around) if each)
+        return NamedCallReader(self.head, opening, self._tools, tuple(ends))
+
+    def _take_outside(self, character: str) -> Iterator[Part]:
+        if self._closing:
+            text, closed = self._close.take(character)
+            self._closing = not closed and not text.strip(SPACE + self.before_closing)
+            if closed or self._closing:
+                return
+            character, self._close.held = text + self._close.held, ""
+        text, after = self._open.split(character)
+        yield from self._content(text)
+        if after is None:
+            return
+        found = self._open.found
+        if found == self.opening:
+            self._call = self._reader(found)
+        elif found in self.bare:
+            self._call = self._reader("")
+            for each in found:
+                self._call.take(each)
+        elif found not in self.specials and not self.num_calls:
+            self._space.append(found)
+
+    def _end_call(self, call: Reader) -> None:
+        self._space.clear()
+        self._closing = bool(self.closing)
+
+    def _give_up(self, raw: str) -> Iterator[Part]:
+        return self._content(raw)
+
+    def _end(self) -> Iterator[Part]:
+        yield from self._content(self._open.held)
+        yield from super()._end()

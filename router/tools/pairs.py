@@ -1,0 +1,243 @@
+"""Reads calls whose arguments are keys and values between tags."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.router.api.messages import Tool
+from baton.router.tools.json_text import SPACE, mended
+from baton.router.tools.marker import Marker
+from baton.router.tools.readers import MAX_HEAD, Reader
+from baton.router.tools.schema import JSON_TYPES, Schema, Types, as_json, resolved, types_of
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """How a format writes the name of a function, and its arguments as keys and values."""
+
+    head: re.Pattern[str]
+    """Between the opening mark and the first pair. Its group is the name of the function."""
+    before_key: str
+    after_key: re.Pattern[str]
+    """A key and what stands between it and its value. Its group is the key. A group `string` says whether the
+    value is a string ("true") or JSON ("false")."""
+    value_end: str
+    end: str
+    """Behind the last pair."""
+    begins: tuple[str, ...]
+    """What begins another call. Inside of a head only the first one does."""
+    closing: str = ""
+    """Behind `end`."""
+    skips_newlines: bool = False
+    """A value is on lines of its own."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """What ends a call."""
+        return tuple(filter(None, (self.end, self.closing)))
+
+
+class PairsReader(Reader):
+    """Reads a function's name, and its arguments as keys and values between tags.
+
+    The text of a value is what the tool's schema says: a string, which is returned as it arrives, or JSON.
+
+    Models forget tags. The end of a call also ends an open value, if another call or the end of the text
+    follows. So does a key that the tool has and the call has not had. All other tags are a part of the value.
+    """
+
+    def __init__(self, form: Pairs, opening: str, tools: Sequence[Tool]) -> None:
+        super().__init__(opening, tools)
+        self._form = form
+        self._state: Callable[[str], str] = self._take_head
+        self._held = ""  # text that is neither returned nor a part of a value
+        self._spaces: list[str] = []  # before it, behind an end inside of a value
+        self._value: list[str] = []
+        self._types: Types = frozenset()
+        self._is_json = False  # the model says so
+        self._fresh = False  # a new line may precede the value
+        self._keys: list[str] = []  # so far
+        tags = form.value_end, *form.ends, form.before_key
+        self._tags = Marker(*(f"\n{tag}" for tag in tags if form.skips_newlines), *tags)
+
+    def take(self, character: str) -> str:
+        return self._state(character)
+
+    def finish(self, *, ended: bool) -> str:
+        if self._state == self._take_head:
+            return self._named(self._held, self._form.ends[-1]) if ended else ""
+        if ended:
+            return self._last_value() + "}"
+        if self._state == self._take_key:
+            return self._separator() + json.dumps(self._held, ensure_ascii=False)[:-1]
+        if self._state != self._take_value:
+            return ""
+        if self._types == {"string"}:
+            return _escaped(self._tags.held)
+        return as_json("".join(self._value) + self._tags.held, self._types)
+
+    def _last_value(self) -> str:
+        """Returns the end of a value that has none, at the end of the text."""
+        if self._state == self._take_value:
+            text = self._tags.held
+            return self._end_value("" if text == "\n" or text.strip("\n").startswith("</") else text)
+        if self._state == self._take_after_end:
+            return self._end_value("")
+        if self._state == self._take_next_key:
+            return self._end_value(self._tags.found + self._held)
+        return ""
+
+    def _take_head(self, character: str) -> str:
+        self._raw.append(character)
+        self._held += character
+        for tag in (self._form.before_key, *self._form.ends):
+            if self._held.endswith(tag):
+                text = self._named(self._held.removesuffix(tag), tag)
+                return text if self.begun else self._break(character)
+        if self._held.endswith(self._form.begins[0]):
+            return self._break(self._form.begins[0])
+        return self._break(character) if len(self._held) > MAX_HEAD else ""
+
+    def _named(self, head: str, tag: str) -> str:
+        """Takes what precedes the arguments, and the tag behind it."""
+        found = self._form.head.fullmatch(head)
+        # Without a tag of its own, a name may be any word.
+        if found is None or (tag == self._form.ends[-1] and not self._offered(found["name"])):
+            return ""
+        self.name, self.begun = found["name"], True
+        return "{" + self._after_tag(tag)
+
+    def _after_tag(self, tag: str) -> str:
+        self._held = ""
+        if tag == self._form.before_key:
+            self._state = self._take_key
+            return ""
+        self.done = tag == self._form.end
+        if not self.done:
+            self._break(tag)
+        return "}"
+
+    def _take_key(self, character: str) -> str:
+        self._held += character
+        if character == ">" and (found := self._form.after_key.fullmatch(self._held)):
+            return self._begin_value(found)
+        if len(self._held) > MAX_HEAD:
+            self._break(self._form.before_key + self._held)
+            return "}"
+        return ""
+
+    def _begin_value(self, found: re.Match[str]) -> str:
+        key, self._held = found["key"].strip(SPACE), ""
+        string = found.groupdict().get("string")
+        self._types, self._is_json = self._types_of(key, string), string == "false"
+        self._value.clear()
+        self._state, self._fresh = self._take_value, self._form.skips_newlines
+        begin = '"' if self._types == {"string"} else ""
+        text = f"{self._separator()}{json.dumps(key, ensure_ascii=False)}: {begin}"
+        self._keys.append(key)
+        return text
+
+    def _separator(self) -> str:
+        return ", " if self._keys else ""
+
+    def _parameters(self) -> Schema:
+        return next((t.function.parameters for t in self._tools if t.function.name == self.name), None)
+
+    def _properties(self) -> Schema:
+        parameters = self._parameters()
+        schema = resolved(parameters, parameters)
+        return schema.get("properties") if isinstance(schema, dict) else None
+
+    def _types_of(self, key: str, string: str | None) -> Types:
+        if string is not None:
+            return frozenset({"string"}) if string == "true" else JSON_TYPES
+        properties = self._properties()
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        return types_of(schema, self._parameters(), {})
+
+    def _take_value(self, character: str) -> str:
+        text, found = self._tags.take(character)
+        text = self._of_value(text)
+        if not found:
+            return text
+        tag = self._tags.found.strip("\n")
+        if tag == self._form.value_end:
+            self._state, self._held = self._take_between, ""
+            return text + self._end_value("")
+        self._held, self._spaces = "", []
+        self._state = self._take_next_key if tag == self._form.before_key else self._take_after_end
+        return text
+
+    def _of_value(self, text: str) -> str:
+        if self._fresh and text:
+            self._fresh, text = False, text.removeprefix("\n")
+        if self._types == {"string"}:
+            return _escaped(text)
+        self._value.append(text)
+        return ""
+
+    def _end_value(self, text: str) -> str:
+        """`text`: the last part of the value."""
+        text = self._of_value(text)
+        return text + '"' if self._types == {"string"} else self._json("".join(self._value))
+
+    def _json(self, text: str) -> str:
+        better = mended(text)
+        if self._is_json and better is not None:
+            return better
+        value = as_json(text, self._types)
+        if value.startswith('"') and better is not None and better[0] in "{[":
+            better = as_json(better, self._types)
+            return value if better.startswith('"') else better
+        return value
+
+    def _take_after_end(self, character: str) -> str:
+        """Behind a tag that ends the call, inside of a value."""
+        if character in SPACE and not self._held:
+            self._spaces.append(character)
+            return ""
+        self._held += character
+        form, follow = self._form, self._form.begins
+        if form.closing and self._tags.found.strip("\n") == form.end:
+            follow = form.closing, *follow
+        if self._held in follow:
+            text = self._end_value("") + "}"
+            self._break(self._held)
+            return text
+        return "" if any(tag.startswith(self._held) for tag in follow) else self._go_on()
+
+    def _take_next_key(self, character: str) -> str:
+        """Behind the tag before a key, inside of a value."""
+        self._held += character
+        properties, text = self._properties(), self._held
+        known = properties if isinstance(properties, dict) else ()
+        keys = [key for key in known if key not in self._keys]
+        found = self._form.after_key.fullmatch(text) if character == ">" else None
+        if found is not None and found["key"] in keys:
+            return self._end_value("") + self._begin_value(found)
+        may_be = any(key.startswith(text) or text.startswith(key) for key in keys)
+        return "" if found is None and may_be and len(text) <= MAX_HEAD else self._go_on()
+
+    def _go_on(self) -> str:
+        """Takes a tag and the text behind it as a part of the value."""
+        behind = "".join(self._spaces) + self._held
+        self._state = self._take_value
+        return self._of_value(self._tags.found) + "".join(map(self.take, behind))
+
+    def _take_between(self, character: str) -> str:
+        self._held = (self._held + character).lstrip(SPACE)
+        form = self._form
+        for tag in (form.before_key, *form.ends):
+            if self._held == tag:
+                return self._after_tag(tag)
+        tags = form.before_key, *form.ends, *form.begins
+        if self._held in form.begins or not any(tag.startswith(self._held) for tag in tags):
+            self._break(self._held)
+            return "}"
+        return ""
+
+
+def _escaped(text: str) -> str:
+    """Returns the text as a part of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
