@@ -5,6 +5,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from baton.cluster.model import EMBEDDED_NAME, ResolvedModel
 from baton.cluster.options.engine import EngineOptions
+from baton.machine.system import python_path
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 1, "enable_expert_parallel": False}
 """The options that divide a model, and their values for a worker of one rank."""
@@ -44,7 +46,9 @@ def faults(found: ResolvedModel, engine: EngineOptions, tokenizer: str | None = 
     asked = {name: getattr(engine, name) for name in names}
     arguments = json.dumps([found.location, asked, tokenizer])
     command = [sys.executable, "-m", "baton.cluster.check_model", arguments]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | python_path()
+    )
     if child.returncode != 0:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         return [Fault("weights", f"{found.location} could not be checked: {last}")]

@@ -9,11 +9,13 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from baton.cluster.options import clients, engine, pools, roles
+from baton.cluster.options.command import Command
 from baton.cluster.options.parameters import takes_options
 from baton.cluster.supervision.plan import Plan
+from baton.machine.system import raise_descriptor_limit
 
 app = typer.Typer(
     name="baton",
@@ -43,27 +45,10 @@ def baton(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    raise_descriptor_limit()
 
 
 CLUSTER, ROLES, CLIENTS = "A whole cluster", "One role alone", "Talk to a cluster"
-
-
-class _Command(TyperCommand):
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            error.message = _with_value(error)
-            raise
-
-
-def _with_value(error: typer.BadParameter) -> str:
-    """The message, with the value that was given. typer's messages about numbers leave it out."""
-    text = error.message.removeprefix("Value error, ")
-    found = getattr(error.__cause__, "errors", None)
-    value = str(found()[0]["input"]) if found is not None else ""
-    return text if value in text else f"{text.partition(', unable to parse')[0]}, not {value!r}"
 
 
 def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -71,8 +56,8 @@ def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callab
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         run = takes_options(function, refuse=panel != CLIENTS)
-        epilog = "[dim]Examples[/dim]\n\n" + "\n\n".join(f"[cyan]{line}[/cyan]" for line in examples)
-        registered = app.command(function.__name__, cls=_Command, rich_help_panel=panel, epilog=epilog)
+        epilog = "\n".join(examples)
+        registered = app.command(function.__name__, cls=Command, rich_help_panel=panel, epilog=epilog)
         registered(run)
         return function
 
@@ -191,11 +176,17 @@ def picker(picker: roles.PickerRole) -> int:
 
 
 @command(CLIENTS, "baton status", "baton status --json --url http://10.0.0.5:8000")
-def status(endpoint: clients.EndpointOptions, output: clients.StatusOptions) -> int:
-    """Show the workers of a cluster: pool, state, load, KV use."""
+def status(
+    endpoint: clients.EndpointOptions, output: clients.JsonOptions, options: clients.StatusOptions
+) -> int:
+    """Show the workers of a cluster: pool, state, load, KV use.
+
+    Below the table: how requests went through the workers, what is wrong, and the remedy. The exit code is 1
+    while a pool has no ready worker.
+    """
     from baton.cluster.tools.status import run
 
-    return run(endpoint, output)
+    return run(endpoint, output, options)
 
 
 @command(
@@ -221,8 +212,7 @@ def flip(flip: clients.FlipOptions, endpoint: clients.EndpointOptions, secret: r
 def top(endpoint: clients.EndpointOptions, top: clients.TopOptions) -> int:
     """Watch a cluster: load, KV use, latencies, transfers, restarts. Press Ctrl-C to leave.
 
-    Rates and latencies cover the time between two samples. A dash means that the value is unknown, for
-    example because the metrics port of the worker cannot be reached from here.
+    Rates and latencies cover the time between two samples. A dash means that there was nothing to measure.
     """
     from baton.cluster.tools.top import run
 
@@ -235,7 +225,7 @@ def top(endpoint: clients.EndpointOptions, top: clients.TopOptions) -> int:
     "baton doctor --cluster --url http://10.0.0.5:8000",
 )
 def doctor(
-    doctor: clients.DoctorOptions, endpoint: clients.EndpointOptions, output: clients.StatusOptions
+    doctor: clients.DoctorOptions, endpoint: clients.EndpointOptions, output: clients.JsonOptions
 ) -> int:
     """Find problems and their remedies, on this machine or in a running cluster.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -125,6 +126,9 @@ def run_router(given: RouterRole) -> int:
         from baton import router
         from baton.rpc.auth import load_secret
 
+        if given.front.api_key_file is not None:
+            # Until the router handles the signal, which then reads the file again in any case.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         members = given.membership
         if members.kubernetes_service and (members.worker or members.workers_file is not None):
             raise ValueError("--kubernetes-service: finds all workers; leave out --worker and --workers-file")
@@ -164,7 +168,7 @@ def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: 
         tls=given.front.tls(),
         cluster_tls=given.secret.tls(),
         api_keys=given.front.keys(),
-        read_api_keys=None if given.front.api_key_file is None else given.front.keys,
+        read_api_keys=given.front.keys,
         keep_alive=given.front.timeout_keep_alive,
         overflow=not given.front.no_overflow,
         prefix_fetches=not given.front.no_prefix_fetches,

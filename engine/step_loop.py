@@ -19,7 +19,7 @@ from baton.engine.core.pace import Pace
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.step_builder import Schedule, build_adjustments, build_step, is_plain
 from baton.engine.execution.events import Landings
-from baton.engine.execution.runner import Launched, ModelRunner
+from baton.engine.execution.runner import Launched, ModelRunner, StepGivenUp
 from baton.engine.execution.sampler import TopLogprobs
 from baton.engine.grammar import CompiledGrammar, Grammars
 from baton.engine.model_config import ModelConfig
@@ -94,7 +94,7 @@ class StepLoop:
         return self._flights[0][1].over
 
     def _launch(self, result: StepResult) -> bool:
-        """False: there was nothing to compute."""
+        """False: there was nothing to compute, or the step was given up."""
         started = time.monotonic()
         plan = self._scheduler.schedule(self._prompt_limit(started))
         result.preempted += [live.id for live in plan.preempted if live.hand_back]
@@ -131,10 +131,18 @@ class StepLoop:
                 # A draft head computes its layer when the step is sampled. A prompt may have ended by then.
                 moved = {live.id: plan.prompts[live] for live in handed if live.phase is not Phase.GONE}
                 called = time.monotonic()
-                self._hooks.layer_done(layer, moved)
+                is_useless = self._hooks.layer_done(layer, moved)
                 plan.waited += (time.monotonic() - called) * step.awaits_kv
+                # Other ranks would wait for this one in their next sum.
+                if is_useless and len(moved) == len(plan.chunks) and self._runner.followers is None:
+                    raise StepGivenUp
 
-        launched = self._runner.run(step, layer_done)
+        try:
+            launched = self._runner.run(step, layer_done)
+        except StepGivenUp:
+            self._hooks.computing(frozenset().union(*(earlier.ids for earlier, _ in self._flights)))
+            result.prompts.update(_by_id(plan))
+            return False
         self._scheduler.launched(plan)
         self._flights.append((plan, launched))
         if not plan.waits:
@@ -185,7 +193,7 @@ class StepLoop:
         tokens = launched.wait()
         self._hooks.tick()
         seconds = result.seconds = launched.seconds
-        result.prompts = {live.id: positions for live, positions in plan.prompts.items()}
+        result.prompts.update(_by_id(plan))
         result.decodes = plan.decodes
         landed_at = time.monotonic()
         self._pace.landed(seconds, landed_at)
@@ -282,6 +290,10 @@ class StepLoop:
         if not self._may_launch or not self._scheduler.has_next:
             return math.inf
         return max(0.0, self._pace.due - time.monotonic())
+
+
+def _by_id(plan: Schedule) -> dict[bytes, range]:
+    return {live.id: positions for live, positions in plan.prompts.items()}
 
 
 def _of_prompts(scored: Sequence[tuple[LiveRequest, range]], of_step: ScoredLogprobs) -> list[PromptLogprobs]:

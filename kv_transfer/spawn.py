@@ -13,6 +13,7 @@ import msgspec
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.heartbeat import Heartbeat
+from baton.machine.system import python_path
 
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 MAX_MESSAGE = 1 << 16  # bytes
@@ -116,6 +117,7 @@ def spawn(module: str, lines: bytes, *, pass_fds: Sequence[int]) -> subprocess.P
     (`machine.system.die_with_parent`): call it from one that lives as long as this process.
     """
     environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
+    environment |= python_path()
     child = subprocess.Popen(
         [sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=pass_fds, env=environment
     )

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from baton.kv_transfer.protocol.frame import Header
+
 _FLUSH_EVERY = 256
 
 log = logging.getLogger("baton.kv")
@@ -42,6 +44,11 @@ class TraceWriter:
         """From `start` to `end`, both time.monotonic()."""
         if self.enabled:
             self._add({"ph": "X", "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args})
+
+    def frame(self, name: str, header: Header, start: float, end: float) -> None:
+        """A frame, or a slice that a peer reads, on its way."""
+        if self.enabled:
+            self.span(name, start, end, layer=header.piece.layer, seq=header.seq)
 
     def instant(self, name: str, **args: Any) -> None:
         if self.enabled:
@@ -84,3 +91,7 @@ class TraceWriter:
                     log.warning("%s: %s; events are lost", self._file.name, error.strerror)
                 self._failed = True
         self._lines.clear()
+
+
+NO_TRACE = TraceWriter(None, "no process")
+"""Writes nothing."""

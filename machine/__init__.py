@@ -2,8 +2,9 @@
 
 A container sees the CPUs and the memory of the whole machine. Its cgroup says what it may use.
 
-`system` has ports, directories and child processes, `logs` the lines that every process logs, `tracing` the
-spans of requests. The package imports no other package of Baton, and no torch.
+`system` has ports, directories and child processes, `connections` the bound of those to a port, `logs` the
+lines that every process logs, `tracing` the spans of requests. The package imports no other package of Baton,
+and no torch.
 """
 
 import math
@@ -60,14 +61,40 @@ def usable_cpus(root: Path = _ROOT) -> int:
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that a process could allocate: what the machine has available, at most what its cgroup has left.
     `root` has /proc and /sys."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    free = _meminfo(root, "MemAvailable")
     for group in _cgroups(root, "memory"):
         limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
         used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes") or ["0"]
         if limit and limit[0] != "max":
             free = min(free, int(limit[0]) - int(used[0]) + _page_cache(group))
     return max(0, free)
+
+
+def memory_limit(root: Path = _ROOT) -> int:
+    """Bytes that this process and the others of its cgroup may have in all: those of the machine, at most the
+    limit of the cgroup. `root` has /proc and /sys."""
+    most = _meminfo(root, "MemTotal")
+    for group in _cgroups(root, "memory"):
+        limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
+        if limit and limit[0] != "max":
+            most = min(most, int(limit[0]))
+    return most
+
+
+def oom_kills(root: Path = _ROOT) -> int:
+    """How many processes of this cgroup the kernel has killed for want of memory. 0: no cgroup tells. `root`
+    has /proc and /sys."""
+    kills = [0]
+    for group in _cgroups(root, "memory"):
+        words = _words(group / "memory.events") or _words(group / "memory.oom_control")
+        pairs = zip(words[::2], words[1::2], strict=False)
+        kills += [int(number) for name, number in pairs if name == "oom_kill"]
+    return max(kills)
+
+
+def _meminfo(root: Path, name: str) -> int:
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def _page_cache(group: Path) -> int:

@@ -7,11 +7,15 @@ import errno
 import json
 import os
 import random
+import resource
 import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+PACKAGES = str(Path(__file__).parents[2])
+"""The directory that has the package `baton` of this process."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _REASONS = {
@@ -19,6 +23,30 @@ _REASONS = {
     errno.EADDRNOTAVAIL: "no network interface of this machine has that address",
     errno.EACCES: "this user may not listen there; ports below 1024 need a privilege",
 }
+
+
+_DESCRIPTORS = 65_536
+"""As many as the systemd units allow. Some programs do something for each descriptor that they may have."""
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process and its children open as many files as its hard limit allows, at most `_DESCRIPTORS`.
+
+    Most systems let a process have 1,024 at first, which clients and peers would fill."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def python_path() -> dict[str, str]:
+    """Variables for each child that runs Python, and for its own children.
+
+    It imports the packages of this process first, then what PYTHONPATH names. A file in the working
+    directory, such as json.py, hides no module.
+    """
+    entries = [PACKAGES, os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, entries)), "PYTHONSAFEPATH": "1"}
 
 
 def family(host: str) -> socket.AddressFamily:

@@ -77,7 +77,8 @@ class SenderSink:
             prefill.awaited = False
             self._attempts.prefill_started(prefill)
 
-    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
+    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> bool:
+        """As in `Hooks`: True if the KV that all these prompts await will not come."""
         self.layers_ready += 1
         # Not before: another rank may still be computing cached positions until it comes to this step.
         for request_id, num_cached in self._cached:
@@ -88,17 +89,20 @@ class SenderSink:
                 self.sender.ready(opened_id, layer, chunk.start, chunk.stop)
         if layer == 0:
             self.waits.step_begins()
+        is_useless = True
         for prefill_id, chunk in chunks.items():
             part = self._prefills[prefill_id].part
             # A decode worker gets all positions from the final part, which has those before the chunk now.
             if part is not None and self.waits.wait(part, layer, chunk.start) and part.is_final:
                 start = part.gaps.get(chunk.start, chunk.start)
                 self.sender.ready(prefill_id, layer, start, chunk.stop)
+            is_useless &= part is not None and bool(part.failed)
         if self._trace.enabled:
             for prefill_id, chunk in chunks.items():
                 self._trace.instant(
                     "layer", prefill=prefill_id.hex(), layer=layer, start=chunk.start, stop=chunk.stop
                 )
+        return is_useless
 
 
 class PrefillRole(Role):

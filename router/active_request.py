@@ -211,6 +211,7 @@ class ActiveRequest:
 
     def _deltas(self, items: list[tuple[int, Token | ApiError]]) -> list[tuple[int, Delta]]:
         deltas: list[tuple[int, Delta]] = []
+        metrics = self.services.metrics
         for index, item in items:
             if isinstance(item, ApiError):
                 self._error, self._failure = item, item.message
@@ -218,7 +219,11 @@ class ActiveRequest:
             choice = self.choices[index]
             if choice.finish_reason:
                 continue  # a token after a stop string
+            before = choice.num_tokens
             delta = choice.push(item)
+            metrics.generation_tokens.count += choice.num_tokens - before
+            if delta.first and index % self.body.n == 0:  # the choices of a prompt share it
+                metrics.prompt_tokens.inc(len(self._jobs[index].prompt_ids))
             if delta.finish_reason:
                 self._unfinished -= 1
                 self._generations[index].cancel()
@@ -299,11 +304,8 @@ class ActiveRequest:
             reason = choice.finish_reason or ("abort" if cut else "error")
             metrics.finished[reason].inc()
             metrics.e2e.observe(seconds)
-            metrics.generation_tokens.inc(choice.num_tokens)
             log.debug(
                 "request %s: %s after %d + %d tokens in %.3f s",
                 self.name, reason, len(job.prompt_ids), choice.num_tokens, seconds,
                 extra=of_request(self.name),
             )  # fmt: skip
-        if self.finished:
-            metrics.prompt_tokens.inc(sum(map(len, self.prompts)))

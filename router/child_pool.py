@@ -24,7 +24,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.machine.system import process_end
+from baton.machine.system import process_end, python_path
 from baton.router.admission.fairness import FairQueue
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ class ForkServer:
     async def _run(self, its_end: socket.socket) -> None:
         # A process that reads texts of clients must not have the router's secrets.
         env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        env |= python_path()
         number = its_end.fileno()
         while True:
             process = None

@@ -49,8 +49,10 @@ class RouterConfig:
     allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """If there are any, clients must send one of them."""
-    read_api_keys: Callable[[], tuple[ApiKey, ...]] | None = field(default=None, repr=False)
-    """Reads `api_keys` again, at SIGHUP. None: they are in no file."""
+    api_key_file: str | None = None
+    """The file that has some of them. It may change."""
+    read_api_keys: Callable[[], tuple[ApiKey, ...]] = field(default=tuple, repr=False)
+    """Reads `api_keys` again."""
     workers: tuple[str, ...] = ()
     """gRPC addresses of workers that are always there."""
     workers_file: str | None = None
@@ -81,6 +83,9 @@ class RouterConfig:
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     """Port of `/metrics` and `/status` for all processes. None: one process serves them on `port`."""
+    admin_socket: str | None = None
+    """Path of a Unix socket for whatever started the router, which clients cannot reach. It has the pages of
+    the admin port, or those of `port` if there is none."""
     process_number: int | None = None
     """Number of this process among those of a supervisor. None: there is no supervisor."""
     control_fd: int | None = None

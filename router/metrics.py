@@ -17,7 +17,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -69,6 +69,19 @@ class TokenHistogram(Collector):
         yield found
 
 
+class TokenCounter(Collector):
+    """A counter that is added to with each token, for the same reason."""
+
+    def __init__(self, name: str, text: str, labels: dict[str, str]) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self.count = 0
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        found = CounterMetricFamily(self._name, self._text, labels=list(self._labels))
+        found.add_metric(list(self._labels.values()), self.count)
+        yield found
+
+
 class Metrics:
     """Of one router. All series have the labels `model_name` and `role`.
 
@@ -93,8 +106,11 @@ class Metrics:
         self.e2e = self._histogram(
             "vllm:e2e_request_latency_seconds", "From the request to its end.", _LATENCY
         )
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
-        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens sent to clients.")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts that have a first token.")
+        self.generation_tokens = TokenCounter(
+            "vllm:generation_tokens", "Tokens sent to clients.", self._labels
+        )
+        self.registry.register(self.generation_tokens)
         self.finished = self._counters(
             "vllm:request_success", "Requests by how they ended.", "finished_reason", FINISH_REASONS
         )
@@ -175,6 +191,14 @@ class Metrics:
         """Counts a request that was answered with an error."""
         self._errors[error_code(type(error))].inc()
 
+    def paths(self) -> dict[str, Any]:
+        """How the requests so far went through the workers, for the status of the router."""
+        return {
+            "handovers": _count(self.handover_gap),
+            "split_prompts": _count(self.split_prompts),
+            "overflow": {reason: _count(counter) for reason, counter in self.overflow.items()},
+        }
+
     def exposition(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
@@ -196,3 +220,10 @@ class Metrics:
     def _counters(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
         family = self._family(Counter, name, text, label)
         return {value: family.labels(**self._labels, **{label: value}) for value in values}
+
+
+def _count(metric: Counter | Histogram) -> int:
+    """The value of a counter, or how often a histogram was observed."""
+    [family] = metric.collect()
+    [value] = (sample.value for sample in family.samples if sample.name.endswith(("_total", "_count")))
+    return int(value)

@@ -3,7 +3,7 @@
 1. Loads the tokenizer, listens, and connects to the workers.
 2. SIGTERM drains: the router takes no new request, and running requests finish within `drain_timeout`.
    SIGINT or a second signal ends running requests at once.
-3. SIGHUP reads the file of API keys again.
+3. The file of API keys is read again when it changes, and at SIGHUP.
 4. The connections to workers close, which cancels what the workers still compute.
 """
 
@@ -21,21 +21,22 @@ from functools import partial
 
 import setproctitle
 import uvloop
-from aiohttp import web
 
+from baton.machine.connections import Connections, affordable_connections
 from baton.machine.system import report, url_host, waited_for_cpu
 from baton.machine.tracing import Tracer
 from baton.router.active_request import ActiveRequests, Services
-from baton.router.admission.keys import ApiKey
+from baton.router.admission.keys import ApiKey, follow_keys, from_json
 from baton.router.admission.queue import Admission
 from baton.router.api.jobs import SamplingDefaults, sampling_defaults, shown
 from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.grpc_server import GrpcEndpoint
-from baton.router.endpoints.http_server import HttpEndpoints, HttpRunner
+from baton.router.endpoints.http_connections import HttpRunner
+from baton.router.endpoints.http_server import HttpEndpoints
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
-from baton.router.processes.sockets import BACKLOG, listen, serve_commands
+from baton.router.processes.sockets import EXTRA, Listener, listen, serve_commands
 from baton.router.status import router_state, router_status
 from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -154,7 +155,7 @@ async def running(
     grpc_endpoint = GrpcEndpoint(services, frontend)
     runner = HttpRunner(
         http.app,
-        services.metrics,
+        services.metrics.failed,
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=0.5,
@@ -169,8 +170,10 @@ async def running(
         context = None if config.tls is None else config.tls.server_context()
         listening = listen("--port", config.host, config.port, share=config.supervised)
         port = listening.getsockname()[1]
-        site = web.SockSite(runner, listening, ssl_context=context, backlog=BACKLOG)
-        await site.start()
+        most = affordable_connections(config.processes)
+        listener = Listener(listening, runner.connect, Connections("--port", most, EXTRA), context)
+        if not config.supervised:
+            await runner.listen_at(config.admin_socket)
 
         grpc_address = None
         if config.grpc_port is not None:
@@ -179,7 +182,7 @@ async def running(
         async def stop_listening() -> None:
             if not frontend.draining:
                 frontend.draining = True
-                await site.stop()
+                listener.close()
                 await grpc_endpoint.drain()
 
         scheme = "http" if config.tls is None else "https"
@@ -207,19 +210,25 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Sampl
         given = (lambda: None) if config.supervised else partial(signals.put_nowait, number)
         loop.add_signal_handler(number, given)
     reloading = asyncio.Event()
-    if config.read_api_keys is not None:
+    if config.api_key_file is not None:
         loop.add_signal_handler(signal.SIGHUP, (lambda: None) if config.supervised else reloading.set)
     async with running(config, tokenizer, defaults) as router:
         log.info("listening on %s, gRPC: %s", router.url, router.grpc_address or "off")
         ready = {"url": router.url, "grpc_address": router.grpc_address, "pid": os.getpid()}
+        ready["admin_socket"] = config.admin_socket
         report(config.ready_fd, {"ready": ready}, last=True)
         router.frontend.start()
         stopped = asyncio.create_task(signals.get())
         others = {router.following}
-        if config.read_api_keys is not None:
-            others.add(asyncio.create_task(_reload_keys(config.read_api_keys, reloading, router.frontend)))
+        if config.api_key_file is not None and not config.supervised:
+
+            async def use(keys: tuple[ApiKey, ...]) -> None:
+                router.frontend.use_keys(keys)
+
+            following = follow_keys(config.read_api_keys, config.api_key_file, use, reloading)
+            others.add(asyncio.create_task(following))
         if config.control_fd is not None:
-            answer = partial(_answer, router=router, signals=signals, reloading=reloading)
+            answer = partial(_answer, router=router, signals=signals)
             others.add(asyncio.create_task(serve_commands(config.control_fd, answer)))
         await asyncio.wait({stopped, *others}, return_when=asyncio.FIRST_COMPLETED)
         for other in others:
@@ -233,25 +242,7 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Sampl
     return 0
 
 
-async def _reload_keys(
-    read: Callable[[], tuple[ApiKey, ...]], reloading: asyncio.Event, frontend: Frontend
-) -> None:
-    """Reads the API keys again whenever `reloading` is set. A file with a mistake changes nothing."""
-    while True:
-        await reloading.wait()
-        reloading.clear()
-        try:
-            keys = await asyncio.to_thread(read)
-        except ValueError as error:
-            log.error("SIGHUP: the API keys stay as they are: %s", error)
-        else:
-            frontend.use_keys(keys)
-            log.info("SIGHUP: %d API keys", len(keys))
-
-
-async def _answer(
-    command: str, router: RunningRouter, signals: asyncio.Queue[int], reloading: asyncio.Event
-) -> bytes:
+async def _answer(command: str, given: bytes, router: RunningRouter, signals: asyncio.Queue[int]) -> bytes:
     """Follows a command of the supervisor, and returns the reply."""
     match command:
         case "metrics":
@@ -264,8 +255,8 @@ async def _answer(
             signals.put_nowait(signal.SIGTERM)
         case "stop":
             signals.put_nowait(signal.SIGINT)
-        case "reload":
-            reloading.set()
+        case "keys":
+            router.frontend.use_keys(await asyncio.to_thread(from_json, given))
         case _:
             raise AssertionError(command)
     return b""

@@ -15,7 +15,10 @@ from baton.router.workers.worker import POOL_NAMES, Worker
 
 ASKED = 50
 """The most workers that a status asks at once. Of more it shows the last reports, which are a second old."""
-_COUNTS = ("requests", "waiting_for_turn", "waiting_for_room", "waiting_for_workers", "waiting_tokens")
+_COUNTS = (
+    "requests", "waiting_for_turn", "waiting_for_room", "waiting_for_workers", "waiting_tokens", "handovers",
+    "split_prompts",
+)  # fmt: skip
 
 
 async def router_status(services: Services, draining: bool) -> dict[str, Any]:
@@ -45,6 +48,7 @@ def router_state(services: Services, draining: bool) -> dict[str, Any]:
         "waiting_for_room": admission.waiting_for_decode,
         "waiting_for_workers": len(admission.parked.without_worker),
         "waiting_tokens": admission.waiting_tokens,
+        **services.metrics.paths(),
     }
 
 
@@ -52,6 +56,8 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
     """Merges the status of all processes. `router` has sums, the workers are those of the first process."""
     routers = [status["router"] for status in found.values()]
     counts = {name: sum(router[name] for router in routers) for name in _COUNTS}
+    reasons = routers[0]["overflow"] if routers else {}
+    overflow = {reason: sum(router["overflow"][reason] for router in routers) for reason in reasons}
     return {
         "router": {
             "index": config.index,
@@ -60,6 +66,7 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
             "state": "draining" if any(r["state"] == "draining" for r in routers) else "serving",
             "ready": all_ready(routers),
             **counts,
+            "overflow": overflow,
         },
         "processes": [{"number": number, **status["router"]} for number, status in found.items()],
         "workers": next(iter(found.values()))["workers"] if found else [],

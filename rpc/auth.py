@@ -65,6 +65,11 @@ def load_secret(path: str | os.PathLike[str] | None = None) -> bytes:
     return secret
 
 
+def cluster_name(secret: bytes) -> str:
+    """Names the cluster that has the secret. It does not reveal the secret."""
+    return _derive(secret, b"baton cluster name", 8).hex()
+
+
 @functools.cache
 def certificate(secret: bytes) -> Pems:
     """Returns the certificate of this process. Every holder of `secret` trusts it, and nothing else does."""

@@ -1,6 +1,7 @@
 """Channels and servers, with the keepalive and the limits of size and time that both sides rely on."""
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -24,16 +25,24 @@ _KEEPALIVE = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+
 # Any host can connect. The server closes a connection that sends nothing, or that has no open call.
 _IDLE = [
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 30_000),
     ("grpc.max_concurrent_streams", 1_000),  # per connection
 ]
+
+
 _BOUNDS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
+
+
+def _connections() -> tuple[str, int]:
+    """The bound of a server's connections, which leaves most descriptors of its process to others."""
+    return "grpc.max_allowed_incoming_connections", resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 def connect(address: str, secret: bytes, tls: TlsFiles | None = None) -> grpc.aio.Channel:
@@ -133,6 +142,7 @@ def create_public_server(
     options = [
         *_KEEPALIVE,
         *_IDLE,
+        _connections(),
         ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.so_reuseport", int(share)),
@@ -156,6 +166,7 @@ def create_server(
     options = [
         *_KEEPALIVE,
         *_IDLE,
+        _connections(),
         *_BOUNDS,
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.http2.max_ping_strikes", 0),

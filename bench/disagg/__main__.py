@@ -13,6 +13,7 @@ rates of the loads suit the 8B shape on two GPUs. On a CPU the embedded model ge
 
 import contextlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from baton.bench.contract import Report, Row
 from baton.bench.disagg.loads import LOADS, SHORT, Load, command, warm_up
 from baton.bench.harness.processes import Server
 from baton.bench.shapes import DENSE, SHAPES, write_shape
-from baton.machine.system import free_port
+from baton.machine.system import free_port, python_path
 
 START_S = 900.0
 DRAWS = 1000
@@ -101,7 +102,8 @@ def run(url: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
         sys.executable, "-m", "baton.cluster.cli", "bench", *arguments,
         "--url", url, "--quiet", "--json", str(out),
     ]  # fmt: skip
-    code = subprocess.run(line, stdout=subprocess.DEVNULL, check=False).returncode
+    environment = os.environ | python_path()
+    code = subprocess.run(line, stdout=subprocess.DEVNULL, check=False, env=environment).returncode
     if not out.exists():
         raise RuntimeError(f"{' '.join(line)}: exit code {code}")
     report = json.loads(out.read_text())

@@ -28,6 +28,7 @@ from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer.spawn import spawn
 from baton.machine import logs
+from baton.machine.system import python_path
 from baton.worker.engine_process.start import RANK_MODULE, RankProcessConfig
 
 SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}
@@ -163,6 +164,7 @@ def _child(work: Work, size: int) -> dict[str, Any]:
     child = subprocess.run(
         [sys.executable, "-m", "baton.bench.engine.on_ranks"],
         input=json.dumps(given), stdout=subprocess.PIPE, text=True, check=True,
+        env=os.environ | python_path(),
     )  # fmt: skip
     return json.loads(child.stdout.splitlines()[-1])
 

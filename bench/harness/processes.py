@@ -19,6 +19,8 @@ from typing import IO, TextIO
 
 import psutil
 
+from baton.machine.system import python_path
+
 POLL_S, STOP_S = 0.25, 60.0
 LOG_LINES = 25
 KINDS = ("service", "engine", "transfer")
@@ -37,7 +39,7 @@ def spawn(
     try:
         child = subprocess.Popen(
             [sys.executable, "-m", "baton.cluster.cli", role, "--ready-fd", str(write_end), *flags],
-            env=environment,
+            env={**environment, **python_path()},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -67,7 +69,7 @@ class Server:
                 print(*variables, shlex.join(command), file=output, flush=True)
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                env={**os.environ, **environment}, start_new_session=True,
+                env={**os.environ, **python_path(), **environment}, start_new_session=True,
             )  # fmt: skip
 
     def until_answers(self, url: str, deadline: float, body: bytes | None = None) -> None:

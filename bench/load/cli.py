@@ -17,6 +17,7 @@ import typer
 from baton.bench.load import options as groups
 from baton.bench.load.options import Options
 from baton.bench.load.traffic.trace import SAMPLE_TRACE
+from baton.cluster.options.command import Command
 from baton.cluster.options.parameters import group_parameters, with_clear_errors
 
 app = typer.Typer(
@@ -48,8 +49,7 @@ def command(
         parameters = [*inspect.signature(function, eval_str=True).parameters.values()]
         if takes:
             parameters = [p for group in takes for p in group_parameters(group, variables=False)]
-        lines = "\n\n".join(f"[cyan]{line}[/cyan]" for line in examples)
-        registered = app.command(epilog=f"[dim]Examples[/dim]\n\n{lines}")
+        registered = app.command(cls=Command, epilog="\n".join(examples))
         return registered(with_clear_errors(run, function, parameters))
 
     return register

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from baton.cluster.on_ray.actors import NAMESPACE, SUPERVISOR, ClusterActor, Detached, actor_name
 from baton.cluster.supervision.display import Display
@@ -27,6 +27,13 @@ STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
 REACHED_WITHIN = 5.0  # seconds for the address of Ray to accept a connection
 ANSWERS_WITHIN = 30.0  # seconds for a supervisor to answer; Ray may be restarting it
 _POLL = 0.1
+
+
+class OtherCluster(ValueError):
+    """A cluster with other settings runs on this Ray. Its exit code is its own, since a script may then stop
+    that cluster."""
+
+    exit_code = 3
 
 
 def connect(address: str) -> None:
@@ -42,12 +49,13 @@ def connect(address: str) -> None:
                     "`ray start --head`, or correct the address"
                 ) from error
     try:
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            log_to_driver=False,  # roles write their own log files
-            logging_level=logging.ERROR,
-        )
+        with contextlib.chdir("/"):  # actors may import modules from the directory in which this runs
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,  # roles write their own log files
+                logging_level=logging.ERROR,
+            )
     except (ConnectionError, RuntimeError) as error:
         raise ValueError(f"--ray-address {address}: cannot join the Ray cluster: {error}") from error
 
@@ -64,7 +72,7 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
     """Starts the cluster on Ray, waits until it is ready, and leaves it running. Returns the exit code.
 
     If a cluster with the same options runs there, replaces its supervisor and keeps its roles. Its routers
-    move to this machine if their own machine was lost. Raises ValueError if another cluster runs there.
+    move to this machine if their own machine was lost. Raises OtherCluster if another cluster runs there.
     """
     connect(address)
     cluster = Detached(
@@ -88,12 +96,13 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
 
 
 def _check(found: Detached, wanted: Detached, address: str) -> None:
-    """Raises ValueError unless the found cluster equals the wanted one and its routers may run here."""
+    """Raises OtherCluster unless the found cluster equals the wanted one, and ValueError unless its routers
+    may run here."""
     end_it = f"end it with `baton stop --ray-address {address}`"
     if found != replace(wanted, front_node=found.front_node):
-        raise ValueError(
-            f"--ray-address {address}: a cluster with other flags or another secret is running there already "
-            f"(unless BATON_CLUSTER_SECRET is set, every start makes a new secret); {end_it}"
+        raise OtherCluster(
+            f"--ray-address {address}: a cluster with other flags or another secret is running there "
+            f"already; {end_it}"
         )
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if found.front_node in alive - {wanted.front_node}:
@@ -199,7 +208,10 @@ async def _follow(
     """Returns when every role is ready, or a role fails: the reason, if there is one, and all states."""
     seen = 0
     while True:
-        seen, states = await supervisor.changed.remote(seen)
+        try:
+            seen, states = await supervisor.changed.remote(seen)
+        except ActorDiedError as error:  # its constructor failed, for example without the secret there
+            return f"the supervisor: {str(error).strip().splitlines()[-1]}", []
         for role, state in states:
             display.stage(role.name, state.stage, state.fraction)
             # A worker of a found cluster has served before, so its restart will succeed.

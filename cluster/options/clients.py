@@ -16,8 +16,13 @@ class EndpointOptions:
 
 
 @dataclass(frozen=True)
-class StatusOptions:
+class JsonOptions:
     json: bool = opt(False, "Print the result as JSON.")
+
+
+@dataclass(frozen=True)
+class StatusOptions:
+    wide: bool = opt(False, "Show all columns, in several tables where one is too wide.")
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class FlipOptions:
 class TopOptions:
     interval: float = opt(2.0, "Time between two samples.", "S", check=between(0.1, 3600))
     once: bool = opt(False, "Take two samples, print one frame, and end.")
+    wide: bool = opt(False, "Show all columns, in several tables where one is too wide.")
 
 
 @dataclass(frozen=True)

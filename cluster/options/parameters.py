@@ -268,7 +268,8 @@ def with_clear_errors(
 ) -> Callable[..., Any]:
     """What typer calls for `command`: it has these parameters, and exits with the code that `run` returns.
 
-    Shows a ValueError as one line without a traceback: in Baton it always means a user's mistake.
+    Shows a ValueError as one line without a traceback: in Baton it always means a user's mistake. The exit
+    code is then 2, or the `exit_code` of the error.
     """
 
     def guarded(**values: Any) -> None:
@@ -276,7 +277,7 @@ def with_clear_errors(
             code = run(**values)
         except ValueError as error:
             typer.secho(f"Error: {error}", fg="red", err=True)
-            raise typer.Exit(2) from error
+            raise typer.Exit(getattr(error, "exit_code", 2)) from error
         raise typer.Exit(code or 0)
 
     guarded.__name__ = command.__name__

@@ -55,6 +55,11 @@ class MembershipOptions:
     cluster_file: Path | None = opt(
         None, "File in which a supervisor reports all roles (JSON), for /status.", dir_okay=False
     )
+    admin_socket: Path | None = opt(
+        None,
+        "Unix socket on which a supervisor asks for health and metrics; clients cannot fill it.",
+        dir_okay=False,
+    )
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,6 @@ async def set_pool(channel: Channel, pool: Pool, timeout: float) -> pb.WorkerSta
 # ------------------------------------------------------------ routers
 
 
-def _admin_url(ready: Mapping[str, Any]) -> str:
-    """The admin port, if there is one, covers all processes of the router and needs no certificate."""
-    return str(ready.get("admin_url", ready["url"]))
-
-
 async def tokens_held(ready: Mapping[str, Any]) -> int:
     """Prompt tokens held back by the router on this machine that reported `ready`.
 
@@ -82,23 +77,27 @@ async def tokens_held(ready: Mapping[str, Any]) -> int:
     """
     found = _HELD.search(await _get(ready, "metrics", PATIENCE))
     if found is None:
-        raise ConnectionError(f"{_admin_url(ready)}: has no metric baton:tokens_waiting_for_turn")
+        raise ConnectionError(f"{ready['url']}: has no metric baton:tokens_waiting_for_turn")
     return int(float(found[1]))
 
 
 async def _get(ready: Mapping[str, Any], page: str, timeout: float) -> str:
-    """A page of a router, whatever its status. Raises ConnectionError without an answer in `timeout` s."""
+    """A page of a router, whatever its status. Raises ConnectionError without an answer in `timeout` s.
+
+    It is asked over its Unix socket. Clients may fill its ports, and those may ask for certificates."""
     import aiohttp
 
-    url = f"{_admin_url(ready)}/{page}"
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout)) as session,
-            session.get(url) as response,
+            aiohttp.UnixConnector(ready["admin_socket"]) as connector,
+            aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=timeout)
+            ) as session,
+            session.get(f"http://router/{page}") as response,
         ):
             return await response.text()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ConnectionError(f"{url}: {error}") from error
+        raise ConnectionError(f"{ready['url']}: {error}") from error
 
 
 # ------------------------------------------------------------ health

@@ -35,6 +35,9 @@ class RoleSpec:
     """One role to keep running, as `baton ROLE ARGS…`. The machine of the role adds flags of its own.
 
     Attributes:
+        environment: secrets, which never belong in argv. With Ray it is empty, as Ray stores what actors get.
+        secret_file: with Ray, the file of the cluster secret on each machine. None: it is in the environment.
+        cluster: with Ray, names the secret.
         cpus, gpus: what the role uses on its machine.
         labels: labels of the Ray nodes that may run the role; empty means every node.
         tls: the files with which its supervisor connects to the role.
@@ -43,7 +46,9 @@ class RoleSpec:
     role: RoleName
     index: int
     args: tuple[str, ...]
-    environment: Mapping[str, str] = field(repr=False)  # secrets, which never belong in argv
+    environment: Mapping[str, str] = field(repr=False)
+    secret_file: str | None = None
+    cluster: str = ""
     gpus: int = 0
     cpus: int = 1
     placement: Literal["spread", "pack", "pair"] = "spread"
@@ -56,8 +61,11 @@ class RoleSpec:
 
     @property
     def secret(self) -> bytes:
-        """That of the cluster."""
-        return self.environment["BATON_CLUSTER_SECRET"].encode()
+        """That of the cluster. Raises ValueError if this machine does not have it."""
+        from baton.rpc.auth import SECRET_VARIABLE, load_secret
+
+        known = self.environment.get(SECRET_VARIABLE)
+        return load_secret(self.secret_file) if known is None else known.encode()
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class Plan:
 
     def roles(self) -> list[RoleSpec]:
         """The workers, then the router. Raises ValueError for options that cannot be used."""
-        shared = {"BATON_CLUSTER_SECRET": self._cluster_secret()}
+        shared, keys = self._secrets()
         tls, pairs = self.secret.tls(), self._pairs()
         specs: list[RoleSpec] = []
         for pool, size, nodes in (
@@ -114,7 +122,7 @@ class Plan:
                 pool,
                 0,
                 self._args(worker),
-                shared,
+                **shared,
                 gpus=worker.engine.tensor_parallel_size if on_gpus else 0,
                 cpus=worker.engine.num_threads or 1,
                 placement="pack" if self.ray.placement == "pack" else "spread",
@@ -126,12 +134,12 @@ class Plan:
             specs += workers[pairs:]
         self.front.tls()
         self.front.keys()
-        keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
-        router = RoleSpec("router", 0, self._args(self.router()), shared | keys)
+        front = {"environment": shared["environment"] | keys}
+        router = RoleSpec("router", 0, self._args(self.router()), **(shared | front))
         _, store = self._store
         if store is None:
             return [*specs, router]
-        return [*specs, router, RoleSpec("store", 0, ("serve", *to_argv(store, title=self.title)), shared)]
+        return [*specs, router, RoleSpec("store", 0, ("serve", *to_argv(store, title=self.title)), **shared)]
 
     @cached_property
     def _store(self) -> tuple[str | None, options.StoreOptions | None]:
@@ -251,12 +259,33 @@ class Plan:
                 )
         return min(self.pool.prefill.least, self.pool.decode.least)
 
-    def _cluster_secret(self) -> str:
-        from baton.rpc.auth import SECRET_VARIABLE, load_secret
+    def _secrets(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The fields of a `RoleSpec` with the cluster secret, and variables with API keys for routers. Raises
+        ValueError if roles on Ray could not have them."""
+        from baton.rpc.auth import SECRET_VARIABLE, cluster_name, load_secret
 
-        if self.secret.cluster_secret_file is not None or SECRET_VARIABLE in os.environ:
-            return load_secret(self.secret.cluster_secret_file).decode()
-        return secrets.token_hex(32)  # this command starts every process that needs it
+        file, keys = self.secret.cluster_secret_file, self.front.api_key
+        given = file is not None or SECRET_VARIABLE in os.environ
+        if self.ray.ray_address is None:
+            # Without a secret this command makes one, as it starts every process that needs it.
+            secret = load_secret(file).decode() if given else secrets.token_hex(32)
+            return (
+                {"environment": {SECRET_VARIABLE: secret}},
+                {"BATON_API_KEY": " ".join(keys)} if keys else {},
+            )
+        if keys:
+            raise ValueError(
+                "--api-key, BATON_API_KEY: Ray stores what an actor is started with; with --ray-address give "
+                "the keys in --api-key-file, a file on the machine of the router"
+            )
+        if not given:
+            raise ValueError(
+                "--ray-address: roles on other machines need the cluster secret; name a file that has it on "
+                f"every machine with --cluster-secret-file, or set {SECRET_VARIABLE} for this command and "
+                "for `ray start` on every machine"
+            )
+        path = None if file is None else str(file.absolute())
+        return {"environment": {}, "secret_file": path, "cluster": cluster_name(load_secret(file))}, {}
 
 
 def _labels(flag: str, given: list[str]) -> dict[str, str]:

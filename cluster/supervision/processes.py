@@ -1,4 +1,4 @@
-"""The life of the processes of a cluster: what they inherit, their signals, and their ends.
+"""The life of the processes of a cluster: their signals, and their ends.
 
 A role dies with its supervisor: `baton … --ready-fd N` is tied to it. `baton serve` ends only processes of
 its own tree, which it reads from /proc.
@@ -20,17 +20,7 @@ import psutil
 
 from baton.machine.system import die_with_parent
 
-PACKAGES = str(Path(__file__).parents[3])
-
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-def python_path() -> dict[str, str]:
-    """Variables by which a child imports the packages of this process first, then what PYTHONPATH names here.
-
-    A file such as rpc.py in the working directory hides no package."""
-    entries = [PACKAGES, os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, entries)), "PYTHONSAFEPATH": "1"}
 
 
 # ------------------------------------------------------------ roles and their supervisor

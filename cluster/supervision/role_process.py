@@ -166,7 +166,7 @@ class RoleProcess:
             started = time.monotonic()
             try:
                 code, why = await self._run_once(restarts)
-            except OSError as error:  # the machine has no process, memory or descriptor left
+            except (OSError, ValueError) as error:  # no process or memory is left, or a secret is missing
                 code, why = 1, f"cannot be started: {error}"
             if self._stopping.is_set():
                 # A starting child has no signal handlers yet, so the signal kills it: that is no error.
@@ -189,7 +189,7 @@ class RoleProcess:
     async def _run_once(self, restarts: int) -> tuple[int, str]:
         """Runs the child once. Returns its exit code, and why it ended, for people.
 
-        Raises OSError if the child cannot be started or watched. Then it does not run.
+        Raises OSError or ValueError if the child cannot be started or watched. Then it does not run.
         """
         started = time.monotonic()
         read_end, write_end = os.pipe()
@@ -199,14 +199,14 @@ class RoleProcess:
                 # The fork blocks the loop for milliseconds. It must be here: the child dies with its thread.
                 self._popen = subprocess.Popen(  # noqa: ASYNC220
                     [*self._command, "--ready-fd", str(write_end)],
-                    env=self._environment,
+                    env={**self._environment, **self._secrets()},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     pass_fds=(write_end,),
                     start_new_session=True,
                 )
-        except OSError:
+        except (OSError, ValueError):
             pipe.close()
             raise
         finally:
@@ -227,6 +227,10 @@ class RoleProcess:
             code = popen.wait()
             self._popen = None
         return code, hung or await said or describe_exit(code)
+
+    def _secrets(self) -> Mapping[str, str]:
+        """Variables that are read at each start. Raises ValueError if they cannot be."""
+        return {}
 
     async def _watch(self) -> str:
         """Waits until the child hangs, kills it, and returns the reason for people."""

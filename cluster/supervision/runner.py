@@ -10,15 +10,16 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton.cluster.options.parameters import role_environment, to_argv
 from baton.cluster.supervision.calls import tokens_held, until_silent
 from baton.cluster.supervision.plan import RoleSpec
-from baton.cluster.supervision.processes import python_path
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess, RoleState
 from baton.cluster.supervision.rundir import RunDir
+from baton.machine.system import python_path
+from baton.rpc.auth import SECRET_VARIABLE
 
 BATON = (sys.executable, "-m", "baton.cluster.cli")
 """The command `baton`, with the interpreter of this process."""
@@ -77,6 +78,7 @@ class RoleRunner(RoleProcess):
                 write_atomically(self._workers_file, "")
             self._cluster_file = directory / f"router-{spec.index}.cluster"
             own |= {"workers_file": self._workers_file, "cluster_file": self._cluster_file}
+            own["admin_socket"] = directory / f"router-{spec.index}.admin"
         elif spec.role != "store":
             own |= {"run_dir": directory, "host": own_address(peer) if peer else None}
         environment = role_environment(
@@ -84,8 +86,8 @@ class RoleRunner(RoleProcess):
             **python_path(),
             # Ray sets this to 1 in its actors. The role needs the threads that its plan gives it.
             OMP_NUM_THREADS=str(spec.cpus),
-            **spec.environment,
         )
+        self._spec = spec
         super().__init__(
             [*program, spec.role, *spec.args, *to_argv(**own)],
             environment,
@@ -98,6 +100,9 @@ class RoleRunner(RoleProcess):
         self._failed: set[Path] = set()  # of these, what could not be written
         self._workers: str | None = None  # the list that the router has or will have
         self._writing: asyncio.Task[None] | None = None
+
+    def _secrets(self) -> Mapping[str, str]:
+        return {SECRET_VARIABLE: self._spec.secret.decode(), **self._spec.environment}
 
     async def start(self) -> RoleState:
         """Starts the role unless it runs already, as after the loss of an earlier supervisor."""

@@ -22,7 +22,7 @@ async def session(
     if not endpoint.url.startswith(("http://", "https://")):
         raise ValueError(f"{flag} {endpoint.url}: it must begin with http:// or https://")
     headers = {"Authorization": f"Bearer {endpoint.api_key[0]}"} if endpoint.api_key else {}
-    base = endpoint.url.rstrip("/") + "/"
+    base = endpoint.url.rstrip("/").removesuffix("/v1").rstrip("/") + "/"  # clients of OpenAI's API have /v1
     try:
         async with aiohttp.ClientSession(base, headers=headers, timeout=timeout) as client:
             yield client

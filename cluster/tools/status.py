@@ -2,25 +2,21 @@
 
 import asyncio
 import json
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from baton.cluster.options.clients import EndpointOptions, StatusOptions
+from baton.cluster.options.clients import EndpointOptions, JsonOptions, StatusOptions
 from baton.cluster.tools.http import fetch
+from baton.cluster.tools.tables import UNKNOWN, Row, console, fitting, table
 
 
-def run(endpoint: EndpointOptions, output: StatusOptions) -> int:
+def run(endpoint: EndpointOptions, output: JsonOptions, options: StatusOptions) -> int:
     """Prints the status. Returns exit code 1 if the router misses a worker of one of its pools."""
     report = asyncio.run(fetch(endpoint, "status"))
     if output.json:
         print(json.dumps(report, indent=2))
     else:
-        show(report)
+        show(report, wide=options.wide)
     return 0 if report["router"]["ready"] else 1
 
 
@@ -31,36 +27,58 @@ def ready(worker: dict[str, Any]) -> bool:
 ORDER = {"prefill": 0, "decode": 1}
 
 
-def console() -> Console:
-    """Standard output. Without a terminal a table must not be cut to the default width of 80."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+TEXTS = frozenset(("worker", "pool", "state", "device", "address", "node", "incarnation", "last exit"))
+COLUMNS = (
+    "worker", "pool", "state", "running", "waiting", "KV used", "transfers", "restarts",
+    "device", "address", "node", "incarnation", "last exit",
+)  # fmt: skip
+"""The most important ones first: a terminal may show only these."""
 
 
-def table(rows: Iterable[Mapping[str, str]], columns: Sequence[str], numbers_from: int = 99) -> Table:
-    """The columns of these names. Those from number `numbers_from` on have their text on the right."""
-    drawn = Table(header_style="bold", box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        drawn.add_column(column, justify="right" if number >= numbers_from else "left")
-    for cells in rows:
-        drawn.add_row(*(escape(cells[column]) for column in columns))
-    return drawn
-
-
-def show(report: dict[str, Any]) -> None:
+def show(report: dict[str, Any], *, wide: bool) -> None:
+    """Prints the table and what it has no room for. `wide`: all columns, if need be in several tables."""
     out, workers = console(), merged(report)
-    out.print(table(map(row, workers), tuple(row({}))))
+    rows = [row(worker) for worker in workers]
+    known = [column for column in COLUMNS if any(cells[column] != UNKNOWN for cells in rows)] or COLUMNS
+    first, *others = fitting(rows, columns_for(rows, known), out.width)
+    out.print(table(rows, first, TEXTS) if rows else "No workers.")
+    for columns in others if wide else ():
+        out.print(table(rows, columns, TEXTS))
+    if others and not wide:
+        names = [name for columns in others for name in columns[1:]]
+        out.print(f"More columns with --wide: {', '.join(names)}.", style="dim")
+    if paths := requests(report["router"]):
+        out.print(paths)
     for tell in (trouble, transports):
         for told in filter(None, map(tell, workers)):
-            out.print(told)
+            out.print(told, markup=False)
     for role in (report.get("cluster") or {}).get("roles", ()):
         if role["role"] == "store":
             cells = f"{role['phase']}, {role['restarts']} restarts {role['last_exit']}".rstrip()
-            out.print(f"store at {role['address'] or '–'}: {cells}")
+            out.print(f"store at {role['address'] or UNKNOWN}: {cells}", markup=False)
     for told in filter(None, map(store, workers)):
-        out.print(told)
+        out.print(told, markup=False)
     for role, pool in ((report.get("cluster") or {}).get("pools") or {}).items():
         bounds = f"{pool['least']} to {pool['most']}"
         out.print(f"{role}: {pool['size']} workers ({bounds}), {pool['needed']} needed: {pool['why']}")
+
+
+def columns_for(rows: Sequence[Row], columns: Sequence[str]) -> Sequence[str]:
+    """`columns`, with the address beside the name if the names do not tell the workers apart."""
+    if len({cells["worker"] for cells in rows}) == len(rows):
+        return columns
+    return "worker", "address", *(column for column in columns[1:] if column != "address")
+
+
+def requests(router: dict[str, Any]) -> str:
+    """How the prompts of the router went through the workers; "" if it does not say so."""
+    if "handovers" not in router:
+        return ""
+    split, alone = router["split_prompts"], {why: n for why, n in router["overflow"].items() if n}
+    told = f"Requests: {router['handovers']} with a handover"
+    told += f" ({split} prompts split)" if split else ""
+    told += f", {sum(alone.values())} on one worker"
+    return told + (f" ({', '.join(f'{why} {n}' for why, n in alone.items())})" if alone else "")
 
 
 def merged(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -119,14 +137,20 @@ def device_of(worker: dict[str, Any]) -> str:
 
 
 def place_of(worker: dict[str, Any]) -> str:
-    name = name_of(worker)
-    return f"{'worker' if name == '?' else name} at {worker.get('address')}"
+    name, address = name_of(worker), worker.get("address")
+    return ("worker" if name == "?" else name) + (f" at {address}" if address else "")
 
 
 def trouble(worker: dict[str, Any]) -> str:
-    """Why the router does not use a worker, and the remedy; "" if it does, or if the worker is starting."""
-    starts = (worker.get("supervised") or {}).get("phase", "ready") != "ready"
-    if ready(worker) or starts or not worker.get("reason"):
+    """Why a worker gets no requests, and the remedy; "" if it does."""
+    role = worker.get("supervised") or {}
+    phase, stage = role.get("phase", "ready"), role.get("stage")
+    if phase == "waiting":
+        often = "it keeps crashing: see its log" if role.get("crash_loop") else "it starts again soon"
+        return f"{place_of(worker)} has ended ({role.get('last_exit') or 'no reason known'}); {often}"
+    if phase != "ready":
+        return f"{place_of(worker)} is {phase}: {stage}" if stage and stage != phase else ""
+    if ready(worker) or not worker.get("reason"):
         return ""
     return (
         f"{place_of(worker)} is {worker['state']}: {worker['reason']}. {worker.get('remedy') or ''}".rstrip()
@@ -153,35 +177,36 @@ def store(worker: dict[str, Any]) -> str:
 
 
 def row(worker: dict[str, Any]) -> dict[str, str]:
-    """One row of the table, by column. A dash stands for an unknown value."""
+    """One row of the table, by column. A dash stands for an unknown value.
+
+    - transfers: of KV that ended well since the start of the worker, sent and received
+    """
     load, role = worker.get("status") or {}, worker.get("supervised") or {}
-    total, known = load.get("blocks_total"), name_of(worker) != "?"
+    total, name = load.get("blocks_total"), name_of(worker)
+    known = name != "?"
     cells = {
-        "worker": name_of(worker),
+        "worker": name if known else worker.get("address"),
         "pool": pool_of(worker) if known else None,
         "state": state(worker, role),
-        "incarnation": worker.get("incarnation") if known else None,
-        "address": worker.get("address"),
-        "device": device_of(worker),
         "running": load.get("requests_running"),
         "waiting": load.get("requests_waiting"),
         "KV used": f"{(total - load['blocks_free']) / total:.0%}" if total else None,
-        "transfers": load.get("transfers_open"),
+        "transfers": load.get("kv_transfers"),
         "restarts": role.get("restarts"),
-        "last exit": role.get("last_exit"),
+        "device": device_of(worker),
+        "address": worker.get("address") if known else None,
         "node": role.get("node"),
+        "incarnation": worker.get("incarnation") if known else None,
+        "last exit": role.get("last_exit"),
     }
-    return {name: "–" if cell in (None, "") else str(cell) for name, cell in cells.items()}
+    return {column: UNKNOWN if cell in (None, "") else str(cell) for column, cell in cells.items()}
 
 
-def state(worker: dict[str, Any], role: dict[str, Any]) -> str:
+def state(worker: dict[str, Any], role: dict[str, Any]) -> str | None:
     """The state of a worker for the table: the router's, or the supervisor's if the worker is not ready."""
     if role.get("leaving"):
-        words = ["leaving"]
-    elif role.get("phase", "ready") == "ready":
-        words = [worker.get("state")]
-    else:
-        words = [role["phase"], f"({role['stage']})" if role["phase"] == "starting" else None]
+        return "leaving"
     if role.get("crash_loop"):
-        words.append("CRASH LOOP")
-    return " ".join(filter(None, words)) or "–"
+        return "CRASH LOOP"
+    phase = role.get("phase", "ready")
+    return worker.get("state") if phase == "ready" else phase

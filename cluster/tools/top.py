@@ -1,8 +1,8 @@
 """`baton top`: shows live metrics of a running cluster.
 
-Life of a frame: `scrape` reads `/status` and `/metrics` of the router, and the metrics of each worker in
-`/status`. `headline` and `row`, which are pure, show rates and quantiles between two scrapes. `frame` draws
-them.
+Life of a frame: `scrape` reads `/status` and `/metrics` of the router, which has the counts of each worker.
+So the workers need not be within reach. `headline` and `row`, which are pure, show rates and quantiles
+between two scrapes. `frame` draws them.
 """
 
 import asyncio
@@ -26,17 +26,22 @@ from rich.text import Text
 from baton.cluster.options.clients import EndpointOptions, TopOptions
 from baton.cluster.tools import status
 from baton.cluster.tools.http import TIMEOUT, checked, session
-from baton.cluster.tools.status import console, merged, pool_of, table
+from baton.cluster.tools.status import TEXTS, columns_for, merged, pool_of
+from baton.cluster.tools.tables import console, fitting, table
 
-WORKER_TIMEOUT = aiohttp.ClientTimeout(total=2)
 PAGE_BYTES = 16 << 20  # of a metrics page, at most
 
-DRAFTS = "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total"
 COLUMNS = (
-    "worker", "pool", "device", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "cached",
-    "fetched/s", "host/s", "disk/s", "store/s", "drafts", "KV GB/s", "hidden", "transfers", "restarts",
+    "worker", "pool", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "KV MB/s", "hidden",
+    "cached", "fetched/s", "store/s", "host/s", "disk/s", "drafts", "transfers", "restarts", "device",
 )  # fmt: skip
-TOKENS = {"prefill": "vllm:prompt_tokens_total", "decode": "vllm:generation_tokens_total"}
+"""The most important ones first: a terminal may show only these."""
+TOKENS = {"prefill": "prompt_tokens", "decode": "generation_tokens"}
+OPTIONAL = {
+    "fetched/s": "prefix_fetched_tokens", "store/s": "store_fetched_tokens", "host/s": "host_loaded_tokens",
+    "disk/s": "disk_loaded_tokens", "drafts": "draft_tokens",
+}  # fmt: skip
+"""Columns that stay away until a worker has counted something of this."""
 LATENCIES = {
     "TTFT": "vllm:time_to_first_token_seconds",
     "TTIT": "vllm:inter_token_latency_seconds",
@@ -48,7 +53,7 @@ LATENCIES = {
 
 
 Page = dict[tuple[str, str], float]
-"""Sums of the samples of a metrics page, by their name, and by "" or the value of a label `le` or `tier`."""
+"""Sums of the samples of a metrics page, by their name, and by "" or the value of a label `le`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +63,12 @@ class Scrape:
     Attributes:
         at: time.monotonic() at its end.
         status: the router's /status.
-        workers: pages by worker address, without workers whose page could not be read.
+        router: its metrics.
     """
 
     at: float
     status: dict[str, Any]
     router: Page
-    workers: dict[str, Page]
 
     def since(self, before: "Scrape | None") -> float:
         """Seconds since an earlier scrape; 0 without one, since then there are no rates."""
@@ -76,7 +80,7 @@ def parse(text: str) -> Page:
     page: defaultdict[tuple[str, str], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            for part in {"", sample.labels.get("le", ""), sample.labels.get("tier", "")}:
+            for part in {"", sample.labels.get("le", "")}:
                 page[sample.name, part] += sample.value
     return dict(page)
 
@@ -92,38 +96,26 @@ async def page_text(response: aiohttp.ClientResponse) -> str:
 
 
 async def scrape(endpoint: EndpointOptions) -> Scrape:
-    """Reads router and workers. Leaves out a worker that does not answer.
-
-    Raises ValueError if the router does not answer.
-    """
-    # Workers get a separate session, because the API key is a secret between client and router.
-    async with (
-        session(endpoint, TIMEOUT) as client,
-        aiohttp.ClientSession(timeout=WORKER_TIMEOUT) as to_workers,
-    ):
+    """Reads the router's pages. Raises ValueError if it does not answer."""
+    async with session(endpoint, TIMEOUT) as client:
         async with client.get("status") as response:
             status = await (await checked(response)).json()
-        named = [w for w in status["workers"] if (w.get("description") or {}).get("metrics_address")]
-        urls = [f"http://{w['description']['metrics_address']}/metrics" for w in named]
-        pages = asyncio.gather(*(_worker_page(to_workers, url) for url in urls))
         async with client.get("metrics") as response:
             router = parse(await page_text(await checked(response)))
-        found = zip(named, await pages, strict=True)
-    workers = {w["address"]: page for w, page in found if page is not None}
-    return Scrape(time.monotonic(), status, router, workers)
+    return Scrape(time.monotonic(), status, router)
 
 
-async def _worker_page(client: aiohttp.ClientSession, url: str) -> Page | None:
-    try:
-        async with client.get(url) as response:
-            return parse(await page_text(response))
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        return None  # the worker is starting, has ended, or cannot be reached from here
+def counts_of(worker: dict[str, Any]) -> Page:
+    """What a worker has counted since its start."""
+    load = worker.get("status") or {}
+    return {(name, ""): value for name, value in load.items() if isinstance(value, int | float)}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of one metrics page. A counter that decreased belongs to a new process: it yields None."""
+    """The change of one page, or of the counts of one worker.
+
+    A counter that decreased belongs to a new process: it yields None."""
 
     before: Page | None
     after: Page
@@ -174,11 +166,25 @@ def quantile(buckets: Sequence[tuple[float, float]], q: float) -> float:
 # ------------------------------------------------------------ frames
 
 
-def frame(before: Scrape | None, after: Scrape) -> RenderableType:
-    """Text and table. A dash stands for an unknown value, or a quantile without samples."""
-    rows = [row(worker, before, after) for worker in merged(after.status)]
-    lines = (Text.from_markup(line) for line in headline(before, after))
-    return Group(*lines, Text(), table(rows, COLUMNS, numbers_from=4))
+def frame(before: Scrape | None, after: Scrape, width: int, *, wide: bool = False) -> RenderableType:
+    """Text and table. A dash stands for an unknown value, or a quantile without samples. `width`: of the
+    terminal. `wide`: all columns, if need be in several tables."""
+    workers = merged(after.status)
+    rows = [row(worker, before, after) for worker in workers]
+    lines = [Text.from_markup(line) for line in headline(before, after)]
+    if not rows:
+        return Group(*lines, Text(), Text("No workers."))
+    counts = [counts_of(worker) for worker in workers]
+    unused = {column for column, name in OPTIONAL.items() if not any(each.get((name, "")) for each in counts)}
+    columns = [column for column in columns_for(rows, COLUMNS) if column not in unused]
+    shown, *others = fitting(rows, columns, width)
+    parts: list[RenderableType] = [*lines, Text(), table(rows, shown, TEXTS)]
+    if others and wide:
+        parts += [part for columns in others for part in (Text(), table(rows, columns, TEXTS))]
+    elif others:
+        names = ", ".join(name for columns in others for name in columns[1:])
+        parts.append(Text(f"More columns with --wide: {names}.", "dim"))
+    return Group(*parts)
 
 
 def headline(before: Scrape | None, after: Scrape) -> list[str]:
@@ -195,10 +201,12 @@ def headline(before: Scrape | None, after: Scrape) -> list[str]:
         f"requests/s {_number(change.rate('vllm:request_success_total'))}"
         f" · prompt tokens/s {_number(change.rate('vllm:prompt_tokens_total'))}"
         f" · output tokens/s {_number(change.rate('vllm:generation_tokens_total'))}"
-        f" · errors/s {_number(change.rate('baton:request_errors_total'))}"
+        f" · errors/s {_number(change.rate('baton:request_errors_total'))}",
+        f"handovers {_number(change.added('baton:handover_gap_seconds_count'), digits=0)}"
         f" · split prompts {_number(change.added('baton:split_prompts_total'), digits=0)}"
+        f" · on one worker {_number(change.added('baton:overflow_total'), digits=0)}"
         f" · retries {_number(change.added('baton:retries_total'), digits=0)}",
-        f"{' · '.join(latencies)}  [dim](p50 / p99)[/dim]",
+        f"{' · '.join(latencies)}  [dim]p50 / p99[/dim]",
     ]
 
 
@@ -210,33 +218,32 @@ def row(worker: dict[str, Any], before: Scrape | None, after: Scrape) -> dict[st
     - fetched/s: prompt tokens with KV from the prefix caches of other workers
     - store/s: those of them from the shared store
     - host/s, disk/s: prompt tokens with KV from the memory of the host and from its disk
-    - KV GB/s: sent (prefill) or received and verified (decode)
+    - KV MB/s: sent (prefill) or received and verified (decode)
     - drafts: share of the drafts of tokens that were right
     - hidden: mean share of the time of a transfer that overlapped the prefill; decode only
     """
-    page = after.workers.get(worker.get("address") or "", {})
-    change = Change(_same(worker, before), page, after.since(before))
+    change = Change(_same(worker, before), counts_of(worker), after.since(before))
     step = (worker.get("status") or {}).get("step_seconds") or None
     return status.row(worker) | {
         "tokens/s": _number(change.rate(TOKENS.get(pool_of(worker), ""))),
         "step ms": _number(step, 1e3),
-        "cached": _share(change.share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")),
-        "fetched/s": _number(change.rate("baton:prefix_fetched_tokens_total")),
-        "host/s": _number(change.rate("baton:offload_loaded_tokens_total", "host")),
-        "disk/s": _number(change.rate("baton:offload_loaded_tokens_total", "disk")),
-        "store/s": _number(change.rate("baton:prefix_fetched_tokens_total", "store")),
-        "KV GB/s": _number(change.rate("baton:kv_bytes_total"), 1e-9, digits=2),
-        "drafts": _share(change.share(*DRAFTS)),
-        "hidden": _share(change.share("baton:kv_hidden_share_sum", "baton:kv_hidden_share_count")),
+        "KV MB/s": _number(change.rate("kv_bytes"), 1e-6),
+        "hidden": _share(change.share("handovers_hidden", "handovers")),
+        "cached": _share(change.share("prefix_cache_hits", "prefix_cache_queries")),
+        "fetched/s": _number(change.rate("prefix_fetched_tokens")),
+        "store/s": _number(change.rate("store_fetched_tokens")),
+        "host/s": _number(change.rate("host_loaded_tokens")),
+        "disk/s": _number(change.rate("disk_loaded_tokens")),
+        "drafts": _share(change.share("accepted_draft_tokens", "draft_tokens")),
     }
 
 
 def _same(worker: dict[str, Any], before: Scrape | None) -> Page | None:
-    """The earlier page of a worker's incarnation. Another incarnation has other counters."""
+    """The earlier counts of a worker's incarnation. Another incarnation has other counters."""
     if before is None:
         return None
     same = [w for w in before.status["workers"] if w.get("incarnation") == worker.get("incarnation")]
-    return before.workers.get(same[0]["address"]) if same else None
+    return counts_of(same[0]) if same else None
 
 
 def _number(value: float | None, scale: float = 1.0, digits: int = 1) -> str:
@@ -267,21 +274,29 @@ def run(endpoint: EndpointOptions, top: TopOptions) -> int:
 
 
 async def _run(endpoint: EndpointOptions, top: TopOptions) -> None:
-    before = await scrape(endpoint)
+    out, before = console(), await scrape(endpoint)
+
+    def draw(before: Scrape | None, after: Scrape) -> RenderableType:
+        return frame(before, after, out.width, wide=top.wide)
+
     if top.once:
         await asyncio.sleep(top.interval)
-        console().print(frame(before, await scrape(endpoint)))
+        out.print(draw(before, await scrape(endpoint)))
     elif sys.stdout.isatty():
-        with Live(frame(None, before), console=console(), screen=True, auto_refresh=False) as live:
-            await _follow(endpoint, top, before, lambda shown: live.update(shown, refresh=True))
+        with Live(draw(None, before), console=out, screen=True, auto_refresh=False) as live:
+            await _follow(endpoint, top, before, draw, lambda shown: live.update(shown, refresh=True))
     else:
-        await _follow(endpoint, top, before, console().print)
+        await _follow(endpoint, top, before, draw, out.print)
 
 
 async def _follow(
-    endpoint: EndpointOptions, top: TopOptions, before: Scrape, show: Callable[[RenderableType], None]
+    endpoint: EndpointOptions,
+    top: TopOptions,
+    before: Scrape,
+    draw: Callable[[Scrape | None, Scrape], RenderableType],
+    show: Callable[[RenderableType], None],
 ) -> None:
-    shown = frame(None, before)
+    shown = draw(None, before)
     while True:
         await asyncio.sleep(top.interval)
         try:
@@ -290,6 +305,6 @@ async def _follow(
             failure = f"No answer for {time.monotonic() - before.at:.0f} s: {error}"
             show(Group(shown, Text(failure, style="red")))
             continue
-        shown = frame(before, after)
+        shown = draw(before, after)
         show(shown)
         before = after

@@ -67,7 +67,7 @@ def commands(app: typer.Typer, prefix: str, title: str) -> Iterator[str]:
     for name, command in group.commands.items():
         yield f"## {prefix} {name}\n\n{prose(command.help)}"
         if command.epilog:
-            examples = re.findall(r"\[cyan\](.*?)\[/cyan\]", command.epilog)
+            examples = command.epilog.splitlines()
             yield "```bash no-test: a test checks the flags\n" + "\n".join(examples) + "\n```"
         taken = dict.fromkeys(panel for panel, names in shared if name in names and names != every)
         if taken:

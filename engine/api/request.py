@@ -143,8 +143,8 @@ class StepResult:
     """Device time of the step that landed in this call. 0: no step landed."""
     decodes: int = 0
     """Requests that this step decoded."""
-    prompts: Mapping[bytes, range] = field(default_factory=dict)
-    """The positions of prompts that this step computed, by request id."""
+    prompts: dict[bytes, range] = field(default_factory=dict)
+    """The positions of prompts that this step computed, or that a step gave up, by request id."""
 
 
 class Reservation(NamedTuple):
@@ -193,12 +193,13 @@ class Hooks:
     """(request id, block ids, tokens, cached tokens, state slot): the request got its blocks. They hold the
     positions of all tokens and stay the request's until its release. Cached positions, the first ones, have
     their KV already. The slot is where its states are, if the model has state layers."""
-    layer_done: Callable[[int, Mapping[bytes, range]], None] = _nothing
+    layer_done: Callable[[int, Mapping[bytes, range]], bool | None] = _nothing
     """(layer, positions by request id): K and V of the layer, or its states, are written for these (on CUDA:
     enqueued on the current stream). Called between the launches of two layers, before the attention. The
     layer of a draft head comes with the sampling of the step: prompts that have ended by then are left out.
     This hook may block while it writes the KV of the layer, and the states of the next one, that other
-    workers compute of a prompt (`Engine.start_part`)."""
+    workers compute of a prompt (`Engine.start_part`). True: this will not come for any of these requests, so
+    a step for them alone need not go on. The caller then cancels them."""
 
     # Of the prefix cache, all tiers included
     cached: Callable[[Iterable[CachedBlock]], None] = _nothing

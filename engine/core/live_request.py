@@ -151,15 +151,12 @@ class LiveRequest:
 
     @property
     def num_left(self) -> int:
-        """Tokens to compute before the next token can be sampled."""
-        return len(self.token_ids) - self.num_computed
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Tokens of the prompt that this engine computes and that no step has begun."""
-        if self.range_stop is not None:
-            return self.range_stop - self.num_computed + sum(map(len, self.ranges))
-        return sum(map(len, self.ranges)) or self.num_left
+        """Tokens that this engine computes before the next token can be sampled: those of a shared prompt
+        that are in ranges of its own."""
+        if not self.ranges:
+            return len(self.token_ids) - self.num_computed
+        begun = 0 if self.range_stop is None else self.range_stop - self.num_computed
+        return begun + sum(map(len, self.ranges))
 
     @property
     def awaits_kv(self) -> bool:

@@ -131,12 +131,12 @@ class RequestLives:
         hits = self.memory.hits(live, before=ranges[0].stop)
         if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
             return None
-        self._register(live, self._tag(live))
         live.handover = live.unverified = True
         self.memory.take(live, len(live.token_ids), hits)
         live.num_computed = live.num_cached
         uncached = (range(max(found.start, live.num_cached), found.stop) for found in ranges)
         live.ranges = deque(filter(None, uncached))
+        self._register(live, self._shares.tag(request.tenant, live.num_left))
         if live.ranges and live.ranges[0].start > live.num_cached:
             self.memory.forget_restore(live)  # the states come from the worker of the range before
         self._enter(live, Phase.RESERVED)
@@ -270,8 +270,8 @@ class RequestLives:
     @property
     def tokens_waiting(self) -> int:
         """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
-        prefilling = sum(live.num_uncomputed for live in self.running if not live.decodes)
-        prefilling += sum(live.num_uncomputed for live in self.reserved if live.ranges)
+        prefilling = sum(live.num_left for live in self.running if not live.decodes)
+        prefilling += sum(live.num_left for live in self.reserved if live.ranges)
         queued = [*self.waiting, *self.loading]
         cached = sum(self.memory.known(live) for live in queued) * self.pool.block_size
         return prefilling + sum(live.num_left for live in queued) - cached

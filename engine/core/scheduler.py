@@ -115,7 +115,7 @@ class Scheduler(RequestLives):
 
     def _may_join(self, live: LiveRequest, plan: Schedule) -> bool:
         """Whether the next chunk of a prompt may share the step."""
-        return bool(plan.decodes) or may_join(live.num_left, plan.prompt_tokens, self._full_step)
+        return bool(plan.decodes) or may_join(live.num_computable, plan.prompt_tokens, self._full_step)
 
     @property
     def _some_may_join(self) -> bool:
@@ -185,13 +185,14 @@ class Scheduler(RequestLives):
 
     @property
     def next_prompt(self) -> int:
-        """Tokens that the first prompt of the next step lacks. 0: that step decodes, or has no prompt."""
+        """Tokens that a step may compute of the first prompt of the next step. 0: that step decodes, or has
+        no prompt."""
         first = 0
         for live in self.running:
             if not live.ends_with_pending:
                 if live.decodes:
                     return 0  # mostly the first of hundreds: the loop of the worker asks several times a step
-                first = first or live.num_left
+                first = first or live.num_computable
         return first or (self.waiting[0].num_left if self.waiting else 0)
 
     @property

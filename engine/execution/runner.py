@@ -97,6 +97,10 @@ class Launched:
         return [] if self.guessed is None else self.guessed.tolist()
 
 
+class StepGivenUp(Exception):
+    """Nothing of a step is of use any more."""
+
+
 class ModelRunner:
     """Owns the model, its KV cache and its graphs on one device.
 
@@ -244,14 +248,18 @@ class ModelRunner:
     def run(self, step: Step, layer_done: LayerDone) -> Launched:
         """Enqueues the forward pass. `layer_done(i)` is called when the KV of layer i is written (on CUDA:
         when its writing is enqueued). A graph of a step that only decodes does not call it. `sample` must be
-        called before the next `run`."""
+        called before the next `run`. If `layer_done` raises StepGivenUp, the step ends with that layer."""
         if self.followers is not None:
             self.followers.run(step)
             if step.awaits_kv:
                 layer_done = self.followers.waited(0, layer_done)
         began = self._record()
         self._copy_states(step.restores)
-        launched = self._launch(step, layer_done, began)
+        try:
+            launched = self._launch(step, layer_done, began)
+        except StepGivenUp:
+            self._record().synchronize()  # what was launched of it writes into blocks that are free then
+            raise
         self._copy_states(step.saves)
         return launched
 

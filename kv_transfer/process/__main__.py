@@ -10,7 +10,6 @@ import importlib
 import logging
 import logging.config
 import os
-import resource
 import select
 import signal
 import socket
@@ -41,14 +40,13 @@ from baton.kv_transfer.protocol.local_messages import FromReceiver, FromSender
 from baton.kv_transfer.protocol.messages import Side
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import spins
-from baton.machine.system import die_with_parent, family
+from baton.machine.system import die_with_parent, family, raise_descriptor_limit
 
 log = logging.getLogger("baton.kv")
 
 _TICK = 0.25  # seconds between looks at the clock while anything is open
 _IDLE_TICK = 1.0
 _LOOK = 0.00005  # between looks at reads with NIXL
-_DESCRIPTORS = 32_768  # lanes of `max_sessions` peers, and more
 
 
 class TransferProcess:
@@ -81,8 +79,10 @@ class TransferProcess:
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
         self._to_sender = Channel(sending.channel, FromSender, self._blocked)
         self._to_receiver = Channel(receiving.channel, FromReceiver, self._blocked)
-        self._prefill = PrefillSide(config, sending.arena, self._to_sender, self._counters, nixl)
-        self._decode = DecodeSide(config, slots, self._to_receiver, self._counters, self._connect, nixl)
+        self._prefill = PrefillSide(config, sending.arena, self._to_sender, self._counters, nixl, self._trace)
+        self._decode = DecodeSide(
+            config, slots, self._to_receiver, self._counters, self._connect, nixl, self._trace
+        )
         make_sessions: dict[Side, MakeSession] = {
             "sender": partial(SendingSession, self._prefill),
             "receiver": partial(ReceivingSession, self._decode),
@@ -267,19 +267,11 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _raise_descriptor_limit() -> None:
-    """Most systems let a process have 1,024 at first, and the lanes of 200 peers need as many."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def main() -> int:
     start = msgspec.json.decode(sys.stdin.readline(), type=spawn.TransferStart)
     secret, config = bytes.fromhex(sys.stdin.readline()), start.config
     die_with_parent(start.parent_pid)
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     setproctitle.setproctitle(f"{config.title}: {config.name} transfer")
     if config.logging is not None:
         logging.config.dictConfig(config.logging)

@@ -17,6 +17,7 @@ from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import Header
+from baton.kv_transfer.trace import NO_TRACE, TraceWriter
 
 
 class DecodeSide:
@@ -30,6 +31,7 @@ class DecodeSide:
         counters: TransferCounters,
         connect: Connect,
         nixl: NixlMemory | None = None,
+        trace: TraceWriter = NO_TRACE,
     ) -> None:
         """`connect` makes sessions for this side."""
         self.draining = False
@@ -37,7 +39,7 @@ class DecodeSide:
         self._counters = counters
         self._peers = Peers(config, connect)
         self.arrivals = Arrivals(config, pipe, channel, counters, self._peers)
-        self.exports = PeerExports(self.arrivals, channel, nixl)
+        self.exports = PeerExports(self.arrivals, channel, nixl, trace)
         self._slots, self.fetches = self.arrivals.slots, self.arrivals.fetches
 
     @property

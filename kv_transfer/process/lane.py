@@ -326,9 +326,7 @@ class Lane:
             self.owner.control(self, header, payload)
         else:
             self.owner.kv_ends(self, header, slot, whole)
-            if self._trace.enabled:
-                layer = header.piece.layer
-                self._trace.span("recv", self._began, time.monotonic(), layer=layer, seq=header.seq)
+            self._trace.frame("recv", header, self._began, time.monotonic())
 
     def _write(self) -> None:
         budget = _BURST
@@ -348,9 +346,7 @@ class Lane:
                 self._out.popleft()
                 if frame is not None:
                     self.owner.frame_sent(self, frame)
-                    if self._trace.enabled:
-                        h, now = frame.header, time.monotonic()
-                        self._trace.span("send", frame.started, now, layer=h.piece.layer, seq=h.seq)
+                    self._trace.frame("send", frame.header, frame.started, time.monotonic())
         waiting = self._out or self._frame is not None or self._control or self._frames
         self.loop.watch(self.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if waiting else 0), self.serve)
 

@@ -26,6 +26,7 @@ from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header
 from baton.kv_transfer.protocol.local_messages import Arrived, ExportGone, ExportIn
 from baton.kv_transfer.protocol.messages import Export, ProtocolError, Reach, SliceAt, Taken
+from baton.kv_transfer.trace import NO_TRACE, TraceWriter
 
 RING = 2**63 - 1
 """Stands for a session that does not end."""
@@ -49,12 +50,16 @@ class _Pull:
     generation: int
     header: Header
     into_arena: bool
+    began: float
     taken: bool = False  # the peer knows that it is read
 
 
 class PeerExports:
-    def __init__(self, arrivals: Arrivals, channel: Channel, nixl: NixlMemory | None) -> None:
+    def __init__(
+        self, arrivals: Arrivals, channel: Channel, nixl: NixlMemory | None, trace: TraceWriter = NO_TRACE
+    ) -> None:
         """`channel`: to the engine."""
+        self._trace = trace
         self._arrivals = arrivals
         self._channel = channel
         self._nixl = nixl
@@ -117,8 +122,8 @@ class PeerExports:
 
     def slices(self, session: Session, transfer_id: bytes, slices: Sequence[SliceAt]) -> None:
         """SLICES came, instead of frames. Raises ProtocolError."""
-        number, nixl = session.number, self._reader(session, slices)
-        session.moved(time.monotonic())
+        number, nixl, now = session.number, self._reader(session, slices), time.monotonic()
+        session.moved(now)
         to_read: list[SliceToRead] = []
         for there, generation, seq, length, piece in slices:
             if number not in self._memories:
@@ -131,7 +136,7 @@ class PeerExports:
                 raise ProtocolError("credit", str(e)) from None
             self._arrivals.kv_begins(session, header, slot)
             into_arena = nixl is not None and nixl.for_receiver is None
-            self._pulls[slot] = _Pull(number, there, generation, header, into_arena)
+            self._pulls[slot] = _Pull(number, there, generation, header, into_arena, now)
             if nixl is None:
                 self._hand_over(slot, number, there)
             elif self._arrivals.open_transfer(slot):
@@ -201,6 +206,7 @@ class PeerExports:
         self._take_there([pull for pull in pulls.values() if not pull.taken])
         for slot, pull in pulls.items():
             right = slots[slot]
+            self._trace.frame("recv", pull.header, pull.began, time.monotonic())
             memory = self._memories.get(pull.session)
             if memory and not right and self._arrivals.open_transfer(slot):  # the next transfer is over TCP
                 memory.session.send(Reach(False, "a slice could not be read, or was wrong"))

@@ -24,6 +24,7 @@ from baton.kv_transfer.protocol.credits import window
 from baton.kv_transfer.protocol.frame import HEADER_BYTES, Header
 from baton.kv_transfer.protocol.held import Effect, Held, HeldPrefills, StartTransfer
 from baton.kv_transfer.protocol.shared import Expired, Send
+from baton.kv_transfer.trace import NO_TRACE, TraceWriter
 
 log = logging.getLogger("baton.kv")
 
@@ -36,7 +37,7 @@ class PrefillSide:
 
     def __init__(
         self, config: TransferConfig, arena: Arena, channel: Channel, counters: TransferCounters,
-        nixl: NixlMemory | None = None,
+        nixl: NixlMemory | None = None, trace: TraceWriter = NO_TRACE,
     ) -> None:  # fmt: skip
         self.table = HeldPrefills(config.deadlines, config.max_waiting)
         self.slots_out = 0  # handed over by the engine and not given back yet
@@ -46,6 +47,7 @@ class PrefillSide:
         self._counters = counters
         self._sessions: dict[int, SendingSession] = {}  # by number
         self._nixl = nixl
+        self._trace = trace
         self._export: wire.Export | None = None
         self._why_tcp = f"{TCP_ONLY} at the sender"  # without an export
         if nixl and nixl.for_sender:
@@ -54,8 +56,8 @@ class PrefillSide:
         elif nixl:
             self._set_export(nixl.export, "")
         self._transports: dict[int, str] = {}  # session with a FETCH → how the peer gets KV, and why over TCP
-        # By number over all ranks: slots with a slice, and the session that reads it.
-        self._exported: dict[int, tuple[int, local.SliceOut]] = {}
+        # By number over all ranks: slots with a slice, the session that reads it, and since when.
+        self._exported: dict[int, tuple[int, local.SliceOut, float]] = {}
         self._unread: Counter[int] = Counter()  # bytes of messages since the channel is full, by session
 
     @property
@@ -148,7 +150,7 @@ class PrefillSide:
         found: list[wire.SliceAt] = []
         for s, generation in slices:
             there = s.rank * self._config.num_slots + s.slot
-            self._exported[there] = session.number, s
+            self._exported[there] = session.number, s, now
             found.append((there, generation, s.header.seq, s.header.length, s.header.piece))
         self.table.begin_send(transfer_id, now, len(found))
         session.send(wire.Slices(tuple(found)), transfer_id)
@@ -174,7 +176,7 @@ class PrefillSide:
         self._transports.pop(session.number, None)
         self._apply(self.table.session_down(session.number, time.monotonic()))
         # The peer may still read them. It will find another generation.
-        for slot in [slot for slot, (number, _) in self._exported.items() if number == session.number]:
+        for slot in [slot for slot, (number, *_) in self._exported.items() if number == session.number]:
             self._taken(slot)
         self._channel.post(local.SessionGone(session.number))
 
@@ -215,11 +217,12 @@ class PrefillSide:
                 for slot in slots:
                     if self._exported.get(slot, (None,))[0] != session.number:
                         raise wire.ProtocolError("foreign", f"slot {slot} was not to be read")
-                    sent = self._taken(slot)
+                    header, since = self._taken(slot)
                     session.moved(now)
                     self._counters.frames_sent += 1
-                    self._counters.bytes_sent += sent.header.length
-                    self.table.sent(sent.header.transfer_id, now)
+                    self._counters.bytes_sent += header.length
+                    self.table.sent(header.transfer_id, now)
+                    self._trace.frame("send", header, since, now)
 
     def _bound_unread(self, session: "SendingSession", header: Header) -> None:
         """Ends the session if too many of its messages wait here because the engine reads none."""
@@ -250,10 +253,10 @@ class PrefillSide:
     def frame_dropped(self, frame: OutgoingFrame) -> None:
         self._give_back(frame.slot, unsent=True)
 
-    def _taken(self, there: int) -> local.SliceOut:
-        _, taken = self._exported.pop(there)
+    def _taken(self, there: int) -> tuple[Header, float]:
+        _, taken, since = self._exported.pop(there)
         self._give_back(taken.slot, unsent=False, soon=True)  # TAKEN named all slots of a copy
-        return taken
+        return taken.header, since
 
     def _give_back(self, slot: int, *, unsent: bool, soon: bool = False) -> None:
         """`soon`: do not wait for other slots."""

@@ -19,6 +19,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 VERSION = 2
 """Of objects. Those of other versions are misses."""
@@ -47,7 +49,7 @@ class StoreKeys:
     """The keys of one cluster's objects."""
 
     def __init__(self, secret: bytes) -> None:
-        self.root = blake2b(b"baton store", key=secret[:64], digest_size=32).digest()
+        self.root = HKDF(SHA256(), 32, salt=None, info=b"baton store").derive(secret)
         self._cluster = blake2b(b"cluster", key=self.root, digest_size=4).hexdigest()
 
     def key(self, tenant: bytes, period: int, name: str) -> str:

@@ -1,7 +1,8 @@
 """A fair queue between keys.
 
 Items with the lowest rank are next. Of these, the items of the key that was served least are next. Of the
-items of one key, those with the lowest order are next, and of these the oldest.
+items of one key, those with the lowest order are next, and of these the oldest. If this item may not go, the
+others of its key and lane wait, too, also those with a higher rank: they might keep it waiting for good.
 
 Each key has a counter of the tokens that it was served. A charge may be an estimate that is corrected later.
 A key that returns after a pause starts at the level of the others, so that it gains nothing by the pause.
@@ -9,16 +10,30 @@ Keys that always have an item waiting are served equally, to within one request.
 counters, Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
+Place = tuple[int, int, int]
+"""Rank, order and ticket: where an item stands among those of its lane."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The items of one key that go or wait together, except the first."""
+
+    places: list[Place] = field(default_factory=list)
+    """A heap. Those of removed items stay until they come first, or are more than half."""
+    waiting: int = 0
+
 
 class FairQueue(Generic[K, T]):
-    """Pure: no clock, no tasks. `pop` takes time in proportion to the waiting keys.
+    """Pure: no clock, no tasks. `pop` takes time in proportion to the waiting keys, and to the logarithm of
+    their items, whatever ranks and orders these have.
 
     Attributes:
         served: tokens charged to each key ever seen, raised to the level of the others after a pause.
@@ -26,74 +41,85 @@ class FairQueue(Generic[K, T]):
 
     def __init__(self) -> None:
         self.served: dict[K, float] = {}
-        # rank → key → [(order, ticket, item)]; no empty entries
-        self._waiting: dict[int, dict[K, list[tuple[int, int, T]]]] = {}
-        self._queued: dict[K, int] = {}  # key → waiting items of any rank
-        self._places: dict[int, tuple[int, K, int]] = {}  # ticket → rank, key, order
+        self._lanes: dict[tuple[K, bool], _Lane] = {}  # no empty ones
+        self._items: dict[int, tuple[K, bool, Place, T]] = {}  # by ticket
         self._tickets = 0
         self._level = 0.0  # `served` of the key that was served last
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._items)
 
     def __contains__(self, ticket: int) -> bool:
-        return ticket in self._places
+        return ticket in self._items
 
-    def push(self, key: K, rank: int, item: T, ticket: int | None = None, order: int = 0) -> int:
-        """Returns the item's ticket. An item that waits again passes its old ticket, and keeps its place."""
-        if key not in self._queued:
-            others = (self.served[other] for other in self._queued)
+    def push(
+        self, key: K, rank: int, item: T, ticket: int | None = None, order: int = 0, *, lane: bool = False
+    ) -> int:
+        """Returns the item's ticket. An item that waits again passes its old ticket, and keeps its place.
+
+        `lane`: a key may have items of two kinds. If the first of one kind may not go, the other kind may.
+        """
+        if (key, False) not in self._lanes and (key, True) not in self._lanes:
+            others = (self.served[other] for other, _ in self._lanes)
             self.served[key] = max(self.served.get(key, 0.0), min(others, default=self._level))
         if ticket is None:
             self._tickets += 1
             ticket = self._tickets
-        self.put_back(key, rank, item, ticket, order)
+        self.put_back(key, rank, item, ticket, order, lane=lane)
         return ticket
 
-    def put_back(self, key: K, rank: int, item: T, ticket: int, order: int = 0) -> None:
+    def put_back(
+        self, key: K, rank: int, item: T, ticket: int, order: int = 0, *, lane: bool = False
+    ) -> None:
         """Undoes `pop`."""
-        self._queued[key] = self._queued.get(key, 0) + 1
-        items = self._waiting.setdefault(rank, {}).setdefault(key, [])
-        insort(items, (order, ticket, item), key=_place)
-        self._places[ticket] = (rank, key, order)
+        place = (rank, order, ticket)
+        to = self._lanes.setdefault((key, lane), _Lane())
+        heappush(to.places, place)
+        to.waiting += 1
+        self._items[ticket] = (key, lane, place, item)
 
     def pop(self, may_go: Callable[[K, T], bool] = lambda key, item: True) -> T | None:
         """Removes and returns the next item; None if no key may go.
 
-        `may_go` gets each waiting key and its first item.
+        `may_go` gets each waiting key and its first item of each lane.
         """
-        for rank in sorted(self._waiting):
-            keys = self._waiting[rank]
-            allowed = [key for key, items in keys.items() if may_go(key, items[0][2])]
-            if allowed:
+        best: tuple[int, float, int] | None = None
+        for (key, _), lane in self._lanes.items():
+            rank, _, ticket = self._first(lane)
+            if may_go(key, self._items[ticket][3]):
                 # Among equal keys the item with the lowest ticket came first.
-                key = min(allowed, key=lambda k: (self.served[k], keys[k][0][1]))
-                self._level = self.served[key]
-                return self._take(keys[key][0][1])
-        return None
+                candidate = (rank, self.served[key], ticket)
+                best = candidate if best is None else min(best, candidate)
+        if best is None:
+            return None
+        self._level = best[1]
+        return self._take(best[2])
 
     def remove(self, ticket: int) -> None:
         """Removes an item. Does nothing if it was popped or removed before."""
-        if ticket in self._places:
+        if ticket in self._items:
             self._take(ticket)
 
     def charge(self, key: K, tokens: float) -> None:
         """Counts tokens that the key was served."""
         self.served[key] = self.served.get(key, 0.0) + tokens
 
+    def _is_waiting(self, place: Place) -> bool:
+        found = self._items.get(place[2])
+        return found is not None and found[2] == place
+
+    def _first(self, lane: _Lane) -> Place:
+        while not self._is_waiting(lane.places[0]):
+            heappop(lane.places)
+        return lane.places[0]
+
     def _take(self, ticket: int) -> T:
-        rank, key, order = self._places.pop(ticket)
-        items = self._waiting[rank][key]
-        _, _, item = items.pop(bisect_left(items, (order, ticket), key=_place))
-        if not items:
-            del self._waiting[rank][key]
-            if not self._waiting[rank]:
-                del self._waiting[rank]
-        self._queued[key] -= 1
-        if not self._queued[key]:
-            del self._queued[key]
+        key, kind, _, item = self._items.pop(ticket)
+        lane = self._lanes[key, kind]
+        lane.waiting -= 1
+        if not lane.waiting:
+            del self._lanes[key, kind]
+        elif len(lane.places) > 2 * lane.waiting:
+            lane.places = [place for place in lane.places if self._is_waiting(place)]
+            heapify(lane.places)
         return item
-
-
-def _place(entry: tuple[int, int, object]) -> tuple[int, int]:
-    return entry[:2]

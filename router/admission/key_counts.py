@@ -11,9 +11,9 @@ the tokens that were ever spent, and the highest value that `refilled - spent` e
 was full. That value only rises between two spends, so it is enough that a process notes it when it spends.
 """
 
-import fcntl
 import mmap
 import os
+from collections.abc import Iterable
 from itertools import count
 
 MAX_KEYS = 1 << 16
@@ -33,24 +33,25 @@ class KeyCounts:
         self._ids = memory[: MAX_KEYS * _WORD].cast("Q")  # 0: free
         self.cells = memory[MAX_KEYS * _WORD :].cast("d")
         self.processes, self.number = processes, number
-        self._fd = fd
         self._slots: dict[int, int] = {}  # by id
 
+    def add(self, ids: Iterable[int]) -> None:
+        """Gives each key with one of these ids, which are not 0, its rows.
+
+        The supervisor does so before its processes do, so a process finds all of them and writes none. Raises
+        ValueError for too many keys, and then adds none.
+        """
+        while (slot := len(self._slots)) < MAX_KEYS and self._ids[slot]:
+            self._slots[self._ids[slot]] = slot
+        new = set(ids) - self._slots.keys()
+        if len(self._slots) + len(new) > MAX_KEYS:
+            raise ValueError(f"more than {MAX_KEYS} API keys since the router started; restart it")
+        for id in new:
+            slot = self._slots[id] = len(self._slots)
+            self._ids[slot] = id
+
     def of(self, id: int) -> "KeyUse":
-        """Returns the rows of the key with this id, which is not 0. Raises ValueError for too many keys."""
-        if self._fd is not None:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX)  # only when keys are read; the kernel frees it at a death
-        try:
-            while id not in self._slots:
-                slot = len(self._slots)
-                if slot == MAX_KEYS:
-                    raise ValueError(f"more than {MAX_KEYS} API keys since the router started; restart it")
-                if not self._ids[slot]:
-                    self._ids[slot] = id
-                self._slots[self._ids[slot]] = slot
-        finally:
-            if self._fd is not None:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        """Returns the rows of a key that was added."""
         return KeyUse(self, self._slots[id] * self.processes * _ROW)
 
     def ended(self, number: int) -> None:

@@ -9,23 +9,33 @@ A key file is TOML with one table for each key. The table's name is the key's na
     min-priority = 0            # the lowest `priority` that counts beside the requests of other keys
     salt = "team a"             # only keys with the same salt share cached prefixes
 
-The router keeps only the SHA-256 of a key, which is safe for long random keys.
+The router keeps only the SHA-256 of a key, which is safe for long random keys. It follows the file: a key
+that is gone from it is refused within seconds.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
+import json
+import logging
 import math
+import os
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.errors import RateLimited, Unauthorized
 
+log = logging.getLogger(__name__)
+
 MAX_FILE_BYTES = 1 << 20
+POLL_SECONDS = 1.0
+"""Between two looks at the file. A Secret that Kubernetes mounts changes without a signal."""
 MAX_HEADER = 4096
 _FIELDS = {
     "key": str,
@@ -55,6 +65,13 @@ class ApiKey:
     def tenant(self) -> bytes:
         """The key's id at the workers, which give tenants equal shares of their prefill steps."""
         return hashlib.blake2b(self.name.encode(), digest_size=8).digest()
+
+    @property
+    def account(self) -> int:
+        """The id of its account. With other limits it is another one: the level of a bucket rests on its
+        rate."""
+        limits = f"{self.name}\0{self.max_requests}\0{self.tokens_per_minute}".encode()
+        return 1 + int.from_bytes(hashlib.blake2b(limits, digest_size=7).digest())
 
     @classmethod
     def of(cls, name: str, key: str, **limits: Any) -> "ApiKey":
@@ -133,6 +150,57 @@ def _sha256(where: str, table: Mapping[str, Any]) -> bytes:
     return digest
 
 
+def to_json(keys: Sequence[ApiKey]) -> str:
+    """For another process of the router."""
+    return json.dumps(
+        [asdict(k) | {"sha256": k.sha256.hex(), "cache_salt": k.cache_salt.hex()} for k in keys]
+    )
+
+
+def from_json(text: bytes) -> tuple[ApiKey, ...]:
+    return tuple(
+        ApiKey(**each | {field: bytes.fromhex(each[field]) for field in ("sha256", "cache_salt")})
+        for each in json.loads(text)
+    )
+
+
+async def follow_keys(
+    read: Callable[[], tuple[ApiKey, ...]],
+    path: str,
+    use: Callable[[tuple[ApiKey, ...]], Awaitable[None]],
+    signalled: asyncio.Event,
+) -> None:
+    """Reads the keys again when the file `path` has changed, or `signalled` is set, and gives them to `use`.
+
+    Both may raise ValueError for a mistake, which changes nothing and stands in the log. The first look reads
+    the keys in any case: they may have changed since the router began to start.
+    """
+    seen: tuple[int, ...] | None = None
+    while True:
+        version = await asyncio.to_thread(_version, path)
+        if version != seen or signalled.is_set():
+            seen = version
+            signalled.clear()
+            try:
+                keys = await asyncio.to_thread(read)
+                await use(keys)
+            except ValueError as error:
+                log.error("the API keys stay as they are: %s", error)
+            else:
+                log.info("%d API keys", len(keys))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(signalled.wait(), POLL_SECONDS)
+
+
+def _version(path: str) -> tuple[int, ...]:
+    """Changes when the file does. Empty if there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+
 class KeyRing:
     """All keys of a router. Without keys any client is accepted.
 
@@ -183,17 +251,17 @@ class Account:
     """
 
     def __init__(self, key: ApiKey, counts: KeyCounts | None = None, clock: Clock = time.monotonic) -> None:
-        """`counts`: those of the host. None: there is no other process."""
-        counts = counts or KeyCounts()
+        """`counts`: those of the host, to which the key was added. None: there is no other process."""
+        if counts is None:
+            counts = KeyCounts()
+            counts.add([key.account])
         self.key = key
         self.share = 1 / counts.processes
         self.requests = self.body_bytes = self.waiting_tokens = self.sent_tokens = 0
         self.running = self.positions = 0
         self._clock = clock
         self._per_minute = key.tokens_per_minute
-        # With other limits it is another account: the level of a bucket rests on its rate.
-        limits = f"{key.name}\0{key.max_requests}\0{key.tokens_per_minute}".encode()
-        self._use = counts.of(1 + int.from_bytes(hashlib.blake2b(limits, digest_size=7).digest()))
+        self._use = counts.of(key.account)
 
     def among_keys(self, priority: int) -> int:
         """Returns what a priority counts beside the requests of other keys."""

@@ -84,7 +84,9 @@ class Turn:
             return
         self._release()
         self._on_turn = on_turn
-        self._ticket = admission.queue.push(self.account, self._rank, self, self._ticket, self._priority)
+        self._ticket = admission.queue.push(
+            self.account, self._rank, self, self._ticket, self._priority, lane=self.is_new
+        )
         admission.dispatch()
 
     def take(self) -> bool:
@@ -94,7 +96,7 @@ class Turn:
         assert self._ticket is not None
         result = self._on_turn()
         if result is TurnResult.NO_CAPACITY:
-            queue.put_back(account, self._rank, self, self._ticket, self._priority)
+            queue.put_back(account, self._rank, self, self._ticket, self._priority, lane=self.is_new)
             return False
         if result is TurnResult.PARKED or self._ended or self.waits:
             return True

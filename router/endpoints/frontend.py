@@ -58,11 +58,12 @@ class Frontend:
     def use_keys(self, keys: tuple[ApiKey, ...]) -> None:
         """Accepts these keys from now on. Requests of other keys go on to their end.
 
-        A key that stays the same keeps its account.
+        A key that stays the same keeps its account. Raises ValueError for too many keys, and changes nothing.
         """
-        self._keys = KeyRing(keys)
-        before = self._accounts
-        self._accounts = {key: before.get(key) or Account(key, self._counts) for key in (ANY_CLIENT, *keys)}
+        ring, all_keys, before = KeyRing(keys), (ANY_CLIENT, *keys), self._accounts
+        self._counts.add(key.account for key in all_keys)
+        self._accounts = {key: before.get(key) or Account(key, self._counts) for key in all_keys}
+        self._keys = ring
         self._services.admission.shared = len(keys) > 1
 
     @property

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError
-from aiohttp.web_protocol import RequestHandler
 
 from baton import version
 from baton.machine.system import url_host
@@ -21,8 +19,8 @@ from baton.router.api.jobs import shown
 from baton.router.api.openapi import OPERATIONS, encoded
 from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.frontend import Frontend, request_name
+from baton.router.endpoints.http_connections import is_extra
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
-from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Converted
 from baton.router.status import router_status, scrape_targets
 
@@ -89,7 +87,7 @@ class HttpEndpoints:
         generation = http.HttpGeneration(config, frontend)
         responses = OpenAIResponses(config, frontend, generation)
         self.app = web.Application(middlewares=[self._guard])
-        self.app.on_response_prepare.extend([_add_request_id, self._cors.add_headers])
+        self.app.on_response_prepare.extend([_add_headers, self._cors.add_headers])
         self.app.add_routes(
             [
                 web.post("/v1/chat/completions", partial(generation.generate, kind="chat")),
@@ -134,8 +132,7 @@ class HttpEndpoints:
         if (response := self._cors.preflight(request)) is not None:
             return response
         try:
-            if request.path not in _OPEN:
-                http.ACCOUNT.set(self._frontend.authorize(http.authorization(request)))
+            self._check(request)
             return await handler(request)
         except errors.ApiError as error:
             return self._refuse(request, error)
@@ -162,6 +159,13 @@ class HttpEndpoints:
             if request.writer.output_size:
                 raise  # the response has begun: aiohttp closes the connection
             return self._refuse(request, errors.ApiError(f"request {request_id} failed inside the router"))
+
+    def _check(self, request: web.Request) -> None:
+        """Raises Overloaded and Unauthorized."""
+        if request.path not in _OPEN:
+            if is_extra(request):
+                raise errors.Overloaded("too many connections to this router are open", retry_after=1)
+            http.ACCOUNT.set(self._frontend.authorize(http.authorization(request)))
 
     def _refuse(self, request: web.Request, error: errors.ApiError, **more: str) -> web.Response:
         """Returns the error in the shape of the endpoint: Anthropic's, or OpenAI's."""
@@ -249,73 +253,9 @@ class HttpEndpoints:
         return web.json_response(scrape_targets(await router_status(self._services, self._frontend.draining)))
 
 
-async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Handles the signal `on_response_prepare`."""
     response.headers["x-request-id"] = http.REQUEST_ID.get()
-
-
-class HttpRunner(web.AppRunner):
-    """Takes the arguments of `web.AppRunner`, and the router's metrics."""
-
-    __slots__ = ("_metrics",)
-
-    def __init__(self, app: web.Application, metrics: Metrics, **arguments: Any) -> None:
-        super().__init__(app, **arguments)
-        self._metrics = metrics
-
-    async def _make_server(self) -> web.Server:
-        made = await super()._make_server()
-        return _Server(made, self._metrics, **self._kwargs)
-
-
-class _Server(web.Server):
-    """Copies the server that aiohttp made, but with `_Connection` as its connections."""
-
-    def __init__(self, other: web.Server, metrics: Metrics, **arguments: Any) -> None:
-        factory = other.request_factory
-        super().__init__(other.request_handler, request_factory=factory, **arguments)
-        self.metrics = metrics
-
-    def __call__(self) -> RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
-
-
-class _Connection(RequestHandler):
-    """Responds to bytes that are not valid HTTP in OpenAI's shape. aiohttp itself responds to them with plain
-    text, before any middleware runs, and logs the bytes."""
-
-    __slots__ = ("_metrics",)
-
-    def __init__(self, server: _Server, **arguments: Any) -> None:
-        super().__init__(server, **arguments)
-        self._metrics = server.metrics
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Responds and closes the connection.
-
-        `status` is 400 for invalid HTTP, otherwise a handler raised `exc`.
-        """
-        if request.writer.output_size or isinstance(exc, ConnectionError):
-            raise ConnectionError("the response has begun, or the client disconnected")
-        error: errors.ApiError
-        if isinstance(exc, ContentEncodingError):
-            error = http.unsupported_encoding()
-        elif status == 400:
-            # The first line is the reason. The other lines quote the bytes, which may hold a key or a prompt.
-            reason = (message or "").partition("\n")[0].rstrip(":")
-            error = errors.InvalidRequest(f"the request is not valid HTTP: {reason}")
-            log.debug("a request from %s is not valid HTTP: %s", request.remote, type(exc).__name__)
-        else:
-            error = errors.ApiError("the request failed inside the router")
-            log.error("a request from %s failed", request.remote, exc_info=exc)
-        self._metrics.failed(error)
-        headers = {"x-request-id": request_name(None)}
-        response = web.json_response(error.body, status=error.status, headers=headers)
+    if is_extra(request):
+        response.headers["Connection"] = "close"
         response.force_close()
-        return response

@@ -24,14 +24,17 @@ from typing import Any, NoReturn, TypeVar
 import setproctitle
 from aiohttp import web
 
+from baton.machine.connections import Connections
 from baton.machine.system import die_with_parent, process_end, report, url_host
 from baton.router.admission.key_counts import KeyCounts
+from baton.router.admission.keys import ANY_CLIENT, ApiKey, follow_keys, to_json
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
+from baton.router.endpoints.http_connections import HttpRunner
 from baton.router.policy.chunk_table import ChunkTable
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
-from baton.router.processes.sockets import ControlClient, listen, reserve
+from baton.router.processes.sockets import ControlClient, Listener, listen, reserve
 from baton.router.status import all_ready, merged_status, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
 
@@ -42,6 +45,8 @@ Loaded = TypeVar("Loaded", bound=tuple[ModelTokenizer, Any])
 PING_SECONDS = 2.0
 ANSWER_SECONDS = 0.5
 """For a process to reply to a probe or a scrape. After that its last reply counts."""
+_ADMINS = 256
+"""Connections to the admin port."""
 END_SECONDS = 15.0
 """For processes to end, after their drain."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
@@ -57,6 +62,7 @@ class _Process:
 
     Attributes:
         ready: its URL and addresses, once it listens.
+        keys: the API keys that it has, or gets now.
         error: the error that it reported, or "".
         known: its last reply to each command of `asked`.
     """
@@ -64,6 +70,7 @@ class _Process:
     def __init__(self, number: int, config: RouterConfig, run: Callable[[RouterConfig], int]) -> None:
         self.number = number
         self.ready: dict[str, Any] | None = None
+        self.keys = config.api_keys
         self.error = ""
         self.known: dict[str, bytes] = {}
         self._asked: dict[str, asyncio.Task[None]] = {}
@@ -127,7 +134,7 @@ class _Process:
             self.known[command] = await self.send(command)
 
     async def send_or_kill(self, command: str) -> None:
-        """Sends `drain` or `stop`. A process that does not listen yet is killed."""
+        """Sends `keys`, `drain` or `stop`. A process that does not listen yet is killed."""
         try:
             await self.send(command)
         except ConnectionError:
@@ -188,10 +195,11 @@ class Supervisor:
         self._reported = False  # to the parent, that all listen
         self._metrics = MergedMetrics()
         self._key_counts = KeyCounts(keys_fd, config.processes)
+        self._key_counts.add(key.account for key in (ANY_CLIENT, *config.api_keys))
         self._rows = ChunkTable(chunks_fd, config.processes).rows
         self._processes: dict[int, _Process] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
-        self._reloading = asyncio.Event()
+        self._signalled = asyncio.Event()  # to read the API keys
         self._listens = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -201,8 +209,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
-        if config.read_api_keys is not None:
-            loop.add_signal_handler(signal.SIGHUP, self._reloading.set)
+        if config.api_key_file is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._signalled.set)
         with contextlib.ExitStack() as reserved:
 
             def held(flag: str, port: int) -> int:
@@ -219,7 +227,7 @@ class Supervisor:
         self._forks.start()
         lives = [asyncio.create_task(self._keep(n)) for n in range(self._config.processes)]
         reporting = asyncio.create_task(self._report_ready(admin_url))
-        reloading = asyncio.create_task(self._reload_keys())
+        keys = asyncio.create_task(self._follow_keys())
         stopped = asyncio.create_task(self._signals.get())
         try:
             await asyncio.wait({stopped, *lives}, return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +242,7 @@ class Supervisor:
             return 1
         finally:
             self._stopping.set()
-            for task in (reporting, reloading, stopped):
+            for task in (reporting, keys, stopped):
                 task.cancel()
             for process in self._processes.values():
                 process.kill()
@@ -284,8 +292,7 @@ class Supervisor:
         """Waits for the end of the process. Returns whether it listened, and why it ended."""
         number = process.number
         self._processes[number] = process
-        following = asyncio.create_task(process.follow(ready_fd))
-        following.add_done_callback(lambda _: self._listens.set())
+        following = asyncio.create_task(self._follow(process, ready_fd))
         pinging = asyncio.create_task(self._ping(process))
         try:
             code = await process.ended()
@@ -303,17 +310,34 @@ class Supervisor:
             return True, process.error or f"ended with {code}"
         return False, process.error or f"router process {number} ended with {code} before it listened"
 
+    async def _follow(self, process: _Process, ready_fd: int | None) -> None:
+        await process.follow(ready_fd)
+        self._listens.set()
+        await self._give_keys(process)  # they may have changed since its start
+
     async def _ping(self, process: _Process) -> None:
         while True:
             await asyncio.sleep(PING_SECONDS)
             await process.asked("ping")
 
-    async def _reload_keys(self) -> None:
-        """Passes SIGHUP on."""
-        while True:
-            await self._reloading.wait()
-            self._reloading.clear()
-            await asyncio.gather(*(p.send_or_kill("reload") for p in list(self._processes.values())))
+    async def _follow_keys(self) -> None:
+        config = self._config
+        if config.api_key_file is not None:
+            await follow_keys(config.read_api_keys, config.api_key_file, self._use_keys, self._signalled)
+
+    async def _use_keys(self, keys: tuple[ApiKey, ...]) -> None:
+        """Gives these keys to all processes, present and later. Raises ValueError for too many keys."""
+        self._key_counts.add(key.account for key in keys)
+        self._config = replace(self._config, api_keys=keys)
+        await asyncio.gather(*map(self._give_keys, list(self._processes.values())))
+
+    async def _give_keys(self, process: _Process) -> None:
+        """Gives a process the present keys, unless it has them. One that does not listen yet gets them
+        then."""
+        keys = self._config.api_keys
+        if process.ready is not None and process.keys != keys:
+            process.keys = keys
+            await process.send_or_kill(f"keys {to_json(keys)}")
 
     async def _report_ready(self, admin_url: str) -> None:
         while not (ready := self._all_ready()):
@@ -344,16 +368,16 @@ class Supervisor:
                 web.get("/ready", self._get_ready),
             ]
         )
-        runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=0.5, keepalive_timeout=config.keep_alive
+        runner = HttpRunner(
+            app, lambda _: None, access_log=None, shutdown_timeout=0.5, keepalive_timeout=config.keep_alive
         )
         await runner.setup()
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(runner.cleanup)
+            await runner.listen_at(config.admin_socket)
             listening = listen("--admin-port", config.admin_host, config.admin_port or 0)
-            await web.SockSite(runner, listening).start()
+            undo.callback(Listener(listening, runner.connect, Connections("--admin-port", _ADMINS)).close)
             yield f"http://{url_host(config.admin_host)}:{listening.getsockname()[1]}"
-        finally:
-            await runner.cleanup()
 
     async def _known(self, command: str) -> dict[int, bytes]:
         """Returns the reply of each process, or its last one if it takes longer than `ANSWER_SECONDS`."""

@@ -13,8 +13,8 @@ import pytest
 import typer.main
 import typer.testing
 
-from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
+from baton.machine.system import PACKAGES
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 

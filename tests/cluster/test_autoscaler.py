@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 import baton.cluster.autoscaling.autoscaler
 import baton.cluster.autoscaling.balancer
@@ -213,7 +213,7 @@ async def test_prefill_grows_with_the_queue_in_the_routers(pools: Pools) -> None
     await eventually(lambda: "prefill 1" not in pools.names())
 
 
-async def test_tokens_held_are_read_from_the_metrics_of_the_admin_port() -> None:
+async def test_tokens_held_are_read_from_the_metrics_of_a_router(tmp_path: Path) -> None:
     said = 'baton:tokens_waiting{role="router"} 9.0\n'
     pages = {"/metrics": said + 'baton:tokens_waiting_for_turn{role="router"} 7.0\n'}
 
@@ -222,12 +222,17 @@ async def test_tokens_held_are_read_from_the_metrics_of_the_admin_port() -> None
 
     app = web.Application()
     app.router.add_get("/metrics", page)
-    async with TestServer(app) as server:
-        ready = {"url": "http://127.0.0.1:1", "admin_url": f"http://{server.host}:{server.port}"}
+    runner, path = web.AppRunner(app), str(tmp_path / "admin")
+    await runner.setup()
+    ready = {"url": "http://127.0.0.1:1", "admin_socket": path}
+    try:
+        await web.UnixSite(runner, path).start()
         assert await tokens_held(ready) == 7
         pages["/metrics"] = said
         with pytest.raises(ConnectionError, match="has no metric"):
             await tokens_held(ready)
+    finally:
+        await runner.cleanup()
     with pytest.raises(ConnectionError):
         await tokens_held(ready)
 

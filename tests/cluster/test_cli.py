@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,6 +18,7 @@ import click
 import pytest
 import typer
 import typer.main
+from typer.core import TyperGroup
 from typer.testing import CliRunner, Result
 
 import baton.bench.load.cli
@@ -27,8 +30,8 @@ from baton.cluster.cli import app
 from baton.cluster.gpus import visible_gpus
 from baton.cluster.options import clients, engine, pools, roles
 from baton.cluster.supervision.plan import Plan
-from baton.cluster.supervision.processes import PACKAGES
 from baton.engine import EngineConfig
+from baton.machine.system import PACKAGES
 from baton.router.config import RouterConfig
 from baton.worker.config import WorkerConfig
 
@@ -65,6 +68,28 @@ def test_every_command_has_help_and_an_example(command: str) -> None:
     assert help_.exit_code == 0
     assert f"baton {command}" in help_.output, "an example"
     assert f" {command} " in run_baton("--help").output
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_cuts_no_flag_and_begins_with_examples(columns: int) -> None:
+    width = {"COLUMNS": str(columns)}
+    for application, prefix in ((app, ()), (baton.bench.load.cli.app, ("bench",))):
+        group = typer.main.get_command(application)
+        assert isinstance(group, TyperGroup)
+        for name, command in group.commands.items():
+            if isinstance(command, TyperGroup):
+                continue
+            shown = run_baton(*prefix, name, "--help", **width).output
+            assert max(map(len, shown.splitlines())) <= columns
+            assert "…" not in shown.replace("[NEW…]", "").replace("URL,…", "").replace("R,…", "").replace(
+                "N,…", ""
+            )
+            assert shown.index("Examples") < shown.index("\nOptions\n")
+            flags = {
+                flag for each in command.params if not getattr(each, "hidden", False) for flag in each.opts
+            }
+            assert {flag for flag in flags if flag.startswith("--")} <= set(re.findall(r"--[\w-]+", shown))
+    assert "kimi_k2" in run_baton("serve", "--help", **width).output, "values of a choice that is too long"
 
 
 def options_of(command: Any, parent: click.Context | None, name: str) -> Iterator[tuple[str, str]]:
@@ -110,7 +135,7 @@ def test_help_shows_the_values_of_every_choice() -> None:
             roles.RouterRole,
             (RouterConfig,),
             "download_dir cluster_secret_file cluster_certfile cluster_keyfile cluster_ca_certs worker "
-            "kubernetes_service ssl_certfile ssl_keyfile ssl_ca_certs router_processes api_key api_key_file "
+            "kubernetes_service ssl_certfile ssl_keyfile ssl_ca_certs router_processes api_key "
             "timeout_keep_alive no_overflow no_prefix_fetches no_split_prompts",
         ),
     ],
@@ -360,6 +385,19 @@ def test_roles_accept_the_arguments_that_serve_passes(
     assert all(role.environment["BATON_CLUSTER_SECRET"] == "s" * 32 for role in roles)
     assert roles[-1].environment["BATON_API_KEY"] == "k1 k2"
     assert not any("k1" in arg or "s" * 32 in arg for role in roles for arg in role.args)
+    # Ray stores the arguments of actors: they name the secret, and where it is.
+    on_ray = replace(plan, ray=replace(plan.ray, ray_address="10.0.0.1:6379"))
+    with pytest.raises(ValueError, match=r"--api-key, BATON_API_KEY: Ray stores .* --api-key-file"):
+        on_ray.roles()
+    on_ray = replace(on_ray, front=replace(plan.front, api_key=[]))
+    before = on_ray.roles()
+    assert b"s" * 32 not in pickle.dumps(before)
+    assert {role.secret for role in before} == {b"s" * 32}
+    secret.write_text("t" * 32)
+    assert on_ray.roles() != before, "it is another cluster"
+    alone = replace(on_ray, secret=replace(plan.secret, cluster_secret_file=None))
+    with pytest.raises(ValueError, match=r"--ray-address: .* need the cluster secret"):
+        alone.roles()
     result = run_baton("decode", *roles[1].args, "--index", "1")
     assert result.exit_code == 0, result.output
     [(name, given)] = workers

@@ -18,8 +18,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from baton.cluster.cli import app
-from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.tools.status import device_of
+from baton.machine.system import PACKAGES
 from baton.router.status import _plain
 from baton.rpc import worker_pb2 as pb
 
@@ -180,8 +180,7 @@ def test_status_as_a_table_and_as_json(url: str) -> None:
     lines = result.stdout.splitlines()
     assert lines[1].split()[:4] == ["prefill", "0", "prefill", "connecting"]
     assert lines[2].split()[:4] == ["decode", "0", "decode", "ready"]
-    assert lines[2].split()[6:8] == ["2", "GPUs"]
-    assert "25%" in lines[2]
+    assert lines[2].split()[4:9] == ["3", "1", "25%", "2", "GPUs"]
     assert lines[3] == "prefill 0 at 127.0.0.1:4 is connecting: nothing listens at this address. Start it."
     assert json.loads(run_baton("status", "--url", url, "--json").stdout) == STATUS
 
@@ -242,9 +241,12 @@ def test_status_shows_each_address_in_a_row_of_its_own(monkeypatch: pytest.Monke
     monkeypatch.setitem(STATUS, "workers", [*STATUS["workers"], *more])
     monkeypatch.setitem(STATUS, "cluster", {"roles": [supervised], "pools": {}})
     lines = run_baton("status", "--url", url).stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:7]] == [
+        "prefill 0", "prefill 0", "decode 0", "decode 1", "127.0.0.1:7", "127.0.0.1:8",
+    ]  # fmt: skip
     addresses = [re.findall(r"127\.0\.0\.1:\d", line) for line in lines[1:7]]
     assert addresses == [[f"127.0.0.1:{port}"] for port in (4, 6, 5, 9, 7, 8)]
-    assert [line.split()[0] for line in lines[1:7]] == ["prefill", "prefill", "decode", "decode", "?", "?"]
+    assert lines[0].split()[:2] == ["worker", "address"], "names that two have tell nothing"
     assert "worker at 127.0.0.1:7 is connecting: no way." in lines
     assert "decode 1 at 127.0.0.1:9 is connecting: no way." in lines
 
@@ -253,7 +255,8 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
     common = {"stage": "ready", "address": None, "crash_loop": False, "leaving": False, "node": "host-a"}
     roles = [
         common | {"role": "decode", "index": 0, "phase": "ready", "restarts": 2, "last_exit": "was killed"},
-        common | {"role": "decode", "index": 1, "phase": "starting", "restarts": 0, "last_exit": ""},
+        common | {"role": "decode", "index": 1, "phase": "starting", "restarts": 0, "last_exit": ""}
+        | {"stage": "loading weights"},
         common | {"role": "prefill", "index": 1, "phase": "waiting", "restarts": 7, "last_exit": "[no] room"}
         | {"crash_loop": True},
         common | {"role": "router", "index": 0, "phase": "ready", "restarts": 0, "last_exit": ""},
@@ -264,12 +267,42 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["prefill", "0"], ["prefill", "1"], ["decode", "0"], ["decode", "1"],
     ]  # fmt: skip
-    assert "waiting CRASH LOOP" in lines[2]
-    assert lines[2].split()[-4:] == ["7", "[no]", "room", "host-a"]
+    assert "CRASH LOOP" in lines[2]
+    assert re.search(r" 7 .* host-a .* \[no\] room$", lines[2].rstrip())
     assert lines[3].split()[3] == "ready"
-    assert lines[3].split()[-4:] == ["2", "was", "killed", "host-a"]
+    assert re.search(r" 2 .* host-a .* was killed$", lines[3].rstrip())
     assert "starting" in lines[4]
-    assert lines[6] == "decode: 2 workers (1 to 4), 1.7 needed: the queue"
+    assert "decode 1 is starting: loading weights" in lines
+    assert "prefill 1 has ended ([no] room); it keeps crashing: see its log" in lines
+    assert lines[-1] == "decode: 2 workers (1 to 4), 1.7 needed: the queue"
+
+
+def test_status_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Nothing is cut: what a table has no room for is named, and shown with --wide."""
+    role = {"stage": "ready", "phase": "ready", "crash_loop": False, "leaving": False, "restarts": 12345}
+    role |= {
+        "node": "gpu-node-17.region.example.com",
+        "last_exit": "the engine process was killed by SIGKILL",
+    }
+    workers = [
+        STATUS["workers"][0] | {"index": index, "address": f"10.200.100.{index}:7001"} for index in (0, 120)
+    ]
+    roles = [role | {name: worker[name] for name in ("role", "index", "address")} for worker in workers]
+    router = {"ready": True, "handovers": 7, "split_prompts": 2, "overflow": {"short": 3, "cached": 0}}
+    monkeypatch.setitem(STATUS, "workers", workers)
+    monkeypatch.setitem(STATUS, "cluster", {"roles": roles, "pools": {}})
+    monkeypatch.setitem(STATUS, "router", router)
+    for columns in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        default, wide = (run_baton("status", "--url", url, *more).stdout for more in ([], ["--wide"]))
+        assert max(map(len, (default + wide).splitlines())) <= columns
+        assert "…" not in default + wide
+        assert "--wide: " in default
+        requests = "Requests: 7 with a handover (2 prompts split), 3 on one worker (short 3)"
+        assert requests in " ".join(default.split())
+        assert {"decode 120", "running", "KV used"} <= set(re.split(r"\s{2,}", default.replace("\n", "  ")))
+        for word in ("incarnation", "7cd5cd6aa2f23fee", "SIGKILL", "node-17", "12345"):
+            assert word in wide
 
 
 def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
@@ -277,6 +310,8 @@ def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
     assert gone.exit_code == 2
     assert "--url http://127.0.0.1:9" in gone.stderr
     assert "baton serve" in gone.stderr
+    for path in ("/", "/v1", "/v1/"):  # clients of OpenAI's API have /v1
+        assert json.loads(run_baton("status", "--json", "--url", url + path).stdout) == STATUS
     for other in ("ftp://127.0.0.1", "127.0.0.1:8000"):
         wrong = run_baton("status", "--url", other)
         assert wrong.exit_code == 2

@@ -16,7 +16,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from baton.cluster.cli import app
-from baton.cluster.options.clients import DoctorOptions, EndpointOptions, StatusOptions
+from baton.cluster.options.clients import DoctorOptions, EndpointOptions, JsonOptions
 from baton.cluster.tools.doctor import command, node
 from baton.cluster.tools.doctor.finding import Finding, bad, good, warning
 from baton.cluster.tools.doctor.running import running, workers
@@ -282,6 +282,6 @@ def test_only_bad_findings_set_the_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(command, "node", lambda _: iter([good("a", "b"), second("c", "d", "e")]))
-    assert command.run(DoctorOptions(), EndpointOptions(), StatusOptions()) == code
+    assert command.run(DoctorOptions(), EndpointOptions(), JsonOptions()) == code
     marks = [command.MARKS[level].split("]")[1][0] for level in ("good", "bad" if code else "warning")]
     assert capsys.readouterr().out == f"{marks[0]} a: b\n{marks[1]} c: d\n    e\n"

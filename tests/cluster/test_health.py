@@ -25,10 +25,10 @@ async def silent(ready: Mapping[str, Any], tls: TlsFiles | None = None) -> str:
     return await until_silent(ready, SECRET, tls, interval=0.02, patience=0.8)
 
 
-async def test_a_role_is_silent_once_it_stops_answering(certificates: Certificates) -> None:
+async def test_a_role_is_silent_once_it_stops_answering(certificates: Certificates, tmp_path: Path) -> None:
     """Side by side. Each first answers for longer than the patience."""
     tls = TlsFiles(*certificates.worker, certificates.ca)
-    await asyncio.gather(worker_stops(None), worker_stops(tls), router_hangs())
+    await asyncio.gather(worker_stops(None), worker_stops(tls), router_hangs(tmp_path / "admin"))
 
 
 async def worker_stops(tls: TlsFiles | None) -> None:
@@ -42,7 +42,7 @@ async def worker_stops(tls: TlsFiles | None) -> None:
     assert "gave no answer" in await asyncio.wait_for(watching, 10)
 
 
-async def router_hangs() -> None:
+async def router_hangs(path: Path) -> None:
     """It takes connections and says nothing."""
     hanging = False
 
@@ -52,11 +52,9 @@ async def router_hangs() -> None:
             writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
             writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    # What clients reach may be behind TLS, which asks for certificates: the admin port is asked.
-    where = {"url": "https://127.0.0.1:1", "admin_url": f"http://127.0.0.1:{port}"}
-    watching = asyncio.create_task(silent(where))
+    server = await asyncio.start_unix_server(answer, path)
+    # Clients may have filled its port, and it may ask for certificates.
+    watching = asyncio.create_task(silent({"url": "https://127.0.0.1:1", "admin_socket": str(path)}))
     await asyncio.sleep(1.2)
     assert not watching.done(), "it answers"
     hanging = True
@@ -64,7 +62,7 @@ async def router_hangs() -> None:
     server.close()
 
 
-async def test_a_pause_of_the_supervisor_is_no_silence_of_a_role() -> None:
+async def test_a_pause_of_the_supervisor_is_no_silence_of_a_role(tmp_path: Path) -> None:
     """It was stopped, or its machine was, while a role had to answer."""
     asked, answered = asyncio.Event(), asyncio.Semaphore(0)
 
@@ -76,8 +74,9 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_role() -> None:
         writer.close()
         answered.release()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    watching = asyncio.create_task(silent({"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}))
+    path = tmp_path / "admin"
+    server = await asyncio.start_unix_server(answer, path)
+    watching = asyncio.create_task(silent({"url": "http://127.0.0.1:1", "admin_socket": str(path)}))
     await asked.wait()
     time.sleep(1.0)  # noqa: ASYNC251  the pause
     for _ in range(4):

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.supervision.processes import PACKAGES, python_path
+from baton.cluster.check_model import faults
+from baton.cluster.model import ResolvedModel
+from baton.cluster.options.engine import EngineOptions
+from baton.cluster.supervision.rundir import Janitor
+from baton.kv_transfer.spawn import spawn
+from baton.machine.system import PACKAGES, python_path
 
 
 @pytest.mark.parametrize(
@@ -29,3 +34,21 @@ def test_a_package_of_the_user_hides_none_of_baton(tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, '.'); import {modules}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("start", ["transfer", "check", "janitor"])
+def test_no_process_runs_modules_of_the_working_directory(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "baton.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    if start == "transfer":
+        spawn("baton.kv_transfer.process", b"", pass_fds=()).wait(60)
+    elif start == "check":
+        found = ResolvedModel(name="a", location=str(tmp_path))
+        assert "could not be checked" not in str(faults(found, EngineOptions(device="cpu"), None))
+    else:
+        with Janitor(tmp_path / "none", "a janitor")._process as janitor:
+            assert janitor.stdin is not None
+    assert not (tmp_path / "ran").exists()

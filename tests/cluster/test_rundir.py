@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from baton.cluster.supervision import rundir
-from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.supervision.rundir import Janitor, RunDir
+from baton.machine.system import PACKAGES
 
 OWNER = """
 import sys

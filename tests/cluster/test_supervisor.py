@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,19 @@ async def test_roles_get_secrets_in_the_environment_and_nothing_of_ours_or_rays(
     assert "RAY_JOB_ID" not in environment
     assert environment["OMP_NUM_THREADS"] == "1"
     assert "x" * 32 not in Path(f"/proc/{state.pid}/cmdline").read_text()
+
+
+async def test_a_role_on_ray_reads_the_secret_where_it_runs(
+    tmp_path: Path, stopping: Callable[[RoleRunner], None]
+) -> None:
+    file = tmp_path / "secret"
+    runner_ = runner(tmp_path, replace(spec("prefill"), environment={}, secret_file=str(file)))
+    stopping(runner_)
+    await runner_.start()
+    await eventually(lambda: runner_.state.phase == "waiting")
+    assert f"--cluster-secret-file {file}: cannot be read" in runner_.state.error
+    file.write_text("x" * 32)
+    assert (await until_ready(runner_)).said["environment"]["BATON_CLUSTER_SECRET"] == "x" * 32
 
 
 async def test_a_crash_loop_is_told_with_its_reason_while_the_others_serve(

@@ -29,9 +29,10 @@ def service_of(unit: Path) -> Mapping[str, str]:
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_a_unit(unit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = service_of(unit)
-    for name in ("cluster-secret", "api-keys"):
+    for name in ("cluster-secret", "api-keys.toml"):
         (tmp_path / name).touch()
-    program, role, *flags = shlex.split(service["ExecStart"].replace("%d", str(tmp_path)))
+    line = service["ExecStart"].replace("%d", str(tmp_path)).replace("/etc/baton/api", f"{tmp_path}/api")
+    program, role, *flags = shlex.split(line)
     ran: list[tuple[str, Any]] = []
     monkeypatch.setattr(roles, "run_worker", lambda role, options: ran.append((role, options)))
     monkeypatch.setattr(roles, "run_router", lambda options: ran.append(("router", options)))
@@ -45,6 +46,9 @@ def test_a_unit(unit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         assert options.secret.cluster_secret_file == tmp_path / "cluster-secret"
         assert float(service["TimeoutStopSec"]) > options.drain.drain_timeout, "else systemd cuts a drain off"
+    if started == "router":  # a credential would stay as it was at the start
+        assert options.front.api_key_file == tmp_path / "api-keys.toml"
+        assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
     assert service["Restart"] == "always"
 
 

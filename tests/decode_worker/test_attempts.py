@@ -314,12 +314,19 @@ async def test_an_attempt_id_in_use_is_refused(pair: Pair) -> None:
 async def test_metrics_count_a_handover(workers: Workers) -> None:
     before = [metrics(worker) for worker in workers]
     async with paired(*workers) as pair:
+        reports = [await status(pair.prefill), await status(pair.decode)]
         started = time.monotonic()
         await pair.generate(prompt(100), sampling(max_tokens=5, ignore_eos=True))
         took = time.monotonic() - started
-        await pair.prefill.stub.GetStatus(pb.StatusRequest())
-        await pair.decode.stub.GetStatus(pb.StatusRequest())
+        later = await status(pair.prefill), await status(pair.decode)
         await assert_whole(*workers)
+    names = "prompt_tokens", "generation_tokens", "kv_transfers", "handovers"
+    counted = [
+        [getattr(new, name) - getattr(old, name) for name in names]
+        for new, old in zip(later, reports, strict=True)
+    ]
+    assert counted == [[100, 1, 1, 0], [0, 4, 1, 1]], "for `baton status` and `baton top`"
+    assert 0 <= later[1].handovers_hidden - reports[1].handovers_hidden <= 1
     after = [metrics(worker) for worker in workers]
     prefill, decode = ({k: v - b.get(k, 0) for k, v in a.items()} for a, b in zip(after, before, strict=True))
     assert (prefill["vllm:prompt_tokens_total"], decode["vllm:prompt_tokens_total"]) == (100, 0)
@@ -327,6 +334,7 @@ async def test_metrics_count_a_handover(workers: Workers) -> None:
     assert decode["vllm:generation_tokens_total"] == 4
     assert decode['vllm:request_success_total{finished_reason="length"}'] == 1
     kv_bytes = 100 * 2 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, head_dim, float32
+    assert [new.kv_bytes - old.kv_bytes for new, old in zip(later, reports, strict=True)] == [kv_bytes] * 2
     assert prefill['baton:kv_bytes_total{direction="send"}'] == kv_bytes
     assert decode['baton:kv_bytes_total{direction="receive"}'] == kv_bytes
     for name in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -87,6 +88,32 @@ def test_baton_takes_every_flag_and_variable(
                         lines += 1
                         parse([here(word, container, tmp_path) for word in words])
     assert lines >= 3
+
+
+@pytest.mark.parametrize(
+    ("codes", "ran", "ends"),
+    [
+        ("0", ["serve"], 0),
+        ("1", ["serve"], 1),
+        ("2", ["serve"], 2),
+        ("3 0", ["serve", "stop", "serve"], 0),
+        ("3 2", ["serve", "stop", "serve"], 2),
+    ],
+)
+def test_the_front_of_kuberay_stops_only_a_cluster_with_other_settings(
+    overlays: dict[str, list[Object]], tmp_path: Path, codes: str, ran: list[str], ends: int
+) -> None:
+    [front] = [pod for pod in pod_templates(overlays["kuberay"]) if pod.owner == "Deployment baton-front"]
+    [serve] = front.spec["containers"]
+    (tmp_path / "codes").write_text(codes)
+    told = "{ read -r code rest <codes; echo $rest >codes; return $code; }"
+    baton = f"baton() {{ echo $1 >>ran; [ $1 = stop ] || {told}; }}"
+    script = f"{baton}\n{serve['args'][0].replace('sleep infinity & wait', 'exit 0')}"
+    done = subprocess.run(
+        [*serve["command"], script], cwd=tmp_path, capture_output=True, timeout=20, check=False
+    )
+    assert (tmp_path / "ran").read_text().split() == ran
+    assert done.returncode == ends, done.stderr
 
 
 def test_a_flag_that_does_not_exist_is_found() -> None:

@@ -46,16 +46,15 @@ def test_long_running_containers_have_probes(overlay: list[Object]) -> None:
             assert probes <= container.keys(), f"{pod} {container['name']}"
 
 
-def test_roles_are_probed_where_no_certificate_is_asked_for(overlay: list[Object]) -> None:
+def test_roles_are_probed_where_no_certificate_is_asked_for_and_clients_cannot_connect(
+    overlay: list[Object],
+) -> None:
     for pod in pod_templates(overlay):
         for container in lasting(pod):
             if container["name"] not in ("router", "worker", "serve"):
                 continue
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-            if container["name"] == "worker":
-                expected = {"httpGet": {"path": "/health", "port": ports["metrics"]}}
-            else:
-                expected = {"grpc": {"port": ports["grpc"]}}
+            expected = {"httpGet": {"path": "/health", "port": ports["metrics"]}}
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 assert expected.items() <= container[probe].items(), f"{pod}"
 
@@ -148,10 +147,26 @@ def test_secrets_are_referred_to_never_written(overlay: list[Object]) -> None:
             for variable in container.get("env", []):
                 if re.search("KEY|TOKEN|SECRET|PASSWORD", variable["name"]):
                     assert "secretKeyRef" in variable["valueFrom"], f"{pod} {variable['name']}"
-            assert not re.search("api-key|secret=", " ".join(container.get("args", []))), f"{pod}"
+            assert not re.search("api-key=|secret=", " ".join(container.get("args", []))), f"{pod}"
     assert not any(
         re.search("KEY|TOKEN|SECRET", key) for each in of_kind(overlay, "ConfigMap") for key in each["data"]
     )
+
+
+def test_keys_of_clients_come_from_a_file_that_follows_its_secret(overlay: list[Object]) -> None:
+    """A variable, or a file mounted by a subPath, would stay as it was when the pod started."""
+    found = 0
+    for pod in pod_templates(overlay):
+        volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+        for container in pod.containers:
+            named = re.search(r"--api-key-file=(\S+)/keys\.toml", " ".join(container.get("args", [])))
+            assert (named is not None) == (container["name"] in ("router", "serve")), f"{pod}"
+            if named:
+                [mount] = [m for m in container["volumeMounts"] if m["mountPath"] == named[1]]
+                assert mount.keys() == {"name", "mountPath", "readOnly"}
+                assert volumes[mount["name"]]["secret"]["secretName"] == "baton-api-keys"
+                found += 1
+    assert found == 1
 
 
 def test_only_the_router_has_a_token_and_it_may_only_look_at_endpoints(overlay: list[Object]) -> None:

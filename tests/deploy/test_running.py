@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.supervision.runner import BATON
+from baton.machine.system import PACKAGES
 from tests.fake_kubernetes import FakeKubernetes, endpoint
 
 from .conftest import Object, PodTemplate, pod_templates
@@ -39,6 +39,7 @@ async def pod(
         "$(POD_IP)": address,
         "host=0.0.0.0": f"host={address}",  # --admin-host too
         "/etc/baton/cluster/secret": str(secret),
+        "/etc/baton/api-keys": str(tmp),
     }
     arguments = container["args"]
     for old, new in replaced.items():
@@ -99,7 +100,8 @@ async def test_cpu_demo_serves(overlays: dict[str, list[Object]], tmp_path: Path
         for role in ("prefill", "decode"):
             address = await stack.enter_async_context(pod(objects, pods[role], tmp_path, secret))
             server.put(role, f"baton-{role}", [endpoint(address)])
-        more = {"KUBECONFIG": str(kubeconfig), "BATON_API_KEY": KEY}
+        (tmp_path / "keys.toml").write_text(f'[first]\nkey = "{KEY}"\n')
+        more = {"KUBECONFIG": str(kubeconfig)}
         address = await stack.enter_async_context(pod(objects, pods["router"], tmp_path, secret, **more))
         http = await stack.enter_async_context(aiohttp.ClientSession(f"http://{address}:8000"))
         question = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 4, "temperature": 0}

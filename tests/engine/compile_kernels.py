@@ -156,6 +156,7 @@ def main() -> None:
     step(torch.bfloat16, 32, 8, 128, 128, norm=False)  # Llama 3.1 8B
     step(torch.bfloat16, 32, 8, 128, 16, norm=True)  # Qwen3 8B
     step(torch.float16, 28, 4, 128, 64, norm=False)  # Qwen2.5 7B
+    step(torch.float16, 28, 4, 128, 192, norm=False)  # a tile of keys may be in two blocks
     step(torch.float32, 32, 8, 128, 128, norm=False)  # the most shared memory
     step(torch.bfloat16, 9, 3, 64, 128, norm=False)  # SmolLM2 135M
     step(torch.bfloat16, 8, 4, 256, 128, norm=True)  # the largest head

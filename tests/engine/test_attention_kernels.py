@@ -17,10 +17,13 @@ from tests.device import DEVICE
 from tests.engine.attention_step import RAGGED, Step
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
 
+BLOCK_SIZES = [*(2**i for i in range(7)), *range(128, 1025, 64)]
+"""That a user can choose: divisors and multiples of 64."""
+
 
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "dtype"),
-    [(64, 16, F32), (64, 256, F16), (128, 64, F16), pytest.param(128, 128, BF16, marks=pytest.mark.gpu)],
+    [(64, 16, F32), (64, 192, F16), (128, 64, F16), pytest.param(128, 128, BF16, marks=pytest.mark.gpu)],
 )
 def test_mixed_batch(triton_kernels: Kernels, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
     Step(RAGGED, (4, 2), head_dim, block_size, dtype).check(triton_kernels, DEVICE)
@@ -123,8 +126,11 @@ def test_heads_are_normalized_before_they_are_rotated(triton_kernels: Kernels, d
     [
         (100, (4, 1), 64, 128, F16),
         (4096, (4, 1), 64, 128, F16),
-        *(pytest.param(100, (7, 1), 128, n, BF16, marks=pytest.mark.gpu) for n in (16, 64, 128, 256)),
-        pytest.param(100, (4, 2), 256, 32, F16, marks=pytest.mark.gpu),
+        *(
+            pytest.param(100, (7, 1), 128, n, BF16, marks=pytest.mark.gpu)
+            for n in (8, 16, 64, 128, 192, 256, 320, 448)
+        ),
+        *(pytest.param(100, (4, 2), 256, n, F16, marks=pytest.mark.gpu) for n in (32, 192)),
     ],
 )
 def test_chunks_longer_than_a_tile(
@@ -143,6 +149,27 @@ def test_chunks_longer_than_a_tile(
     monkeypatch.setattr(triton_kernels, "_head_dim", head_dim)  # of `prefill_wgmma`
     spans = [(0, 70), (130, 200), *[(0, 64), (500, 1011)] * (head_dim > 64)]
     Step(spans, heads, head_dim, block_size, dtype).check(triton_kernels, DEVICE)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_the_copy_engine_never_reads_past_a_block(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each size that a user can choose: what one copy of `prefill_wgmma` loads is in one block."""
+    from baton.engine.kernels.attention import prefill_wgmma
+
+    copied: list[int] = []
+    monkeypatch.setattr(prefill_wgmma, "on_hopper", lambda: True)
+    monkeypatch.setattr(
+        prefill_wgmma,
+        "_attend",
+        {(0,): lambda q, *tiles, **_: copied.extend(tile.block_shape[0] for tile in tiles[:2])},
+    )
+    nothing = torch.zeros(0, 1, head_dim, dtype=BF16)
+    for block_size in BLOCK_SIZES:
+        if prefill_wgmma.suits(BF16, head_dim, block_size):
+            kv = torch.zeros(2, 1, block_size, 1, head_dim, dtype=BF16)
+            prefill_wgmma.attend(nothing, kv, torch.zeros(1, 1), nothing, 1, nothing, 1.0)
+            assert all(block_size % rows == 0 for rows in copied[-2:]), (block_size, copied[-2:])
+    assert set(copied) == {16, 32, 64, *[128] * (head_dim == 128)}
 
 
 @pytest.mark.parametrize(
@@ -239,11 +266,35 @@ def test_a_program_that_rotates_several_tokens(
         max_size=4,
         unique=True,
     ),
-    block_size=st.sampled_from([16, 24, 128]),
+    block_size=st.sampled_from(BLOCK_SIZES),
     seed=st.integers(0, 1000),
 )
 def test_any_batch(triton_kernels: Kernels, spans: Any, block_size: int, seed: int) -> None:
     Step(spans, (2, 1), 16, block_size, F16, seed).check(triton_kernels, DEVICE)
+
+
+@pytest.mark.gpu
+@settings(max_examples=12)
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 900), st.integers(1, 300)).map(lambda x: (x[0], x[0] + x[1])),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    ),
+    block_size=st.sampled_from(BLOCK_SIZES),
+    head_dim=st.sampled_from([128, 256]),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch_in_large_tiles(
+    triton_kernels: Kernels, spans: Any, block_size: int, head_dim: int, seed: int
+) -> None:
+    from baton.engine.kernels.attention import tiles
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "LONG_FROM", 1)
+        patch.setattr(triton_kernels, "_head_dim", head_dim)  # of `prefill_wgmma`
+        Step(spans, (4, 1), head_dim, block_size, BF16, seed).check(triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_attention(
     """A long chunk of a cache in FP8 gathers its blocks, others convert tiles. In the interpreter each span
     has one shape with a cache in FP8, and the other without."""
     length = 4500 if ON_GPU else 330
-    shapes = [((4, 2), 64, 16), ((3, 1), 64, 128)]
+    shapes = [((4, 2), 64, 16), ((3, 1), 64, 192)]
     shapes = [*shapes, ((8, 2), 128, 128)] if ON_GPU else [shapes[(turn + fp8) % 2]]
     for heads, head_dim, block_size in shapes:
         requests = Sequences([length, length // 2, 40], heads, head_dim, block_size, dtype, fp8=fp8)

@@ -76,10 +76,22 @@ def test_triton_kernels(
     check(step, triton_kernels, DEVICE)
 
 
-@pytest.mark.parametrize(("block_size", "dtype"), [(24, F32), (128, F16)])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "dtype"),
+    [
+        (64, 24, F32),
+        (64, 192, F16),
+        *(pytest.param(128, n, BF16, marks=pytest.mark.gpu) for n in (128, 192, 320)),
+    ],
+)
 def test_long_chunks_gather_their_blocks(
-    triton_kernels: Kernels, block_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    triton_kernels: Kernels,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from baton.engine.kernels.attention import tiles
     from baton.engine.kernels.attention.gather_kv import gather
 
     used: list[int] = []
@@ -89,7 +101,9 @@ def test_long_chunks_gather_their_blocks(
         return gather(kv, blocks, to)
 
     monkeypatch.setattr("baton.engine.kernels.triton_kernels.gather", counted)
-    check(Step([(70, 71), (3, 20), (150, 400)], (3, 1), 64, block_size, dtype), triton_kernels, DEVICE)
+    monkeypatch.setattr(tiles, "LONG_FROM", 100)
+    monkeypatch.setattr(triton_kernels, "_head_dim", head_dim)  # of `prefill_wgmma`
+    check(Step([(70, 71), (3, 20), (150, 400)], (3, 1), head_dim, block_size, dtype), triton_kernels, DEVICE)
     assert used == [-(-20 // block_size) + -(-400 // block_size)]
 
 

@@ -17,7 +17,7 @@ from tests.engine.test_fp8_kv import exact, quantized
 
 @pytest.mark.parametrize(
     ("heads", "block_size", "dtype"),
-    [(16, 16, F32), (5, 64, F32), (20, 128, F16), pytest.param(128, 128, BF16, marks=pytest.mark.gpu)],
+    [(16, 16, F32), (5, 64, F32), (20, 192, F16), pytest.param(128, 128, BF16, marks=pytest.mark.gpu)],
 )
 def test_decodes_and_chunks(triton_kernels: Kernels, heads: int, block_size: int, dtype: torch.dtype) -> None:
     """Decodes of one piece and of several, with one and several queries; chunks that are absorbed, and some
@@ -31,11 +31,11 @@ def test_decodes_and_chunks(triton_kernels: Kernels, heads: int, block_size: int
 @pytest.mark.parametrize("dims", [(512, 128, 64, 128), (512, 192, 64, 256)], ids=["deepseek-v3", "glm"])
 @pytest.mark.parametrize("least", [1, 1000], ids=["expanded", "absorbed"])
 @pytest.mark.parametrize(
-    ("heads", "dtype"),
+    ("heads", "block_size", "dtype"),
     [
-        (2, F32),
-        *(pytest.param(n, BF16, marks=pytest.mark.gpu) for n in (5, 128)),
-        pytest.param(20, F16, marks=pytest.mark.gpu),
+        (2, 64, F32),
+        *(pytest.param(*of, BF16, marks=pytest.mark.gpu) for of in ((5, 192), (128, 64))),
+        pytest.param(20, 320, F16, marks=pytest.mark.gpu),
     ],
 )
 def test_the_sizes_of_published_models(
@@ -44,12 +44,13 @@ def test_the_sizes_of_published_models(
     dims: tuple[int, int, int, int],
     least: int,
     heads: int,
+    block_size: int,
     dtype: torch.dtype,
 ) -> None:
     """Heads of 192 are padded to 256, and have values of 128."""
     monkeypatch.setattr(LatentConfig, "least_expanded", least)
     spans = [(0, 1), (63, 64), (40, 41), (700, 701), (30, 45)]
-    LatentStep(spans, heads, dims, 64, dtype).check(triton_kernels, DEVICE)
+    LatentStep(spans, heads, dims, block_size, dtype).check(triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize(

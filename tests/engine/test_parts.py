@@ -166,6 +166,36 @@ def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> No
     engine.assert_whole()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_ends_with_the_layer_whose_kv_will_not_come(tiny_engine: MakeEngine, shared: bool) -> None:
+    """Unless other requests share it."""
+    request, other = shared_prompt(120), request_of(2, range(5, 30), max_tokens=4)
+    engine, layers = tiny_engine(**CACHING | {"max_num_batched_tokens": 128}), list[int]()
+    [expected] = tokens_of(tiny_engine(**CACHING), [other])
+
+    def lost(layer: int, chunks: Mapping[bytes, range]) -> bool:
+        layers.append(layer)
+        return layer == 1
+
+    engine._hooks = replace(engine._hooks, layer_done=lost)
+    reservation = engine.start_part(request, [range(64, 120)])
+    assert reservation is not None
+    engine.begin_range(request.id)
+    if shared:
+        engine.add(other)
+    result = engine.step()
+    assert result.prompts[request.id] == range(64, 120), "its caller learns of it"
+    assert layers == ([0, 1, 2] if shared else [0, 1])
+    engine.cancel(request.id)
+    found = [output.token for output in result.outputs if output.id == other.id]
+    if not shared:
+        engine.add(other)
+    while not engine.idle:
+        found += [output.token for output in engine.step().outputs]
+    assert found == expected
+    engine.assert_whole()
+
+
 def test_a_part_comes_after_earlier_prompts_and_before_later_ones() -> None:
     scheduler = make(num_blocks=32, budget=16)
     add(scheduler, 1, 40)
@@ -180,6 +210,26 @@ def test_a_part_comes_after_earlier_prompts_and_before_later_ones() -> None:
     assert scheduler.tokens_waiting == 14 + 40
     assert tokens(step(scheduler))[0][0] == 1
     assert scheduler.start_part(EngineRequest(b"q", list(range(99))), [range(99)]) is None, "no room"
+
+
+def test_a_part_counts_as_the_tokens_of_its_ranges() -> None:
+    """In fair shares, for the chunk limit, for slow launches, and for whether it may share a step."""
+    scheduler = make(num_blocks=400, budget=64, full_step=48)
+    part = scheduler.start_part(
+        EngineRequest(b"p", list(range(900)), tenant=b"a"), [range(8), range(880, 900)]
+    )
+    assert part is not None
+    assert (part.num_left, part.tag) == (28, 28)
+    scheduler.begin_range(part)
+    assert scheduler.next_prompt == 8, "the next step computes no more of it"
+    assert [left for left, _ in scheduler.prompts()] == [28]
+    add(scheduler, 1, 40, tenant=b"b")
+    assert tokens(step(scheduler)) == [(ord("p"), 0, 8), (1, 0, 40)]
+    assert (part.num_left, scheduler.tokens_waiting) == (20, 20)
+    scheduler.begin_range(part)
+    assert scheduler.next_prompt == 0, "a request decodes"
+    assert tokens(step(scheduler)) == [(1, 40, 41), (ord("p"), 880, 900)]
+    assert part.phase is Phase.HELD
 
 
 def test_between_its_ranges_a_part_holds_no_step_up() -> None:

@@ -99,9 +99,10 @@ class NotingSink(SenderSink):
         )
         super().prefill_started(request_id, block_ids, num_tokens, num_cached, state_slot)
 
-    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
-        super().layer_done(layer, chunks)
+    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> bool:
+        is_useless = super().layer_done(layer, chunks)
         self.in_step(layer, chunks)
+        return is_useless
 
 
 class Side:

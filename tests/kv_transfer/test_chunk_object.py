@@ -6,7 +6,7 @@ import re
 import pytest
 
 from baton.kv_transfer.shared_store import chunk_object
-from baton.kv_transfer.shared_store.chunk_object import SEAL_BYTES, ObjectSeal, label, name_of
+from baton.kv_transfer.shared_store.chunk_object import SEAL_BYTES, ObjectSeal, StoreKeys, label, name_of
 
 SECRET, NAME = b"s" * 32, label(b"tenant", b"n" * 16)
 KV = os.urandom(1000)
@@ -46,6 +46,8 @@ def test_what_is_wrong_is_refused(encrypt: bool) -> None:
         assert not opens(found, encrypt=encrypt), f"byte {at}"
     assert not opens(sealed(encrypt), encrypt=not encrypt)
     assert not opens(sealed(encrypt), secret=b"t" * 32, encrypt=encrypt)
+    first, second = (b"-----BEGIN PRIVATE KEY-----".ljust(64, b"=") + end for end in (b"a", b"b"))
+    assert ObjectSeal(first, "model", encrypt=encrypt).keys.root != StoreKeys(second).root, "each byte counts"
     for other in (label(b"tenant", b"m" * 16), label(b"other", b"n" * 16), label(b"tenant", b"n" * 16, 1)):
         assert not opens(sealed(encrypt), name=other, encrypt=encrypt)
     assert not opens(sealed(encrypt, period=1), encrypt=encrypt), "written long ago"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.machine import Average, available_memory, usable_cpus
+from baton.machine import Average, available_memory, memory_limit, oom_kills, usable_cpus
 
 GIB = 1 << 30
 
@@ -124,9 +124,29 @@ def test_memory_is_what_is_free_within_each_limit(
     tmp_path: Path, groups: str, limits: dict[str, str], gib: int
 ) -> None:
     files = {f"sys/fs/cgroup/{name}": text for name, text in limits.items()}
-    meminfo = f"MemTotal: 99999999 kB\nMemAvailable:  {64 << 20} kB"
+    meminfo = f"MemTotal: {96 << 20} kB\nMemAvailable:  {64 << 20} kB"
     files |= {"proc/self/cgroup": groups, "proc/meminfo": meminfo}
-    assert available_memory(written(tmp_path, files)) == gib * GIB
+    root = written(tmp_path, files)
+    assert available_memory(root) == gib * GIB
+    most = [
+        int(size) for name, size in limits.items() if size != "max" and (".max" in name or ".limit" in name)
+    ]
+    assert memory_limit(root) == min([96 * GIB, *most])
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "kills"),
+    [
+        ("0::/", {}, 0),
+        ("0::/a", {"memory.events": "oom_kill 1", "a/memory.events": "max 9\noom 4\noom_kill 3"}, 3),
+        ("4:memory:/a", {"memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2"}, 2),
+    ],
+)
+def test_kills_for_want_of_memory_are_counted(
+    tmp_path: Path, group: str, files: dict[str, str], kills: int
+) -> None:
+    made = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {"proc/self/cgroup": group}
+    assert oom_kills(written(tmp_path, made)) == kills
 
 
 def test_older_samples_of_an_average_weigh_less() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -441,10 +442,19 @@ def processes() -> Iterator[list[KeyCounts]]:
     os.close(fd)
 
 
+def of_all(
+    key: ApiKey, processes: list[KeyCounts], clock: Callable[[], float] = time.monotonic
+) -> list[Account]:
+    """Its account in each process. The supervisor adds the key, and the processes find it."""
+    for counts in processes:
+        counts.add([key.account])
+    return [Account(key, counts, clock) for counts in processes]
+
+
 def test_a_limit_of_requests_holds_in_all_processes_together(processes: list[KeyCounts]):
     key, other = ApiKey.of("a", "1", max_requests=3), ApiKey.of("b", "2", max_requests=1)
-    first, second, third = (Account(key, counts) for counts in processes)
-    Account(other, processes[1]).enter()
+    first, second, third = of_all(key, processes)
+    of_all(other, processes)[1].enter()
     for account in (first, first, second):
         account.enter()
     for account in (first, second, third):
@@ -464,7 +474,7 @@ def test_a_limit_of_requests_holds_in_all_processes_together(processes: list[Key
 def test_a_bucket_of_tokens_is_one_for_all_processes(processes: list[KeyCounts]):
     clock, rng = Clock(), random.Random(1)
     key = ApiKey.of("a", "1", tokens_per_minute=600)
-    accounts = [Account(key, counts, clock) for counts in processes]
+    accounts = of_all(key, processes, clock)
     level = 600.0
     for _ in range(2000):
         passed, tokens = rng.choice([0, 0, 0.5, 2, 30, 300]), rng.choice([1, 1, 20, 200, -10])

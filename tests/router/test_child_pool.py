@@ -86,8 +86,10 @@ async def call(pool: ChildPool, *parts: bytes, key: str = "") -> tuple[int, byte
 
 
 async def test_one_child_serves_all_requests_without_the_secrets_of_the_router(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
+    (tmp_path / "baton.py").write_text("raise RuntimeError('the working directory hides modules')")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BATON_API_KEY", "private")
     pool = make()
     first, rest = await call(pool, b"a", b"b" * 1_000_000)

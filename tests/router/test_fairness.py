@@ -59,7 +59,7 @@ def test_keys_that_always_wait_get_equal_tokens(sizes: list[int], seed: int):
     for _ in range(60):
         for key, size in zip(keys, sizes, strict=True):
             queue.push(key, 0, (key, rng.randint(1, size)))
-    while all(queue._queued.get(key) for key in keys):
+    while all((key, False) in queue._lanes for key in keys):
         item = queue.pop()
         assert item is not None
         key, size = item
@@ -115,12 +115,36 @@ def test_output_tokens_count():
 def test_a_key_that_may_not_start_is_skipped():
     queue: FairQueue[str, str] = FairQueue()
     queue.push("a", 0, "first")
+    queue.push("a", 1, "interrupted", lane=True)
     queue.push("a", 1, "later")
     queue.push("b", 1, "other")
     assert queue.pop(lambda key, item: key == "b") == "other"
-    assert queue.pop(lambda key, item: item == "later") == "later"
-    assert queue.pop(lambda key, item: False) is None
+    assert queue.pop(lambda key, item: item == "later") is None, "it does not overtake"
+    assert queue.pop(lambda key, item: item != "first") == "interrupted"
     assert queue.pop() == "first"
+    assert queue.pop() == "later"
+
+
+def test_no_priority_makes_a_turn_look_at_more_items():
+    """Also while the first item may not go, and after many items were removed."""
+    queue: FairQueue[str, int] = FairQueue()
+    asked = 0
+
+    def may_go(key: str, item: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return item % 2 == 0
+
+    tickets = [queue.push("a", rank, rank, order=rank) for rank in range(3000)]
+    for turn in range(0, 500, 2):
+        assert queue.pop(may_go) == turn
+        assert queue.pop(may_go) is None
+        queue.remove(tickets[turn + 1])
+    assert asked == 500
+    for ticket in tickets[1000:]:
+        queue.remove(ticket)
+    assert len(queue._lanes["a", False].places) <= 2 * len(queue) + 1
+    assert [queue.pop() for _ in range(500)] == list(range(500, 1000))
 
 
 def test_an_item_that_waits_again_has_its_old_place():
@@ -144,7 +168,7 @@ def test_each_item_comes_exactly_once(steps: list[tuple[str, int]]):
     for what, value in steps:
         if what == "push":
             item = next(numbers)
-            waiting[queue.push("abc"[value % 3], value // 50, item)] = item
+            waiting[queue.push("abc"[value % 3], value // 50, item, lane=value % 2 == 0)] = item
         elif what == "pop" and waiting:
             item = queue.pop()
             assert item is not None
@@ -158,5 +182,5 @@ def test_each_item_comes_exactly_once(steps: list[tuple[str, int]]):
         assert len(queue) == len(waiting)
     rest = {queue.pop() for _ in range(len(queue))}
     assert rest == set(waiting.values())
-    assert not queue._waiting
-    assert not queue._queued
+    assert not queue._lanes
+    assert not queue._items

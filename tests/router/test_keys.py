@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from baton.router.admission.keys import ANY_CLIENT, ApiKey, KeyRing, api_keys, read_key_file
+from baton.router.admission import key_counts
+from baton.router.admission.keys import (
+    ANY_CLIENT,
+    ApiKey,
+    KeyRing,
+    api_keys,
+    from_json,
+    read_key_file,
+    to_json,
+)
 from baton.router.errors import RateLimited, Unauthorized
 
 from .conftest import Cluster
@@ -61,6 +70,29 @@ async def test_keys_change_while_requests_run(cluster: Cluster):
         frontend.authorize("Bearer sk-alice").enter()
     for account in accounts.values():
         account.leave()
+
+
+async def test_too_many_keys_change_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    frontend, (alice, *more) = cluster.router.frontend, [ApiKey.of(f"{n}", f"sk-{n}") for n in range(9)]
+    frontend.use_keys((alice,))
+    monkeypatch.setattr(key_counts, "MAX_KEYS", 5)
+    with pytest.raises(ValueError, match="more than 5 API keys since the router started; restart it"):
+        frontend.use_keys(tuple(more))
+    with pytest.raises(Unauthorized):
+        frontend.authorize("Bearer sk-1")
+    assert frontend.authorize("Bearer sk-0").key is alice
+    frontend.use_keys((alice, *more[:3]))  # with ANY_CLIENT five
+    frontend.use_keys(tuple(more[1:3]))  # keys that go need no room
+    with pytest.raises(Unauthorized):
+        frontend.authorize("Bearer sk-0")
+
+
+def test_keys_reach_another_process_unchanged():
+    keys = (
+        ApiKey.of("ä", "sk-1", max_requests=2, cache_salt=b"\xff"),
+        ApiKey.of("b", "sk-2", min_priority=-1),
+    )
+    assert from_json(to_json(keys).encode()) == keys
 
 
 @pytest.mark.parametrize(

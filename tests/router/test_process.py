@@ -30,7 +30,7 @@ from baton.router import main
 from baton.router.admission.keys import api_keys
 from baton.router.config import RouterConfig
 given = json.loads(sys.argv[1])
-if keys := given.pop("keys", None):
+if keys := given.get("api_key_file"):
     given["read_api_keys"] = lambda: api_keys([], keys)
 secret, workers = given.pop("secret").encode(), tuple(given.pop("workers"))
 names = tuple(given.pop("served_model_name"))
@@ -100,7 +100,7 @@ async def ask(router: Router, **body: Any) -> tuple[int, bytes]:
 async def test_a_router_starts_serves_and_drains(start: Callable, tmp_path: Path):
     """SIGHUP changes the keys meanwhile. The running request goes on."""
     keys = tmp_path / "keys.toml"
-    router = await start(keys=str(keys))
+    router = await start(api_key_file=str(keys))
     assert router.reports[-1]["ready"]["pid"] == router.process.pid
     assert psutil.Process(router.process.pid).cmdline()[0] == "baton: router 3"
     status, body = await ask(router)

@@ -80,6 +80,25 @@ class Routers:
             assert response.status == 200, await response.text()
             return await response.json()
 
+    async def new_keys(self, path: str, text: str, logged: str) -> None:
+        """Replaces the file of keys, and waits for what the router logs of it."""
+        before = self.log.read_text().count(logged)
+        draft = Path(path).with_suffix(".new")
+        draft.write_text(text)
+        draft.replace(path)
+        async with asyncio.timeout(20):
+            while self.log.read_text().count(logged) == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def statuses(self, key: str) -> set[int]:
+        """Those of requests with this key. The kernel chooses their processes."""
+        found = set()
+        for _ in range(16):
+            headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
+            async with self.http.get(self.url + "/v1/models", headers=headers) as response:
+                found.add(response.status)
+        return found
+
     async def processes(self) -> dict[int, int]:
         """Number and pid of each process that replies."""
         status = await self.get(self.admin + "/status")
@@ -213,22 +232,21 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     assert after[0] != before[0]
     assert counters(await routers.get(routers.admin + "/metrics"))[SUCCESS] == 16
 
-    # SIGHUP: all read the keys again. A file with a mistake changes nothing.
-    Path(key_file).write_text("[one]")
-    routers.popen.send_signal(signal.SIGHUP)
-    async with asyncio.timeout(10):
-        while routers.log.read_text().count("the API keys stay as they are") < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    assert (await routers.ask())["choices"][0]["text"] == TEXT
-    Path(key_file).write_text(f'[one]\nkey = "{KEY}"\n[two]\nkey = "another-key"\n')
-    routers.popen.send_signal(signal.SIGHUP)
-    async with asyncio.timeout(10):
-        while routers.log.read_text().count("SIGHUP: 2 API keys") < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    async with routers.http.get(
-        routers.url + "/v1/models", headers={"Authorization": "Bearer another-key"}
-    ) as response:
-        assert response.status == 200
+    # All follow the file of keys. One with a mistake changes nothing.
+    await routers.new_keys(key_file, "[one]", "the API keys stay as they are")
+    assert await routers.statuses(KEY) == {200}
+    await routers.new_keys(key_file, '[two]\nkey = "another-key"\n', " 1 API keys")
+    assert (await routers.statuses(KEY), await routers.statuses("another-key")) == ({401}, {200})
+
+    # A process that starts later has the same keys, even if the file has a mistake by then.
+    await routers.new_keys(key_file, "[one]", "the API keys stay as they are")
+    os.kill(after[0], signal.SIGKILL)
+    await routers.until(lambda s: after[0] not in [p["pid"] for p in s["processes"]])
+    await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 2)
+    assert (await routers.statuses(KEY), await routers.statuses("another-key")) == ({401}, {200})
+    routers.popen.send_signal(signal.SIGHUP)  # reads the file at once
+    await routers.new_keys(key_file, f'[one]\nkey = "{KEY}"\n', " 1 API keys")
+    after = await routers.processes()
 
     # All drain together.
     seen = len(routers.decode.submitted)
@@ -370,7 +388,7 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch:
     monkeypatch.setattr(sockets, "REPLY_SECONDS", 0.4)
     asked = asyncio.Event()
 
-    async def ping(command: str) -> bytes:
+    async def ping(command: str, given: bytes) -> bytes:
         asked.set()
         await asyncio.sleep(0.05)
         return b"here"

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from aiohttp import web
 
-from baton.cluster.supervision.processes import PACKAGES
+from baton.machine.system import PACKAGES
 from baton.router.config import RouterConfig
 from baton.router.workers import checks
 from baton.router.workers.ask import first_description

@@ -21,6 +21,7 @@ import pytest
 
 from baton.bench.harness.cluster import free_port, leaks_when_idle
 from baton.bench.harness.streams import Case, Load, cases, expected, judge
+from baton.cluster.on_ray.joined import OtherCluster
 from baton.cluster.supervision.processes import alive
 
 from .machine import Machine, command_lines, titled, tree, until
@@ -44,6 +45,7 @@ def machine() -> Iterator[Machine]:
 
 @pytest.fixture
 def raylets(machine: Machine) -> Iterator[Raylets]:
+    machine.environment |= {"BATON_CLUSTER_SECRET": "of this cluster, whoever serves it"}
     raylets = Raylets(machine.home / "ray", machine.environment)
     machine.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(raylets.token)}
     try:
@@ -75,7 +77,7 @@ from baton.cluster.supervision.plan import RoleSpec
 address, in_the_way = sys.argv[1], pathlib.Path(sys.argv[2])
 in_the_way.touch()
 ray.init(address=address, log_to_driver=False)
-spec = RoleSpec("prefill", 0, (), {"BATON_CLUSTER_SECRET": "s" * 32})
+spec = RoleSpec("prefill", 0, (), {})
 role = ray.remote(RoleActor).options(**placement.options(spec))
 actor = role.remote(spec, in_the_way / "logs", "127.0.0.1:1")
 while True:
@@ -281,7 +283,6 @@ def test_another_command_goes_on_with_the_cluster_whose_front_was_lost(
     """As on KubeRay when the one pod with the router is replaced: the workers do not notice."""
     raylets.add(3, side="far")
     front = raylets.add(1)
-    machine.environment |= {"BATON_CLUSTER_SECRET": "of this cluster, whoever serves it"}
     far = ("--prefill-nodes", "side=far", "--decode-nodes", "side=far")
     joined = Joined(machine, raylets, 1, 1, *far, front=front)
     workers = joined.incarnations()
@@ -294,7 +295,7 @@ def test_another_command_goes_on_with_the_cluster_whose_front_was_lost(
     until(lambda: titled(raylets.process.pid, router), BACK_S, "a router on the node that is left")
     front = raylets.add(1)
     other = joined.serve(front, "--max-num-seqs", "3")
-    assert other.returncode == 2
+    assert other.returncode == OtherCluster.exit_code == 3
     assert "other flags" in other.stderr
     for _ in range(2):  # the second time everything is where it should be
         again = joined.serve(front)

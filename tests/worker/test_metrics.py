@@ -94,6 +94,24 @@ async def test_idle_connections_take_no_threads_and_are_closed(monkeypatch: pyte
         metrics.close()
 
 
+async def test_idle_connections_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest ones end at once, and a probe is answered."""
+    monkeypatch.setattr("baton.worker.service_process.metrics._MOST_CONNECTIONS", 4)
+    monkeypatch.setattr("baton.worker.service_process.metrics.ANSWER_SECONDS", 1000.0)
+    metrics = Metrics("decode", "m")
+    port = await metrics.listen("127.0.0.1", 0, lambda: True)
+    try:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
+        for reader, _ in idle[:6]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.to_thread(get, f"http://127.0.0.1:{port}/health") == ""
+        for _, writer in idle:
+            writer.close()
+    finally:
+        metrics.close()
+
+
 async def test_a_port_in_use_is_an_error() -> None:
     first, second = Metrics("decode", "m"), Metrics("decode", "m")
     port = await first.listen("127.0.0.1", 0, lambda: True)

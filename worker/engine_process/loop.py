@@ -128,7 +128,7 @@ class Parts:
     def start_engine(
         self,
         prefill_started: Callable[[bytes, Sequence[int], int, int, int], None],
-        layer_done: Callable[[int, Mapping[bytes, range]], None],
+        layer_done: Callable[[int, Mapping[bytes, range]], bool],
     ) -> Engine:
         """Builds the engine with these hooks. Raises ValueError if the user's configuration is wrong."""
         hooks = Hooks(

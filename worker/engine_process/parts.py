@@ -32,8 +32,8 @@ Why nothing waits in a circle ("──▶": waits for):
 A step waits only for steps that started before it, and for the workers of one plan: another plan has other
 workers, which may be well. No request that decodes waits with it (`Scheduler`): beside decodes, a range comes
 when all KV before it is there. If a worker is lost or slow, `STEP_WAIT` bounds the waits of a step together.
-The step then computes garbage in the rows of this part only. The part fails, and so do the parts that rest on
-it.
+The step then computes garbage in the rows of this part only. If it has no other rows, and the engine has one
+rank, it ends with that layer. The part fails, and so do the parts that rest on it.
 """
 
 import hashlib

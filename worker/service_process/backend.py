@@ -51,6 +51,7 @@ class Backend:
         self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
         self._pool = POOLS[config.role]
         self._last_status = pb.WorkerStatus()
+        self._handovers, self._handovers_hidden = 0, 0.0
         self._questions = count()
         self._status_answers: dict[int, asyncio.Future[EngineStatus]] = {}  # by question
 
@@ -73,25 +74,38 @@ class Backend:
         self._metrics.engine_status = engine
         self._metrics.transfer_stats = transfer
         stats = engine.stats
-        loads = {tier.tier: tier.tokens_per_s for tier in stats.offload}
+        tiers, drafts = {tier.tier: tier for tier in stats.offload}, stats.speculation
+        host, disk = tiers.get(Tier.HOST), tiers.get(Tier.DISK)
+        counts, fetched = engine.counts, engine.counts.prefix_fetched_tokens
         self._last_status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
             pool=self._pool,
             transfers_open=transfer.transfers_open,
             arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,
             arena_slots_total=2 * transfer.slots,
-            prompt_tokens=engine.counts.prompt_tokens,
-            no_room=engine.counts.no_room,
+            prompt_tokens=counts.prompt_tokens,
+            no_room=counts.no_room,
             chunk_tokens=stats.short.tokens,
             chunk_seconds=stats.short.seconds,
             long_chunk_tokens=stats.long.tokens,
             long_chunk_seconds=stats.long.seconds,
             kv_transports=transfer.transports,
-            host_tokens_per_s=loads.get(Tier.HOST, 0.0),
-            disk_tokens_per_s=loads.get(Tier.DISK, 0.0),
+            host_tokens_per_s=host.tokens_per_s if host else 0.0,
+            disk_tokens_per_s=disk.tokens_per_s if disk else 0.0,
             store_tokens_per_s=0.0 if engine.store is None else engine.store.tokens_per_s,
             store="" if engine.store is None else "open" if engine.store.is_open else "closed",
             prefix_links=[pb.PrefixLink(**same_names(pb.PrefixLink, link)) for link in engine.links],
+            generation_tokens=counts.generation_tokens,
+            kv_transfers=sum(transfer.transfers.get(end, 0) for end in ("acked", "injected")),
+            kv_bytes=transfer.bytes_sent + transfer.bytes_received,
+            handovers=self._handovers,
+            handovers_hidden=self._handovers_hidden,
+            prefix_fetched_tokens=sum(fetched),
+            store_fetched_tokens=fetched[Tier.STORE],
+            host_loaded_tokens=host.loaded_tokens if host else 0,
+            disk_loaded_tokens=disk.loaded_tokens if disk else 0,
+            draft_tokens=drafts.drafts if drafts else 0,
+            accepted_draft_tokens=drafts.accepted if drafts else 0,
             **same_names(pb.WorkerStatus, stats),
         )
         return self._last_status
@@ -150,6 +164,8 @@ class Backend:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
             case messages.KVInjected(_, stats):
+                self._handovers += 1
+                self._handovers_hidden += stats.hidden_share
                 self._metrics.injected(stats)
                 self._journal.injected(message)
             case messages.Prefilled():

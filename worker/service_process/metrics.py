@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from baton.content import Tier
 from baton.engine import ExpertStats, OffloadStats
 from baton.kv_transfer import InjectStats, TransferStats
+from baton.machine.connections import Connections
 from baton.machine.system import family
 from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled, StoreStats
 
@@ -24,6 +25,7 @@ disable_created_metrics()  # each counter and histogram would get one more serie
 
 ANSWER_SECONDS = 5.0
 """For a client to send its request and to take the page."""
+_MOST_CONNECTIONS = 256
 # Prometheus prefers OpenMetrics, but there prometheus_client writes vllm_x instead of vllm:x.
 _HEAD = (
     b"HTTP/1.1 %s\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
@@ -83,6 +85,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._server: asyncio.Server | None = None
+        self._connections = Connections("the port of metrics", _MOST_CONNECTIONS)
         self._histograms = {
             name: Histogram(name, text, (*self._labels,), registry=self.registry, buckets=buckets)
             for name, text, buckets in _HISTOGRAMS
@@ -108,6 +111,8 @@ class Metrics(Collector):
         self, serves: Callable[[], bool], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Answers /health, and any other request with the page. Then closes. An idle one is closed, too."""
+        slot = self._connections.open(writer.get_extra_info("peername")[0], writer.transport.abort)
+        assert slot is not None, "an idle one has ended"
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 path = (await reader.readuntil(b"\r\n\r\n")).partition(b" ")[2].partition(b" ")[0]
@@ -120,6 +125,8 @@ class Metrics(Collector):
             writer.close()
         except (OSError, EOFError, asyncio.LimitOverrunError):
             writer.transport.abort()  # the client is slow, gone, or does not speak HTTP
+        finally:
+            slot.close()
 
     def close(self) -> None:
         if self._server is not None:

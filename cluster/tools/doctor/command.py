@@ -5,11 +5,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from baton.cluster.options.clients import DoctorOptions, EndpointOptions, StatusOptions
+from rich.markup import escape
+from rich.padding import Padding
+
+from baton.cluster.options.clients import DoctorOptions, EndpointOptions, JsonOptions
 from baton.cluster.tools.doctor.finding import Finding
 from baton.cluster.tools.doctor.node import node
 from baton.cluster.tools.doctor.running import running
-from baton.cluster.tools.status import console
+from baton.cluster.tools.tables import console
 
 MARKS = {
     "good": "[green]✓[/green]",
@@ -19,15 +22,16 @@ MARKS = {
 }
 
 
-def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: StatusOptions) -> int:
+def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: JsonOptions) -> int:
     """Runs and prints the checks. Returns exit code 1 if a finding is bad: a warning stops no deployment."""
     out, findings = console(), list[Finding]()
     for finding in _findings(doctor, endpoint):
         findings.append(finding)
         if not output.json:
-            out.print(f"{MARKS[finding.level]} [bold]{finding.check}[/bold]: {finding.found}")
-            if finding.remedy:
-                out.print(f"    {finding.remedy}", style="dim")
+            found, remedy = escape(finding.found), escape(finding.remedy)
+            out.print(f"{MARKS[finding.level]} [bold]{escape(finding.check)}[/bold]: {found}")
+            if remedy:
+                out.print(Padding(remedy, (0, 0, 0, 4), style="dim", expand=False))
     if output.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     return int(any(finding.level == "bad" for finding in findings))

@@ -18,6 +18,7 @@ from baton.cluster.options.roles import FrontOptions
 from baton.cluster.supervision.plan import check_ports
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.machine import available_memory, usable_cpus
+from baton.machine.system import python_path
 
 PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
 MIN_FILES = 8192
@@ -82,7 +83,7 @@ def gpus() -> Iterator[Finding]:
             )  # fmt: skip
     usable = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, env=os.environ | python_path(),
     )  # fmt: skip
     count = usable.stdout.strip()
     if count != str(len(listed)):

@@ -7,7 +7,7 @@ import torch
 from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing.answer import Answer, Targets, answer
 from baton.cluster.tools.sizing.speeds import H200, Speeds, measured, shape
-from baton.cluster.tools.status import console, table
+from baton.cluster.tools.tables import console, table
 from baton.engine.api.config import EngineConfig
 from baton.engine.kernels import FP8
 from baton.engine.loader import choose_format
@@ -59,8 +59,8 @@ def show(found: Answer, sizes: tuple[int, int], source: str) -> None:
         f"{found.decoded.busy:.0%}", f"≤ {found.decoded.most}",
         f"≤ {found.kv_bytes / 1e9:.1f} of {found.kv_room / 1e9:.1f} GB",
     )  # fmt: skip
-    rows = (dict(zip(columns, map(str, cells), strict=True)) for cells in (prefill, decode))
+    rows = [dict(zip(columns, map(str, cells), strict=True)) for cells in (prefill, decode)]
     out = console()
-    out.print(table(rows, columns, numbers_from=1))
+    out.print(table(rows, columns, texts=("",)))
     out.print(f"prefill: {found.why[0]}\ndecode: {found.why[1]}")
     out.print(f"Simulated, without prefix caches, from: {source}", style="dim", soft_wrap=True)

@@ -16,6 +16,7 @@ few programs are left for the last wave.
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from baton.engine.kernels.warp_groups import barrier, barriers, clear
 
 BLOCK_M = 128  # rows: (token, head of the group) pairs
 HEAD_DIMS = {128: 128, 256: 64}  # of keys; and keys of a tile
-LEAST_BLOCK = 16  # positions: parts of a tile begin at whole rows of the swizzle, which are 8
+LEAST_PART = 16  # positions: parts of a tile begin at whole rows of the swizzle, which are 8
 STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
 WIDTH = gl.constexpr(64)  # dims of a row of shared memory
 REGISTERS = 240, 24  # of a thread that multiplies, and of one that loads
@@ -48,7 +49,13 @@ ROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of [rows
 
 def suits(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
     """Whether the kernel supports queries and blocks of this kind on this device."""
-    return dtype.itemsize == 2 and head_dim in HEAD_DIMS and block_size >= LEAST_BLOCK and on_hopper()
+    has_form = dtype.itemsize == 2 and head_dim in HEAD_DIMS
+    return has_form and part_of_tile(head_dim, block_size) >= LEAST_PART and on_hopper()
+
+
+def part_of_tile(head_dim: int, block_size: int) -> int:
+    """The positions that one copy loads: the most that lie in one block, wherever a tile begins."""
+    return math.gcd(HEAD_DIMS[head_dim], block_size)
 
 
 def attend(
@@ -65,11 +72,9 @@ def attend(
     keys, values = (x.squeeze(0) for x in kv) if isinstance(kv, Expanded) else kv
     _, block_size, kv_heads, head_dim = keys.shape
     value_dim, block_n = values.shape[3], HEAD_DIMS[head_dim]
-    swizzled = gl.NVMMASharedLayout(128, 16, rank=2)
+    swizzled, part = gl.NVMMASharedLayout(128, 16, rank=2), part_of_tile(head_dim, block_size)
     tiles: list[Any] = [
-        TensorDescriptor.from_tensor(
-            x.view(-1, kv_heads * x.shape[3]), [min(block_n, block_size), x.shape[3]], swizzled
-        )
+        TensorDescriptor.from_tensor(x.view(-1, kv_heads * x.shape[3]), [part, x.shape[3]], swizzled)
         for x in (keys, values)
     ]
     _attend[(kv_heads * len(work),)](
@@ -119,7 +124,7 @@ def _ring(dtype: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def _load(tile, ring, tiles, table, stop, head, BLOCK_SIZE: gl.constexpr):
-    """Loads a tile once its place is free. A tile may be in several blocks."""
+    """Loads a tile once its place is free. A tile may be in several blocks, but each part is in one."""
     buffers, loaded, free = ring
     BLOCK_N: gl.constexpr = buffers.shape[1]
     ROWS: gl.constexpr = tiles.block_shape[0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +74,26 @@ def test_chunks_of_a_prefix_cache_travel(make_pair: Any, ranks: tuple[int, int])
     pair.decode.receiver.cancel(cancelled)
     assert pair.event(cancelled) == kv.Closed(cancelled)
     pair.assert_whole()
+
+
+def test_traces_have_each_frame(make_pair: Any, tmp_path: Path) -> None:
+    """Also of slices that are read in memory of the peer."""
+    traces = {"send": tmp_path / "prefill.trace", "recv": tmp_path / "decode.trace"}
+    pair = make_pair(*({"trace_path": str(path)} for path in traces.values()))
+    prefill_id = pair.prefill.hold(100)
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 100)
+    event = pair.event(decode_id)
+    assert isinstance(event, kv.Injected)
+    pair.until(lambda: prefill_id in pair.prefill.released, "the ACK")
+    pair.assert_whole()
+    for process in (pair.prefill.process, pair.decode.process):
+        process.terminate()
+        process.wait(10)
+    for name, path in traces.items():
+        spans = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()[1:]]
+        frames = [span["args"]["seq"] for span in spans if span["name"] == name]
+        assert sorted(frames) == [*range(event.stats.frames)]
+        assert all(span["dur"] >= 0 for span in spans if span["name"] == name)
 
 
 def test_only_missing_positions_travel(pair: Pair) -> None:

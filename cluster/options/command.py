@@ -1,0 +1,102 @@
+"""A command of `baton`: its `--help`, which cuts no flag however narrow the terminal is, and its errors."""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperCommand
+
+INDENT = 2
+FLAGS = 30  # columns of flags; a longer flag has a line of its own
+
+
+class Command(TyperCommand):
+    """A command with examples, one a line of its `epilog`. They stand at the beginning of its help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = _reworded(error)
+            raise
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        out = Console(highlight=False)
+        usage = " ".join(self.collect_usage_pieces(ctx))
+        out.print(Text.assemble(("Usage: ", "bold"), f"{ctx.command_path} {usage}"))
+        for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
+            out.print()
+            out.print(Text.from_markup(" ".join(paragraph.split())))
+        if self.epilog:
+            out.print(Text("\nExamples", "bold"))
+            for line in self.epilog.splitlines():
+                out.print(Text(_example(line, out.width), "cyan"), soft_wrap=True)
+        for title, records in self._panels(ctx).items():
+            out.print(Text(f"\n{title}", "bold"))
+            for record in records:
+                for line in _described(*record, out):
+                    out.print(line, soft_wrap=True)
+
+    def _panels(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+        """Flags and text of each parameter, by its panel. The flags that all commands have come last."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        general: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is None:
+                continue
+            panel = getattr(parameter, "rich_help_panel", None)
+            if panel is None and parameter.param_type_name == "argument":
+                panel = "Arguments"
+            (general if panel is None else found.setdefault(panel, [])).append(record)
+        return found | {"Options": general}
+
+
+def _reworded(error: typer.BadParameter) -> str:
+    """The message, with the value that was given, in words that do not presume a library."""
+    found = getattr(error.__cause__, "errors", None)
+    if found is None:
+        return error.message
+    kind, value = found()[0]["type"], str(found()[0]["input"])
+    if kind.startswith(("int_", "float_")):
+        number = "a whole number" if kind.startswith("int_") else "a number"
+        unit = " of seconds" if getattr(error.param, "metavar", "") in ("S", "SECONDS") else ""
+        return f"{value!r} is not {number}{unit}."
+    text = error.message.removeprefix("Value error, ")
+    return text if value in text else f"{text}, not {value!r}"
+
+
+def _described(flags: str, text: str, out: Console) -> Iterator[Text]:
+    """The lines of a parameter: its flags beside the text, or above it if they are long."""
+    meaning, bracket, facts = text.partition("  [")
+    names, _, values = flags.partition(" <")
+    if "|" in values and len(flags) > out.width - INDENT:  # its values are text that can be wrapped
+        flags = f"{names} NAME"
+        meaning += f" One of {', '.join(values.removesuffix('>').split('|'))}."
+    told = Text.from_markup(meaning)
+    if bracket:
+        told.append(" [" + re.sub(r"default: \((.*)\)]$", r"default: \1]", facts), "dim")
+    lines = told.wrap(out, out.width - FLAGS)
+    left = Text.assemble(" " * INDENT, (flags, "cyan"))
+    if left.cell_len < FLAGS:
+        left.pad_right(FLAGS - left.cell_len)
+        yield left + lines.pop(0)
+    else:
+        yield from left.wrap(out, out.width)
+    for line in lines:
+        line.pad_left(FLAGS)
+        yield line
+
+
+def _example(command: str, width: int) -> str:
+    """A command as a shell takes it, in lines that fit. No line breaks within quotes."""
+    lines, room = [""], width - INDENT - len(" \\")
+    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|\S)+""", command):
+        if len(lines[-1]) + 1 + len(word) > room and lines[-1]:
+            lines.append(" " * INDENT)
+        lines[-1] += f" {word}" if lines[-1].strip() else word
+    return textwrap.indent(" \\\n".join(lines), " " * INDENT)

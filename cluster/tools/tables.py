@@ -1,0 +1,48 @@
+"""Tables of the client commands, which fit into the terminal."""
+
+import os
+import sys
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+UNKNOWN = "–"
+GAP = 2  # blanks between two columns
+PIPE_WIDTH = 1000
+Row = Mapping[str, str]
+"""Cells by the name of their column."""
+
+
+def console() -> Console:
+    """Standard output. Without a terminal no line is cut or broken, unless COLUMNS limits its length."""
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(highlight=False, width=None if known else PIPE_WIDTH)
+
+
+def table(rows: Sequence[Row], columns: Sequence[str], texts: Container[str]) -> Table:
+    """The columns of these names. Those of `texts` begin on the left, all others are numbers."""
+    drawn = Table(header_style="bold", box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for column in columns:
+        drawn.add_column(column, justify="left" if column in texts else "right", overflow="fold")
+    for cells in rows:
+        drawn.add_row(*(escape(cells[column]) for column in columns))
+    return drawn
+
+
+def fitting(rows: Sequence[Row], columns: Sequence[str], width: int) -> Iterator[list[str]]:
+    """Yields the columns of one table after another: as many as fit into `width`, and the first one in each.
+
+    A table has two columns at least, and folds the text of one that is too wide."""
+    name, *others = columns
+    sizes = {column: max(map(len, (column, *(cells[column] for cells in rows)))) for column in columns}
+    part, used = [name], sizes[name]
+    for column in others:
+        needed = GAP + sizes[column]
+        if len(part) > 1 and used + needed > width:
+            yield part
+            part, used = [name], sizes[name]
+        part.append(column)
+        used += needed
+    yield part
