@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,8 @@ def make_jobs(
     reasoning: pb.Reasoning | None,
     bad_words: list[list[int]],
     defaults: SamplingDefaults,
-) -> list[Job]:
-    """Returns `n` jobs for each prompt, in the order of the choices. Raises InvalidRequest.
+) -> Iterator[list[Job]]:
+    """Yields the `n` jobs of each prompt, in the order of the choices. Raises InvalidRequest.
 
     `content_root` is that of the workers. `priority` counts beside the requests of other keys. `defaults` are
     those of the model."""
@@ -114,7 +115,6 @@ def make_jobs(
     sampling["structured_output"] = structure and structure.message
     sampling["reasoning"] = reasoning
     sampling["bad_words"] = [pb.BadWord(token_ids=word) for word in bad_words]
-    jobs: list[Job] = []
     if len(prompts) * body.n > MAX_CHOICES:
         text = f"n: {len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices"
         raise InvalidRequest(text, param="n")
@@ -135,12 +135,13 @@ def make_jobs(
         chunks = [] if scored is not None else prompt_hints(prompt_ids, content_root, cache_salt)
         key = _session_key(session, prompt_ids, chunks, cache_salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
+        common = pb.SamplingParams(**sampling, max_tokens=max(1, max_tokens))
+        jobs: list[Job] = []
         for i in range(body.n):
-            seeded = pb.SamplingParams(
-                **sampling, max_tokens=max(1, max_tokens), seed=(seed + i) & _SEED_MASK
-            )
+            seeded = pb.SamplingParams(seed=(seed + i) & _SEED_MASK)
+            seeded.MergeFrom(common)
             jobs.append(Job(prompt_ids, seeded, key, chunks, priority, cache_salt, tenant))
-    return jobs
+        yield jobs
 
 
 def output_room(prompt_tokens: int, field: str, context: int) -> int:

@@ -74,7 +74,8 @@ OPERATIONS = (
     ),
     Operation("delete", "/v1/responses/{id}", "Forget a response.", _JSON, also=(404,)),
     Operation(
-        "get", "/v1/responses/{id}/input_items", "The items before a response.", _JSON, also=(400, 404),
+        "get", "/v1/responses/{id}/input_items", "The items before a response.", _JSON,
+        also=(400, 404, 429, 503, 504),
     ),
     Operation(
         "post", "/v1/responses/input_tokens", "How long the prompt of a response is (`input_tokens`).", _JSON,

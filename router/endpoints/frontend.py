@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 
 from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
@@ -16,7 +15,7 @@ from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions, CompletionOptions
-from baton.router.api.jobs import make_jobs
+from baton.router.api.jobs import Job, make_jobs
 from baton.router.api.structured import MAX_LENGTH, Structure, calls_or_answer
 from baton.router.api.validation import named_as_in
 from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
@@ -140,7 +139,8 @@ class Frontend:
             with named_as_in(kind):
                 async with _deadline(limit, began):
                     structure = await self._structure(body, entry.key.name)
-                jobs = make_jobs(
+                jobs: list[Job] = []
+                for made in make_jobs(
                     body,
                     prepared.prompts,
                     context=self._served.context,
@@ -152,9 +152,11 @@ class Frontend:
                     priority=entry.among_keys(body.priority),
                     structure=structure,
                     reasoning=self._reasoning(prepared, structure),
-                    bad_words=self._bad_words(body.bad_words or []),
+                    bad_words=prepared.bad_words,
                     defaults=self._services.defaults,
-                )
+                ):
+                    jobs += made
+                    await asyncio.sleep(0)  # other tasks run between the prompts, which may be long
         return ActiveRequest(
             self._services,
             prepared,
@@ -169,6 +171,7 @@ class Frontend:
         self, kind: Converted, raw: bytes | bytearray, entry: Entry, history: bytes = b""
     ) -> bytes:
         """Returns the response to an endpoint that only counts or converts, or to a peek. Raises ApiError."""
+        entry.receive(len(history))
         async with _deadline(self._services.config.request_timeout, time.monotonic()):
             response = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
         assert isinstance(response, bytes)
@@ -194,11 +197,6 @@ class Frontend:
             return None
         start = tokenizer.token_id(way.start) if prepared.beginning == "either" else None
         return pb.Reasoning(end_id=tokenizer.token_id(way.end), start_id=start, budget=budget)
-
-    def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """Returns the token ids of each word, at the start of a text and after a space, as vLLM does."""
-        encode = partial(self._services.tokenizer.encode, add_special_tokens=False)
-        return [encode(space + word.lstrip()) for word in words for space in ("", " ")]
 
     async def _structure(self, body: ChatOptions | CompletionOptions, key: str) -> Structure | None:
         """Returns the constraint that workers must enforce on the output. Raises InvalidRequest."""

@@ -34,6 +34,8 @@ KEEPALIVE_SECONDS = 5.0
 """Without a delta for this time, a stream sends a comment."""
 LOW_WATER_BYTES = 16 << 10
 """A transport with fewer buffered bytes never makes a writer wait (low-water mark of asyncio and uvloop)."""
+PIECE_BYTES = 256 << 10
+"""Of a response that is not streamed."""
 KEEPALIVE = b": waiting\n\n"
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no",
@@ -269,12 +271,17 @@ async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple
     return deltas
 
 
-async def send_json(request: web.Request, config: RouterConfig, body: bytes) -> web.Response:
-    """Sends a response. Cuts the connection of a client that takes longer than `client_timeout` for it."""
-    response = json_response(body)
+async def send_json(request: web.Request, config: RouterConfig, body: bytes) -> web.StreamResponse:
+    """Sends a response. Cuts the connection of a client that takes longer than `client_timeout` for it.
+
+    It goes out in pieces: many clients may take a large one slowly, and TLS would copy it for each."""
+    response = web.StreamResponse()
+    response.content_type, response.content_length = "application/json", len(body)
     try:
         async with asyncio.timeout(config.client_timeout):
             await response.prepare(request)
+            for start in range(0, len(body), PIECE_BYTES):
+                await response.write(memoryview(body)[start : start + PIECE_BYTES])
             await response.write_eof()
     except TimeoutError:
         cut(request, REQUEST_ID.get())

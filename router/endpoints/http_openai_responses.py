@@ -27,7 +27,7 @@ from baton.router.endpoints import http_generation as http
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag, input_items
+from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest
 from baton.router.generation.output import MAX_TAKEN, Delta
 from baton.router.preparation.prepare import Peek
@@ -145,23 +145,25 @@ class OpenAIResponses:
         assert stored is not None
         return await http.send_json(request, self._config, stored.response)
 
-    async def input_items(self, request: web.Request) -> web.Response:
+    async def input_items(self, request: web.Request) -> web.StreamResponse:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
         if (key, id) in self._running:
             raise InvalidRequest(f"response {id} is not complete yet")
         order, limit = request.query.get("order", "desc"), _number(request, "limit", 20, 1, 100)
         if order not in ("asc", "desc"):
             raise InvalidRequest(f"order: must be asc or desc, not {order[:20]!r}", param="order")
-        conversation, after = self._stored.get(key, id).conversation, request.query.get("after")
-        page = await asyncio.to_thread(input_items, conversation, after=after, limit=limit, order=order)
-        return await http.send_json(request, self._config, page)
+        with self._frontend.admit(http.ACCOUNT.get()) as entry:
+            turns = b"[" + b",".join(self._stored.get(key, id).conversation[:-1]) + b"]"
+            query = msgspec.json.encode([request.query.get("after"), limit, order])
+            page = await self._frontend.convert("input_items", query, entry, turns)
+            return await http.send_json(request, self._config, page)
 
-    async def count_tokens(self, request: web.Request) -> web.Response:
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
             raw = await http.read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
             counted = await self._frontend.convert("input_tokens", raw, entry, turn.history)
-        return http.json_response(counted)
+            return await http.send_json(request, self._config, counted)
 
     async def _follow(self, request: web.Request, events: _Events, position: int) -> web.StreamResponse:
         """Sends the events from this place on, until the response ends or the client leaves."""
@@ -187,13 +189,13 @@ class OpenAIResponses:
         self._stored.delete(key, id)
         return http.json_response(encode({"id": id, "object": "response", "deleted": True}))
 
-    async def cancel(self, request: web.Request) -> web.Response:
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
         key, id = http.ACCOUNT.get().key.name, request.match_info["id"]
         await self._cancel(key, id)
         stored = self._stored.get(key, id)
         if not stored.background:
             raise InvalidRequest(f"Cannot cancel a synchronous response: {id} was not made with background")
-        return http.json_response(stored.response)
+        return await http.send_json(request, self._config, stored.response)
 
     async def _cancel(self, key: str, id: str) -> None:
         if (running := self._running.get((key, id))) is not None:

@@ -196,7 +196,7 @@ class HttpEndpoints:
             "default_sampling_params": shown(self._services.defaults),
         }  # fmt: skip
 
-    async def _convert(self, request: web.Request, kind: Converted) -> web.Response:
+    async def _convert(self, request: web.Request, kind: Converted) -> web.StreamResponse:
         with self._frontend.admit(http.ACCOUNT.get()) as entry:
             raw = await http.read_body(request, self._config, entry)
             return await http.send_json(request, self._config, await self._frontend.convert(kind, raw, entry))

@@ -2,11 +2,9 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 import xxhash
 
 from baton.router.admission.keys import ANY_CLIENT
@@ -42,41 +40,6 @@ class StoredResponse:
     def size(self) -> int:
         events = 0 if self.events is None else len(self.response) + sum(map(len, self.events))
         return len(self.response) + sum(map(len, self.conversation)) + events
-
-
-_items = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | str).decode
-_encode = msgspec.json.encode
-
-
-def _read(member: str | msgspec.Raw) -> str:
-    return msgspec.json.decode(member) if isinstance(member, msgspec.Raw) else member
-
-
-def input_items(conversation: Sequence[bytes], *, after: str | None, limit: int, order: str) -> bytes:
-    """Returns a page of what a model got before its response. `order` is asc or desc, the newest first.
-
-    Members stay JSON: to read one of many MB would hold Python's lock, and stop every stream."""
-    items: list[dict[str, Any]] = []
-    for part in conversation[:-1]:
-        given = _items(part)
-        items += [{"role": "user", "content": given}] if isinstance(given, str) else given
-    for index, item in enumerate(items):
-        item.setdefault("id", f"item_{index}")
-    if order == "desc":
-        items.reverse()
-    start = next((index + 1 for index, item in enumerate(items) if after and _read(item["id"]) == after), 0)
-    page = items[start : start + limit]
-    for item in page:
-        item |= {name: _read(item[name]) for name in ("type", "id", "role") if name in item}
-        if item.setdefault("type", "message") == "message" and _encode(item["content"]).startswith(b'"'):
-            kind = "output_text" if item["role"] == "assistant" else "input_text"
-            item["content"] = [{"type": kind, "text": item["content"]}]
-    ids = [item["id"] for item in page]
-    listed = {
-        "object": "list", "data": page, "has_more": start + limit < len(items),
-        "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None,
-    }  # fmt: skip
-    return _encode(listed)
 
 
 class StoredResponses:

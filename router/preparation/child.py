@@ -5,6 +5,7 @@ model names, context length, salt in hexadecimal, bytes of the history]. A reply
 of which the first entry says what it is.
 """
 
+import asyncio
 import gc
 import json
 import logging
@@ -37,7 +38,9 @@ CPU_SECONDS = 20
 MEMORY_BYTES = 4 << 30
 MAX_OPTIONS_BYTES = 512 << 10
 """Limit for the fields beside the prompt, because the router parses them on the event loop."""
-_PROMPT = {"messages", "prompt", "chat_template_kwargs"}
+MAX_OPTIONS_VALUES = 1 << 16
+"""Limit for the commas and brackets in them: each value becomes an object. Tools have one in 20 bytes."""
+_PROMPT = {"messages", "prompt", "chat_template_kwargs", "bad_words"}
 _ERRORS = {kind.__name__: kind for kind in all_errors()}
 assert array("I").itemsize == 4
 _encode = msgspec.msgpack.encode
@@ -49,13 +52,19 @@ class Preparer:
     def __init__(self, tokenizer: ModelTokenizer, server: ForkServer) -> None:
         self._tokenizer = tokenizer
         self._children = ChildPool(server, "bodies", CHILDREN, long_bytes=LONG_BYTES)
+        # Many bodies may come at the same moment. The loop writes tokens between one and the next.
+        self._on_loop = asyncio.Lock()
 
     async def prepare(
         self, kind: Kind, raw: bytes | bytearray, served: Served, key: ApiKey, history: bytes = b""
     ) -> Prepared | bytes:
         """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError."""
         if len(raw) + len(history) <= SMALL_BYTES:
-            return prepare(kind, raw, self._tokenizer, served, history, key.cache_salt)
+            async with self._on_loop:
+                try:
+                    return prepare(kind, raw, self._tokenizer, served, history, key.cache_salt)
+                finally:
+                    await asyncio.sleep(0)
         head = request_head(kind, served, history, key.cache_salt)
         try:
             return read_reply(await self._children.call(key.name, head, raw))
@@ -83,10 +92,11 @@ def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes =
 def read_reply(reply: bytes) -> Prepared | bytes:
     """Raises the ApiError that the child raised, or one without details if the child had a defect."""
     match msgspec.msgpack.decode(reply):
-        case ["prepared", is_chat, options, prompts, *rest]:
+        case ["prepared", is_chat, options, *ids, echoes, starts, beginning, repeated]:
             kind = ChatOptions if is_chat else CompletionOptions
-            token_ids = [array("I", prompt).tolist() for prompt in prompts]
-            return Prepared(kind.model_validate_json(options), token_ids, *rest)
+            prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
+            chosen = kind.model_validate_json(options)
+            return Prepared(chosen, prompts, echoes, starts, beginning, repeated, bad_words)
         case ["response", body]:
             return body
         case ["error", error, message, param]:
@@ -139,10 +149,17 @@ def _reply(prepared: Prepared | bytes) -> list[Any]:
     if len(options) > MAX_OPTIONS_BYTES:
         text = f"the fields beside the prompt take {len(options)} bytes, more than {MAX_OPTIONS_BYTES}"
         raise InvalidRequest(text)
-    prompts = [array("I", prompt).tobytes() for prompt in prepared.prompts]
+    if (values := sum(map(options.count, b",[{"))) > MAX_OPTIONS_VALUES:
+        text = (
+            f"the fields beside the prompt have {values} commas and brackets, more than {MAX_OPTIONS_VALUES}"
+        )
+        raise InvalidRequest(text)
+    ids = (
+        [array("I", each).tobytes() for each in listed] for listed in (prepared.prompts, prepared.bad_words)
+    )
     is_chat = isinstance(chosen, ChatOptions)
     rest = [prepared.echoes, prepared.echo_starts, prepared.beginning, prepared.repeated]
-    return ["prepared", is_chat, options, prompts, *rest]
+    return ["prepared", is_chat, options, *ids, *rest]
 
 
 if __name__ == "__main__":

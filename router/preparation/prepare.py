@@ -24,16 +24,20 @@ from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from baton.router.preparation.input_items import Query, input_items
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.reasoning import Beginning
 
 Raw = bytes | bytearray
+MAX_BAD_WORD_TOKENS = 4096
+"""Each choice of a request has them, on its way to a worker and there."""
 Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
-Converted = Literal["tokenize", "detokenize", "count_tokens", "input_tokens", "peek"]
+Converted = Literal["tokenize", "detokenize", "count_tokens", "input_tokens", "input_items", "peek"]
 Kind = Generated | Converted
 """What the bytes are: the JSON body of an HTTP endpoint, or the message of a gRPC call.
 
-An invocation is a chat or a completion. A peek is the first look at a body of /v1/responses.
+An invocation is a chat or a completion. A peek is the first look at a body of /v1/responses. `input_items`
+has the JSON of a `Query` in place of a body.
 """
 
 _BODIES: dict[Kind, type[Body]] = {
@@ -72,6 +76,8 @@ class Prepared:
     """Whether the outputs begin with reasoning."""
     repeated: bytes = b""
     """The fields of /v1/responses that the response repeats, as a JSON object."""
+    bad_words: list[list[int]] = field(default_factory=list)
+    """Token ids of each of `bad_words`, at the start of a text and after a space, as in vLLM."""
 
 
 class _Invocation(msgspec.Struct):
@@ -137,32 +143,43 @@ def prepare(
     """
     if kind == "peek":
         return msgspec.msgpack.encode(peek(raw))
+    if kind == "input_items":
+        return input_items(history, msgspec.json.decode(raw, type=Query))
     if kind == "invocation":
         kind = kind_of(raw)
     body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
     if body.model not in (None, *served.model_names):
         raise ModelNotFound.of(body.model, served.model_names)
     with named_as_in(kind):
-        match body:
-            case ChatBody():
-                prepared = _chat(body, tokenizer, served, salt)
-            case ResponsesBody() if kind == "input_tokens":
-                prepared = _count_tokens(body.chat(history), tokenizer, {"object": "response.input_tokens"})
-            case ResponsesBody():
-                prepared = _chat(body.chat(history), tokenizer, served, salt)
-                prepared = replace(prepared, repeated=body.repeated)
-            case MessagesBody():
-                prepared = _chat(body.chat(), tokenizer, served, salt)
-            case CompletionBody():
-                prepared = _completion(body, tokenizer, served)
-            case TokenizeBody():
-                prepared = _tokenize(body, tokenizer, served)
-            case DetokenizeBody():
-                prepared = _detokenize(body, tokenizer)
-            case CountTokensBody():
-                prepared = _count_tokens(body.chat(), tokenizer)
-            case _:
-                raise AssertionError(body)
+        prepared = _prepared(body, kind, tokenizer, served, history, salt)
+    if isinstance(prepared, Prepared) and prepared.options.bad_words:
+        prepared = replace(prepared, bad_words=_bad_words(prepared.options.bad_words, tokenizer))
+    return prepared
+
+
+def _prepared(
+    body: Body, kind: Kind, tokenizer: ModelTokenizer, served: Served, history: bytes, salt: bytes
+) -> Prepared | bytes:
+    match body:
+        case ChatBody():
+            prepared = _chat(body, tokenizer, served, salt)
+        case ResponsesBody() if kind == "input_tokens":
+            prepared = _count_tokens(body.chat(history), tokenizer, {"object": "response.input_tokens"})
+        case ResponsesBody():
+            prepared = _chat(body.chat(history), tokenizer, served, salt)
+            prepared = replace(prepared, repeated=body.repeated)
+        case MessagesBody():
+            prepared = _chat(body.chat(), tokenizer, served, salt)
+        case CompletionBody():
+            prepared = _completion(body, tokenizer, served)
+        case TokenizeBody():
+            prepared = _tokenize(body, tokenizer, served)
+        case DetokenizeBody():
+            prepared = _detokenize(body, tokenizer)
+        case CountTokensBody():
+            prepared = _count_tokens(body.chat(), tokenizer)
+        case _:
+            raise AssertionError(body)
     return prepared
 
 
@@ -208,6 +225,15 @@ def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served)
             found = tokenizer.starts(sent if is_text else prompt, add_special_tokens=body.add_special_tokens)
             starts.append(body.truncated(found, served.context) if is_text else found)
     return Prepared(body, prompts, echoes, starts)
+
+
+def _bad_words(words: Sequence[str], tokenizer: ModelTokenizer) -> list[list[int]]:
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    token_ids = [encode(space + word.lstrip()) for word in words for space in ("", " ")]
+    if (count := sum(map(len, token_ids))) > MAX_BAD_WORD_TOKENS:
+        text = f"bad_words: {count} tokens in all, with and without a space before each word, are more than"
+        raise InvalidRequest(f"{text} {MAX_BAD_WORD_TOKENS}", param="bad_words")
+    return token_ids
 
 
 def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> bytes:

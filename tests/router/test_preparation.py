@@ -83,6 +83,8 @@ def restored(tokenizer: ModelTokenizer) -> ModelTokenizer:
         ("chat", CHAT | {"structured_outputs": {"json": {"type": "object"}}}),
         ("completion", SAMPLED | {"prompt": "Hi\nthere", "logprobs": 3}),
         ("completion", {"prompt": ["Hi", [5, 6, 7]], "echo": True, "structured_outputs": {"choice": ["a"]}}),
+        ("completion", {"prompt": "Hi", "bad_words": ["Paris", " New York"]}),
+        ("responses", {"input": "Hi", "bad_words": ["Paris"]}),
         ("tokenize", {"prompt": "Hi", "model": "fake"}),
         ("tokenize", CHAT),
         ("detokenize", {"tokens": [5, 6, 7]}),
@@ -105,7 +107,8 @@ def test_a_child_prepares_as_the_router_does(tokenizer: ModelTokenizer, kind: Ki
     assert isinstance(here.options, (ChatBody, CompletionBody))
     assert isinstance(there.options, ChatOptions) == isinstance(here.options, ChatBody)
     assert (there.prompts, there.echoes) == (here.prompts, here.echoes)
-    without = {"messages", "prompt", "chat_template_kwargs"}
+    assert there.bad_words == here.bad_words
+    without = {"messages", "prompt", "chat_template_kwargs", "bad_words"}
     options = here.options.model_dump(exclude=without, warnings=False)
     assert there.options.model_dump(exclude=without, warnings=False) == options
     assert there.options.structure == here.options.structure
@@ -239,10 +242,85 @@ async def test_a_list_of_messages_has_a_limit_before_objects_are_made(tokenizer:
         prepare("chat", raw, tokenizer, SERVED)
 
 
-def test_the_fields_beside_the_prompt_have_a_size_limit(tokenizer: ModelTokenizer):
-    raw = json.dumps(CHAT | {"user": "x" * MAX_OPTIONS_BYTES}).encode()
-    with pytest.raises(InvalidRequest, match="the fields beside the prompt take"):
-        in_child("chat", raw, tokenizer)
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"user": "x" * MAX_OPTIONS_BYTES}, "the fields beside the prompt take"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"enum": [[]] * 40_000}},
+                }
+            },
+            "the fields beside the prompt have",
+        ),
+        ({"bad_words": ["日本" * 500] * 64}, "bad_words: [0-9]+ tokens in all"),
+    ],
+)
+def test_the_fields_beside_the_prompt_have_limits(
+    tokenizer: ModelTokenizer, fields: dict[str, Any], refused: str
+):
+    """The event loop parses them, and each choice has a copy of some."""
+    with pytest.raises(InvalidRequest, match=refused):
+        in_child("chat", json.dumps(CHAT | fields).encode(), tokenizer)
+
+
+async def test_many_bodies_at_once_do_not_hold_the_event_loop_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    """It does all else between one body and the next. A body with long `bad_words` goes to a child."""
+    prepared = 0
+    most: list[int] = []
+
+    def counting(*given: Any) -> Prepared | bytes:
+        nonlocal prepared
+        prepared += 1
+        return prepare(*given)
+
+    async def look() -> None:
+        nonlocal prepared
+        while True:
+            most.append(prepared)
+            prepared = 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr("baton.router.preparation.child.prepare", counting)
+    preparer, looking = cluster.router.frontend._preparer, asyncio.create_task(look())
+    small = json.dumps({"prompt": "x", "bad_words": ["a b"] * 60}).encode()
+    await asyncio.gather(*(preparer.prepare("completion", small, SERVED, ApiKey("", b"")) for _ in range(40)))
+    assert sum(most) == 40
+    assert max(most) == 1
+    most.clear()
+    long = json.dumps({"prompt": "x", "bad_words": ["a b"] * 60, "user": "x" * SMALL_BYTES}).encode()
+    done = await preparer.prepare("completion", long, SERVED, ApiKey("", b""))
+    looking.cancel()
+    assert isinstance(done, Prepared)
+    assert len(done.bad_words) == 120
+    assert sum(most) == 0, "a child did it"
+
+
+async def test_prompts_become_jobs_one_by_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    """Many long prompts take the loop a fifth of a second together."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    hints: list[int] = []
+
+    def hinted(*_: Any) -> list[int]:
+        hints.append(turns)
+        return []
+
+    monkeypatch.setattr("baton.router.api.jobs.prompt_hints", hinted)
+    counting = asyncio.create_task(count())
+    await cluster.complete(prompt=[[5]] * 20, max_tokens=1)
+    counting.cancel()
+    assert len(set(hints)) == 20
 
 
 def test_a_defect_in_a_child_is_logged_without_the_clients_text(

@@ -19,7 +19,7 @@ from openai.types.responses import (
 from pydantic import TypeAdapter
 
 from baton.router.active_request import ActiveRequest
-from baton.router.admission.keys import api_keys
+from baton.router.admission.keys import ApiKey, api_keys
 from baton.router.api.responses import ResponseObject
 from baton.router.endpoints import stored_responses
 from baton.router.endpoints.http_generation import HttpGeneration
@@ -280,6 +280,27 @@ async def test_the_items_before_a_response_are_listed(cluster: Cluster):
     for query, param in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order")):
         refused = await cluster.get(f"{PATH}/{second.id}/input_items?{query}", expected=400)
         assert refused["error"]["param"] == param
+
+
+async def test_a_child_lists_many_items_within_the_limits_of_the_key(
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each item would become an object, and all of them would hold up the event loop."""
+    monkeypatch.setattr(child, "prepare", lambda *_: pytest.fail("the router itself reads the items"))
+    keys = (ApiKey.of("one", "k", max_requests=1),)
+    many: Any = [{"role": "user", "content": str(number)} for number in range(1000)]
+    async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster, client(cluster, "k") as api:
+        made = await api.responses.create(input=many, max_output_tokens=1)
+        page = await api.responses.input_items.list(made.id, after="item_502", limit=2)
+        items: Any = page.data
+        assert [(item.id, item.content[0].text) for item in items] == [
+            ("item_501", "501"),
+            ("item_500", "500"),
+        ]
+        assert page.has_more
+        account = cluster.router.frontend.authorize("Bearer k")
+        with cluster.router.frontend.admit(account), pytest.raises(openai.RateLimitError):
+            await api.with_options(max_retries=0).responses.input_items.list(made.id)
 
 
 async def test_a_client_that_leaves_before_its_background_response_begins(
