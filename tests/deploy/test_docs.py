@@ -33,9 +33,11 @@ def customized(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
 def test_an_overlay_of_ones_own(customized: list[Object]) -> None:
     settings = settings_of(customized)
     assert settings["data"]["BATON_SERVED_MODEL_NAME"] == "llama-3.1-8b"
-    assert settings["data"]["BATON_DRAIN_TIMEOUT"] == "60", "what is not overridden stays"
+    assert settings["data"]["BATON_KV_CONNECTOR"] == "tcp", "what is not overridden stays"
+    drain = int(settings["data"]["BATON_DRAIN_TIMEOUT"])
+    assert drain == 300
     for pod in pod_templates(customized):
-        assert pod.spec["terminationGracePeriodSeconds"] == 330
+        assert pod.spec["terminationGracePeriodSeconds"] == drain + 30
         [weights] = [volume for volume in pod.spec["volumes"] if volume["name"] == "weights"]
         assert weights.keys() == {"name", "image"}
         for container in pod.containers:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import helm_python
@@ -16,6 +18,7 @@ from .conftest import ROOT, Object
 HELM = ROOT / "deploy" / "helm"
 CHART = HELM / "baton"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+OF_A_RELEASE = ("app.kubernetes.io/instance", "checksum/settings")
 CPU_DEMO = yaml.safe_load((HELM / "values-cpu-demo.yaml").read_text())
 
 
@@ -27,6 +30,8 @@ CPU_DEMO = yaml.safe_load((HELM / "values-cpu-demo.yaml").read_text())
         ({"decode": {"replicas": "2"}}, "'2' is not of type 'integer'"),
         ({"settings": VALUES["settings"] | {"BATON_NUM_BLOCKS": 512}}, "512 is not of type 'string'"),
         ({"prefill": {"args": ["max-num-seqs 8"]}}, "does not match"),
+        ({"settings": VALUES["settings"] | {"BATON_DRAIN_TIMEOUT": "1m"}}, "does not match"),
+        ({"router": {"terminationGracePeriodSeconds": "600"}}, "is not of type 'integer', 'null'"),
         ({"router": {"resources": {"limits": {"memory": "2 GB"}}}}, "does not match"),
     ],
 )
@@ -37,15 +42,30 @@ def test_values_are_validated(wrong: dict[str, Any], message: str) -> None:
     assert message in error.message
 
 
-def rendered(values: dict[str, Any]) -> dict[tuple[str, str], Object]:
-    """The objects of the chart, by kind and name. The annotation that only the chart has is left out."""
+def rendered(values: dict[str, Any], name: str = "baton") -> dict[tuple[str, str], Object]:
+    """The objects of a release, by kind and name."""
     with helm_python.Chart.load(CHART) as chart:
-        texts = chart.render(values, name="release", namespace="baton").values()
+        texts = chart.render(copy.deepcopy(values), name=name, namespace="baton").values()
     objects = [each for text in texts for each in yaml.safe_load_all(text) if each]
-    for each in objects:
-        if each["kind"] == "Deployment":
-            assert each["spec"]["template"]["metadata"].pop("annotations").keys() == {"checksum/settings"}
     return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+
+def without_a_release(node: Any) -> Any:
+    """`node` without what only the chart has: the label of the release, and the checksum of the settings."""
+    if isinstance(node, dict):
+        found = {key: without_a_release(each) for key, each in node.items() if key not in OF_A_RELEASE}
+        return {key: each for key, each in found.items() if each or key not in ("matchLabels", "annotations")}
+    return [without_a_release(each) for each in node] if isinstance(node, list) else node
+
+
+def as_in_an_overlay(objects: dict[tuple[str, str], Object]) -> dict[tuple[str, str], Object]:
+    """The objects of the release `baton`. In overlays policies have no prefix."""
+    found = {}
+    for (kind, name), each in objects.items():
+        if kind == "NetworkPolicy":
+            name = each["metadata"]["name"] = name.removeprefix("baton-")
+        found[kind, name] = without_a_release(each)
+    return found
 
 
 def as_in_the_chart(overlay: list[Object]) -> dict[tuple[str, str], Object]:
@@ -67,7 +87,66 @@ def as_in_the_chart(overlay: list[Object]) -> dict[tuple[str, str], Object]:
 def test_the_chart_renders_to_an_overlay(
     overlays: dict[str, list[Object]], name: str, values: dict[str, Any]
 ) -> None:
-    assert rendered(copy.deepcopy(values)) == as_in_the_chart(overlays[name])
+    assert as_in_an_overlay(rendered(values)) == as_in_the_chart(overlays[name])
+
+
+def test_two_releases_share_a_namespace() -> None:
+    """Their objects have other names, and the selectors of one select nothing of the other."""
+    values = {"gateway": {"enabled": True, "className": ""}, "monitoring": {"alerts": False}}
+    first, second = rendered(values), rendered(values, "other")
+    assert not first.keys() & second.keys()
+    assert {name.startswith("other-baton") for _, name in second} == {True}
+    assert not re.search(
+        r"\bbaton-(?!cluster|api-keys)", json.dumps(list(second.values())).replace("other-baton-", "")
+    )
+    selectors = 0
+    for each in second.values():
+        for key, selector in selectors_of(each.get("spec", {})):
+            labels = selector.get("matchLabels", selector)
+            if key == "podSelector" and "k8s-app" in labels:
+                continue
+            assert labels["app.kubernetes.io/instance"] == "other", (
+                f"{each['kind']} {each['metadata']['name']}"
+            )
+            selectors += 1
+    assert selectors > 30
+    assert ("Service", "mine-prefill") in rendered({"fullnameOverride": "mine"})
+    assert ("Service", "a-llm-prefill") in rendered({"nameOverride": "llm"}, "a")
+
+
+def selectors_of(node: Any) -> Iterator[tuple[str, Object]]:
+    if isinstance(node, dict):
+        for key, each in node.items():
+            if key in ("selector", "podSelector", "labelSelector"):
+                yield key, each
+            else:
+                yield from selectors_of(each)
+    elif isinstance(node, list):
+        for each in node:
+            yield from selectors_of(each)
+
+
+def test_pods_have_time_to_drain_and_pull_secrets() -> None:
+    values = {
+        "settings": {"BATON_DRAIN_TIMEOUT": "600"},
+        "imagePullSecrets": [{"name": "registry"}],
+        "weights": {"storageClassName": "fast"},
+        "prefill": {"args": ["--drain-timeout=900.5"]},
+        "decode": {"terminationGracePeriodSeconds": 700, "maxSurge": 1},
+        "gateway": {"enabled": True},
+    }
+    objects = rendered(values)
+    pods = {
+        name: each["spec"]["template"]["spec"]
+        for (kind, name), each in objects.items()
+        if kind == "Deployment"
+    }
+    times = {name: pod["terminationGracePeriodSeconds"] for name, pod in pods.items()}
+    assert times == {"baton-router": 630, "baton-prefill": 931, "baton-decode": 700, "baton-picker": 630}
+    assert [pod["imagePullSecrets"] for pod in pods.values()] == [[{"name": "registry"}]] * 4
+    assert objects["PersistentVolumeClaim", "baton-weights"]["spec"]["storageClassName"] == "fast"
+    update = objects["Deployment", "baton-decode"]["spec"]["strategy"]["rollingUpdate"]
+    assert update == {"maxSurge": 1, "maxUnavailable": 0}
 
 
 def test_values_change_what_they_name() -> None:

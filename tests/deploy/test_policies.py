@@ -104,6 +104,11 @@ def test_there_is_time_to_drain(overlay: list[Object]) -> None:
                 assert "preStop" in container["lifecycle"], f"{pod}"
 
 
+def test_roles_log_json(overlay: list[Object]) -> None:
+    """As docs/observability.md shows, and as collectors read it."""
+    assert settings_of(overlay)["data"]["BATON_LOG_FORMAT"] == "json"
+
+
 def test_nothing_is_privileged(overlay: list[Object]) -> None:
     for pod in pod_templates(overlay):
         security = pod.spec["securityContext"]
