@@ -124,6 +124,8 @@ class StepLoop:
             draft_head=self._runner.drafter is not None,
         )
         handed = [live for live in plan.prompts if live.handover]
+        # Other ranks would wait for this one in their next sum.
+        may_give_up = len(handed) == len(plan.chunks) and self._runner.followers is None
 
         def layer_done(layer: int) -> None:
             self._hooks.tick()
@@ -133,8 +135,7 @@ class StepLoop:
                 called = time.monotonic()
                 is_useless = self._hooks.layer_done(layer, moved)
                 plan.waited += (time.monotonic() - called) * step.awaits_kv
-                # Other ranks would wait for this one in their next sum.
-                if is_useless and len(moved) == len(plan.chunks) and self._runner.followers is None:
+                if is_useless and may_give_up:
                     raise StepGivenUp
 
         try:
@@ -143,6 +144,7 @@ class StepLoop:
             self._hooks.computing(frozenset().union(*(earlier.ids for earlier, _ in self._flights)))
             result.prompts.update(_by_id(plan))
             return False
+        may_give_up = False  # a draft head computes its layer later
         self._scheduler.launched(plan)
         self._flights.append((plan, launched))
         if not plan.waits:

@@ -196,6 +196,20 @@ def test_a_step_ends_with_the_layer_whose_kv_will_not_come(tiny_engine: MakeEngi
     engine.assert_whole()
 
 
+def test_a_draft_head_computes_its_layer_when_no_step_can_be_given_up(
+    tiny_engine: MakeEngine, tiny_path: Path, tmp_path: Path
+) -> None:
+    random_eagle(tmp_path / "head", tiny_path, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    drafts = SpeculativeConfig("eagle3", model=str(tmp_path / "head"))
+    engine, request = tiny_engine(**CACHING, speculative_config=drafts), shared_prompt(60)
+    engine._hooks = replace(engine._hooks, layer_done=lambda layer, chunks: layer == 3)
+    assert engine.start_part(request, [range(32, 60)]) is not None
+    engine.begin_range(request.id)
+    assert engine.step().prompts == {request.id: range(32, 60)}
+    engine.cancel(request.id)
+    engine.assert_whole()
+
+
 def test_a_part_comes_after_earlier_prompts_and_before_later_ones() -> None:
     scheduler = make(num_blocks=32, budget=16)
     add(scheduler, 1, 40)
