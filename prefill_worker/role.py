@@ -37,6 +37,11 @@ class PrefillAttempt(Attempt):
     taker: bytes | None = None  # the decode on this worker that will go on with it
 
     @property
+    def gives_token(self) -> bool:
+        """Whether a decode may go on with it. A part that is not the last one has no token."""
+        return self.handover and (self.part is None or self.part.is_final)
+
+    @property
     def sent_at_once(self) -> Collection[bytes]:
         """Ids whose transfers get a layer of a chunk before the chunk waits for KV of other workers."""
         return self.opened if self.part is None else self.part.outputs.keys()
@@ -332,8 +337,7 @@ class PrefillRole(Role):
         """Held prefills that no decode worker fetches, in order of arrival."""
         for prefill_id, prefill in self._prefills.items():
             # A part that is not the last one is held only while other workers read it.
-            is_read = prefill.part is not None and not prefill.part.is_final
-            free = prefill.held and not prefill.closed and prefill.taker is None and not is_read
+            free = prefill.held and not prefill.closed and prefill.taker is None and prefill.gives_token
             if free and not self.wanted(prefill_id):
                 yield prefill_id
 
@@ -353,7 +357,7 @@ class PrefillRole(Role):
         Returns False before that. None: there is no such prefill, it has ended, or another decode took it.
         """
         prefill = self._prefills.get(prefill_id)
-        if prefill is None or prefill.closed or not prefill.handover:
+        if prefill is None or prefill.closed or not prefill.gives_token:
             return None
         if prefill.taker is None:
             prefill.taker = decode_id

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from baton.prefill_worker.role import PrefillRole
+from baton.prefill_worker.role import PrefillAttempt, PrefillRole
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.parts import STEP_WAIT
+from baton.worker.messages import Origin
 from tests.bad_network import BadNetwork
 from tests.cluster_helpers import (
     WorkerProcess,
@@ -161,6 +162,15 @@ async def test_the_tokens_are_those_of_one_worker(
     token_ids = prompt(plan[-1][1], seed=len(plan) + decode)
     asked = await streams.share(token_ids, plan, decode)
     assert await streams.answer(asked, decode) == await streams.alone(token_ids)
+
+
+async def test_no_decode_goes_on_with_a_part_that_is_not_the_last_one(streams: Streams) -> None:
+    """What such a part samples means nothing."""
+    token_ids = prompt(300, seed=6)
+    asked = await streams.share(token_ids, [(0, 192), (1, 300)], 2)
+    taken = await streams[0].submit_decode(request(token_ids, PARAMS), streams.source(0, asked.parts[0]))
+    assert (await streams[0].failure(taken)).code == pb.FAILURE_CODE_HANDED_BACK
+    assert await streams.answer(asked, 2) == await streams.alone(token_ids)
 
 
 async def test_parts_wait_behind_other_prompts_and_for_each_other(streams: Streams) -> None:
@@ -405,13 +415,17 @@ def share_with(
 
 def test_a_part_that_other_workers_read_is_not_spare() -> None:
     """Once they have read it, it is forgotten."""
-    parts = {
+    parts: dict[bytes, Any] = {
         b"whole": None,
         b"last": SimpleNamespace(is_final=True),
         b"first": SimpleNamespace(is_final=False),
     }
+    origin = Origin(b"p", "", "", 0.0)
     held = {
-        name: SimpleNamespace(held=True, closed=False, taker=None, part=part) for name, part in parts.items()
+        name: PrefillAttempt(
+            stream=None, origin=origin, tokens=1, handover=True, awaited=False, part=part, held=True
+        )
+        for name, part in parts.items()
     }
     role: Any = SimpleNamespace(_prefills=held, wanted=lambda _: False)
     assert list(PrefillRole.spare(role)) == [b"whole", b"last"]
