@@ -193,11 +193,14 @@ def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterCon
 
 def run_picker(given: PickerRole) -> int:
     from baton.endpoint_picker import PickerConfig, main
-    from baton.router.discovery import StaticDiscovery
+    from baton.router.discovery import StaticDiscovery, is_address
 
     picker = given.picker
     if bool(picker.router) == bool(picker.kubernetes_service):
         raise ValueError("a picker needs routers: --router IP:PORT (repeatable) or --kubernetes-service NAME")
+    for address in picker.router:
+        if not is_address(address):
+            raise ValueError(f"--router must be IP:PORT, not {address!r}")
     config = _configured(
         PickerConfig,
         given,

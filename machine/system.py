@@ -77,6 +77,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def cannot_listen(flag: str, host: str, port: int, error: OSError) -> str:
     """Returns the message for the user. `flag` is the option that named the port."""
     reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)
+    if isinstance(error, socket.gaierror):  # its number is none of `errno`
+        reason = f"{host!r} is no address of this machine, and no name of one"
     return f"{flag} {port}: cannot listen on {url_host(host)}:{port}: {reason}"
 
 

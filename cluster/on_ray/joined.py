@@ -56,7 +56,7 @@ def connect(address: str) -> None:
                 log_to_driver=False,  # roles write their own log files
                 logging_level=logging.ERROR,
             )
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, ValueError) as error:
         raise ValueError(f"--ray-address {address}: cannot join the Ray cluster: {error}") from error
 
 

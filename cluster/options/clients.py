@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from baton.cluster.options.engine import kv_cache_dtype
-from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, argument, between, opt
+from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, argument, between, opt
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DoctorOptions:
         None, "URL of the router's --admin-port, if it has one.", "URL", shown="as --url"
     )
     host: str = opt("127.0.0.1", "Address of --check-port.", "ADDRESS")
-    check_port: list[int] = opt([], "Check that this port is free; repeat it.", "PORT")
+    check_port: list[int] = opt([], "Check that this port is free; repeat it.", "PORT", **PORT)
     model: str | None = opt(None, "Check this model's files.", "MODEL", shown="the embedded model")
     tensor_parallel_size: int = opt(
         1, "Check that the model allows workers of N GPUs.", "N", check=between(1)

@@ -12,6 +12,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 INDENT = 2
+UNITS = {"S": " of seconds", "SECONDS": " of seconds", "MS": " of milliseconds"}
 FLAGS = 30  # columns of flags; a longer flag has a line of its own
 
 
@@ -64,7 +65,7 @@ def _reworded(error: typer.BadParameter) -> str:
     kind, value = found()[0]["type"], str(found()[0]["input"])
     if kind.startswith(("int_", "float_")):
         number = "a whole number" if kind.startswith("int_") else "a number"
-        unit = " of seconds" if getattr(error.param, "metavar", "") in ("S", "SECONDS") else ""
+        unit = UNITS.get(getattr(error.param, "metavar", ""), "")
         return f"{value!r} is not {number}{unit}."
     text = error.message.removeprefix("Value error, ")
     return text if value in text else f"{text}, not {value!r}"

@@ -102,12 +102,13 @@ def directory(text: str, *, shown: str | bool = True) -> Any:
 
 
 def between(least: float, most: float = math.inf) -> Callable[[Any], Any]:
-    """A check of a number's range. typer's own `min` and `max` would widen the columns of `--help`."""
+    """A check of a number's range, or of each number of a list. `--help` does not show it."""
 
     def check(value: Any) -> Any:
-        if value is not None and not least <= value <= most:
-            bound = f"at least {least}" if most == math.inf else f"{least} to {most}"
-            raise typer.BadParameter(f"{value} is out of range: must be {bound}.")
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not least <= number <= most:
+                bound = f"at least {least}" if most == math.inf else f"{least} to {most}"
+                raise typer.BadParameter(f"{number} is out of range: must be {bound}.")
         return value
 
     return check

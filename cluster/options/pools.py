@@ -29,9 +29,11 @@ class PoolSize(NamedTuple):
             least = most = -1
         if 0 <= most < least and len(words) == 2:
             raise typer.BadParameter(f"{value} begins above its end; write {most}:{least}.")
-        # A range begins at 1: a pool with no worker reports no load, so it would never grow.
-        if not (1 if least < most else fewest) <= least <= most or len(words) > 2:
+        if len(words) > 2 or min(least, most) < 0:
             raise typer.BadParameter(f"{value} is neither a number of workers (2) nor a range (1:4).")
+        # A range begins at 1: a pool with no worker reports no load, so it would never grow.
+        if least < (1 if least < most else fewest):
+            raise typer.BadParameter(f"{value}: this pool needs at least one worker, as in 1 or 1:4.")
         return cls(least, most)
 
     @classmethod

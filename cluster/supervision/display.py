@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Self
@@ -94,4 +97,13 @@ class Display:
         self.line(f"\nReady in {time.monotonic() - self._started:.1f} s: {model} at {plan.url}/v1\n")
         self.line(f"  curl {plan.url}/v1/chat/completions {json_type}{key} -d '{quoted}'\n")
         chat, status = ("" if url == DEFAULT_URL else f" --url {url}" for url in (plan.url, admin_url))
-        self.line(f"Chat: baton chat{chat}   Workers: baton status{status}\nLogs: {logs}\nStop: {stop}")
+        baton = own_command()
+        self.line(f"Chat: {baton} chat{chat}\nWorkers: {baton} status{status}\nLogs: {logs}\nStop: {stop}")
+
+
+def own_command() -> str:
+    """How a shell in this directory starts `baton`: by its name alone only if the PATH has this one."""
+    program, found = sys.argv[0], shutil.which("baton")
+    if Path(program).name != "baton" or (found is not None and Path(found).samefile(program)):
+        return "baton"
+    return shlex.quote(program)

@@ -31,7 +31,7 @@ def run(flip: FlipOptions, endpoint: EndpointOptions, secret: SecretOptions) -> 
     try:
         key, tls = load_secret(secret.cluster_secret_file), secret.tls()
     except ValueError as error:
-        raise ValueError(f"{error} {OWN_SECRET}") from error
+        raise ValueError(f"{error}. {OWN_SECRET}") from error
     print(asyncio.run(_flip(flip, endpoint, key, tls)))
     return 0
 

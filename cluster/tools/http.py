@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -21,6 +22,8 @@ async def session(
     """
     if not endpoint.url.startswith(("http://", "https://")):
         raise ValueError(f"{flag} {endpoint.url}: it must begin with http:// or https://")
+    if not _has_address(endpoint.url):
+        raise ValueError(f"{flag} {endpoint.url}: it must have the form http://HOST:PORT")
     headers = {"Authorization": f"Bearer {endpoint.api_key[0]}"} if endpoint.api_key else {}
     base = endpoint.url.rstrip("/").removesuffix("/v1").rstrip("/") + "/"  # clients of OpenAI's API have /v1
     try:
@@ -51,6 +54,14 @@ async def session(
         ) from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ValueError(f"{flag} {endpoint.url}: {error or 'no answer in time'}") from error
+
+
+def _has_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.hostname is not None and parts.port != 0
+    except ValueError:  # the port is no number of a port
+        return False
 
 
 async def fetch(endpoint: EndpointOptions, path: str) -> Any:

@@ -1,18 +1,26 @@
-"""Asks the workers which model they serve, for a router that is started without a model."""
+"""Asks the workers which model they serve, for a router that is started without a model.
+
+Meanwhile its ports answer every request with status 503 and the reason, in place of a refused connection.
+"""
 
 import asyncio
 import contextlib
+import json
 import logging
 import logging.config
 import os
 import signal
+import socket
+from collections.abc import AsyncIterator, Mapping
+from itertools import islice
 from typing import Any, BinaryIO, NoReturn
 
 import grpc
 import grpc.aio
 
-from baton.machine.system import describe_exit, die_with_parent
+from baton.machine.system import cannot_listen, describe_exit, die_with_parent, family
 from baton.router.config import RouterConfig
+from baton.router.errors import NoWorker
 from baton.router.workers.checks import explain
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
@@ -22,9 +30,17 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 5.0
 RETRY_SECONDS = 0.5
+ANSWER_SECONDS = 5.0
+"""For a client to send its request and to take the answer."""
+SHOWN = 4  # workers whose reasons an answer has
+_HEAD = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+    b"Content-Length: %d\r\nConnection: close\r\n\r\n"
+)
 
 
-async def _ask(address: str, config: RouterConfig) -> pb.WorkerDescription:
+async def _ask(address: str, config: RouterConfig, reasons: dict[str, str]) -> pb.WorkerDescription:
+    """Asks one worker until it answers. `reasons` get why it does not, and the remedy, under its address."""
     logged = ""
     while True:
         try:
@@ -35,6 +51,7 @@ async def _ask(address: str, config: RouterConfig) -> pb.WorkerDescription:
             if reason != logged:  # not with each try
                 logged = reason
                 log.warning("worker at %s: %s. %s", address, reason, remedy)
+                reasons[address] = f"worker at {address}: {reason}. {remedy}"
         await asyncio.sleep(RETRY_SECONDS)
 
 
@@ -43,6 +60,7 @@ async def first_description(config: RouterConfig) -> pb.WorkerDescription:
     log.info("asking the workers which model they serve")
     found: asyncio.Future[pb.WorkerDescription] = asyncio.get_running_loop().create_future()
     asking: dict[str, asyncio.Task[pb.WorkerDescription]] = {}
+    reasons: dict[str, str] = {}
 
     def settle(task: asyncio.Task[Any]) -> None:
         if task.cancelled() or found.done():
@@ -56,19 +74,51 @@ async def first_description(config: RouterConfig) -> pb.WorkerDescription:
         async for addresses in config.discovered().watch():
             for gone in asking.keys() - addresses:
                 asking.pop(gone).cancel()
+                reasons.pop(gone, None)
             for address in addresses - asking.keys():
-                asking[address] = asyncio.create_task(_ask(address, config))
+                asking[address] = asyncio.create_task(_ask(address, config, reasons))
                 asking[address].add_done_callback(settle)
         await asyncio.Event().wait()
 
     following = asyncio.create_task(follow())
     following.add_done_callback(settle)
     try:
-        return await found
+        async with _explaining(config, reasons):
+            return await found
     finally:
         for task in (following, *asking.values()):
             task.cancel()
         await asyncio.gather(following, *asking.values(), return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _explaining(config: RouterConfig, reasons: Mapping[str, str]) -> AsyncIterator[None]:
+    """While it is open, the ports of the router say for what it waits. Raises ValueError if one is in use."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        told = " ".join(islice(reasons.values(), SHOWN)) or "None is known yet."
+        body = json.dumps(NoWorker(f"the router asks its workers which model they serve. {told}").body)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(_HEAD % len(body.encode()) + body.encode())
+                await writer.drain()
+            writer.close()
+        except (OSError, EOFError, asyncio.LimitOverrunError):
+            writer.transport.abort()  # the client is slow, gone, or does not speak HTTP
+
+    context = None if config.tls is None else config.tls.server_context()
+    ports = [("--port", config.host, config.port, context)]
+    if config.admin_port:
+        ports.append(("--admin-port", config.admin_host, config.admin_port, None))
+    async with contextlib.AsyncExitStack() as servers:
+        for flag, host, port, tls in ports:
+            try:
+                listening = socket.create_server((host, port), family=family(host))
+            except OSError as error:
+                raise ValueError(cannot_listen(flag, host, port, error)) from error
+            await servers.enter_async_context(await asyncio.start_server(answer, sock=listening, ssl=tls))
+        yield
 
 
 def ask_workers(config: RouterConfig) -> pb.WorkerDescription | None:

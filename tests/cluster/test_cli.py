@@ -280,7 +280,7 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
 @pytest.mark.parametrize(
     ("args", "environment", "words"),
     [
-        (["--port", "many"], {}, ["--port", "integer"]),
+        (["--port", "many"], {}, ["--port", "whole number"]),
         (["--port", "70000"], {}, ["--port", "70000", "65535"]),
         (["--max-num-seqs", "0"], {}, ["--max-num-seqs", "at least 1"]),
         (["--dtype", "int4"], {}, ["--dtype", "int4", "bfloat16"]),
@@ -290,13 +290,14 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--prefill", "3:2"], {}, ["--prefill", "3:2 begins above its end; write 2:3"]),
         (["--prefill", "0:2"], {}, ["--prefill", "0:2", "1:4"]),
         (["--prefill", "-1"], {}, ["--prefill", "-1", "1:4"]),
-        (["--decode", "0"], {}, ["--decode", "1:4"]),
+        (["--prefill", "5:-1"], {}, ["--prefill", "5:-1", "1:4"]),
+        (["--decode", "0"], {}, ["--decode", "needs at least one worker"]),
         (["--enable-lora"], {}, ["--enable-lora", "merge", "--model"]),
         (["--trust-remote-code"], {}, ["--trust-remote-code", "never runs code"]),
         (["--config", "/nowhere.toml"], {}, ["--config", "/nowhere.toml"]),
         (["--chat-template", "/nowhere.jinja"], {}, ["--chat-template", "/nowhere.jinja"]),
-        ([], {"BATON_PORT": "many"}, ["--port", "integer, not 'many'"]),
-        (["--ttft-target", "soon"], {}, ["--ttft-target", "number, not 'soon'"]),
+        ([], {"BATON_PORT": "many"}, ["--port", "'many' is not a whole number"]),
+        (["--ttft-target", "soon"], {}, ["--ttft-target", "'soon' is not a number of milliseconds"]),
         (["--dtype", "int9"], {}, ["'--dtype': 'int9' is not one of"]),
     ],
 )
@@ -311,12 +312,30 @@ def test_errors_name_the_flag(
 
 
 @pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("bench run --duration 5m", "'--duration': '5m' is not a number of seconds."),
+        ("bench run --requests 1.5", "'1.5' is not a whole number."),
+        ("bench sweep --api foo", "'--api': 'foo' is not one of 'completions', 'chat'."),
+        ("doctor --check-port 8000 --check-port 99999", "'--check-port': 99999 is out of range"),
+        ("picker --router here", "Error: --router must be IP:PORT, not 'here'"),
+        ("plan --rate much", "'--rate': 'much' is not a number."),
+        ("restart", "Error: --ray-address: required"),
+    ],
+)
+def test_errors_of_other_commands(command: str, words: str) -> None:
+    result = run_baton(*command.split())
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("port = ", ["TOML"]),
         ("prot = 8000", ["prot", "did you mean 'port'"]),
         ("[serve]\ndevise = 'cpu'", ["[serve] 'devise'", "device"]),
-        ("port = 'many'", ["--port", "integer, not 'many'"]),
+        ("port = 'many'", ["--port", "'many' is not a whole number"]),
         ("speculative_config = 'eagle'", ["--speculative-config", "is not JSON"]),
         ("speculative_config = '{\"methods\": 1}'", ["--speculative-config", "'methods' is not one of"]),
     ],

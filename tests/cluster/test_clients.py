@@ -316,6 +316,11 @@ def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
         wrong = run_baton("status", "--url", other)
         assert wrong.exit_code == 2
         assert f"--url {other}: it must begin with http:// or https://" in wrong.stderr
+    for other in ("http://", "http://:80", "http://127.0.0.1:x", "http://127.0.0.1:99999", "http://a:1,b:2"):
+        wrong = run_baton("status", "--url", other)
+        assert (wrong.exit_code, wrong.stderr) == (
+            2, f"Error: --url {other}: it must have the form http://HOST:PORT\n",
+        )  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as grpc:  # answers with a frame of HTTP/2
         address = f"http://127.0.0.1:{grpc.getsockname()[1]}"
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import pytest
 from rich.console import Console
 
 from baton.cluster.options.engine import ModelOptions
@@ -72,3 +73,29 @@ def test_the_curl_survives_the_shell() -> None:
     assert json.loads(words[words.index("-d") + 1])["model"] == 'it\'s "one"'
     assert "Authorization: Bearer $BATON_API_KEY" in words
     assert "/logs" in out.getvalue()
+
+
+def test_the_commands_that_it_names_are_found_by_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make serve` calls a `baton` that is on no PATH, and another one may be on it."""
+    own, other = tmp_path / "own environment", tmp_path / "other"
+    for directory in (own, other):
+        directory.mkdir()
+        (directory / "baton").write_text("#!/bin/sh\n")
+        (directory / "baton").chmod(0o755)
+    called = str(own / "baton")
+    for path, program, expected in (
+        (own, called, "baton"),
+        (other, called, shlex.quote(called)),
+        (tmp_path, called, shlex.quote(called)),
+        (tmp_path, "/x/cli.py", "baton"),  # python -m baton.cluster.cli
+    ):
+        monkeypatch.setenv("PATH", str(path))
+        monkeypatch.setattr("sys.argv", [program])
+        display, out = shown()
+        display.ready(plan(), "http://127.0.0.1:9000", Path("/logs"))
+        assert (
+            f"\nChat: {expected} chat\nWorkers: {expected} status --url http://127.0.0.1:9000\n"
+            in out.getvalue()
+        )

@@ -14,7 +14,10 @@ import grpc.aio
 import pytest
 from aiohttp import web
 
+from baton.cluster.options.clients import EndpointOptions
+from baton.cluster.tools.http import fetch
 from baton.machine.system import PACKAGES
+from baton.machine.system import free_port as unused_port
 from baton.router.config import RouterConfig
 from baton.router.workers import checks
 from baton.router.workers.ask import first_description
@@ -153,13 +156,24 @@ async def test_a_tls_mismatch_is_named(
 async def test_the_model_is_that_of_the_first_worker_that_answers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Meanwhile `baton status` says for what the router waits, on each port."""
+    ports = unused_port(), unused_port()
     async with free_port() as nothing, worker() as address:
         (tmp_path / "workers").write_text(f"{nothing}\n")
-        config = RouterConfig(model=None, secret=SECRET, workers_file=str(tmp_path / "workers"))
+        config = RouterConfig(
+            model=None,
+            secret=SECRET,
+            workers_file=str(tmp_path / "workers"),
+            port=ports[0],
+            admin_port=ports[1],
+        )
         asking = asyncio.create_task(first_description(config))
         async with asyncio.timeout(10):
             while not caplog.messages:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+        for port in ports:
+            with pytest.raises(ValueError, match=f"503 the router asks its workers .* at {nothing}: nothing"):
+                await fetch(EndpointOptions(url=f"http://127.0.0.1:{port}"), "status")
         (tmp_path / "workers").write_text(f"{nothing}\n{address}\n")
         assert (await asking).model == "fake"
     assert [f"worker at {nothing}: nothing listens" in line for line in caplog.messages] == [True]
