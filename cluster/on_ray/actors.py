@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,8 @@ class RemoteRole:
     async def changed(self, token: str) -> RoleState:
         return await _answer(self._actor.changed.remote(token))
 
-    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
-        await _answer(self._actor.set_workers.remote(tuple(addresses), report))
+    async def set_workers(self, addresses: Mapping[str, str | None], report: str) -> None:
+        await _answer(self._actor.set_workers.remote(dict(addresses), report))
 
     async def tokens_held(self) -> int:
         return await _answer(self._actor.tokens_held.remote())

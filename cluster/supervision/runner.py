@@ -98,6 +98,7 @@ class RoleRunner(RoleProcess):
         )
         self._unwritten: dict[Path, str] = {}  # a router's files with news that they do not have yet
         self._failed: set[Path] = set()  # of these, what could not be written
+        self._addresses: dict[str, str] = {}  # of workers by name, for a router
         self._workers: str | None = None  # the list that the router has or will have
         self._writing: asyncio.Task[None] | None = None
 
@@ -108,14 +109,17 @@ class RoleRunner(RoleProcess):
         """Starts the role unless it runs already, as after the loss of an earlier supervisor."""
         return self.launch()
 
-    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
-        """Routers only: sets the gRPC addresses of all ready workers, and the JSON report.
+    async def set_workers(self, addresses: Mapping[str, str | None], report: str) -> None:
+        """Routers only: sets the gRPC addresses of all ready workers, by their names, and the JSON report.
 
+        None: the worker keeps the address that it has here, because its supervisor does not know it yet.
         The report may be written a moment later. On a full disk the router keeps what it has until there is
         room.
         """
         self._unwritten[self._cluster_file] = report
-        workers = "".join(f"{address}\n" for address in addresses)
+        known = {name: address or self._addresses.get(name) for name, address in addresses.items()}
+        self._addresses = {name: address for name, address in known.items() if address is not None}
+        workers = "".join(f"{address}\n" for address in self._addresses.values())
         if workers != self._workers:
             self._workers = self._unwritten[self._workers_file] = workers
             self._write(self._workers_file)

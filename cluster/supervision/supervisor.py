@@ -23,7 +23,6 @@ from baton.cluster.supervision.role_process import RoleState
 _PLACED_WITHIN = 2.0  # seconds that an actor without a state has to accept `stop`: it may not be placed yet
 _LOST_ACTOR_DELAY = 0.2  # seconds until a lost actor is called again; Ray needs about a second to restart it
 _POOL_WITHIN = 2.0  # seconds for a worker to tell its pool; without an answer it counts as not flipped
-_ALL_ANSWER_WITHIN = 5.0  # seconds that a new supervisor waits for all roles before it updates the routers
 # The fields of RoleState that the report contains.
 _SHOWN = ("phase", "stage", "fraction", "crash_loop", "seconds_to_ready", "pid", "node")
 
@@ -36,8 +35,11 @@ class RoleHandle(Protocol):
     async def changed(self, token: str) -> RoleState:
         """Waits until the state has another token than `token`, and returns the state."""
 
-    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
-        """Routers only: sets the gRPC addresses of all ready workers, and the report for `baton status`."""
+    async def set_workers(self, addresses: Mapping[str, str | None], report: str) -> None:
+        """Routers only: sets the gRPC addresses of all ready workers, and the report for `baton status`.
+
+        `addresses`: by the name of the worker. None: the router keeps the address that it has.
+        """
 
     async def tokens_held(self) -> int:
         """Routers only: prompt tokens that the router holds back because prefill workers have enough work."""
@@ -61,7 +63,7 @@ class _Member:
     leaving: bool = False  # removed from the list of the routers; it drains
     restarts: int = 0  # in earlier actors; the present actor counts its own
     last_exit: str = ""  # why its last run ended, in this actor or an earlier one
-    told: tuple[tuple[str, ...], str] | None = None  # routers only: the addresses and report last sent
+    told: tuple[dict[str, str | None], str] | None = None  # routers only: the addresses and report last sent
     _entry: str = ""
     _entry_of: tuple[RoleState, bool] | None = None
 
@@ -104,8 +106,6 @@ class Supervisor:
         self._observer = observer
         self._drain_grace = drain_grace
         self._stopping = False
-        self._settled = False
-        self._all_answered = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._restarting = asyncio.Lock()
         self._changed = asyncio.Event()  # set when the state of any member changes
@@ -141,11 +141,19 @@ class Supervisor:
 
     def worker_addresses(self) -> tuple[str, ...]:
         """The gRPC addresses of all ready workers, without those that leave."""
-        return tuple(
-            str(member.state.ready["address"])
-            for member in self._members
-            if member.spec.role in POOLS and member.state.ready is not None and not member.leaving
-        )
+        return tuple(address for address in self._listed().values() if address is not None)
+
+    def _listed(self) -> dict[str, str | None]:
+        """These addresses for routers, by the name of the worker. None: the worker has not answered yet.
+
+        A supervisor that replaces a lost one knows no worker at first, but the routers do.
+        """
+        staying = [member for member in self._workers() if not member.leaving]
+        return {
+            member.spec.name: None if member.state.ready is None else str(member.state.ready["address"])
+            for member in staying
+            if not member.answered or member.state.ready is not None
+        }
 
     def report(self) -> str:
         """The JSON report of roles and pools for `baton status`. Includes roles that no router can reach."""
@@ -159,7 +167,6 @@ class Supervisor:
         async with self._tasks:
             for member in self._members:
                 self._tasks.create_task(self._follow(member))
-            await self._settle()
 
     async def restart_workers(self) -> None:
         """Drains and restarts every worker, one after the other, flipped workers first.
@@ -197,7 +204,6 @@ class Supervisor:
         """Stops all routers, then all workers, so that no request needs a stopped worker. Then the store, to
         which workers write until they end."""
         self._stopping = True
-        self._all_answered.set()
         self._changed.set()
         for roles in (("router",), POOLS, ("store",)):
             members = [m for m in self._members if m.spec.role in roles]
@@ -265,8 +271,6 @@ class Supervisor:
             if state.pid != member.state.pid:
                 member.pool = member.spec.role
             member.state, member.answered = state, True
-            if not self._all_answered.is_set() and all(each.answered for each in self._members):
-                self._all_answered.set()
             member.last_exit = state.error or member.last_exit
             self._observer(member.spec, state)
             await self.tell_routers()
@@ -278,22 +282,11 @@ class Supervisor:
 
     # ------------------------------------------------------------ routers
 
-    async def _settle(self) -> None:
-        """Waits until every role has answered, then updates the routers.
-
-        A supervisor that replaces a lost one knows no worker at first. Until then the routers keep their
-        lists.
-        """
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._all_answered.wait(), _ALL_ANSWER_WITHIN)
-        self._settled = True
-        await self.tell_routers()
-
     async def tell_routers(self) -> None:
         """Sends workers and report to each running router that lacks them. A lost router gets them later."""
-        if self._stopping or not self._settled:
+        if self._stopping:
             return
-        news = (self.worker_addresses(), self.report())
+        news = (self._listed(), self.report())
 
         async def tell(router: _Member) -> None:
             router.told = news

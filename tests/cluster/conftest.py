@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -48,7 +48,7 @@ class AnyRole:
     async def changed(self, token: str) -> RoleState:
         raise AssertionError("not asked")
 
-    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+    async def set_workers(self, addresses: Mapping[str, str | None], report: str) -> None:
         raise AssertionError("only routers are told")
 
     async def tokens_held(self) -> int:

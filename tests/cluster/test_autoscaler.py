@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class RouterHandle(Handle):
 
     held: int | None = 0
 
-    async def set_workers(self, addresses: Sequence[str], report: str) -> None: ...
+    async def set_workers(self, addresses: Mapping[str, str | None], report: str) -> None: ...
 
     async def tokens_held(self) -> int:
         if self.held is None:

@@ -60,8 +60,8 @@ async def test_a_router_gets_its_workers_when_the_disk_has_room_again(
     monkeypatch.setattr("baton.cluster.supervision.runner.RETRY_SECONDS", 0.001)
     full = tmp_path / "router-0.new"
     full.symlink_to("/dev/full")
-    await router.set_workers(["127.0.0.1:1"], "{}")
-    await router.set_workers(["127.0.0.1:2"], "{}")
+    await router.set_workers({"decode 0": "127.0.0.1:1"}, "{}")
+    await router.set_workers({"decode 0": "127.0.0.1:2"}, "{}")
     assert (tmp_path / "router-0.workers").read_text() == "", "it keeps the list that it has"
     wanted = [
         f"{tmp_path}/router-0.{name}: No space left on device; the router keeps the one before"
@@ -85,7 +85,7 @@ async def test_a_report_that_does_not_fit_holds_no_list_of_workers_back(
         write_atomically(path, text)
 
     monkeypatch.setattr("baton.cluster.supervision.runner.write_atomically", without_room_for_reports)
-    await router.set_workers(["127.0.0.1:1"], "{}")
+    await router.set_workers({"decode 0": "127.0.0.1:1"}, "{}")
     assert (tmp_path / "router-0.workers").read_text() == "127.0.0.1:1\n"
 
 

@@ -202,7 +202,7 @@ class Watched(RoleRunner):
             raise ConnectionError("lost its actor")
         return await super().changed(token)
 
-    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+    async def set_workers(self, addresses: Mapping[str, str | None], report: str) -> None:
         self._asked.append(f"{self._name} told")
         await super().set_workers(addresses, report)
 
