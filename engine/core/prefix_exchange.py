@@ -127,6 +127,12 @@ class PrefixExchange:
         assert self._cache.copies is not None, "it has lent this slot"
         self._cache.copies.take_back(slot)
 
+    def has(self, name: bytes, chunk: int) -> bool:
+        """Whether the pool has this chunk, at this position in its prompt, whether it may be kept or not."""
+        return self._pool.has_remnant(name) or bool(
+            self._cache.table([name], chunk, self._pool.num_blocks)[0]
+        )
+
     def lend_remnant(self, chunk: bytes) -> int | None:
         """The block with this chunk, if it is the only one in a block that is not full. It is the caller's
         until `take_back_remnant`. None: there is none, or no room beside the queue."""

@@ -64,6 +64,10 @@ class Held(NamedTuple):
     release: Callable[[], None]
 
 
+LATER = Held((), 0, lambda: None)
+"""What `hold` returns for something that is there, while the pool has no room to keep it."""
+
+
 @dataclass(slots=True, eq=False)
 class _Fetch:
     id: bytes
@@ -76,6 +80,7 @@ class _Fetch:
     stop: int | None = None  # so many objects will come. None: not known yet
     asked: int = 0  # objects that were ordered
     answered: int = 0
+    copying: int = 0  # scatters that are not over
     answered_at: float = 0.0  # the last one
     ended: bool = False
 
@@ -96,7 +101,8 @@ class SharedStore:
         answered: Callable[[float], None], probed: Callable[[float, float], None],
     ) -> None:  # fmt: skip
         """`identity`: as in `ObjectSeal`. `hold`: keeps the chunk of this name in place, or the states after
-        it, if the second argument is not 0. The third is the position of the chunk in its prompt. `known` is
+        it, if the second argument is not 0. The third is the position of the chunk in its prompt. None: they
+        are gone. `known` is
         called when this worker learns that the store has a chunk or lacks it.
         `answered` gets the seconds after which the store said what it has of a fetch. `probed` gets the same
         of a probe, and the seconds that it needed to read an object."""
@@ -284,7 +290,7 @@ class SharedStore:
             count = min(stop - fetch.asked, len(self._free), self._batch)
             self._get(fetch, range(fetch.asked, fetch.asked + count))
             fetch.asked += count
-        if self._copies if fetch.ended else fetch.answered < fetch.asked or fetch.asked < stop:
+        if fetch.copying if fetch.ended else fetch.answered < fetch.asked or fetch.asked < stop:
             return
         event: Injected | FetchFailed | Closed = FetchFailed(fetch.id, "gone")
         if fetch.ended:
@@ -305,6 +311,10 @@ class SharedStore:
             fetch.answered, fetch.answered_at = fetch.answered + 1, time.monotonic()
             self._free.append(unit)
 
+        def copied(unit: int) -> None:
+            fetch.copying -= 1
+            came(unit)
+
         def answered(whole: list[bool]) -> None:
             for number, unit, right in zip(numbers, units, whole, strict=True):
                 assert fetch.stop is not None, "objects are ordered when it is known"
@@ -319,7 +329,8 @@ class SharedStore:
                     continue
                 chunk, part = fetch.first_chunk + number, part_of(fetch.objects[number])
                 _, event = self._scatters.scatter(self._staged(unit, part, chunk, fetch.table))
-                self._copies.append((self._scatters, event, partial(came, unit)))
+                fetch.copying += 1
+                self._copies.append((self._scatters, event, partial(copied, unit)))
 
         self._order(answered, [fetch.objects[number] for number in numbers], units, is_urgent=True)
 
@@ -361,12 +372,16 @@ class SharedStore:
         self._order(answered, [name for name, _ in some])
 
     def _write(self, now: float, *, busy: bool) -> None:
-        """Writes one object, if there is a unit for it."""
+        """Writes one object, if there is a unit for it and room to keep its blocks meanwhile."""
         if self._writing >= self._cut.count // 2 or not self._free:
             return
         name, chunk = self._lacking.popleft()
         held = self._hold(name_of(name), part_of(name), chunk)
-        if held is None:  # evicted meanwhile, or the pool is full
+        if held is None:  # evicted meanwhile
+            return
+        if held is LATER:
+            self._lacking.append((name, chunk))
+            self._next_write = now + (time.monotonic() - now) / SHARE
             return
         unit = self._free.pop()
         self._writing += 1

@@ -2,7 +2,9 @@
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,8 @@ from baton.content import CHUNK_TOKENS, Tier
 from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.prefix_exchange import MissingPrefix
+from baton.kv_transfer.endpoint.shared_store import LATER
+from baton.worker.engine_process.shared_store import StoreTier
 from tests.engine.scheduling import ROOT, make
 
 
@@ -228,7 +232,12 @@ def test_a_pin_needs_room_beside_the_queue() -> None:
     wanted = asker.start_import(prompt)
     assert wanted is not None
     holder.scheduler.add(EngineRequest(b"w", text(600, 1)), handover=True)
+    first = wanted.missing.chunks[0]
     assert holder.exchange.pin(b"p", wanted.missing.chunks, 0) == (0, [])
+    assert [holder.exchange.has(first, chunk) for chunk in (0, 1)] == [True, False]
+    assert not holder.exchange.has(b"another", 0)
+    held = partial(StoreTier._held, cast("StoreTier", SimpleNamespace(_exchange=holder.exchange)))
+    assert [held(name, 0, 0) for name in (first, b"another")] == [LATER, None], "offers wait for room"
     holder.scheduler.drop(holder.scheduler.requests[b"w"])
     assert holder.exchange.pin(b"p", wanted.missing.chunks, 0)[0] == 2
     holder.exchange.unpin(b"p")

@@ -18,7 +18,7 @@ from baton.content import CHUNK_TOKENS
 from baton.content.cache_kinds import CachePart
 from baton.kv_transfer.arena import channel_pair, memory_file
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.endpoint.shared_store import Held, SharedStore, copy_for_store
+from baton.kv_transfer.endpoint.shared_store import LATER, Held, SharedStore, copy_for_store
 from baton.kv_transfer.protocol.local_messages import StoreLayout, StoreOrder
 from baton.kv_transfer.shared_store import (
     MEMORY,
@@ -488,6 +488,36 @@ def test_a_fetch_that_is_given_up_gives_its_blocks_back_at_once(
     assert len(reader.waited) == 1
     assert torch.equal(reader.chunk(NAMES[0]), before)
     assert reader.fetched(NAMES) == len(NAMES)
+
+
+def test_a_fetch_that_is_given_up_waits_for_its_own_copies_alone(
+    two: tuple[DictStore, Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, worker, _ = two
+    with monkeypatch.context() as late:
+        late.setattr(worker.store._gathers, "passed", lambda event: False)
+        worker.store.offer(b"", NAMES[0], 0)
+        worker.until(lambda: worker.store._copies, "a chunk that is gathered")
+        worker.fetch(NAMES[1:3])
+        worker.store.cancel(b"f")
+        assert worker.event() == kv.Closed(b"f")
+        assert worker.pinned
+
+
+def test_what_the_pool_has_no_room_to_keep_is_written_later(two: tuple[DictStore, Worker, Worker]) -> None:
+    store, worker, _ = two
+    hold, refused = worker._hold, [NAMES[0]] * 3 + [NAMES[2]]
+
+    def without_room(name: bytes, part: int, chunk: int) -> Held:
+        if name in refused:
+            refused.remove(name)
+            return LATER
+        return hold(name, part, chunk)
+
+    worker.store._hold = without_room
+    worker.offer(NAMES[:4])
+    assert len(store.objects) == 4
+    assert worker.known == {*NAMES[:4]}
 
 
 def test_how_far_a_fetch_is_says_when_it_will_end(

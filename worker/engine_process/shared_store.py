@@ -11,7 +11,7 @@ from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import TraceWriter
-from baton.kv_transfer.endpoint.shared_store import PAUSE, Held, SharedStore
+from baton.kv_transfer.endpoint.shared_store import LATER, PAUSE, Held, SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
@@ -121,7 +121,7 @@ class StoreTier(SharedStore):
         if count:
             return Held(block_ids, 0, lambda: exchange.unpin(pin_id))
         if (block := exchange.lend_remnant(name)) is None:
-            return None
+            return LATER if exchange.has(name, chunk) else None
         table = [0] * (chunk * CHUNK_TOKENS // self._engine.block_size) + [block]
         return Held(table, 0, lambda: exchange.take_back_remnant(name, block))
 
