@@ -24,6 +24,9 @@ FINGERPRINT_SAMPLE = 256
 """Elements of each tensor that its fingerprint covers. Training changes all tensors, so a sample of each is
 enough; hashing gigabytes would cost more than loading them."""
 
+SAMPLED_ROWS = 64
+"""Of two tensors that must be equal."""
+
 IGNORED = "rotary_emb.inv_freq"
 """Old checkpoints carry this; it follows from the configuration."""
 
@@ -340,15 +343,31 @@ class Weights:
         return hashlib.sha256(repr(digests).encode()).hexdigest()
 
     def check_all_taken(self) -> None:
-        """Raises `ValueError` if the checkpoint has tensors that the model has no use for."""
+        """Raises `ValueError` if the checkpoint has tensors that the model has no use for, or an output
+        projection of its own though its configuration says that it is the embedding."""
         left = {name for name in self._names - self._taken.keys() if not name.endswith(IGNORED)}
-        if self._checkpoint.config.tie_embeddings:
-            left.discard("lm_head.weight")
+        if self._checkpoint.config.tie_embeddings and (copy := f"{OUTPUT}.weight") in left:
+            left.remove(copy)
+            self._check_equal(copy, "model.embed_tokens.weight")
         if left:
             some = sorted(left)[:3]
             raise ValueError(
                 f"{self._checkpoint.file_of(some[0])}: {len(left)} tensors are unknown to "
                 f"{self._checkpoint.config.architecture}, such as {', '.join(some)}"
+            )
+
+    def _check_equal(self, copy: str, name: str) -> None:
+        """Compares some rows in the middle: the first ones may be tokens that no text has."""
+        same = (size := self._checkpoint.shape(name)) == self._checkpoint.shape(copy)
+        if same and size is not None:
+            rows = Part(size[0] // 2, min(size[0], size[0] // 2 + SAMPLED_ROWS), size[0])
+            parts = [rows, *map(whole, size[1:])]
+            one, other = (self._checkpoint.read(each, parts).float() for each in (name, copy))
+            same = torch.equal(one, other)
+        if not same:
+            raise ValueError(
+                f"{self._checkpoint.file_of(copy)}: tensor {copy} is another one than {name}, though "
+                "tie_word_embeddings says that both are one: set it to false in the configuration"
             )
 
 

@@ -25,6 +25,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      r"9 tensors are unknown to LlamaForCausalLM, such as model\.layers\.2\."),
     ("Llama", {"vocab_size": 198},
      r"tensor model\.embed_tokens\.weight is \[199, 64\], .* should be \[198, 64\]"),
+    ("Llama", {"tie_word_embeddings": True},
+     r"tensor lm_head\.weight is another one than model\.embed_tokens\.weight, though"),
     ("Llama", {"intermediate_size": None},
      r"config\.json: intermediate_size must be a positive integer, not None"),
     ("Llama", {"num_key_value_heads": 3}, r"4 heads of 16 on 3 KV heads is not supported"),

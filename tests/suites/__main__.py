@@ -2,11 +2,13 @@
 
 DIRECTORY holds the sources of the version that docs/suites.toml names, and `tests.suites.model` makes MODEL.
 Each RUN of that list, by default all, starts `baton serve` with its options and runs its tests. A test whose
-outcome is not that of the list is `new`. BATON names the command, if it is not in PATH.
+outcome is not that of the list is `new`, and one that did not run is `not found`. Both end the command with
+1, and so does a run that could not be made. BATON names the command, if it is not in PATH.
 """
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,10 +17,12 @@ import time
 import tomllib
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 HERE = Path(__file__).parent
 LIST = HERE.parents[1] / "docs" / "suites.toml"
@@ -29,6 +33,17 @@ PYTEST = [
     "-p", "plugin", "-q", "--no-header", "--tb=line", "-c", "/dev/null", "-o", "asyncio_mode=auto",
     "--timeout=120", "--continue-on-collection-errors", "-W", "ignore",
 ]  # fmt: skip
+
+
+class RunFailed(Exception):
+    """A run without outcomes."""
+
+
+def _ready(url: str) -> bool:
+    with suppress(OSError):
+        urllib.request.urlopen(url + "/ready").close()
+        return True
+    return False
 
 
 @contextmanager
@@ -47,12 +62,10 @@ def cluster(run: dict[str, Any], model: str, names: list[str]) -> Iterator[str]:
         command = [os.environ.get("BATON", "baton"), "serve", "--port", str(port), *options, *run["options"]]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            while server.poll() is None:
-                try:
-                    urllib.request.urlopen(url + "/ready").close()
-                    break
-                except OSError:
-                    time.sleep(0.5)
+            while not _ready(url):
+                if server.poll() is not None:
+                    raise RunFailed(f"baton serve ended with {server.returncode}: {' '.join(command)}")
+                time.sleep(0.5)
             yield url
         finally:
             server.terminate()
@@ -68,34 +81,62 @@ def outcomes(run: dict[str, Any], url: str, directory: str, others: list[str]) -
         environment["BATON_API_KEY"] = run.get("key", "-")
         without = [part for test in others for part in ("--deselect", test)]
         command = [sys.executable, "-m", "pytest", *PYTEST, "--rootdir", directory, *run["tests"], *without]
-        subprocess.run(command, cwd=directory, env=environment, check=False)
+        ended = subprocess.run(command, cwd=directory, env=environment, check=False).returncode
+        if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise RunFailed(f"pytest ended with {ended}: {' '.join(command)}")
         yield from map(json.loads, Path(written.name).read_text().splitlines())
+
+
+def owner(runs: list[dict[str, Any]], test: str) -> str:
+    """The run that has this test: the last one that names it, its file or a folder of it."""
+    having = [
+        run["name"] for run in runs if any(re.match(re.escape(t) + r"($|[/:\[])", test) for t in run["tests"])
+    ]
+    return having[-1] if having else ""
+
+
+def compared(suite: dict[str, Any], chosen: Sequence[str], found: dict[str, tuple[str, str]]) -> Counter[str]:
+    """Counts the outcomes by kinds, and prints what is not as in the list."""
+    expected = dict.fromkeys(suite["passed"], "passed")
+    expected |= {test: why["reason"] for why in suite["not_passed"] for test in why["tests"]}
+    either = {test for why in suite["not_passed"] if why.get("may_pass") for test in why["tests"]}
+    kinds = Counter[str]()
+    for test, (outcome, said) in found.items():
+        known = expected.get(test, "new")
+        as_listed = (known == "passed") == (outcome == "passed") or test in either
+        kinds[known if as_listed else "new"] += 1
+        if not as_listed or known == "new":
+            print(f"{test} {outcome}, and not: {known}\n    {said}")
+    for test in expected.keys() - found.keys():
+        if owner(suite["runs"], test) in chosen:
+            kinds["not found"] += 1
+            print(f"{test} not found, and not: {expected[test]}")
+    return kinds
 
 
 def main(name: str, directory: str, model: str, *chosen: str) -> int:
     everything = tomllib.loads(LIST.read_text())
     suite, names = everything[name], everything["vllm"]["models"]
+    runs: list[dict[str, Any]] = suite["runs"]
+    chosen = chosen or tuple(run["name"] for run in runs)
+    if unknown := {*chosen} - {run["name"] for run in runs}:
+        raise SystemExit(f"{LIST} has no run {', '.join(sorted(unknown))} of {name}")
     found: dict[str, tuple[str, str]] = {}
-    for i, run in enumerate(suite["runs"]):
-        if chosen and run["name"] not in chosen:
+    for i, run in enumerate(runs):
+        if run["name"] not in chosen:
             continue
-        others = [test for later in suite["runs"][i + 1 :] for test in later["tests"]]
-        with cluster(run, model, names) as url:
-            for test, outcome, asked, said in outcomes(run, url, directory, others):
-                if asked and found.get(test, ("passed",))[0] == "passed":  # a test may have parts
-                    found[test] = outcome, said
-    expected = dict.fromkeys(suite["passed"], "passed")
-    expected |= {test: why["reason"] for why in suite["not_passed"] for test in why["tests"]}
-    kinds = Counter[str]()
-    for test, (outcome, said) in found.items():
-        known = expected.get(test, "new")
-        kind = known if (known == "passed") == (outcome == "passed") else "new"
-        kinds[kind] += 1
-        if kind == "new":
-            print(f"{test} {outcome}, and not: {known}\n    {said}")
+        others = [test for later in runs[i + 1 :] for test in later["tests"]]
+        try:
+            with cluster(run, model, names) as url:
+                for test, outcome, asked, said in outcomes(run, url, directory, others):
+                    if asked and found.get(test, ("passed",))[0] == "passed":  # a test may have parts
+                        found[test] = outcome, said
+        except RunFailed as error:
+            raise SystemExit(f"run {run['name']}: {error}") from error
+    kinds = compared(suite, chosen, found)
     for kind, count in kinds.most_common():
         print(f"{count:5} {kind}")
-    return 1 if kinds["new"] else 0
+    return 1 if kinds["new"] or kinds["not found"] else 0
 
 
 if __name__ == "__main__":
