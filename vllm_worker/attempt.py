@@ -1,7 +1,8 @@
 """Prefills and decodes of a vLLM engine: what is known of each, the blocks they need, what they wait for."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -55,15 +56,28 @@ class VLLMAttempt(Attempt):
         return self.task is not None and self.answered
 
 
-def needed_blocks(attempts: Collection[VLLMAttempt], block_size: int) -> int:
-    """Blocks of all attempts. Those of a common prefix count once: vLLM's prefix cache has it, but for
-    requests that compute it at the same time."""
-    chunks: set[bytes] = set()
-    own = 0
-    for attempt in attempts:
-        chunks.update(attempt.chunks)
-        own -= -(attempt.length + 1 - len(attempt.chunks) * CHUNK_TOKENS) // block_size
-    return own + -(-len(chunks) * CHUNK_TOKENS // block_size)
+class NeededBlocks:
+    """Counts the blocks of all attempts. Those of a common prefix count once: vLLM's prefix cache has it, but
+    for requests that compute it at the same time."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._chunks = Counter[bytes]()  # of all attempts
+
+    def came(self, attempt: VLLMAttempt) -> None:
+        self._chunks.update(attempt.chunks)
+
+    def left(self, attempt: VLLMAttempt) -> None:
+        for chunk in attempt.chunks:
+            self._chunks[chunk] -= 1
+            if not self._chunks[chunk]:
+                del self._chunks[chunk]
+
+    def of(self, attempts: Iterable[VLLMAttempt]) -> int:
+        """`attempts`: all that came and have not left. They grow."""
+        shared = len(self._chunks) * CHUNK_TOKENS
+        own = (attempt.length + 1 - len(attempt.chunks) * CHUNK_TOKENS for attempt in attempts)
+        return sum(-(-tokens // self._block_size) for tokens in (*own, shared))
 
 
 def waits(attempt: VLLMAttempt, attempts: Collection[VLLMAttempt]) -> bool:

@@ -26,7 +26,7 @@ from baton.content import CHUNK_TOKENS, extend_names, salted
 from baton.engine import EngineRequest, EngineStats, Output
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
 from baton.vllm_worker.attachment import Close, Commit, Computed, Costs, FromConnector, Started, ToConnector
-from baton.vllm_worker.attempt import VLLMAttempt, needed_blocks, waits
+from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt, waits
 from baton.vllm_worker.plan import REJECTED, Source
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
 from baton.vllm_worker.stats import Load
@@ -90,7 +90,7 @@ class Roles:
         self._computing = computing
         self._soon = soon
         self._gone = gone
-        self._blocks = blocks
+        self._blocks, self._needed = blocks, NeededBlocks(block_size)
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._prefix_caching = prefix_caching
@@ -142,7 +142,7 @@ class Roles:
         if message.plan:
             self._attempts.fail(attempt, Code.INVALID, "vLLM computes no part of a prompt")
             return
-        if not self._attempts.open(attempt, used=False):
+        if not self._open(attempt):
             return
         params: dict[str, Any] = {}
         if message.handover:
@@ -153,7 +153,7 @@ class Roles:
 
     def _decode(self, message: messages.Decode) -> None:
         attempt = self._attempt(message.stream, message.work, decode=True, source=message.source)
-        if not self._attempts.open(attempt, used=False):
+        if not self._open(attempt):
             return
         params: dict[str, Any] = {}
         if (source := message.source) is not None:
@@ -167,7 +167,7 @@ class Roles:
             else:
                 attempt.first_token = prefill.first_token
                 params = {"first_token": prefill.first_token.result().token_id}
-        needed = needed_blocks(self._table.values(), self._block_size)
+        needed = self._needed.of(self._table.values())
         seated = sum(other.decode and other.task is not None for other in self._table.values())
         if needed > self._blocks or seated >= self._max_num_seqs:
             self.counts.no_room += 1
@@ -204,9 +204,20 @@ class Roles:
         attempt.task.add_done_callback(lambda _: self._left(attempt))  # also if it never ran
         return True
 
+    def _open(self, attempt: VLLMAttempt) -> bool:
+        """As `Attempts.open`."""
+        is_new = self._attempts.open(attempt, used=False)
+        if is_new:
+            self._needed.came(attempt)
+        return is_new
+
+    def _forget(self, attempt: VLLMAttempt) -> None:
+        del self._table[attempt.id]
+        self._needed.left(attempt)
+
     def _refuse(self, attempt: VLLMAttempt, code: Code, text: str) -> None:
         """Ends an attempt that vLLM does not have."""
-        del self._table[attempt.id]
+        self._forget(attempt)
         self._attempts.fail(attempt, code, text)
 
     def stop(self) -> None:
@@ -253,7 +264,7 @@ class Roles:
         """vLLM has the request no more. A handover stays until the connector reads its blocks no more."""
         attempt.task = None
         if not attempt.handover or not attempt.answered or attempt.freed:
-            del self._table[attempt.id]
+            self._forget(attempt)
         self._computes()
 
     def _output(self, attempt: VLLMAttempt, output: Any) -> None:
@@ -368,4 +379,4 @@ class Roles:
             self._attempts.fail(prefill, *_DROPPED.get(reason, _PREEMPTED))
             self._close(prefill)
         if prefill.task is None:
-            del self._table[prefill.id]
+            self._forget(prefill)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -341,6 +341,27 @@ async def test_blocks_of_a_common_prefix_count_once(worker: Worker) -> None:
     worker.roles.handle(messages.Decode(7, work(E, 130), source()))
     assert worker.failures() == [Code.NO_ROOM]
     assert len(worker.of(messages.Reserved)) == 2
+
+
+async def test_a_decode_does_not_walk_the_prefixes_of_others(worker: Worker) -> None:
+    """There may be hundreds of thousands of chunks, and tokens wait for the event loop."""
+    worker.roles.handle(messages.Decode(7, work(D, 130), source()))
+    decode = worker.roles._table[D]
+
+    class Chunks(list[bytes]):
+        walks = 0
+
+        def __iter__(self) -> Iterator[bytes]:
+            self.walks += 1
+            return super().__iter__()
+
+    decode.chunks = chunks = Chunks(decode.chunks)
+    worker.roles.handle(messages.Decode(7, work(E, 130), source()))
+    assert (worker.failures(), chunks.walks) == ([], 0)
+    worker.roles.handle(messages.CancelStream(7))
+    await worker.settle()
+    assert worker.idle
+    assert not worker.roles._needed._chunks, "what has left does not count"
 
 
 async def test_decodes_go_first_in_vllms_queue(worker: Worker) -> None:
