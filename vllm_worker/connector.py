@@ -274,7 +274,7 @@ class BatonConnector(KVConnectorBase_V1):
         return None if self._process is None else Reachable(self._process.address)
 
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
-        """Other ranks need not wait: nothing of a preempted prefill is used, whatever they still copy.
+        """No rank waits: nothing of a preempted prefill is used, whatever is still copied.
 
         Model runner V1 calls this before it takes new requests."""
         self._first_tokens.clear()

@@ -45,8 +45,6 @@ from baton.vllm_worker.plan import Fetch, Plan, log
 
 _TICK = 0.25
 """Seconds between signs of life to the transfer process."""
-_PREEMPTED_WITHIN = 10.0
-"""Seconds for the copies of a preempted prompt to end. One slice takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +164,12 @@ class Attendant:
         if worker is not None:  # else a client has asked for them
             self.order(lambda _: [worker.post(message) for message in messages])
 
-    def events(self, within: float = 0.0) -> list[Event]:
-        """Returns what came since the last call. Waits so many seconds for the first event.
-
-        Raises RuntimeError if the thread has ended."""
+    def events(self) -> list[Event]:
+        """Returns what came since the last call. Raises RuntimeError if the thread has ended."""
         found: list[Event] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                event = self._events.get(within > 0 and not found, within)
+                event = self._events.get_nowait()
                 if isinstance(event, Exception):
                     raise RuntimeError("KV cannot be moved any more") from event
                 found.append(event)
@@ -312,19 +308,11 @@ class Transfers:
             self._sender.ready(chunk.prefill_id, layer, chunk.start, chunk.stop)
 
     def preempt(self, prefill_ids: Sequence[bytes]) -> None:
-        """Returns when nothing reads the blocks of these prefills. Other prompts will write to them."""
+        """Ends these prefills. Other prompts write to their blocks at once, also while a slice is copied from
+        there: no COMMIT follows, so no receiver uses anything of their transfers."""
         for prefill_id in prefill_ids:
             self._sender.close(prefill_id, "cancelled")
-        until = time.monotonic() + _PREEMPTED_WITHIN
-        while waits := {x for x in prefill_ids if x in self._requests} - self._released:
-            if time.monotonic() > until:
-                raise RuntimeError(
-                    f"copies of {len(waits)} preempted prompts did not end in {_PREEMPTED_WITHIN:g} s"
-                )
-            self._take_events(0.1)
-        for prefill_id in prefill_ids:
             self._requests.pop(prefill_id, None)
-            self._released.discard(prefill_id)
 
     def ended(self, finished: set[str]) -> tuple[set[str], set[str]]:
         """`finished`: requests that have ended since the last call. Returns requests whose blocks nothing
@@ -378,10 +366,11 @@ class Transfers:
         self._attendant.close()
         self._sender.shutdown()
 
-    def _take_events(self, within: float = 0.0) -> None:
-        for event in self._attendant.events(within):
+    def _take_events(self) -> None:
+        for event in self._attendant.events():
             if isinstance(event, Released):
-                self._released.add(event.prefill_id)
+                if event.prefill_id in self._requests:  # else it was preempted
+                    self._released.add(event.prefill_id)
             elif isinstance(event, Injected):
                 fetch = self._fetches.pop(event.decode_id)
                 self._deadlines.pop(event.decode_id, None)
