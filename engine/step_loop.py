@@ -118,7 +118,7 @@ class StepLoop:
             block_size=self._runner.block_size,
             table_width=self._runner.table_width,
             has_states=self._scheduler.states is not None,
-            restores=memory.take_restores(),
+            restores=memory.take_restores(plan.chunks),
             saves=memory.saves(plan.chunks),
             ahead=self._runner.ahead,
             draft_head=self._runner.drafter is not None,

@@ -92,6 +92,11 @@ class LiveRequest:
     blocks."""
     kept_slot: int | None = None
     """Slot with its states before the step under way, which has drafts. None: the step has none."""
+    begins_with: int | None = None
+    """Slot of the states that its next step copies to `state_slot` first: `lent_slot`, or `kept_slot`. None:
+    the states are there."""
+    lent_slot: int | None = None
+    """Slot of a cached copy. Nothing writes to it until the step that begins with it is over."""
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     """Copies of its states that launched steps write and that have no name yet: position, slot."""
     decodes: bool = False

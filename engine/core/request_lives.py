@@ -294,6 +294,7 @@ class RequestLives:
         """Notes that a step or a load of these requests is over and uses their blocks no more."""
         for live in requests:
             live.flights -= 1
+            self.memory.restored(live)
             if live.phase is Phase.GONE and not live.flights:
                 self.leaving.remove(live)
                 self.memory.free(live)

@@ -1,7 +1,7 @@
 """What requests hold: blocks of KV, and a state slot if the model has state layers. Pure."""
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton.content import CHUNK_TOKENS
 from baton.engine.core.block_pool import BlockPool, StatePool
@@ -21,7 +21,6 @@ class RequestMemory:
         self._cache = cache
         self._copies = None if cache is None else cache.copies
         self._block_size = pool.block_size
-        self._restores: dict[int, int] = {}  # state slot → slot of the copy that it begins with
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that an admission leaves free, so that running requests can grow."""
 
@@ -89,7 +88,9 @@ class RequestMemory:
             live.state_slot = self._states.allocate()
         if self._copies is not None and hits and live.phase is not Phase.RESERVED:
             assert live.names is not None, "hits are found by names"
-            self._restores[live.state_slot] = self._copies.use(live.names.blocks[len(hits) - 1])
+            name = live.names.blocks[len(hits) - 1]
+            self._copies.use(name)
+            live.begins_with = live.lent_slot = self._copies.lend(name)
         live.num_cached = known
         live.num_verified = 0
         live.num_published = len(hits)
@@ -173,9 +174,9 @@ class RequestMemory:
 
     def free(self, live: LiveRequest) -> None:
         if self._states is not None and live.blocks:
+            self.forget_restore(live)
             self.choose_states(live, newest=True)
             self._states.release(live.state_slot)
-            self.forget_restore(live)
         for _, slot in live.state_copies:
             assert self._copies is not None
             self._copies.release(slot)
@@ -196,7 +197,7 @@ class RequestMemory:
         if not self._states.free:
             return False
         live.kept_slot, live.state_slot = live.state_slot, self._states.allocate()
-        self._restores[live.state_slot] = live.kept_slot
+        live.begins_with = live.kept_slot
         return True
 
     def choose_states(self, live: LiveRequest, *, newest: bool) -> None:
@@ -224,14 +225,26 @@ class RequestMemory:
         return self._copies.cut(live.num_cached, start, start + count, len(live.token_ids)) - start
 
     def forget_restore(self, live: LiveRequest) -> None:
-        """The states of a request come from elsewhere, and not from a copy."""
-        self._restores.pop(live.state_slot, None)
+        """The states of a request come from elsewhere, and not from a copy. Or it has ended."""
+        live.begins_with = None
+        self.restored(live)
 
-    def take_restores(self) -> list[tuple[int, int]]:
-        """(from, to): the slots of states to copy before the step that is launched now."""
-        restores = [(copy, slot) for slot, copy in self._restores.items()]
-        self._restores.clear()
+    def take_restores(self, chunks: Iterable[LiveRequest]) -> list[tuple[int, int]]:
+        """(from, to): the slots of states to copy before the step of these requests, which is launched now.
+        They keep both slots until it is over, whenever they end."""
+        restores: list[tuple[int, int]] = []
+        for live in chunks:
+            if live.begins_with is not None:
+                restores.append((live.begins_with, live.state_slot))
+                live.begins_with = None
         return restores
+
+    def restored(self, live: LiveRequest) -> None:
+        """A step of the request is over."""
+        if live.lent_slot is not None:
+            assert self._copies is not None
+            self._copies.take_back(live.lent_slot)
+            live.lent_slot = None
 
     def saves(self, chunks: Mapping[LiveRequest, range]) -> list[Save]:
         """The copies of states that the step of these chunks makes, which is launched now."""

@@ -79,10 +79,9 @@ class StateCopies:
     def __contains__(self, name: bytes) -> bool:
         return name in self._slot_of
 
-    def use(self, name: bytes) -> int:
-        """The slot of a cached copy, which counts as used now. The next launched step may read it."""
+    def use(self, name: bytes) -> None:
+        """A cached copy counts as used now."""
         self._slot_of.move_to_end(name)
-        return self._slot_of[name]
 
     def allocate(self) -> int | None:
         """Returns a slot for a step to write, and evicts a copy where needed. None: steps are writing to all

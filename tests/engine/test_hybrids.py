@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import Engine, EngineConfig, step_loop
+from baton.engine import Engine, EngineConfig, EngineRequest, step_loop
 from baton.engine.core import state_copies
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.step_builder import Schedule
@@ -20,6 +20,7 @@ from baton.engine.execution.warmup import Rehearsal, warm_up
 from baton.engine.loader import check_model
 from tests.engine.checkpoints import assert_refused, load
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, run, save_tiny, tokens_of
+from tests.engine.scheduling import add, make
 from tests.engine.test_overlap import land_one
 
 KINDS = ("Bamba", "Qwen3Next")
@@ -319,6 +320,81 @@ def test_each_rank_holds_the_states_of_its_heads(tmp_path: Path, ranks: Callable
 
 def test_dummy_weights(path: Path) -> None:
     load(path, load_format="dummy")
+
+
+class Steps:
+    """A scheduler with one cached copy of states, after 8 tokens that `request` begins with. Its steps are
+    launched, and land later."""
+
+    def __init__(self, copies: int = 1) -> None:
+        kept = StateCopies(4, copies, interval=8, block_size=4, chunk_tokens=4)
+        self.scheduler = make(64, budget=8, states=4, prefix_cache=True, copies=kept)
+        live = add(self.scheduler, 1, 10)
+        for plan, restores in (self.launch(), self.launch()):
+            assert restores == []
+            self.scheduler.landed(plan.chunks)
+        self.scheduler.memory.publish(live, 10)
+        self.scheduler.drop(live)
+
+    def launch(self) -> tuple[Schedule, list[tuple[int, int]]]:
+        """The plan, and the slots of states to copy."""
+        plan = self.scheduler.schedule()
+        restores = self.scheduler.memory.take_restores(plan.chunks)
+        self.scheduler.memory.saves(plan.chunks)
+        self.scheduler.launched(plan)
+        return plan, restores
+
+    def import_from(self, first: int) -> int | None:
+        """The slot that an import of another prompt gets for its states."""
+        exchange = self.scheduler.store_exchange
+        assert exchange is not None
+        missing = exchange.missing(EngineRequest(b"i", list(range(first, first + 80))), 1)
+        assert missing is not None
+        if exchange.start_import(b"i", missing) is None:
+            return None
+        slot = exchange.state_slot(b"i")
+        exchange.end_import(b"i", 0)
+        return slot
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_nothing_writes_to_a_copy_that_a_launched_step_begins_with(cancelled: bool) -> None:
+    """The device may be behind. An import writes beside its steps."""
+    steps = Steps()
+    live = add(steps.scheduler, 2, 12)
+    plan, restores = steps.launch()
+    assert plan.chunks == {live: range(8, 12)}
+    [(copy, to)] = restores
+    assert to == live.state_slot
+    if cancelled:
+        steps.scheduler.drop(live)
+    assert steps.import_from(100) is None
+    steps.scheduler.landed(plan.chunks)
+    assert steps.import_from(100) == copy
+    if not cancelled:
+        steps.scheduler.drop(live)
+    steps.scheduler.assert_whole()
+
+
+@pytest.mark.parametrize("steps_until_it_ends", [0, 1])
+def test_no_step_copies_states_of_a_request_that_it_does_not_compute(steps_until_it_ends: int) -> None:
+    """Such a request may end while the step is under way, and another one gets its slot at once."""
+    steps = Steps()
+    first = steps.scheduler.add(EngineRequest(b"first", list(range(100, 140)), priority=-1), handover=False)
+    late = steps.scheduler.start(EngineRequest(b"late", list(range(12))))
+    assert late is not None
+    plans = [steps.launch() for _ in range(steps_until_it_ends)]
+    assert all(late not in plan.chunks and restores == [] for plan, restores in plans)
+    slot = late.state_slot
+    steps.scheduler.drop(late)
+    reserved = steps.scheduler.reserve(EngineRequest(b"reserved", list(range(200, 210))))
+    assert reserved is not None
+    assert reserved.state_slot == slot
+    for plan, _ in plans:
+        steps.scheduler.landed(plan.chunks)
+    for live in (first, reserved):
+        steps.scheduler.drop(live)
+    steps.scheduler.assert_whole()
 
 
 def test_a_lent_copy_is_neither_evicted_nor_written() -> None:
