@@ -93,6 +93,8 @@ class Matcher:
         """Raises `ValueError` if the grammar is wrong, exceeds a limit or takes too long."""
         if self._matcher.is_error():
             reason = " ".join(self._matcher.get_error().removesuffix("<non-verbose/>").split())
+            if reason == "NoExtensionBias":
+                reason = "the grammar allows no token after this output, which it does not end either"
             raise ValueError(f"structured output: {reason}")
         if self._seconds_left < 0:
             most = f"{TOKEN_SECONDS * 1000:g} ms for each token"

@@ -201,6 +201,15 @@ def test_given_output_that_violates_the_grammar_is_refused(spelled_engine: Any) 
     engine.assert_whole()
 
 
+@pytest.mark.parametrize("grammar", ["start: B", 'start: "a" B', 'start: start "a"'])
+def test_a_dead_end_of_a_grammar_says_so(spelled_engine: Any, grammar: str) -> None:
+    engine = spelled_engine()
+    wanted = StructuredOutput("grammar", f"{grammar}\nB: /x/ & /y/")
+    [result] = run(engine, [request_of(1, [1, 5], max_tokens=9, structured_output=wanted)]).values()
+    assert "the grammar allows no token after this output" in (result.refused or "")
+    engine.assert_whole()
+
+
 def test_a_model_without_tokenizer_refuses_structured_output_only(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     request = request_of(1, [1, 5], structured_output=StructuredOutput("regex", "a"))
