@@ -30,7 +30,19 @@ def test_latencies_are_exact() -> None:
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
-def test_throughput_counts_arrivals_within_the_window() -> None:
+@pytest.mark.parametrize("gaps", [(0.1,) * 9, ()], ids=["chunks", "one chunk"])
+@pytest.mark.parametrize("waves", [2, 3, 4, 9])
+def test_throughput_of_answers_that_end_together(waves: int, gaps: tuple[float, ...]) -> None:
+    """Eight requests at a time, of 1 s and ten tokens each: the next ones start when all have ended."""
+    more = {"ttft": 1 - sum(gaps), "gaps": gaps, "prompt_tokens": 30, "tokens": (1,) * 10 if gaps else (10,)}
+    records = [record(wave + i * 0.001, index=i, **more) for wave in range(waves) for i in range(8)]  # type: ignore[arg-type]
+    rows = _summary(records, "e2e=1.1s").rows
+    for name, value in (("requests", 8), ("output_tokens", 80), ("input_tokens", 240)):
+        assert rows[f"throughput.{name}"].value == pytest.approx(value, rel=0.02), name
+    assert rows["goodput.requests"].value == pytest.approx(8, rel=0.02)
+
+
+def test_throughput_counts_the_work_within_the_window() -> None:
     records = _every(101, ttft=0.05, gaps=(0.01, 0.01))
     found = _summary(records)
     assert found.detail["window"] == [0.0, pytest.approx(10.0)]

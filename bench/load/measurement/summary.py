@@ -1,7 +1,10 @@
 """Reduces the records of one run to the rows and the detail of its report. Pure.
 
-The window [begin, end) follows the warm-up. Latencies are of the requests *intended* within it; throughput
-counts what *arrived* within it. A failed request enters no latency. It enters the counts and misses the
+The window [begin, end) follows the warm-up. Latencies are of the requests *intended* within it. Throughput is
+what the server did within it: a request counts in proportion to the part of its time there, and a chunk to
+that of the time since the one before. To count ends would say too much where many answers end together, as
+those of equal length in a closed loop: a window from one end to another has one wave more of ends than of
+work. A failed request enters no latency. It enters the counts and misses the
 objectives.
 """
 
@@ -9,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from baton.bench.contract import Row
 from baton.bench.load.measurement.quantiles import Series
@@ -58,7 +63,7 @@ def summarize(
         *_throughput(records, filled, end),
     ]
     if slo.per_request:
-        good = sum(_is_good(r, slo) for r in _ended(records, filled, end))
+        good = sum(_done(r, filled, end) for r in records if r.ok and _is_good(r, slo))
         rows.append(Row("goodput.requests", good / _span(filled, end), "requests/s"))
         rows.append(Row("goodput.share", share, "share"))
     rows += [
@@ -87,17 +92,19 @@ def summarize(
 
 
 def _throughput(records: Sequence[Record], begin: float, end: float) -> Iterator[Row]:
-    span, ended = _span(begin, end), _ended(records, begin, end)
-    arrived = sum(_tokens_within(r, begin, end) for r in records)
-    yield Row("throughput.requests", len(ended) / span, "requests/s")
-    yield Row("throughput.output_tokens", arrived / span, "tokens/s")
-    if any(r.prompt_tokens is not None for r in ended):
-        prompts = sum(r.prompt_tokens or 0 for r in ended)
+    span, done = _span(begin, end), [(r, _done(r, begin, end)) for r in records if r.ok]
+    generated = sum(_generated(r, begin, end) for r in records)
+    yield Row("throughput.requests", sum(share for _, share in done) / span, "requests/s")
+    yield Row("throughput.output_tokens", generated / span, "tokens/s")
+    if any(r.prompt_tokens is not None and share for r, share in done):
+        prompts = sum((r.prompt_tokens or 0) * share for r, share in done)
         yield Row("throughput.input_tokens", prompts / span, "tokens/s")
 
 
-def _ended(records: Sequence[Record], begin: float, end: float) -> list[Record]:
-    return [r for r in records if r.ok and begin <= r.ended < end]
+def _done(record: Record, begin: float, end: float) -> float:
+    """The share of a request that the server did within the window."""
+    before, after = np.interp((begin, end), (record.sent, record.ended), (0, 1))
+    return float(after - before)
 
 
 def _span(begin: float, end: float) -> float:
@@ -211,11 +218,11 @@ def _normalized(record: Record) -> list[float]:
     return [g * 1e3 / per_chunk for g in gaps]
 
 
-def _tokens_within(record: Record, begin: float, end: float) -> float:
-    """Output tokens that arrived, also of requests that failed later, since the server produced them."""
+def _generated(record: Record, begin: float, end: float) -> float:
+    """Output tokens of the window, also of requests that failed later, since the server produced them."""
     if not record.arrivals:
         return 0.0
-    if record.tokens:
-        return sum(k for at, k in zip(record.arrivals, record.tokens, strict=True) if begin <= at < end)
-    inside = sum(begin <= at < end for at in record.arrivals)
-    return inside * (record.generated / len(record.arrivals) if record.ok else 1.0)
+    each = record.generated / len(record.arrivals) if record.ok else 1.0
+    counts = np.cumsum([0, *(record.tokens or [each] * len(record.arrivals))])
+    before, after = np.interp((begin, end), [record.sent, *record.arrivals], counts)
+    return float(after - before)
