@@ -7,10 +7,12 @@ One process gets the reports of all workers and writes them here. The others rea
 is just being written does not fit its checksum yet, and is read later.
 """
 
+import asyncio
 import fcntl
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 import xxhash
@@ -24,6 +26,8 @@ _HEAD = struct.Struct("QQQ")
 _PLACES = mmap.PAGESIZE + 2 * 8 * MAX_ROWS
 """After the number of rows that were ever taken, their ids, and the checksums of their reports."""
 _MARKS = _PLACES + MAX_ROWS * _REPORT_BYTES
+LOOK = 0.01
+"""Seconds between two looks at a lock that another process has."""
 
 
 class HostRows:
@@ -44,23 +48,40 @@ class HostRows:
     def size(processes: int) -> int:
         return _MARKS + MAX_ROWS * processes
 
-    def take(self, worker: str) -> int:
-        """Returns the row that the worker has in all processes, or gives it a free one."""
-        id = xxhash.xxh3_64_intdigest(worker.encode())
-        if not self._alone:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1)  # the kernel frees it at a death
+    @asynccontextmanager
+    async def locked(self) -> AsyncIterator[None]:
+        """No other process takes a row meanwhile. Nothing may be awaited in the context.
+
+        Another process has the lock for microseconds. One that was stopped has it longer, and the event loop
+        goes on."""
+        while not self._lock():  # noqa: ASYNC110  another process gives it back
+            await asyncio.sleep(LOOK)
         try:
-            top = int(self._top[0])
-            marks = self._marks[:top]
-            used, own = marks.any(axis=1), marks[:, self._number]
-            same = np.flatnonzero((self._ids[:top] == id) & used & ~own)
-            row = int(next(iter(same), next(iter(np.flatnonzero(~used)), top)))
-            if row == MAX_ROWS:
-                raise ValueError(f"a router knows at most {MAX_ROWS} workers at a time")
-            self._ids[row], self._top[0], self._marks[row, self._number] = id, max(top, row + 1), True
+            yield
         finally:
             if not self._alone:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
+
+    def _lock(self) -> bool:
+        """False: another process has it."""
+        if not self._alone:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)  # the kernel frees it at a death
+            except (BlockingIOError, PermissionError):
+                return False
+        return True
+
+    def take(self, worker: str) -> int:
+        """Returns the row that the worker has in all processes, or gives it a free one. For `locked`."""
+        id = xxhash.xxh3_64_intdigest(worker.encode())
+        top = int(self._top[0])
+        marks = self._marks[:top]
+        used, own = marks.any(axis=1), marks[:, self._number]
+        same = np.flatnonzero((self._ids[:top] == id) & used & ~own)
+        row = int(next(iter(same), next(iter(np.flatnonzero(~used)), top)))
+        if row == MAX_ROWS:
+            raise ValueError(f"a router knows at most {MAX_ROWS} workers at a time")
+        self._ids[row], self._top[0], self._marks[row, self._number] = id, max(top, row + 1), True
         self._seen[row] = self._checks[row]  # the description has a newer one
         return row
 

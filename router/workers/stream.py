@@ -135,7 +135,8 @@ class WorkerStream:
                 if first is None:
                     return
                 await self._roster.turn()
-                self._attach(first.description, messages, stub)
+                async with self._roster.loads.index.table.rows.locked():
+                    self._attach(first.description, messages, stub)
                 if self._roster.writes and not hello.cache:  # since a moment ago
                     self._ask_for_snapshot()
                 try:

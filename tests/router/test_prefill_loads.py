@@ -1,7 +1,11 @@
 """The estimated load of prefill workers, in any order of reports, submissions and ends."""
 
+import asyncio
 import os
 import random
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -222,6 +226,39 @@ def test_a_worker_has_the_same_row_in_all_processes():
     ChunkTable(fd, 2).rows.ended(1)
     assert one.take("g") == 3, "the process with this row has ended"
     os.close(fd)
+
+
+@pytest.fixture
+def locked() -> Iterator[tuple[int, "subprocess.Popen[bytes]"]]:
+    """Memory of rows whose lock a process has, until it is killed."""
+    fd = os.memfd_create("chunks")
+    holds = "import fcntl, sys; fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX, 1); print(); input()"
+    command = [sys.executable, "-uc", holds, str(fd)]
+    with subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline()
+        yield fd, holder
+        holder.kill()
+    os.close(fd)
+
+
+async def test_a_process_that_stands_still_while_it_takes_a_row_stops_no_other_loop(
+    locked: tuple[int, "subprocess.Popen[bytes]"],
+):
+    fd, holder = locked
+    rows, taken = ChunkTable(fd, 2).rows, list[int]()
+
+    async def take() -> None:
+        async with rows.locked():
+            taken.append(rows.take("a"))
+
+    taking = asyncio.create_task(take())
+    for _ in range(3):
+        await asyncio.sleep(host_rows.LOOK)
+    assert not taken
+    holder.kill()
+    await asyncio.wait_for(taking, 10)
+    assert taken == [0]
 
 
 def test_reports_are_read_once_whole_and_by_the_processes_that_know_the_worker(
