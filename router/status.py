@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from google.protobuf.message import Message
 
@@ -43,6 +43,7 @@ def router_state(services: Services, draining: bool) -> dict[str, Any]:
         "model": config.model_name,
         "state": "draining" if draining else "serving",
         "ready": pool.complete,
+        "routable": not pool.blind,
         "requests": len(services.active),
         "waiting_for_turn": len(admission.queue) - admission.waiting_for_decode,
         "waiting_for_room": admission.waiting_for_decode,
@@ -64,7 +65,8 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
             "pid": os.getpid(),
             "model": config.model_name,
             "state": "draining" if any(r["state"] == "draining" for r in routers) else "serving",
-            "ready": all_ready(routers),
+            "ready": all_are("ready", routers),
+            "routable": all_are("routable", routers),
             **counts,
             "overflow": overflow,
         },
@@ -74,9 +76,9 @@ def merged_status(found: dict[int, Any], config: RouterConfig) -> dict[str, Any]
     }
 
 
-def all_ready(routers: list[dict[str, Any]]) -> bool:
-    """True when every process that listens is ready. One that restarts gets no connections."""
-    return bool(routers) and all(r["ready"] and r["state"] == "serving" for r in routers)
+def all_are(condition: Literal["ready", "routable"], routers: list[dict[str, Any]]) -> bool:
+    """True when it holds for every process that listens. One that restarts gets no connections."""
+    return bool(routers) and all(r[condition] and r["state"] == "serving" for r in routers)
 
 
 def _cluster(file: str | None) -> dict[str, Any] | None:

@@ -33,8 +33,9 @@ def panel_queries() -> list[str]:
 
 
 def rule_queries() -> list[str]:
-    """What is recorded, and what alerts compare with their threshold."""
-    return [re.sub(r" [<>] [\d.]+$", "", rule["expr"]) for rule in rules()]
+    """What is recorded, and what alerts compare with a threshold or with each other."""
+    parts = [re.split(r" (?:and|or|unless) (?:on \([\w, ]+\) )?", rule["expr"]) for rule in rules()]
+    return [re.sub(r"^absent\((.*)\)$| (?:[<>]|==) [\d.]+$", r"\1", part) for each in parts for part in each]
 
 
 def expressions() -> list[str]:

@@ -55,6 +55,7 @@ class Operation:
         return re.findall(r"{(\w+)}", self.path)
 
 
+_ROUTABLE = "A load balancer may send requests here. 503: the router reaches no worker of its list."
 OPERATIONS = (
     Operation(
         "post", "/v1/chat/completions", "Complete a chat.", responses.ChatResponse,
@@ -108,6 +109,7 @@ OPERATIONS = (
     Operation("get", "/server_info", "How the router serves.", _JSON),
     Operation("get", "/tokenizer_info", "The chat template and the special tokens.", _JSON),
     Operation("get", "/ready", "Each pool of the cluster has a worker.", also=(503,), open=True),
+    Operation("get", "/routable", _ROUTABLE, also=(503,), open=True),
     Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True, admin=True),
     Operation(
         "get", "/metrics/targets", "Where Prometheus finds the workers' metrics (HTTP service discovery).",

@@ -108,6 +108,7 @@ class HttpEndpoints:
                 web.post("/detokenize", partial(self._convert, kind="detokenize")),
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
+                web.get("/routable", self._routable),
                 web.get("/ping", self._health),
                 web.post("/ping", self._health),
                 web.get("/load", self._load),
@@ -157,6 +158,7 @@ class HttpEndpoints:
             # A bug in the router: the log has its stack, and the client gets the id of the request.
             log.exception("request %s", request_id)
             if request.writer.output_size:
+                self._services.metrics.failed(errors.ApiError(""))
                 raise  # the response has begun: aiohttp closes the connection
             return self._refuse(request, errors.ApiError(f"request {request_id} failed inside the router"))
 
@@ -204,6 +206,13 @@ class HttpEndpoints:
     # ------------------------------------------------------------ the router
 
     async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _routable(self, request: web.Request) -> web.Response:
+        if self._frontend.draining:
+            raise errors.ShuttingDown("the router is shutting down")
+        if self._services.pool.blind:
+            raise errors.NoWorker("the router reaches none of the workers that are listed")
         return web.Response()
 
     async def _ready(self, request: web.Request) -> web.Response:

@@ -5,13 +5,14 @@ each observation to a mapped file.) Only a scrape pays for the sums. Counters an
 died stay in the sums, as last scraped. A sum that falls would look like a restart of all processes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-# Every process reports the same fact. The page has the largest value.
+# Every process reports the same fact. The page has the largest value, but of ready workers the smallest: a
+# process that reaches none must not be hidden by the others.
 _ALIKE = {"baton:workers", "baton:workers_left_out", "baton:router_start_time_seconds"}
 # These belong to one operating system process. The page has each value, with a label `process`.
 _OWN = ("process_", "python_")
@@ -46,10 +47,16 @@ class MergedMetrics:
             for family, samples in found.items():
                 into = sums.setdefault(family, {})
                 if family[0] in _ALIKE:
-                    into |= {key: max(value, into.get(key, value)) for key, value in samples.items()}
+                    into |= {
+                        key: _worst(key[1])(value, into.get(key, value)) for key, value in samples.items()
+                    }
                 else:
                     _add(into, samples)
         return generate_latest(_Page(sums))  # pyrefly: ignore[bad-argument-type]  (it only collects)
+
+
+def _worst(labels: Labels) -> Callable[[float, float], float]:
+    return min if ("state", "ready") in labels else max
 
 
 def _parse(process: str, page: str) -> Sums:

@@ -2,9 +2,9 @@
 
 The supervisor serves no client. It reserves the ports, starts the processes, which all listen there with
 SO_REUSEPORT (the kernel spreads the connections), and restarts one that dies or hangs. On the admin port it
-serves `/metrics`, `/status`, `/health` and `/ready` for all of them. If the first start of a process fails,
-the router ends, because another try would fail too. If a later start fails, the supervisor retries after a
-pause, and the other processes go on.
+serves `/metrics`, `/status`, `/health`, `/ready` and `/routable` for all of them. If the first start of a
+process fails, the router ends, because another try would fail too. If a later start fails, the supervisor
+retries after a pause, and the other processes go on.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from baton.router.policy.chunk_table import ChunkTable
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.sockets import ControlClient, Listener, listen, reserve
-from baton.router.status import all_ready, merged_status, scrape_targets
+from baton.router.status import all_are, merged_status, scrape_targets
 from baton.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
@@ -366,6 +366,7 @@ class Supervisor:
                 web.get("/status", self._get_status),
                 web.get("/health", self._get_health),
                 web.get("/ready", self._get_ready),
+                web.get("/routable", self._get_routable),
             ]
         )
         runner = HttpRunner(
@@ -407,7 +408,11 @@ class Supervisor:
 
     async def _get_ready(self, request: web.Request) -> web.Response:
         found = [json.loads(text) for text in (await self._known("ping")).values()]
-        return web.Response(status=200 if all_ready(found) else 503)
+        return web.Response(status=200 if all_are("ready", found) else 503)
+
+    async def _get_routable(self, request: web.Request) -> web.Response:
+        found = [json.loads(text) for text in (await self._known("ping")).values()]
+        return web.Response(status=200 if all_are("routable", found) else 503)
 
 
 def supervise(

@@ -79,6 +79,7 @@ class WorkerPool(Roster):
         self._rng = random.Random()
         self._streams: dict[str, WorkerStream] = {}  # to the listed workers
         self._retired: set[WorkerStream] = set()  # no longer listed, with open attempts
+        self._discovered = False  # there was a list
 
     async def run(self) -> None:
         """Follows discovery until cancelled, then closes every stream."""
@@ -91,6 +92,8 @@ class WorkerPool(Roster):
                 for address in self.listed.keys() - addresses:
                     await self.turn()
                     self.retire(address)
+                self._discovered = True
+                self.changed.set()
             await asyncio.Event().wait()
         finally:
             sharing.cancel()
@@ -142,6 +145,12 @@ class WorkerPool(Roster):
     def complete(self) -> bool:
         """Whether each pool of the cluster has a worker."""
         return bool(self.decodes) and (self._config.decode_only or bool(self.prefills))
+
+    @property
+    def blind(self) -> bool:
+        """Whether this router reaches no worker, though some are listed or there was no list yet. Another
+        router may reach them."""
+        return not (self.prefills or self.decodes) and (bool(self.listed) or not self._discovered)
 
     def can_ever_hold(self, tokens: int) -> bool:
         """Whether an idle worker that decodes has blocks for so many positions."""

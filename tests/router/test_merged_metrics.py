@@ -11,7 +11,9 @@ def page(requests: int, waiting: int, workers: int, *seconds: float) -> bytes:
     counter = Counter("vllm:request_success", "Ends.", ["reason"], registry=registry)
     counter.labels("stop").inc(requests)
     Gauge("vllm:num_requests_waiting", "Waiting.", registry=registry).set(waiting)
-    Gauge("baton:workers", "Workers.", ["role"], registry=registry).labels("decode").set(workers)
+    known = Gauge("baton:workers", "Workers.", ["state"], registry=registry)
+    known.labels("ready").set(workers)
+    known.labels("lost").set(4 - workers)
     Gauge("process_open_fds", "Files.", registry=registry).set(7)
     Counter("process_cpu_seconds", "CPU.", registry=registry).inc(1.0)
     histogram = Histogram("vllm:ttft_seconds", "First token.", registry=registry, buckets=(0.1, 1))
@@ -38,7 +40,8 @@ def test_two_processes_have_one_page():
     assert read(text) == {
         "vllm:request_success_total[reason=stop]": 5,
         "vllm:num_requests_waiting": 6,
-        "baton:workers[role=decode]": 4,
+        "baton:workers[state=ready]": 3,  # of the process that reaches the fewest
+        "baton:workers[state=lost]": 1,
         "process_open_fds[process=0]": 7,
         "process_open_fds[process=1]": 7,
         "process_cpu_seconds_total[process=0]": 1,

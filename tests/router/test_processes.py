@@ -204,7 +204,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
             assert said == f"{path} is on the admin port, {routers.admin}"
     assert "/metrics" not in (await routers.get(routers.url + "/openapi.json"))["paths"]
     for url in (routers.url, routers.admin):
-        for path in ("/health", "/ready"):
+        for path in ("/health", "/ready", "/routable"):
             async with routers.http.get(url + path) as response:
                 assert response.status == 200
     status = await routers.get(routers.admin + "/status")

@@ -7,9 +7,12 @@ from typing import cast
 import grpc.aio
 import pytest
 
+from baton.router.config import RouterConfig
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.workers.checks import RouterModel
+from baton.router.workers.pool import WorkerPool
 from baton.rpc import worker_pb2 as pb
-from tests.fake_worker import FakeWorker
+from tests.fake_worker import SECRET, FakeWorker
 
 from .conftest import make_cluster
 
@@ -95,3 +98,25 @@ async def test_a_worker_that_answers_no_question_delays_no_probe(
         await cluster.rooms(dict.fromkeys(cluster.workers, 300))
         workers = (await cluster.get("/status"))["workers"]
     assert [worker["status"]["blocks_free"] for worker in workers] == [300, 300]
+
+
+async def test_a_router_that_reaches_none_of_the_listed_workers_is_not_routable(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    """Another router may reach them. If there are none, requests wait at any router."""
+    async with make_cluster(tokenizer, tmp_path) as cluster:
+        await cluster.get("/routable")
+        await cluster.prefills[0].kill()
+        await cluster.until(lambda: not cluster.pool.complete)
+        await cluster.get("/routable")
+        await cluster.decodes[0].kill()
+        await cluster.until(lambda: cluster.pool.blind)
+        await cluster.get("/routable", 503)
+        (tmp_path / "workers").write_text("")
+        await cluster.until(lambda: not cluster.pool.blind)
+        await cluster.get("/routable")
+
+
+def test_a_router_without_a_list_yet_is_not_routable() -> None:
+    config = RouterConfig(model="fake", secret=SECRET)
+    assert WorkerPool(config, RouterModel("fake", 8, b"")).blind
