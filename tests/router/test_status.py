@@ -119,4 +119,4 @@ async def test_a_router_that_reaches_none_of_the_listed_workers_is_not_routable(
 
 def test_a_router_without_a_list_yet_is_not_routable() -> None:
     config = RouterConfig(model="fake", secret=SECRET)
-    assert WorkerPool(config, RouterModel("fake", 8, b"")).blind
+    assert WorkerPool(config, RouterModel("fake", 8, "")).blind
