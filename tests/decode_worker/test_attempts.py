@@ -156,6 +156,35 @@ async def test_cancel_while_decoding(workers: Workers, pair: Pair) -> None:
     assert metrics(workers[1])[generated] - before < 1900, "the request asked for 2000"
 
 
+async def test_after_a_storm_of_cancels_as_many_requests_decode_in_one_step(
+    workers: Workers, pair: Pair
+) -> None:
+    """Each ends at another moment: before its blocks, before its KV, with its first token, while decoding."""
+
+    async def ended(number: int) -> None:
+        prefill_id, decode_id = await pair.submit(request(prompt(20 + 3 * number), ENDLESS))
+        if moment := number % 4:
+            await pair.decode.reserved(decode_id)
+        if moment > 1:
+            await pair.prefill.token(prefill_id)
+        if moment > 2:
+            await pair.decode.token(decode_id)
+        await pair.decode.cancel(decode_id)
+        await pair.prefill.cancel(prefill_id)
+
+    for wave in range(4):
+        await asyncio.gather(*(ended(16 * wave + number) for number in range(16)))
+    await assert_whole(*workers)
+
+    asked = [await pair.reserve(request(prompt(20), ENDLESS)) for _ in range(16)]
+    decodes = {decode_id for _, decode_id in asked}
+    pair.decode.steps.clear()
+    while not any(decodes == {token.attempt_id for token in step.tokens} for step in pair.decode.steps):
+        await pair.decode.token(asked[-1][1])
+    for _, decode_id in asked:
+        await pair.decode.cancel(decode_id)
+
+
 async def test_cancel_of_an_unknown_attempt_is_ignored(pair: Pair) -> None:
     await pair.prefill.cancel(os.urandom(16))
     await pair.decode.cancel(os.urandom(16))

@@ -86,10 +86,13 @@ async def test_a_first_token_beyond_the_vocabulary_fails_its_request_alone(
 async def test_repeated_corruption_fails_the_kv_and_keeps_the_reservation(
     workers_and_network: WorkersAndNetwork,
 ) -> None:
-    """After two more FETCHes the worker reports KV_FAILED. A Retarget then uses the same reservation."""
+    """After two more FETCHes the worker reports KV_FAILED. A Retarget then uses the same reservation.
+
+    Its blocks have the KV of another prompt, of which no token comes."""
     workers, network = workers_and_network
     async with paired(*workers) as pair:
         right = await right_answer(pair)
+        assert (await pair.generate(prompt(201)[:200], PARAMS)).tokens != right
         with damaging(network, "corrupt", frames=10_000):
             prefill_id, decode_id = await pair.reserve(request(PROMPT, PARAMS))
             failure = await pair.decode.failure(decode_id)

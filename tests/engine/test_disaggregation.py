@@ -19,10 +19,13 @@ from baton.engine import (
     EngineRequest,
     Output,
     Reservation,
+    SpeculativeConfig,
     StructuredOutput,
 )
 from baton.engine.kernels import parts
-from tests.engine.conftest import MakeEngine, request_of, run
+from baton.worker.engine_process.paged_kv import paged_kv
+from tests.engine.conftest import MakeEngine, TinyOf, request_of, run
+from tests.engine.draft_checkpoints import random_eagle
 from tests.engine.scheduling import hooks_to
 
 
@@ -262,3 +265,49 @@ def test_structured_output(tiny_engine: MakeEngine, spelled_path: Path, blocks: 
         if i % 4:
             assert pair.outputs[request.id][-1].finish_reason == "stop"
             assert 3 <= len(json.loads(tokenizer.decode(tokens[request.id][:-1]))) <= 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Llama", {}),
+        ("Llama", {"kv_cache_dtype": "fp8"}),
+        ("DeepseekV2", {}),
+        ("DeepseekV2", {"kv_cache_dtype": "fp8"}),
+        ("Bamba", {}),
+        ("GraniteMoeHybrid", {}),
+        ("Qwen3Next", {}),
+        ("Llama with a draft head", {}),
+    ],
+)
+def test_all_that_layers_keep_is_on_the_wire(
+    kind: str, options: dict[str, Any], tiny_engine: MakeEngine, tiny_of: TinyOf, tmp_path: Path
+) -> None:
+    """Each byte is in a view that KV transfer copies, and in the layout that both sides compare."""
+    kind, *head = kind.split(" with ")
+    if head:
+        random_eagle(tmp_path, tiny_of(kind), eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+        options = {"speculative_config": SpeculativeConfig("eagle3", model=str(tmp_path))}
+    engine = tiny_engine(model=str(tiny_of(kind)), **options)
+    wire, config = paged_kv(engine), engine.model_config
+    assert (
+        len(engine.kv_cache) + len(engine.states) == wire.layout.num_layers == config.num_layers + len(head)
+    )
+    kept: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    for i, kv in enumerate(engine.kv_cache):
+        values, scales = parts(kv)
+        kept.append((values, [wire.layers[i]]))
+        kept += [] if scales is None else [(scales, [wire.scales[i]])]
+    for i, state in enumerate(engine.states):
+        views = [part[i] for part in wire.states]
+        for tensor in (state.conv, state.ssm):
+            own = [view for view in views if view.untyped_storage().data_ptr() == tensor.data_ptr()]
+            kept.append((tensor, own))
+    for tensor, views in kept:
+        assert {view.untyped_storage().data_ptr() for view in views} == {tensor.untyped_storage().data_ptr()}
+        assert sum(view.nbytes for view in views) == tensor.nbytes
+    of_tokens, *of_states = wire.layout.parts
+    tokens = engine.num_blocks * engine.block_size * len(wire.layout.kv_layers) * of_tokens.bytes
+    slots = len(engine.states[0].ssm) if engine.states else 0
+    states = slots * len(wire.layout.state_layers) * sum(part.bytes for part in of_states)
+    assert sum(tensor.nbytes for tensor, _ in kept) == tokens + states
