@@ -43,8 +43,11 @@ class PrefillAttempt(Attempt):
 
     @property
     def sent_at_once(self) -> Collection[bytes]:
-        """Ids whose transfers get a layer of a chunk before the chunk waits for KV of other workers."""
-        return self.opened if self.part is None else self.part.outputs.keys()
+        """Ids whose transfers get a layer of a chunk before the chunk waits for KV of other workers. There
+        are none once such KV did not come: what the step computes from then on is of no use."""
+        if self.part is None:
+            return self.opened
+        return () if self.part.failed else self.part.outputs.keys()
 
     @property
     def in_use(self) -> bool:

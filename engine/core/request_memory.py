@@ -247,14 +247,16 @@ class RequestMemory:
             live.lent_slot = None
 
     def saves(self, chunks: Mapping[LiveRequest, range]) -> list[Save]:
-        """The copies of states that the step of these chunks makes, which is launched now."""
+        """The copies of states that the step of these chunks makes, which is launched now. None at the end of
+        a range before another one: other workers write states into the slot while that step computes."""
         saves: list[Save] = []
         copies = self._copies
         if copies is None or self._cache is None:
             return saves
         for live, chunk in chunks.items():
             positions = [*copies.positions(live.num_cached, chunk.start, chunk.stop, len(live.token_ids))]
-            for position in positions[-copies.most_written :]:
+            last = live.range_stop if live.ranges else None
+            for position in [found for found in positions if found != last][-copies.most_written :]:
                 if position <= live.num_known:
                     name = self._names(live, self._cache).blocks[position // self._block_size - 1]
                     if name in copies:

@@ -13,6 +13,7 @@ import torch
 
 from baton.engine import Engine, EngineConfig, EngineRequest, step_loop
 from baton.engine.core import state_copies
+from baton.engine.core.live_request import Phase
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_plan
@@ -374,6 +375,25 @@ def test_nothing_writes_to_a_copy_that_a_launched_step_begins_with(cancelled: bo
     if not cancelled:
         steps.scheduler.drop(live)
     steps.scheduler.assert_whole()
+
+
+def test_no_copy_is_taken_where_states_of_another_worker_come_meanwhile() -> None:
+    """Those after the range before the next one are written layer by layer, while the step is under way. A
+    copy after the step would have them."""
+    scheduler = Steps(copies=4).scheduler
+    prompt, ranges = list(range(200, 240)), [range(16), range(24, 40)]
+    live = scheduler.start_part(EngineRequest(b"part", prompt), ranges)
+    assert live is not None
+    copied: list[int] = []
+    for _ in ranges:
+        scheduler.begin_range(live)
+        while live.phase is Phase.RUNNING and (plan := scheduler.schedule()).chunks:
+            copied += [save.position for save in scheduler.memory.saves(plan.chunks)]
+            scheduler.launched(plan)
+            scheduler.landed(plan.chunks)
+    assert copied == [8, 32, 40]
+    scheduler.drop(live)
+    scheduler.assert_whole()
 
 
 @pytest.mark.parametrize("steps_until_it_ends", [0, 1])

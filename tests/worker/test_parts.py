@@ -12,13 +12,15 @@ from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from baton.prefill_worker.role import PrefillAttempt, PrefillRole
+from baton.kv_transfer import Sender, TraceWriter
+from baton.prefill_worker.role import PrefillAttempt, PrefillRole, SenderSink
 from baton.rpc import worker_pb2 as pb
-from baton.worker.engine_process.parts import STEP_WAIT
+from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.parts import STEP_WAIT, LayerWaits, Part
 from baton.worker.messages import Origin
 from tests.bad_network import BadNetwork
 from tests.cluster_helpers import (
@@ -411,6 +413,22 @@ def share_with(
     coming.say(second_wire.ACK, [], commit_id)
     for each in (*opened, coming):
         each.sock.close()
+
+
+def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
+    """Not even before the step is over: KV and states of the layers after it."""
+    sink, sent = SenderSink(TraceWriter(None, ""), Attempts(lambda _: None)), list[tuple[Any, ...]]()
+    part = Part(b"p", is_final=False, tokens=8, gaps={}, outputs={b"out": 24})
+    origin = Origin(b"p", "", "", 0.0)
+    sink._prefills[b"p"] = PrefillAttempt(
+        stream=None, origin=origin, tokens=24, handover=True, awaited=False, opened={b"out"}, part=part
+    )
+    arriving: Any = SimpleNamespace(wait_for_layer=lambda ids, layer, *_: layer < 1)
+    sink.sender = cast("Sender", SimpleNamespace(ready=lambda *of: sent.append(of)))
+    sink.waits = LayerWaits(arriving, lambda: None)
+    for layer in range(4):
+        sink.layer_done(layer, {b"p": range(16, 24)})
+    assert sent == [(b"out", 0, 16, 24), (b"out", 1, 16, 24)]
 
 
 def test_a_part_that_other_workers_read_is_not_spare() -> None:
