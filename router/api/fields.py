@@ -1,6 +1,6 @@
 """Types of request fields: their validators, and the JSON schemas of what clients may send."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -52,8 +52,7 @@ TruncatedLength = Annotated[
     int, Field(ge=-1, lt=2**31, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)
 ]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
-PromptInput = Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
+PromptInput = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None
 
@@ -93,8 +92,19 @@ Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class TextPart(BaseModel):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class RefusalPart(BaseModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+TextInput = str | list[str | TextPart | RefusalPart] | None
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of parts that hold text, and the member with it. Clients send parts of one endpoint to another.
+vLLM takes them, too."""
 
 
 def one_of(kinds: UnionType, what: str) -> PlainValidator:
@@ -116,7 +126,7 @@ def prompts(value: Any) -> Prompts:
         listed = value
     else:
         raise invalid("must be a string, a list of token ids, or a list of either")
-    if not all(listed):
+    if not all(prompt or isinstance(prompt, str) for prompt in listed):  # a text may be BOS alone
         raise invalid("must not be empty")
     if len(listed) > MAX_CHOICES:
         raise invalid(f"must hold at most {MAX_CHOICES} prompts, not {len(listed)}")
@@ -137,10 +147,10 @@ def stops(value: Any) -> list[str]:
     return listed
 
 
-def text(value: Any, kinds: Sequence[str] = ("text",)) -> str:
+def text(value: Any, kinds: Mapping[str, str] = TEXTS) -> str:
     """Normalizes the content of a message: null, a string or a list of text parts becomes a string.
 
-    `kinds`: the types of parts that hold text.
+    `kinds`: as `TEXTS`.
     """
     if value is None or isinstance(value, str):
         return value or ""
@@ -148,12 +158,15 @@ def text(value: Any, kinds: Sequence[str] = ("text",)) -> str:
         raise invalid("must be a string or a list of text parts")
     texts: list[str] = []
     for part in value:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise unsupported(f"parts of type {kind!r} are not supported")
-        if not isinstance(part.get("text"), str):
+        if not isinstance(found := part.get(kinds[kind]), str):
             raise invalid("a text part must have a text")
-        texts.append(part["text"])
+        texts.append(found)
     return "\n".join(texts)
 
 

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from baton.router.api.fields import Items, Part, TextPart, invalid, text
+from baton.router.api.fields import Items, Part, TextInput, invalid, text
 from baton.router.api.validation import refusing
 
 MAX_TOOLS = 128
@@ -81,7 +81,7 @@ class Message(Part):
     model_config = ConfigDict(json_schema_extra={"anyOf": _BY_ROLE})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart] | None)] = ""
+    content: Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)] = ""
     name: str | None = None
     reasoning: str | None = Field(None, validation_alias=AliasChoices("reasoning", "reasoning_content"))
     tool_calls: Items[ToolCall] | None = None
@@ -158,7 +158,7 @@ class Function(Part):
 
 
 class Tool(Part):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
     _refuse_unsupported = refusing(_UNSUPPORTED, nested=True)

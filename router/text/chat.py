@@ -136,19 +136,42 @@ class ChatTemplate:
         }
         about_tools = tools or any("tool_calls" in m or m["role"] == "tool" for m in messages)
         template = self._with_tools if about_tools else self._template
+        variables = {**(settings or {}), **variables}
         try:
-            text = template.render({**(settings or {}), **variables})
-        except Exception as error:
-            # A template is a program, and may fail in any way. It works for other messages, so the cause is
-            # in these messages or tools.
-            kind = type(error).__name__
-            if not isinstance(error, jinja2.TemplateError):
-                log.warning("the model's chat template failed on a request: %s", kind)
-            reason = str(error) or kind
-            raise ChatTemplateError(
-                f"the model's chat template does not take these messages: {reason}"
-            ) from error
+            text = _rendered(template, variables)
+        except ChatTemplateError:
+            if all(message["role"] != "system" for message in messages[1:]):
+                raise
+            text = _rendered(template, variables | {"messages": _with_one_system_message(messages)})
         return _cut_at_end(text) if continue_final_message else text
+
+
+def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    try:
+        text = template.render(variables)
+    except Exception as error:
+        # A template is a program, and may fail in any way. It works for other messages, so the cause is
+        # in these messages or tools.
+        kind = type(error).__name__
+        if not isinstance(error, jinja2.TemplateError):
+            log.warning("the model's chat template failed on a request: %s", kind)
+        reason = str(error) or kind
+        raise ChatTemplateError(
+            f"the model's chat template does not take these messages: {reason}"
+        ) from error
+    # The JSON in the arguments of a call may name half a character.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if _HALF.search(text) else text
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with all system messages as one, the first: some templates take no other, and
+    clients send several, such as instructions and a developer's message."""
+    of_system = [message["content"] for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(filter(None, of_system))}, *others]
 
 
 def _cut_at_end(text: str) -> str:

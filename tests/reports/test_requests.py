@@ -240,3 +240,82 @@ async def test_fields_that_change_nothing_are_ignored(tmp_path: Path):
             status, answer = await made.post(path, **{**BODIES[path], **fields})
             assert status == 400, (path, fields)
             assert told in answer["error"]["message"]
+
+
+# ------------------------------------------------------------ shapes of messages
+
+SHOWN = (
+    "{% if tools %}{{ tools[0].function.name }}|{% endif %}{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('one system message') }}{% endif %}"
+    "{{ m.role }}:{{ m.reasoning or '' }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}|{% endfor %}"
+)
+TURN = [*HI, {"role": "assistant", "content": "Hello"}]
+
+
+def said(*parts: Any) -> dict[str, Any]:
+    return {"messages": [*HI, {"role": "assistant", "content": [*parts]}]}
+
+
+def results(*parts: Any) -> dict[str, Any]:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [*parts]}
+    return {"messages": [{"role": "user", "content": [result]}]}
+
+
+TEXT = {"type": "text", "text": "yes"}
+SHAPES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
+    "half a character in arguments": [
+        (path, history("f", '{"a": "\\ud800"}'), "{\"a\": \"\N{REPLACEMENT CHARACTER}\"}")
+        for path, history in HISTORIES.items()
+    ],
+    "refusals": [
+        (CHAT, said({"type": "refusal", "refusal": "no"}), "assistant::no|"),
+        (RESPONSES, {"input": said({"type": "refusal", "refusal": "no"})["messages"]}, "assistant::no|"),
+    ],
+    "parts of another endpoint": [
+        (CHAT, said({"type": "output_text", "text": "a"}, TEXT), "assistant::a\nyes|"),
+        (CHAT, {"messages": [{"role": "user", "content": ["a", TEXT]}]}, "user::a\nyes|"),
+        (CHAT, said({"type": "input_text", "text": "a"}), "assistant::a|"),
+    ],
+    "encrypted thinking": [
+        (MESSAGES, {"messages": [*said({"type": "redacted_thinking", "data": "x"}, TEXT)["messages"], *HI]},
+         "assistant::yes|"),
+    ],
+    "results that are no text": [
+        (MESSAGES, results(TEXT, {"type": "document", "source": {
+            "type": "text", "media_type": "text/plain", "data": "of it"}}), "tool::yes\nof it|"),
+        (MESSAGES, results({"type": "search_result", "source": "u", "title": "t", "content": [TEXT]}),
+         "tool::t\nu\nyes|"),
+        (MESSAGES, results({"type": "tool_reference", "tool_name": "f"}), "tool::f|"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [
+            {"type": "document", "source": {"type": "content", "content": [TEXT]}}]}]}, "user::yes|"),
+    ],
+    "null in a choice of tools": [
+        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": None}}, "user::Hi|"),
+    ],
+    "the summary of reasoning": [
+        (RESPONSES, {"input": [
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "content": None},
+            *TURN[1:], *HI]}, "assistant:hm:Hello|"),
+    ],
+    "several system messages": [
+        (RESPONSES, {"instructions": "a", "input": [{"role": "developer", "content": "b"}, *HI]},
+         "system::a\n\nb|user::Hi|"),
+        (CHAT, {"messages": [*TURN, {"role": "developer", "content": "b"}, *HI]}, "system::b|user::Hi|"),
+        (MESSAGES, {"system": "a", "messages": [*TURN, {"role": "system", "content": "b"}, *HI]},
+         "system::a\n\nb|user::Hi|"),
+    ],
+    "calls of tools that OpenAI runs": [
+        (RESPONSES, {"input": [{"type": "web_search_call", "id": "w", "action": {"type": "search"}}, *HI]},
+         "user::Hi|"),
+    ],
+    "a tool without a type": [(CHAT, {"tools": [{"function": {"name": "f"}}]}, "f|user::Hi|")],
+}  # fmt: skip
+"""Requests that other servers take, and what the prompt has of them."""
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+async def test_shapes_of_messages(kind: str, tmp_path: Path):
+    async with replaying(tmp_path, template=SHOWN, tool_call_parser="hermes") as made:
+        for path, body, part in SHAPES[kind]:
+            assert part in await prompt_of(made, path, **body)

@@ -80,6 +80,19 @@ async def test_texts_of_tokens(kind: str, tmp_path: Path):
                 await check_offsets(cluster, prompt, text if prompt is text else answer["prompt"])
 
 
+async def test_a_text_may_be_bos_alone(tmp_path: Path):
+    """Harnesses ask for the probability of a text without anything before it."""
+    model = write_model(tmp_path / "model")
+    TOKENIZERS["Llama 2"](tmp_path).save(str(model / "tokenizer.json"))
+    async with make_cluster(load_tokenizer(str(model)), tmp_path, text="Hello") as cluster:
+        await cluster.complete(prompt=["", "Hello"])
+        assert {message.prefill.request.prompt_ids[0] for message in cluster.prefills[0].submitted} == {1}
+        await cluster.complete(prompt="")
+        assert list(cluster.sent.prompt_ids) == [1]
+        status, answer = await cluster.post(COMPLETION, prompt="", add_special_tokens=False)
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+
+
 async def check_offsets(cluster: Cluster, prompt: str | list[int], echo: str) -> None:
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": 20, "logprobs": 1}
     for text in (" world 🙂 é Hello", "Hello"):

@@ -58,9 +58,7 @@ def test_an_integer_may_have_a_point():
     ("field", "value", "reason"),
     [
         ("stream_options", {"include_usage": True}, "needs stream"),
-        ("prompt", "", "empty"),
         ("prompt", [], "empty"),
-        ("prompt", [""], "empty"),
         ("prompt", [[1], []], "empty"),
         ("prompt", 5, "string"),
         ("prompt", {"text": "x"}, "string"),

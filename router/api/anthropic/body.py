@@ -14,7 +14,7 @@ from baton.router.api.fields import (
     Part,
     StopString,
     TemplateSettings,
-    TextPart,
+    TextInput,
     invalid,
     text,
 )
@@ -29,7 +29,7 @@ _TOOL_FIELDS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-Text = Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart] | None)]
+Text = Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)]
 """A string or text blocks. Members such as `cache_control` have no effect."""
 
 
@@ -38,17 +38,30 @@ class TextBlock(Part):
     text: str
 
 
-class DocumentSource(Part):
+class TextSource(Part):
     type: Literal["text"]
     media_type: Literal["text/plain"]
     data: str
+
+    @property
+    def text(self) -> str:
+        return self.data
+
+
+class ContentSource(Part):
+    type: Literal["content"]
+    content: Text
+
+    @property
+    def text(self) -> str:
+        return self.content
 
 
 class DocumentBlock(Part):
     """A document of plain text."""
 
     type: Literal["document"]
-    source: DocumentSource
+    source: Annotated[TextSource | ContentSource, ByType()]
     title: str | None = None
     context: str | None = None
 
@@ -56,7 +69,31 @@ class DocumentBlock(Part):
 
     @property
     def text(self) -> str:
-        return "\n".join(filter(None, (self.title, self.context, self.source.data)))
+        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
+
+
+class SearchResultBlock(Part):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Text
+
+    _refuse_unsupported = refusing({"citations": ({"enabled": False},)}, nested=True)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.source, self.content)))
+
+
+class ToolReferenceBlock(Part):
+    """The name of a tool that a search for tools has found."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
 
 
 class ThinkingBlock(Part):
@@ -64,6 +101,19 @@ class ThinkingBlock(Part):
 
     type: Literal["thinking"]
     thinking: str
+
+
+class RedactedThinkingBlock(Part):
+    """Encrypted reasoning of an earlier message. The model does not see it."""
+
+    type: Literal["redacted_thinking"]
+
+
+ResultBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock, ByType()]
+
+
+def _blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else [] if value is None else value
 
 
 class ToolUseBlock(Part):
@@ -76,15 +126,26 @@ class ToolUseBlock(Part):
 class ToolResultBlock(Part):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text = ""
+    content: Annotated[
+        Items[ResultBlock], BeforeValidator(_blocks, json_schema_input_type=str | Items[ResultBlock] | None)
+    ] = Field([])
     is_error: Nullable[bool] = False
 
+    @property
+    def text(self) -> str:
+        return "\n".join(block.text for block in self.content)
 
-AnyBlock = Annotated[TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, ByType()]
 
-
-def _blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+AnyBlock = Annotated[
+    TextBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock,
+    ByType(),
+]
 
 
 _CALLS_BY_ROLE: list[Any] = [
@@ -137,9 +198,11 @@ def _message(role: str, block: Part) -> dict[str, Any]:
             return {"role": role, "content": [], "tool_calls": calls}
         case ToolResultBlock():
             # A chat has no mark for a failed call.
-            content = f"Error: {block.content}" if block.is_error else block.content
+            content = f"Error: {block.text}" if block.is_error else block.text
             return {"role": "tool", "content": [content], "tool_call_id": block.tool_use_id}
-        case TextBlock() | DocumentBlock():
+        case RedactedThinkingBlock():
+            return {"role": role, "content": []}
+        case TextBlock() | DocumentBlock() | SearchResultBlock():
             return {"role": role, "content": [block.text]}
     raise AssertionError(block)
 
@@ -163,7 +226,7 @@ class AnthropicTool(Part):
 class AnthropicToolChoice(Part):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: Nullable[bool] = False
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:

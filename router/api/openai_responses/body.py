@@ -22,7 +22,7 @@ from baton.router.api.fields import (
     Nullable,
     Part,
     TemplateSettings,
-    TextPart,
+    TextInput,
     invalid,
     text,
     unsupported,
@@ -34,24 +34,19 @@ from baton.router.api.validation import RESPONSES, refusing, validate
 from baton.router.errors import InvalidRequest
 
 _LOGPROBS = "message.output_text.logprobs"
-_TEXT = ("input_text", "output_text", "text")
 
 
-class InputTextPart(TextPart):
-    type: Literal["input_text", "output_text", "text"]  # pyrefly: ignore[bad-override]
+class ReasoningTextPart(Part):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
 
 
-class ReasoningTextPart(TextPart):
-    type: Literal["reasoning_text"]  # pyrefly: ignore[bad-override]
-
-
-Text = Annotated[
-    str, BeforeValidator(partial(text, kinds=_TEXT), json_schema_input_type=str | list[InputTextPart] | None)
-]
+_TO_REASONING = dict.fromkeys(("reasoning_text", "summary_text"), "text")
+Text = Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)]
 ReasoningText = Annotated[
     str,
     BeforeValidator(
-        partial(text, kinds=("reasoning_text",)), json_schema_input_type=str | list[ReasoningTextPart] | None
+        partial(text, kinds=_TO_REASONING), json_schema_input_type=str | list[ReasoningTextPart] | None
     ),
 ]
 
@@ -63,10 +58,12 @@ class MessageItem(Part):
 
 
 class ReasoningItem(Part):
-    """Reasoning of an earlier response. `summary` and `encrypted_content` have no effect."""
+    """Reasoning of an earlier response. `encrypted_content` has no effect."""
 
     type: Literal["reasoning"]
     content: ReasoningText = ""
+    summary: ReasoningText = ""
+    """Stands for the content if that is missing."""
 
 
 class FunctionCallItem(Part):
@@ -88,10 +85,22 @@ AnyItem = Annotated[
 """Members that only responses have, such as `id` and `status`, have no effect."""
 
 
+_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation")
+"""How the types of tools begin that OpenAI runs itself, and those of items with their calls. Clients send
+them to each provider. The model answers without them, as it does not see them."""
+
+
+def _without_hosted(given: Any) -> Any:
+    if not isinstance(given, list):
+        return given
+    kinds = (each.get("type") if isinstance(each, dict) else None for each in given)
+    return [each for each, kind in zip(given, kinds, strict=True) if not str(kind).startswith(_HOSTED)]
+
+
 def _items(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise invalid("must be a string or a list of items")
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    return [{"role": "user", "content": value}] if isinstance(value, str) else _without_hosted(value)
 
 
 Input = Annotated[Items[AnyItem], BeforeValidator(_items, json_schema_input_type=str | Items[AnyItem])]
@@ -128,7 +137,7 @@ def _message(item: Part) -> dict[str, Any]:
         case MessageItem():
             return {"role": item.role, "content": item.content}
         case ReasoningItem():
-            return {"role": "assistant", "content": "", "reasoning": item.content}
+            return {"role": "assistant", "content": "", "reasoning": item.content or item.summary}
         case FunctionCallItem():
             function = {"name": item.name, "arguments": item.arguments}
             calls = [{"id": item.call_id, "type": "function", "function": function}]
@@ -177,18 +186,6 @@ class FunctionTool(Function):
     @property
     def for_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_unset=True)}
-
-
-_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation")
-"""How the types of tools begin that OpenAI runs itself. Clients send them to each provider. The model answers
-without them, as it does not see them."""
-
-
-def _without_hosted(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    kinds = (tool.get("type") if isinstance(tool, dict) else None for tool in tools)
-    return [tool for tool, kind in zip(tools, kinds, strict=True) if not str(kind).startswith(_HOSTED)]
 
 
 class NamedFunctionTool(Part):
