@@ -288,6 +288,7 @@ class Engine(StepLoop):
     def close(self) -> None:
         """Computes nothing more, and ends the other ranks."""
         self._runner.stop()
+        self._grammars.close()
 
     # State
 

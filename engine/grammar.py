@@ -1,6 +1,6 @@
 """Grammars: the tokens that a request with structured output may have next.
 
-    compile ──▶ (a thread of its own) ──▶ ready ──▶ allowed, once for each token ──▶ …
+    compile ──▶ (`grammar_compiler`) ──▶ ready ──▶ allowed, once for each token ──▶ …
 
 `llguidance` (https://github.com/guidance-ai/llguidance) walks the grammar: it consumes tokens and returns one
 bit for each token of the vocabulary. A matcher consumes the request's generated tokens just before the next
@@ -19,43 +19,25 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from baton.engine.api.request import EngineRequest
-from baton.engine.api.sampling_params import Reasoning, StructuredOutput
+from baton.engine.api.sampling_params import Reasoning
+from baton.engine.grammar_compiler import Compiler, Shared
+from baton.machine.grammars import readable
 
-LIMITS: dict[str, Any] = {
-    "step_max_items": 20_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000,
-    "verbose_errors": False,
-}
-"""Lower than llguidance's own limits, so that the states of a request take at most 40 MB."""
 TOKEN_SECONDS = 0.002
 """CPU time of a grammar for each token, on average. JSON takes 0.1 ms, with 300 optional properties 0.2 ms.
-The limits above do not bound it: the work on an ambiguous grammar grows with each token."""
+The limits of `machine.grammars` do not bound it: the work on an ambiguous grammar grows with each token."""
 SPARE_SECONDS = 0.25
 """CPU time that a grammar may take beyond this at once. The first tokens take more, for states that are not
 known yet."""
-
-WHITESPACE = r"[ \n\r\t]{1,32}"
-"""White space between the parts of JSON. It is bounded, since some models would emit newlines forever."""
-
-
-def _source(wanted: StructuredOutput) -> str:
-    """The grammar as llguidance reads it."""
-    match wanted.kind:
-        case "json_schema":
-            return LLMatcher.grammar_from_json_schema(wanted.text, {"whitespace_pattern": WHITESPACE})
-        case "regex":
-            return LLMatcher.grammar_from_regex(wanted.text)
-        case "grammar":
-            return LLMatcher.grammar_from_lark(wanted.text)
 
 
 class Matcher:
@@ -64,13 +46,14 @@ class Matcher:
 
     CPU time depends on the grammar, and not on what else the machine does."""
 
-    def __init__(self, matcher: LLMatcher, seconds: float = SPARE_SECONDS) -> None:
-        """`seconds` of CPU time may it take at once."""
+    def __init__(self, matcher: LLMatcher, shared: Shared, seconds: float = SPARE_SECONDS) -> None:
+        """`matcher`: a copy of `shared`. `seconds` of CPU time may it take at once."""
         self._matcher = matcher
+        self.shared = shared
         self._seconds_left = seconds
 
     def copy(self) -> "Matcher":
-        return Matcher(self._matcher.deep_copy(), self._seconds_left)
+        return Matcher(self._matcher.deep_copy(), self.shared, self._seconds_left)
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Goes on with these tokens. llguidance holds Python's lock meanwhile."""
@@ -92,7 +75,7 @@ class Matcher:
     def check(self) -> None:
         """Raises `ValueError` if the grammar is wrong, exceeds a limit or takes too long."""
         if self._matcher.is_error():
-            reason = " ".join(self._matcher.get_error().removesuffix("<non-verbose/>").split())
+            reason = readable(self._matcher.get_error())
             if reason == "NoExtensionBias":
                 reason = "the grammar allows no token after this output, which it does not end either"
             raise ValueError(f"structured output: {reason}")
@@ -158,9 +141,9 @@ class CompiledGrammar:
         return reasons or self._compiling is not None or bool(self._bad_words)
 
     def abandon(self) -> None:
-        """Cancels the compilation, since the request has ended."""
-        if self._compiling is not None:
-            self._compiling.cancel()
+        """Gives the grammar back, since the request has ended."""
+        if self._compiling is not None and not self._compiling.cancel():
+            self._compiling.add_done_callback(_release)
 
     def copy(self) -> "CompiledGrammar":
         """A copy that consumes other tokens. The grammar must be ready."""
@@ -216,6 +199,11 @@ class CompiledGrammar:
         return matcher
 
 
+def _release(compiling: "Future[Matcher]") -> None:
+    if compiling.exception() is None:
+        compiling.result().shared.release()
+
+
 def answer_start(reasoning: Reasoning, token_ids: Sequence[int], prompt: int, read: int) -> int | None:
     """Returns the position where the answer starts; None: the output still reasons.
 
@@ -227,8 +215,15 @@ def answer_start(reasoning: Reasoning, token_ids: Sequence[int], prompt: int, re
     return read + new.index(reasoning.end_id) + 1 if reasoning.end_id in new else None
 
 
+def _matcher(output_ids: Sequence[int], shared: Shared) -> Matcher:
+    """Returns a matcher that has consumed these tokens."""
+    matcher = Matcher(shared.copy(), shared)
+    matcher.consume(output_ids)
+    return matcher
+
+
 class Grammars:
-    """Compiles grammars for one model, and returns the tokens that they allow. Owns threads."""
+    """Compiles grammars for one model, and returns the tokens that they allow. Owns threads and a process."""
 
     def __init__(
         self, read: Callable[[str], str], source: str, vocab_size: int, eos_ids: Collection[int]
@@ -238,10 +233,8 @@ class Grammars:
         self._source = source
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
-        self._tokenizer: LLTokenizer | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._compiling: set[Future[Matcher]] = set()
         self._helpers = min(32, len(os.sched_getaffinity(0)) * 4 // 5)
+        self._compiler: Compiler[Matcher] = Compiler(self._load_tokenizer, vocab_size, self._helpers + 1)
         self._masks = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="masks")
 
     def compile(self, request: EngineRequest) -> CompiledGrammar:
@@ -253,9 +246,7 @@ class Grammars:
             answer = [] if start is None else answer[start:]
         future = None
         if wanted is not None:
-            future = self._thread.submit(self._compile, wanted, answer)
-            self._compiling.add(future)
-            future.add_done_callback(self._compiling.discard)
+            future = self._compiler.compile(request.tenant, wanted, partial(_matcher, answer))
         ids = request.sampling.allowed_token_ids
         within = self._words(ids) if ids else None
         return CompiledGrammar(future, request, len(answer), within)
@@ -269,7 +260,11 @@ class Grammars:
 
     def wait(self, seconds: float) -> None:
         """Waits until one of the grammars that are being compiled is ready, at most this long."""
-        wait(list(self._compiling), seconds, FIRST_COMPLETED)
+        self._compiler.wait(seconds)
+
+    def close(self) -> None:
+        """No request may follow."""
+        self._compiler.close()
 
     def allowed(
         self, batch: Sequence[tuple[CompiledGrammar | None, "array[int]"]]
@@ -321,24 +316,21 @@ class Grammars:
 
     def _fill(self, matchers: Sequence[tuple[Matcher, np.ndarray]]) -> None:
         """Writes the bits of these matchers, in several threads."""
-        left = iter(matchers)  # the threads share it
+        # Copies of one grammar would wait for each other.
+        together: dict[Shared, list[tuple[Matcher, np.ndarray]]] = {}
+        for matcher, words in matchers:
+            together.setdefault(matcher.shared, []).append((matcher, words))
+        left = iter(together.values())  # the threads share it
 
         def fill() -> None:
-            for matcher, words in left:
-                matcher.fill(words)
+            for copies in left:
+                for matcher, words in copies:
+                    matcher.fill(words)
 
-        helpers = [self._masks.submit(fill) for _ in range(min(self._helpers, len(matchers) - 1))]
+        helpers = [self._masks.submit(fill) for _ in range(min(self._helpers, len(together) - 1))]
         fill()
         for helper in helpers:
             helper.result()
-
-    def _compile(self, wanted: StructuredOutput, output_ids: Sequence[int]) -> Matcher:
-        if self._tokenizer is None:
-            self._tokenizer = self._load_tokenizer()
-        limits = LLParserLimits(**LIMITS)
-        matcher = Matcher(LLMatcher(self._tokenizer, _source(wanted), log_level=0, limits=limits))
-        matcher.consume(output_ids)
-        return matcher
 
     def _load_tokenizer(self) -> LLTokenizer:
         if not self._eos_ids:

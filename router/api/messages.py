@@ -169,7 +169,10 @@ class Tool(Part):
     @property
     def lax(self) -> "Tool":
         """The same tool with any arguments."""
-        function = self.function.model_copy(update={"parameters": {"type": "object"}})
+        return self.with_parameters({"type": "object"})
+
+    def with_parameters(self, parameters: dict[str, Any]) -> "Tool":
+        function = self.function.model_copy(update={"parameters": parameters})
         return self.model_copy(update={"function": function})
 
     @property

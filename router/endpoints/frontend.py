@@ -16,13 +16,13 @@ from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.jobs import Job, make_jobs
-from baton.router.api.structured import MAX_LENGTH, Structure, calls_or_answer
+from baton.router.api.structured import Structure
 from baton.router.api.validation import named_as_in
-from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
+from baton.router.errors import ShuttingDown, TimedOut, Unsupported
 from baton.router.preparation.child import Preparer, fork_server
+from baton.router.preparation.demand import demand_of
 from baton.router.preparation.grammar_checker import GrammarChecker
 from baton.router.preparation.prepare import Converted, Generated, Prepared, Served
-from baton.router.tools import harmony
 from baton.rpc import worker_pb2 as pb
 
 TOKEN_BYTES = 4
@@ -199,44 +199,9 @@ class Frontend:
         return pb.Reasoning(end_id=tokenizer.token_id(way.end), start_id=start, budget=budget)
 
     async def _structure(self, body: ChatOptions | CompletionOptions, key: str) -> Structure | None:
-        """Returns the constraint that workers must enforce on the output. Raises InvalidRequest."""
-        tokenizer, structure = self._services.tokenizer, body.structure
-        in_messages = tokenizer.reasoning is not None and tokenizer.reasoning.in_messages
-        in_messages = in_messages and isinstance(body, ChatOptions)
-        if not isinstance(body, ChatOptions) or not body.offered_tools:
-            checked = structure and await self._checker.check(structure, key)
-            return harmony.in_final(checked, tokenizer.lark) if checked and in_messages else checked
-        tool_format = tokenizer.format_of_calls(forced=body.must_call)
-        if tool_format is None:
-            named = f"that of {tokenizer.unread_format}" if tokenizer.unread_format else "unknown"
-            text = f"tools is not supported: this model's tool call format is {named}, see --tool-call-parser"
-            raise Unsupported(text, param="tools")
-        answer = None
-        free = not body.must_call and structure is None
-        if free and (body.ignore_eos or not any(tool.function.strict for tool in body.offered_tools)):
-            return None
-        if not body.must_call and structure is not None:
-            answer = await self._checker.check(structure, key)
-        for i, tool in enumerate(body.tools or ()):
-            if not free or tool.function.strict:
-                field = f"tools[{i}].function.parameters"
-                await self._checker.check(Structure("json_schema", tool.schema_text, field), key)
-        tools = [tool if not free or tool.function.strict else tool.lax for tool in body.callable_tools]
-        try:
-            grammar = tool_format.grammar(tools, many=body.many_calls, spell=tokenizer.lark, text=free)
-        except Unsupported:
-            if free:
-                return None  # the model still calls its tools, as those that are not strict
-            raise
-        if answer is not None:
-            grammar = calls_or_answer(grammar, answer, harmony.final(tokenizer.lark) if in_messages else "")
-        if in_messages:
-            grammar = harmony.after_analysis(grammar, tokenizer.lark)
-        if len(grammar) > MAX_LENGTH:
-            raise InvalidRequest(
-                f"tools: {len(grammar)} characters are too many for tool_choice", param="tools"
-            )
-        return Structure("grammar", grammar, "tools")
+        """Returns the constraint that workers must enforce on the output. Raises ApiError."""
+        demand = demand_of(body, self._services.tokenizer)
+        return None if demand is None else await self._checker.check(demand, key)
 
 
 def _salt(of_key: bytes, sent: str | None) -> bytes:

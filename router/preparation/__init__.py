@@ -7,5 +7,5 @@ Life of a request here:
    too.
 2. `prepare` parses and validates it, renders the chat template and tokenizes. The result is `Prepared`.
 3. `child` has the `Preparer`, the process, and the messages between both. `pipe` is what all children do.
-4. `grammar_checker` compiles the grammar of a request with structured output, in a child process of its own.
+4. `grammar_checker` composes and compiles the grammar that a `demand` needs, in a child process of its own.
 """

@@ -4,55 +4,56 @@ The compiler is the workers' (llguidance), over an alphabet of single bytes, wit
 A grammar from a client may hang or crash it. Therefore it runs in a child process (`grammar_child`).
 """
 
+import hashlib
 import json
 from collections import OrderedDict
 
 from baton.router.api.structured import MAX_LENGTH, Structure
 from baton.router.child_pool import ChildDied, ChildPool, ForkServer
-from baton.router.errors import ApiError, InvalidRequest
+from baton.router.errors import ApiError, InvalidRequest, Unsupported
+from baton.router.preparation.demand import Demand
 
 _CACHED = 64
-"""Valid structures that are remembered, the newest ones."""
+"""Valid demands that are remembered, the newest ones."""
 
 
 class GrammarChecker:
-    """Has a child process, and remembers which structures were valid."""
+    """Has a child process, and remembers which demands were valid."""
 
     def __init__(self, server: ForkServer) -> None:
-        self._valid: OrderedDict[Structure, Structure] = OrderedDict()
+        self._valid: OrderedDict[bytes, Structure | None] = OrderedDict()
         self._children = ChildPool(server, "grammars", 1)
 
-    async def check(self, given: Structure, key: str) -> Structure:
-        """Returns the structure with its text as workers read it. `key` names the client's API key.
+    async def check(self, demand: Demand, key: str) -> Structure | None:
+        """Returns what workers enforce, as they read it; None: nothing. `key` names the client's API key.
 
-        Raises InvalidRequest naming the field, and ApiError when the child cannot start.
+        Raises InvalidRequest and Unsupported naming the field, and ApiError when the child cannot start.
         """
-        if not 0 < len(given.text) <= MAX_LENGTH:
+        given = demand.answer
+        if given is not None and not 0 < len(given.text) <= MAX_LENGTH:
             text = f"{given.field}: must have 1 to {MAX_LENGTH} characters, not {len(given.text)}"
             raise InvalidRequest(text, param=given.field)
-        if (checked := self._valid.get(given)) is None:
-            error, text = await self._compile(given, key)
-            if error is not None:
-                reason = " ".join(error.removesuffix("<non-verbose/>").split())
-                if given.kind == "json_schema":
-                    reason = f"invalid {given.field.rpartition('.')[2]!r} schema: {reason}"
-                raise InvalidRequest(f"{given.field}: {reason}", param=given.field)
-            if len(text) > MAX_LENGTH:  # the child makes some texts longer
-                raise InvalidRequest(f"{given.field}: too much to compile", param=given.field)
-            checked = self._valid[given] = Structure(given.kind, text, given.field)
+        name = hashlib.blake2b(demand.text).digest()
+        if name not in self._valid:
+            self._valid[name] = await self._compile(demand, key)
             if len(self._valid) > _CACHED:
                 self._valid.popitem(last=False)
-        return checked
+        return self._valid[name]
 
     async def close(self) -> None:
         await self._children.close()
 
-    async def _compile(self, given: Structure, key: str) -> tuple[str | None, str]:
-        """Returns the compiler's error or None, and the text as workers read it."""
-        request = json.dumps([given.kind, given.text]).encode()
+    async def _compile(self, demand: Demand, key: str) -> Structure | None:
         try:
-            return json.loads(await self._children.call(key, request))
+            said = json.loads(await self._children.call(key, demand.text))
         except ChildDied as died:
             if not died.caused_by_request:
                 raise ApiError(f"the router has no process to compile this grammar: {died}") from died
-            return "too much to compile", ""
+            raise InvalidRequest(f"{demand.param}: too much to compile", param=demand.param) from died
+        match said:
+            case {"structure": structure}:
+                return structure and Structure(*structure)
+            case {"error": message, "param": param, "unsupported": unsupported}:
+                raise (Unsupported if unsupported else InvalidRequest)(message, param=param)
+            case other:
+                raise AssertionError(other)

@@ -1,102 +1,118 @@
-"""A child process that compiles the grammars of clients.
+"""A child process that composes the grammars of requests, and compiles exactly what workers will compile.
 
 A grammar may take minutes to compile, or overflow the compiler's stack. Then this process dies, and
-`router.child_pool` starts another. A request is JSON, [kind, text]. The reply is JSON too: [error or null,
-text for workers].
+`router.child_pool` starts another. A request is a `demand.Demand`. The reply is JSON: {"structure": …}
+or {"error": …, "param": …, "unsupported": …}.
 """
 
 import json
-import re
-import threading
+from functools import cache
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from baton.router.preparation import pipe
+from baton.machine.grammars import TOO_MUCH, Alphabet, error_of, limited
+from baton.router.api.structured import MAX_LENGTH, Structure
+from baton.router.errors import ApiError, InvalidRequest, Unsupported
+from baton.router.preparation import demand, pipe
+from baton.router.tools.regex import of_ascii
+from baton.router.tools.schema import subschemas
 
 CPU_SECONDS = 0.5
 MEMORY_BYTES = 2 << 30
-STACK_BYTES = 1 << 20
-"""An eighth of the workers' stack: a grammar that compiles here also compiles there."""
-LIMITS: dict[str, Any] = {
-    "step_max_items": 20_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000,
-    "verbose_errors": False,
-}
-"""Limits of llguidance. Workers set the same."""
-_DIGITS, _WORDS, _SPACES = "0-9", "0-9A-Za-z_", r"\t-\r \x{a0}"
-_CLASSES = {
-    "d": f"[{_DIGITS}]", "D": f"[^{_DIGITS}]", "w": f"[{_WORDS}]", "W": f"[^{_WORDS}]",
-    "s": f"[{_SPACES}]", "S": f"[^{_SPACES}]",
-}  # fmt: skip
-"""Of a regular expression, as in xgrammar. llguidance would take any character of Unicode."""
-_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
-"""Keywords of a schema whose members are schemas under any name."""
-_VALUES = {"enum", "const", "default", "examples"}
-"""Keywords of a schema whose members are no schemas."""
 _OF_DRAFT_3 = {"divisibleBy", "extends", "disallow"}
 
 
 def serve() -> None:
+    def reply_within_limits(request: bytes) -> bytes:
+        with limited():
+            return reply(request)
+
     pipe.limit(MEMORY_BYTES)
-    alphabet = LLTokenizer("byte")
-    threading.stack_size(STACK_BYTES)
-
-    def reply(request: bytes) -> bytes:
-        replies: list[tuple[str | None, str]] = []
-        thread = threading.Thread(target=compile_, args=(alphabet, *json.loads(request), replies))
-        thread.start()
-        thread.join()
-        return json.dumps(replies[0]).encode()
-
-    pipe.serve(reply, CPU_SECONDS)
+    pipe.serve(reply_within_limits, CPU_SECONDS)
 
 
-def compile_(alphabet: LLTokenizer, kind: str, text: str, replies: list[tuple[str | None, str]]) -> None:
-    """Adds one reply: the error or None, and the text as workers read it."""
+def reply(request: bytes) -> bytes:
+    asked = demand.read(request)
+    alphabet = _alphabet(asked.vocab_size)
     try:
-        match kind:
+        checked: list[Structure] = []
+
+        def check(given: Structure) -> Structure:
+            checked.append(_checked(alphabet, given))
+            return checked[-1]
+
+        structure = asked.composed(check)
+        if structure is not None and structure not in checked:
+            _compile(alphabet, structure)
+        said: dict[str, Any] = {"structure": structure and [structure.kind, structure.text, structure.field]}
+    except ApiError as error:
+        said = {"error": error.message, "param": error.param, "unsupported": isinstance(error, Unsupported)}
+    except (ValueError, RecursionError, MemoryError) as error:
+        said = {
+            "error": f"{asked.param}: {str(error) or TOO_MUCH}",
+            "param": asked.param,
+            "unsupported": False,
+        }
+    return json.dumps(said).encode()
+
+
+@cache
+def _alphabet(vocab_size: int) -> LLTokenizer:
+    return Alphabet(vocab_size).tokenizer()
+
+
+def _checked(alphabet: LLTokenizer, given: Structure) -> Structure:
+    """Returns a part that a client wrote as workers read it. Raises InvalidRequest."""
+    what = ""
+    try:
+        match given.kind:
             case "json_schema":
-                text = as_latest_draft(text)
-                grammar = LLMatcher.grammar_from_json_schema(text)
+                what = f"invalid {given.field.rpartition('.')[2]!r} schema: "
+                text = as_latest_draft(given.text)
             case "regex":
-                text = re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), text, flags=re.DOTALL)
-                grammar = LLMatcher.grammar_from_regex(text)
+                text = of_ascii(given.text)
             case _:
-                text = any_to_lark(text)  # from GBNF, the format of llama.cpp and xgrammar
-                grammar = LLMatcher.grammar_from_lark(text)
-        matcher = LLMatcher(alphabet, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        matcher.compute_bitmask()
-        replies.append((matcher.get_error() or None, text))
-    except Exception as error:  # noqa: BLE001  (the translator from GBNF raises bare Exceptions)
-        replies.append((str(error), text))
+                text = any_to_lark(given.text)  # from GBNF, the format of llama.cpp and xgrammar
+    except Exception as error:  # the translator from GBNF raises bare ones
+        raise InvalidRequest(f"{given.field}: {what}{str(error) or TOO_MUCH}", param=given.field) from error
+    if len(text) > MAX_LENGTH:  # some texts became longer
+        raise InvalidRequest(f"{given.field}: {TOO_MUCH}", param=given.field)
+    made = Structure(given.kind, text, given.field)
+    _compile(alphabet, made, what)
+    return made
+
+
+def _compile(alphabet: LLTokenizer, structure: Structure, what: str = "") -> None:
+    """Raises InvalidRequest."""
+    structure.text.encode()  # a half of a character is no text
+    if error := error_of(alphabet, structure.kind, structure.text):
+        raise InvalidRequest(f"{structure.field}: {what}{error}", param=structure.field)
 
 
 def as_latest_draft(text: str) -> str:
-    """Returns a schema without `$schema`, so that no keyword of a later draft is ignored.
+    """Returns a schema without `$schema`, so that no keyword of a later draft is ignored, and without formats
+    that llguidance does not know: they are annotations.
 
     Raises ValueError for a keyword of an earlier draft that would be ignored.
     """
     schema = json.loads(text)
-    parts = [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, list):
-            parts += part
-        if not isinstance(part, dict):
-            continue
+    changed = False
+    known: dict[str, bool] = {}
+    for part in subschemas(schema):
+        changed |= part.pop("$schema", None) is not None
         for name, value in part.items():
             exclusive = name in ("exclusiveMinimum", "exclusiveMaximum") and value is True
             if exclusive and name.removeprefix("exclusive").lower() not in part:
                 raise ValueError(f"{name} must be a number")
             if name in _OF_DRAFT_3 or (name == "required" and isinstance(value, bool)):
                 raise ValueError(f"{name} is of draft 3 of JSON Schema, which is not supported")
-            if name in _MAPS and isinstance(value, dict):
-                parts += value.values()
-            elif name not in _VALUES:
-                parts.append(value)
-    if not isinstance(schema, dict) or "$schema" not in schema:
-        return text
-    return json.dumps({name: value for name, value in schema.items() if name != "$schema"})
+        if isinstance(name := part.get("format"), str):
+            if name not in known:
+                probe = json.dumps({"type": "string", "format": name})
+                known[name] = not error_of(_alphabet(0), "json_schema", probe)
+            if not known[name]:
+                del part["format"]
+                changed = True
+    return json.dumps(schema) if changed else text

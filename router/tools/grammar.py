@@ -9,11 +9,22 @@ from typing import Any
 from baton.router.api.messages import SPACED, Tool
 from baton.router.api.structured import MAX_LENGTH
 from baton.router.errors import InvalidRequest, Unsupported
-from baton.router.tools.schema import Types, resolved, types_of
+from baton.router.tools.regex import anywhere, literal, of_ascii
+from baton.router.tools.schema import Types, conjuncts, resolved, subschemas, types_of, unknown_reference
 
 _PLACES = r"\{name\}|\{arguments\}|\{number\}|\{key\}|\{value\}"
 _NUMBER = "/[0-9]{1,3}/"
 _DEFINITIONS = ("$defs", "definitions")
+_ANNOTATIONS = (
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+)
 _OF_WHOLE = {
     "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
     "maxProperties", "dependentRequired", "dependentSchemas",
@@ -57,16 +68,14 @@ def grammar_of(
     def lark(text: str, places: Mapping[str, str] = {}) -> str:
         pieces = re.split(f"({'|'.join([_PLACES, *map(re.escape, specials)])})", text)
         known = {**{special: spell(special) for special in specials}, **places}
-        return " ".join(
-            known.get(piece) or json.dumps(piece, ensure_ascii=False) for piece in pieces if piece
-        )
+        return " ".join(known.get(piece) or quoted(piece) for piece in pieces if piece)
 
     more = f"({lark(written.separator)} call)*" if many and written.separator is not None else ""
     rules = [f"start: {lark(written.begin)} call {more} {lark(written.end)}"]
     rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}")
     length = 0  # of the rules of arguments
     for i, tool in enumerate(tools):
-        places = {"{name}": json.dumps(tool.function.name), "{arguments}": f"args{i}", "{number}": _NUMBER}
+        places = {"{name}": quoted(tool.function.name), "{arguments}": f"args{i}", "{number}": _NUMBER}
         rules.append(f"call{i}: {lark(written.call, places)}")
         if written.pair is None:
             rules.append(f"args{i}: %json {tool.schema_text}")
@@ -105,9 +114,9 @@ def or_text(written: Written, mark: str, token: str | None, grammar: Callable[[W
         if token is not None:
             rules = [f"start: TEXT? ({token} calls)?", "TEXT: /(?s:.+)/"]
         else:
-            quoted = re.escape(mark).replace("/", "\\/")
-            rules = ["start: text calls | TEXT", f"text[suffix={json.dumps(mark)}]: /(?s:.*)/"]
-            rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){quoted}(?s:.*)/")
+            holds = literal(f"(?s:.*){re.escape(mark)}(?s:.*)")
+            rules = ["start: text calls | TEXT", f"text[suffix={quoted(mark)}]: /(?s:.*)/"]
+            rules.append(f"TEXT: /(?s:.*)/ & ~{holds}")
     return "\n".join([*rules, calls.replace("start:", "calls:", 1)])
 
 
@@ -117,9 +126,16 @@ def _pairs(
     """Yields the rules of arguments that are written one by one, in the order of the schema."""
     assert written.pair is not None
     root, known = json.loads(tool.schema_text), dict[int, Types]()
+    if (unknown := unknown_reference(root)) is not None:
+        raise _unsupported(tool, unknown)
     schema = resolved(root, root)
-    if not isinstance(schema, dict) or (whole := schema.keys() & _OF_WHOLE):
-        raise _unsupported(tool, f"{min(whole)} at the top" if isinstance(schema, dict) else "this $ref")
+    if not isinstance(schema, dict):
+        raise _unsupported(tool, "this $ref")
+    whole = schema.keys() & _OF_WHOLE
+    if schema is not root:  # no keyword beside a reference may be lost
+        whole |= root.keys() - {"$ref", "type", *_DEFINITIONS, *SPACED, *_ANNOTATIONS}
+    if whole:
+        raise _unsupported(tool, f"{min(whole)} at the top")
     fields = {**dict.fromkeys(schema.get("required") or (), True), **(schema.get("properties") or {})}
     if not fields and schema.get("additionalProperties") is not False:
         pair = lark(written.pair, {"{key}": f"/{written.keys}/", "{value}": f"{rule}_value"})
@@ -133,7 +149,7 @@ def _pairs(
     for k, (key, of_value) in enumerate(fields.items()):
         if not re.fullmatch(written.keys, key):
             raise _unsupported(tool, f"an argument with the name {key[:40]!r}")
-        pair = lark(written.pair, {"{key}": json.dumps(key), "{value}": f"{rule}_{k}v"})
+        pair = lark(written.pair, {"{key}": quoted(key), "{value}": f"{rule}_{k}v"})
         between = lark(written.between_pairs, {})
         first, later = (f"{rule}_{k}" if k else rule), f"{rule}_{k}b"
         next_first, next_later = f"{rule}_{k + 1}", f"{rule}_{k + 1}b"
@@ -149,31 +165,47 @@ def _value(
     written: Written, tool: Tool, rule: str, schema: Any, root: Mapping[str, Any], known: dict[int, Types]
 ) -> Iterator[str]:
     """Yields the rules of one value. `known`: as of `types_of`."""
-    end = json.dumps(written.value_end)
+    end = quoted(written.value_end)
     if not written.value_end or "string" not in types_of(schema, root, known):
-        text = json.dumps(schema)
-        if re.search(r'"\$ref": "(?!#/(\$defs|definitions)/)', text):
-            raise _unsupported(tool, "a $ref to a place outside of $defs")
-        definitions = {name: root[name] for name in _DEFINITIONS if name in root and '"$ref"' in text}
-        whole = json.dumps({**SPACED, **definitions, **(schema if isinstance(schema, dict) else {})})
+        shared = {name: root[name] for name in _DEFINITIONS if name in root}
+        shared = shared if any("$ref" in part for part in subschemas(schema)) else {}
+        whole = json.dumps({**SPACED, **(schema if isinstance(schema, dict) else {}), **shared})
         yield f"{rule}: {rule}j {end}"
         yield f"{rule}j: %json {whole}"
         return
-    of_text = resolved(schema, root)
-    of_text = of_text if isinstance(of_text, dict) else {}
-    if texts := of_text.get("enum", [of_text["const"]] if "const" in of_text else None):
-        spelled = (text if isinstance(text, str) else json.dumps(text) for text in texts)
-        yield f"{rule}: ({' | '.join(json.dumps(text, ensure_ascii=False) for text in spelled)}) {end}"
-        return
-    limits = [f"(?s:.{{{of_text.get('minLength', 0)},{of_text.get('maxLength', '')}}})"]
-    if isinstance(pattern := of_text.get("pattern"), str):
-        # A pattern of a schema may match anywhere in a text.
-        before = "" if pattern.startswith("^") else "(?s:.*)"
-        after = "" if pattern.endswith("$") else "(?s:.*)"
-        limits.append(f"{before}({pattern.removeprefix('^').removesuffix('$')}){after}")
-    yield f"{rule}[suffix={end}]: {rule.upper()}"
-    slashed = [re.sub(r"(?<!\\)/", r"\/", limit) for limit in limits]
-    yield f"{rule.upper()}: {' & '.join(f'/{limit}/' for limit in slashed)}"
+    texts: list[str] | None = None  # None: any text
+    limits = []
+    for each in conjuncts(schema, root):
+        values = each.get("enum", [each["const"]] if "const" in each else None)
+        if isinstance(values, list):
+            spelled = [text if isinstance(text, str) else json.dumps(text) for text in values]
+            texts = [text for text in spelled if texts is None or text in texts]
+        least, most = (_count(tool, each, name) for name in ("minLength", "maxLength"))
+        if least is not None or most is not None:
+            limits.append(f"(?s:.{{{least or 0},{'' if most is None else most}}})")
+        if isinstance(pattern := each.get("pattern"), str):
+            limits.append(anywhere(of_ascii(pattern)))
+    if texts == []:
+        raise _unsupported(tool, "value for an argument that must have several values")
+    kinds = ["(" + " | ".join(map(quoted, texts)) + ")"] if texts is not None else []
+    kinds += map(literal, limits or ([] if kinds else ["(?s:.*)"]))
+    yield f"{rule}: {rule.upper()} {end}" if texts is not None else f"{rule}[suffix={end}]: {rule.upper()}"
+    yield f"{rule.upper()}: {' & '.join(kinds)}"
+
+
+def _count(tool: Tool, schema: Mapping[str, Any], name: str) -> int | None:
+    """Returns a keyword that counts characters. None: the schema has none."""
+    value = schema.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1:
+        raise _unsupported(tool, f"{name} of {str(value)[:40]!r}")
+    return int(value)
+
+
+def quoted(text: str) -> str:
+    """Returns the text as a string of Lark, which has no control characters."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _unsupported(tool: Tool, what: str) -> Unsupported:

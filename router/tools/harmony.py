@@ -13,6 +13,7 @@ from baton.router.api.structured import Structure, json_rule
 from baton.router.errors import Unsupported
 from baton.router.tools.marker import Marker
 from baton.router.tools.readers import MAX_HEAD, NAME
+from baton.router.tools.regex import literal
 
 _HEADS = "<|start|>", "<|channel|>"
 _BODY = "<|message|>"
@@ -90,7 +91,7 @@ def in_final(structure: Structure, spell: Callable[[str], str]) -> Structure:
         case "json_schema":
             answer = json_rule(structure)
         case "regex":
-            answer = "/" + re.sub(r"(?<!\\)/", r"\/", structure.text) + "/"
+            answer = literal(structure.text)
         case "grammar":
             text = f"{structure.field} is not supported by this model's form of messages: use json or regex"
             raise Unsupported(text, param=structure.field)

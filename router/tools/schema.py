@@ -2,8 +2,10 @@
 
 import ast
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 Schema = Mapping[str, Any] | bool | None
 Types = frozenset[str]
@@ -11,35 +13,86 @@ JSON_TYPES: Types = frozenset({"string", "number", "integer", "boolean", "null",
 _OF_VALUE = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _DEPTH = 16
 """References and combinations that are followed. A schema that is deeper may have values of all types."""
+_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+"""Keywords whose members are schemas under any name."""
+_VALUES = {"enum", "const", "default", "examples"}
+"""Keywords whose members are no schemas."""
+_OF_PLACES = {"$id", "$dynamicRef", "$recursiveRef"}
+"""Keywords that change what a reference means."""
+_PLAIN = re.compile(r"#/(\$defs|definitions)/[^/~%]+")
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
-    """Follows the references of a schema to other places of `root`."""
+    """Follows the references of a schema to other places of `root`, as `_target`."""
     for _ in range(_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
-        place: Any = root
-        for name in schema["$ref"].removeprefix("#").split("/")[1:]:
-            place = (
-                place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
-            )
-        schema = place
+        schema = _target(schema["$ref"], root)
     return None
+
+
+def _target(reference: str, root: Schema) -> Any:
+    """Returns the place of `root` that a reference names (RFC 6901, as a fragment of a URI); None if there is
+    none."""
+    place: Any = root
+    for name in unquote(reference.removeprefix("#")).split("/")[1:]:
+        place = place.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+    return place
+
+
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yields the schema and all schemas in it. What is no schema, such as a name or a value, is left out."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        if not isinstance(part, dict):
+            continue
+        yield part
+        for name, value in part.items():
+            if name in _MAPS and isinstance(value, dict):
+                parts += value.values()
+            elif name not in _VALUES:
+                parts.append(value)
+
+
+def unknown_reference(root: Any) -> str | None:
+    """Returns what of the references in a schema may mean another place for others than for `resolved`; None:
+    nothing does."""
+    for part in subschemas(root):
+        if names := part.keys() & (_OF_PLACES if part is not root else _OF_PLACES - {"$id"}):
+            return min(names)
+        if "$ref" in part and not (isinstance(part["$ref"], str) and _PLAIN.fullmatch(part["$ref"])):
+            return f"$ref like {str(part['$ref'])[:40]!r}"
+    return None
+
+
+def conjuncts(schema: Schema, root: Schema, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
+    """Yields schemas that all must hold: a schema, what it refers to, and the members of its allOf."""
+    if not isinstance(schema, Mapping) or not depth:
+        return
+    yield schema
+    others = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+    others = [*others, _target(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else others
+    for other in others:
+        yield from conjuncts(other, root, depth - 1)
 
 
 def types_of(schema: Schema, root: Schema, known: dict[int, Types], depth: int = _DEPTH) -> Types:
     """Returns the JSON types that values of a schema may have.
 
     `known`: the result for each schema of `root` that was looked at, by id. So none is looked at twice."""
-    schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or not depth:
         return JSON_TYPES
     if id(schema) in known:
         return known[id(schema)]
     types = known[id(schema)] = JSON_TYPES
+    if isinstance(schema.get("$ref"), str):
+        types &= types_of(_target(schema["$ref"], root), root, known, depth - 1)
     named = schema.get("type")
     if isinstance(named, str | list):
-        types = frozenset([named] if isinstance(named, str) else filter(None, map(str, named)))
+        types &= frozenset([named] if isinstance(named, str) else filter(None, map(str, named)))
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         types &= frozenset(map(_type_of, values))

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from baton.engine import Engine, Reasoning, StructuredOutput
+from baton.engine import Engine, Reasoning, StructuredOutput, grammar_compiler
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.step_builder import build_adjustments
 from baton.engine.execution.sampler import adjust
-from baton.engine.grammar import LIMITS, Grammars
+from baton.engine.grammar import Grammars
+from baton.engine.grammar_compiler import Compiler, Key, Shared, _Turns
 from baton.engine.loader.tokenizer_json import tokenizer_json
+from baton.machine.grammars import LIMITS, Alphabet
 from tests.engine.conftest import MakeEngine, request_of, run, tokens_of
 
 EOS = 2
@@ -193,6 +196,86 @@ def test_a_grammar_that_takes_too_long_fails_its_request_only(
     engine.assert_whole()
 
 
+CHAIN = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1} | r{i + 1}' for i in range(3000)) + '\nr3000: "x"'
+"""Overflows the stack of the compiler."""
+
+
+def test_a_grammar_that_would_end_the_engine_fails_its_request_only(spelled_engine: Any) -> None:
+    engine = spelled_engine()
+    requests = [
+        request_of(i, [1, 5], max_tokens=9, structured_output=wanted)
+        for i, wanted in enumerate([StructuredOutput("grammar", CHAIN), StructuredOutput("regex", "ab")])
+    ]
+    ended, served = run(engine, requests).values()
+    assert ended.refused == "structured output: too much to compile"
+    assert len(served.tokens) == 3
+    engine.assert_whole()
+
+
+def test_requests_with_one_text_share_a_grammar(spelled_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is given back when no request uses it, and if it is large, not kept for others."""
+    compiled: list[tuple[bytes, int]] = []
+    use = Compiler._use
+
+    def noted(self: Any, shared: Any) -> Any:
+        compiled.append((shared.key.tenant, id(shared)))
+        return use(self, shared)
+
+    monkeypatch.setattr(Compiler, "_use", noted)
+    monkeypatch.setattr(grammar_compiler, "_SPREAD_BYTES", 1 << 20)
+    monkeypatch.setattr(grammar_compiler, "_IDLE_BYTES", 1 << 20)
+    engine, costly = spelled_engine(), {"type": "array", "items": {"type": "integer", "multipleOf": 9973}}
+    compiler = engine._grammars._compiler
+    for tenants, count in ((b"a",), 1), ((b"a", b"b"), 2):
+        requests = [
+            replace(
+                request_of(i, [1, 5 + i], max_tokens=4, structured_output=json_schema(costly)),
+                tenant=tenants[i % len(tenants)],
+            )
+            for i in range(8)
+        ]
+        compiled.clear()
+        assert all(result.tokens for result in run(engine, requests).values())
+        assert len(compiled) == 8
+        assert len(set(compiled)) == count
+        assert not compiler._used
+        assert not compiler._idle
+    engine.assert_whole()
+
+
+def test_grammars_of_one_tenant_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "MOST_BYTES", 4 << 20)
+    compiler: Compiler[Shared] = Compiler(lambda: Alphabet(300).tokenizer(), 300, threads=1)
+
+    def compiled(tenant: bytes, schema: dict[str, Any]) -> Shared:
+        return compiler.compile(tenant, json_schema(schema), lambda shared: shared).result()
+
+    def long(i: int) -> dict[str, Any]:
+        return {"enum": [f"{i} {j}" for j in range(4000)]}
+
+    try:
+        of_many = [compiled(b"many", long(0))]
+        with pytest.raises(ValueError, match="more than 4 MiB together; send fewer"):
+            of_many += [compiled(b"many", long(i)) for i in range(1, 9)]
+        small = [compiled(b"one", {"enum": ["a"]}) for _ in range(2)]
+        assert small[0] is small[1]
+        of_many[0].release()
+        compiled(b"many", long(9))
+    finally:
+        compiler.close()
+
+
+def test_tenants_take_turns_by_the_time_of_their_grammars() -> None:
+    turns, served = _Turns(), []
+    for tenant, count in ((b"dear", 9), (b"cheap", 3)):
+        for i in range(count):
+            turns.add(tenant, lambda tenant=tenant, i=i: served.append((tenant, i)))
+    for _ in range(12):
+        turns.serve()
+        turns.charge(served[-1][0], 0.5 if served[-1][0] == b"dear" else 0.001)
+    assert served[:4] == [(b"dear", 0), (b"cheap", 0), (b"cheap", 1), (b"cheap", 2)]
+
+
 def test_given_output_that_violates_the_grammar_is_refused(spelled_engine: Any) -> None:
     engine = spelled_engine()
     wanted = StructuredOutput("regex", "a{9}")
@@ -221,13 +304,13 @@ def test_a_model_without_tokenizer_refuses_structured_output_only(tiny_engine: M
 def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set, no grammar is compiled."""
     event = threading.Event()
-    compile_ = Grammars._compile
+    shared = Compiler._shared
 
-    def when_allowed(self: Grammars, *given: Any) -> Any:
+    def when_allowed(self: Any, *given: Any) -> Any:
         assert event.wait(60)
-        return compile_(self, *given)
+        return shared(self, *given)
 
-    monkeypatch.setattr(Grammars, "_compile", when_allowed)
+    monkeypatch.setattr(Compiler, "_shared", when_allowed)
     return event
 
 
@@ -259,13 +342,13 @@ def test_cancelling_a_request_cancels_its_grammar(
     spelled_engine: Any, monkeypatch: pytest.MonkeyPatch, may_compile: threading.Event
 ) -> None:
     compiled = []
-    compile_ = Grammars._compile
+    shared = Compiler._shared
 
-    def noted(self: Grammars, wanted: StructuredOutput, given: Any) -> Any:
-        compiled.append(wanted.text)
-        return compile_(self, wanted, given)
+    def noted(self: Any, key: Key) -> Any:
+        compiled.append(key.wanted.text)
+        return shared(self, key)
 
-    monkeypatch.setattr(Grammars, "_compile", noted)
+    monkeypatch.setattr(Compiler, "_shared", noted)
     engine = spelled_engine()
     requests = [
         request_of(i, [1, 5], max_tokens=9, structured_output=StructuredOutput("regex", "ab"[i % 2] * i))
@@ -390,6 +473,7 @@ def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: P
         bits = np.unpackbits(bits.view(np.uint8), bitorder="little")
         assert bits.nonzero()[0].tolist() == [expected]
         live.token_ids.append(expected)
+    grammars.close()
 
 
 def test_a_mask_applies_to_its_rows_only_for_any_vocabulary() -> None:

@@ -10,6 +10,7 @@ import pytest
 from baton.router.admission.keys import ApiKey, api_keys
 from baton.router.admission.queue import OUTPUT_WEIGHT
 from baton.router.api.structured import Structure
+from baton.router.preparation.demand import Demand
 from baton.router.preparation.grammar_checker import GrammarChecker
 from baton.router.text.tokenizer import ModelTokenizer
 
@@ -107,7 +108,7 @@ async def test_the_client_sets_a_timeout(cluster: Cluster):
 
 
 async def test_a_deadline_ends_the_wait_for_a_grammar(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
-    async def hangs(checker: GrammarChecker, given: Structure, key: str) -> Structure:
+    async def hangs(checker: GrammarChecker, demand: Demand, key: str) -> Structure:
         return await asyncio.Future()
 
     monkeypatch.setattr(GrammarChecker, "check", hangs)

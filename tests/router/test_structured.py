@@ -16,6 +16,7 @@ from baton.router.api.structured import MAX_LENGTH, Structure
 from baton.router.child_pool import ForkServer
 from baton.router.errors import InvalidRequest
 from baton.router.preparation.child import fork_server
+from baton.router.preparation.demand import Demand
 from baton.router.preparation.grammar_checker import GrammarChecker
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as ipb
@@ -30,6 +31,12 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 DEEP = "start: r0\n" + "\n".join(f"r{i}: 'a' r{i + 1} | r{i + 1}" for i in range(3000)) + "\nr3000: 'x'"
 DEEP = DEEP.replace("'", '"')  # overflows the compiler's stack
+
+
+async def checked(checker: GrammarChecker, given: Structure) -> Structure:
+    structure = await checker.check(Demand(given, 300), "")
+    assert structure is not None
+    return structure
 
 
 def as_format(schema: Any) -> dict[str, Any]:
@@ -53,6 +60,14 @@ def as_format(schema: Any) -> dict[str, Any]:
                 }
             },
             pb.StructuredOutput(json_schema='{"const": 1}'),
+        ),
+        (  # a format that workers do not know is an annotation
+            {
+                "response_format": as_format(
+                    {"anyOf": [{"format": "path"}, {"format": "date"}], "enum": ["format"]}
+                )
+            },
+            pb.StructuredOutput(json_schema='{"anyOf": [{}, {"format": "date"}], "enum": ["format"]}'),
         ),
     ],
 )
@@ -131,7 +146,7 @@ async def test_a_keyword_that_would_have_no_effect_is_refused_by_name(
 ):
     async with running_checker(tokenizer) as checker:
         with pytest.raises(InvalidRequest, match=keyword):
-            await checker.check(Structure("json_schema", json.dumps(schema), "f"), "")
+            await checked(checker, Structure("json_schema", json.dumps(schema), "f"))
 
 
 async def test_names_and_values_are_no_keywords(tokenizer: ModelTokenizer):
@@ -141,11 +156,11 @@ async def test_names_and_values_are_no_keywords(tokenizer: ModelTokenizer):
     }
     async with running_checker(tokenizer) as checker:
         text = json.dumps(schema)
-        assert (await checker.check(Structure("json_schema", text, "f"), "")).text == text
+        assert (await checked(checker, Structure("json_schema", text, "f"))).text == text
         draft_4 = {"type": "number", "minimum": 3, "exclusiveMinimum": True}
-        checked = await checker.check(Structure("json_schema", json.dumps(draft_4), "f"), "")
+        made = await checked(checker, Structure("json_schema", json.dumps(draft_4), "f"))
         assert [
-            accepts(LLMatcher.grammar_from_json_schema(checked.text), text) for text in ("3", "3.1", "4")
+            accepts(LLMatcher.grammar_from_json_schema(made.text), text) for text in ("3", "3.1", "4")
         ] == [False, True, True]
 
 
@@ -168,12 +183,12 @@ async def test_classes_of_characters_are_those_of_xgrammar(
     regex: str, taken: list[str], refused: list[str], tokenizer: ModelTokenizer
 ):
     async with running_checker(tokenizer) as checker:
-        checked = await checker.check(Structure("regex", regex, "f"), "")
-        grammar = LLMatcher.grammar_from_regex(checked.text)
+        made = await checked(checker, Structure("regex", regex, "f"))
+        grammar = LLMatcher.grammar_from_regex(made.text)
         assert [text for text in taken if not accepts(grammar, text)] == []
         assert [text for text in refused if accepts(grammar, text)] == []
         with pytest.raises(InvalidRequest, match="too much to compile"):
-            await checker.check(Structure("regex", r"|".join([r"\d"] * (MAX_LENGTH // 4)), "f"), "")
+            await checked(checker, Structure("regex", r"|".join([r"\d"] * (MAX_LENGTH // 4)), "f"))
 
 
 async def test_a_regex_that_takes_long_is_refused():
@@ -184,8 +199,8 @@ async def test_a_regex_that_takes_long_is_refused():
     server = ForkServer([sys.executable, "-c", limited])
     checker = GrammarChecker(server)
     with pytest.raises(InvalidRequest, match="too much to compile"):
-        await checker.check(Structure("regex", "((a{1000}){1000}){1000}", "f"), "")
-    assert (await checker.check(Structure("regex", "a", "f"), "")).text == "a"
+        await checked(checker, Structure("regex", "((a{1000}){1000}){1000}", "f"))
+    assert (await checked(checker, Structure("regex", "a", "f"))).text == "a"
     await checker.close()
     await server.close()
 
@@ -237,28 +252,29 @@ async def test_a_valid_structure_is_compiled_once(monkeypatch: pytest.MonkeyPatc
     compiled = []
     original = GrammarChecker._compile
 
-    async def compile_(self: GrammarChecker, given: Structure, key: str) -> Any:
-        compiled.append(given.text)
-        return await original(self, given, key)
+    async def compile_(self: GrammarChecker, demand: Demand, key: str) -> Any:
+        assert demand.answer is not None
+        compiled.append(demand.answer.text)
+        return await original(self, demand, key)
 
     monkeypatch.setattr(GrammarChecker, "_compile", compile_)
     async with running_checker(tokenizer) as checker:
         for text in ("a", "b", "a", "a"):
-            await checker.check(Structure("regex", text, "f"), "")
+            await checked(checker, Structure("regex", text, "f"))
         assert compiled == ["a", "b"]
         for _ in range(2):
             with pytest.raises(InvalidRequest):
-                await checker.check(Structure("regex", "(", "f"), "")
+                await checked(checker, Structure("regex", "(", "f"))
         for i in range(100):
-            await checker.check(Structure("regex", str(i), "f"), "")
+            await checked(checker, Structure("regex", str(i), "f"))
         assert len(checker._valid) < 100
 
 
 async def test_a_cancelled_check_does_not_affect_the_next(tokenizer: ModelTokenizer):
     async with running_checker(tokenizer) as checker:
-        slow = asyncio.create_task(checker.check(Structure("regex", "((a{1000}){1000}){1000}", "f"), ""))
+        slow = asyncio.create_task(checked(checker, Structure("regex", "((a{1000}){1000}){1000}", "f")))
         while not checker._children._calls:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         slow.cancel()
         assert await asyncio.gather(slow, return_exceptions=True)
-        assert (await checker.check(Structure("regex", "a", "f"), "")).text == "a"
+        assert (await checked(checker, Structure("regex", "a", "f"))).text == "a"

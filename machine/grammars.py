@@ -1,0 +1,231 @@
+"""Compiles grammars of clients (https://github.com/guidance-ai/llguidance) within hard limits.
+
+    text ─▶ Trials ─▶ a process that forks ─▶ a child for this text alone ─▶ an error, or what the text costs
+
+A grammar of a few characters may compile for minutes, take all memory, or overflow the compiler's stack, and
+that ends the process. So a process that must live first tries each text here. A child compiles it with less
+stack, so what compiles there also compiles in a thread of `STACK_BYTES`. If the child dies, the text is
+refused.
+
+A router tries what clients write, and a worker tries it again: it trusts no router.
+"""
+
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+LIMITS: dict[str, Any] = {
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+"""Lower than llguidance's own limits, so that the states of a request take at most 40 MB."""
+WHITESPACE = r"[ \n\r\t]{1,32}"
+"""White space between the parts of JSON. It is bounded, since some models would emit newlines forever."""
+TOO_MUCH = "too much to compile"
+STACK_BYTES = 8 << 20
+"""Of a thread that compiles what was tried."""
+_CPU_SECONDS = 2.0
+"""Of one text. Routers allow less, also on a machine that is slower than theirs."""
+MEMORY_BYTES = 64 << 20
+"""Of one text. JSON schemas of the greatest length take 40 MB at most."""
+_HANG_SECONDS = 60.0
+_NICE = 5
+_LENGTH = struct.Struct("<I")
+
+
+def source(kind: str, text: str) -> str:
+    """Returns a grammar as llguidance reads it. `kind`: json_schema, regex or grammar (Lark). Raises
+    ValueError."""
+    match kind:
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
+        case "regex":
+            return LLMatcher.grammar_from_regex(text)
+        case _:
+            return LLMatcher.grammar_from_lark(text)
+
+
+def compiled(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
+    """Compiles without Python's lock. A text that was not tried may end the process. Raises ValueError."""
+    limits = LLParserLimits(**LIMITS)
+    matcher = LLMatcher(tokenizer, source(kind, text), log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ValueError(readable(matcher.get_error()))
+    return matcher
+
+
+def readable(error: str) -> str:
+    """Returns an error of llguidance as one line."""
+    return " ".join(error.partition("<backtrace>")[0].removesuffix("<non-verbose/>").split())
+
+
+class Alphabet:
+    """The tokens of a model as far as a compiler needs them: single bytes, and the numbers of all others."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+
+    def __init__(self, vocab_size: int) -> None:
+        end = b"\xff" + "≺EOS≻".encode()  # no text spells it
+        self.tokens = [*(bytes([i]) for i in range(256)), end, *[b""] * (vocab_size - 257)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+    def tokenizer(self) -> LLTokenizer:
+        return LLTokenizer(TokenizerWrapper(self), slices=[])
+
+
+def error_of(tokenizer: LLTokenizer, kind: str, text: str) -> str:
+    """Returns what is wrong with a text, or nothing. For a process that is `limited`."""
+    try:
+        matcher = compiled(tokenizer, kind, text)
+        matcher.compute_bitmask()
+        return readable(matcher.get_error())
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is the text's)
+        return str(error) or TOO_MUCH
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """For the only thread of a process: its stack is an eighth of what compilers have elsewhere, and its
+    memory grows by `MEMORY_BYTES` at most. Otherwise it dies."""
+    before = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_STACK, resource.RLIMIT_AS)}
+    wanted = STACK_BYTES // 8, _memory()[0] + MEMORY_BYTES
+    for (kind, (soft, hard)), most in zip(before.items(), wanted, strict=True):
+        resource.setrlimit(kind, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
+    try:
+        yield
+    finally:
+        for kind, limits in before.items():
+            resource.setrlimit(kind, limits)
+
+
+class Tried(NamedTuple):
+    """What came of a text."""
+
+    error: str
+    """Empty: it compiles."""
+    size: int = 0
+    """Bytes that it takes."""
+    seconds: float = 0.0
+    """CPU time that it took."""
+
+
+class Trials:
+    """Tries one text at a time in processes of its own. For one thread.
+
+    The process that forks starts with the first text, and again if it ends or hangs. It ends with this one.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    def try_(self, kind: str, text: str) -> Tried:
+        """Raises OSError if the machine has no process left."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = self._started()
+            self._end = weakref.finalize(self, _end, process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        request = json.dumps([kind, text]).encode()
+        try:
+            process.stdin.write(_LENGTH.pack(len(request)) + request)
+            process.stdin.flush()
+            if select.select([process.stdout], [], [], _HANG_SECONDS)[0] and (
+                reply := process.stdout.readline()
+            ):
+                return Tried(*json.loads(reply))
+        except BrokenPipeError:
+            pass
+        self.close()
+        return Tried(TOO_MUCH, seconds=_HANG_SECONDS)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        # A process that reads texts of clients must not have the secrets of this one.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        command = [*self._command(), str(self._vocab_size)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", __name__]
+
+    def close(self) -> None:
+        """Ends the processes. A text that is being tried is refused. For any thread."""
+        self._end()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def main(vocab_size: int) -> None:
+    """Tries texts until the pipe is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the parent
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tokenizer = Alphabet(vocab_size).tokenizer()
+    compiled(tokenizer, "json_schema", "{}").compute_bitmask()  # what all children need is there
+    gc.freeze()
+    source = sys.stdin.buffer
+    while len(head := source.read(_LENGTH.size)) == _LENGTH.size:
+        kind, text = json.loads(source.read(*_LENGTH.unpack(head)))
+        reader, writer = os.pipe()
+        if not (pid := os.fork()):
+            os.close(reader)
+            _try(tokenizer, kind, text, writer)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            reply = pipe.read()
+        _, _, usage = os.wait4(pid, 0)
+        error, size = json.loads(reply) if reply.endswith(b"]") else (TOO_MUCH, 0)
+        sys.stdout.write(json.dumps([error, size, usage.ru_utime + usage.ru_stime]) + "\n")
+        sys.stdout.flush()
+
+
+def _try(tokenizer: LLTokenizer, kind: str, text: str, writer: int) -> None:
+    """In the child. Writes the error and the size, and ends the process."""
+    try:
+        os.nice(_NICE)
+        signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)  # ends the process even inside of a library
+        before = _anonymous_bytes()
+        with limited():
+            error = error_of(tokenizer, kind, text)
+        size = max(0, _anonymous_bytes() - before)
+        os.write(writer, json.dumps([error[:1000], size]).encode())
+    finally:
+        os._exit(0)
+
+
+def _anonymous_bytes() -> int:
+    _, resident, of_files = _memory()
+    return resident - of_files
+
+
+def _memory() -> list[int]:
+    """Bytes of this process: of its addresses, those that are resident, and those of files among these."""
+    return [int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()[:3]]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,52 @@
+"""Grammars are compiled within limits: no text ends the process that asks, or keeps it waiting."""
+
+import json
+import sys
+
+from baton.machine.grammars import TOO_MUCH, Trials
+
+LIMITED = """
+import sys
+from baton.machine import grammars
+grammars._CPU_SECONDS = 0.2
+grammars.main(int(sys.argv[1]))
+"""
+
+
+class Limited(Trials):
+    """With limits that texts of a test exceed on any machine."""
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-c", LIMITED]
+
+
+def chain(rules: int) -> str:
+    return "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(rules)) + f'\nr{rules}: "x"'
+
+
+def test_what_exceeds_a_limit_is_refused_and_the_next_text_is_tried() -> None:
+    trials = Limited(300)
+    array = {"type": "array", "items": {"type": "integer", "multipleOf": 99_991}}
+    tried = [
+        trials.try_(kind, text)
+        for kind, text in (
+            ("grammar", chain(3000)),  # the stack
+            ("regex", "((a{1000}){1000}){1000}"),  # memory
+            ("json_schema", json.dumps(array)),  # time or memory
+            ("json_schema", "[" * 100_000),
+            ("json_schema", '{"type": "strin"}'),
+            ("grammar", "start: <[300]>"),
+            ("grammar", 'start: <[299]> "a"'),
+        )
+    ]
+    errors = [each.error for each in tried]
+    assert errors[:3] == [TOO_MUCH] * 3
+    assert [bool(error) for error in errors[3:]] == [True] * 3 + [False]
+    assert all(each.seconds < 2 for each in tried)
+    process = trials._process
+    assert process is not None
+    process.kill()
+    assert trials.try_("regex", "a").error in ("", TOO_MUCH)
+    assert trials.try_("regex", "a").error == ""
+    assert trials._process is not process
+    trials.close()
