@@ -85,7 +85,10 @@ async def search(options: Options, first: float) -> int:
             code = NOTHING if best is None else OK
     if code == NOTHING and done:
         typer.secho(f"No rate meets {options.objectives}.", fg="yellow", err=True)
-    _show_sweep(done, None if best is None else Row("max_rate", best, "sessions/s"), options)
+    found = (
+        None if best is None else Row("max_rate", best, "sessions/s", low=best, high=best * (1 + PRECISION))
+    )
+    _show_sweep(done, found, options)
     return code
 
 
@@ -115,7 +118,8 @@ def highest_rate(first: float) -> Generator[float, bool, float | None]:
 
 async def _point(options: Options, number: int, title: str, signals: StopSignals) -> Run | int:
     """Each run has other prompts, so that no run warms the prefix cache for the next one."""
-    return await _one(dataclasses.replace(options, seed=options.seed + number), title, signals)
+    seed = None if options.seed is None else options.seed + number
+    return await _one(dataclasses.replace(options, seed=seed), title, signals)
 
 
 def _signals() -> StopSignals:

@@ -12,7 +12,7 @@ import msgspec
 from baton.bench.contract import Report, Row
 from baton.bench.load.measurement import self_check
 from baton.bench.load.measurement.summary import Summary, summarize
-from baton.bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Options
+from baton.bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, DEFAULT_SEED, Options
 from baton.bench.load.target import endpoint
 from baton.bench.load.target.request import Dialect, Target, new_http_session
 from baton.bench.load.target.tokenization import Tokenization
@@ -69,7 +69,8 @@ class Plan:
             "slo": str(options.objectives) or None,
             "attainment": options.attainment if options.slo else None,
             "warm_up": "detected" if options.warmup is None else options.warmup,
-            "seed": options.seed,
+            "seed": client.seed,
+            "texts": client.texts,
             "timeout_s": options.timeout,
             "drain_s": options.drain,
         }
@@ -95,6 +96,11 @@ async def prepare(options: Options) -> Plan:
     return Plan(options, client_of(options, target, workload, tokenization), tuple(notes))
 
 
+def seed_of(options: Options) -> int:
+    """Of lengths and times."""
+    return DEFAULT_SEED if options.seed is None else options.seed
+
+
 def client_of(
     options: Options, target: Target, workload: Workload, tokenization: Tokenization
 ) -> ClientConfig:
@@ -108,7 +114,8 @@ def client_of(
         target=target,
         workload=workload,
         tokenization=tokenization,
-        seed=options.seed,
+        seed=seed_of(options),
+        texts=int.from_bytes(os.urandom(4)) if options.seed is None else options.seed,
         run_id=os.urandom(4).hex(),
         arrivals=options.schedule,
         concurrency=options.concurrency or (DEFAULT_CONCURRENCY if closed else 0),
@@ -128,12 +135,13 @@ def report_of(plan: Plan, harvest: Harvest, started: str) -> Report:
     )
     rows = summary.rows
 
-    def median(metric: str) -> float | None:
-        """In seconds."""
-        return rows[f"{metric}.p50"].value / 1e3 if f"{metric}.p50" in rows else None
+    def measured(metric: str) -> dict[int, float]:
+        """In seconds. With few samples the largest one stands for p99."""
+        found = {q: rows.get(f"{metric}.p{q}") or rows.get(f"{metric}.max") for q in self_check.CHECKED}
+        return {q: row.value / 1e3 for q, row in found.items() if row is not None}
 
     lags = [r.lag for r in harvest.records]
-    client, reasons = self_check.check(harvest.loads, lags, median("ttft"), median("ttit"), harvest.died)
+    client, reasons = self_check.check(harvest.loads, lags, measured("ttft"), measured("ttit"), harvest.died)
     detail = summary.detail | {
         "valid": not reasons,
         "incomplete": harvest.interrupted,
@@ -142,13 +150,13 @@ def report_of(plan: Plan, harvest: Harvest, started: str) -> Report:
         "elapsed_s": harvest.ended - harvest.started,
         "client": client | {"processes": len(harvest.loads)},
     }
-    measured = [
+    every = [
         *rows.values(),
         Row("client.lag.p99", client["lag_p99"] * 1e3, "ms"),
         Row("client.stall.p99", client["stall_p99"] * 1e3, "ms"),
         Row("client.cpu", client["cpu"], "share"),
     ]
-    return Report("load", plan.parameters(), started=started, rows=measured, detail=detail)
+    return Report("load", plan.parameters(), started=started, rows=every, detail=detail)
 
 
 def _notes(plan: Plan, summary: Summary) -> Iterator[str]:
@@ -175,10 +183,12 @@ def _notes(plan: Plan, summary: Summary) -> Iterator[str]:
         yield f"{interrupted} requests were interrupted and do not count"
     options = plan.options
     repeats = options.prefix_groups or options.trace or options.turns != "1"
-    if not repeats and (share := values.get("input.cached")):
+    share, overhead = values.get("input.cached"), plan.client.tokenization.overhead
+    # What the server adds, as by its chat template, begins each prompt.
+    if share and not repeats and share * values["input.mean"] > overhead:
         yield (
             f"the server took {share:.0%} of the prompt tokens from its cache, though no two prompts of this "
-            "run begin alike: give a new --seed"
+            "run begin alike: leave out --seed, or give a new one"
         )
 
 
@@ -188,7 +198,7 @@ async def _workload(options: Options, tokenization: Tokenization) -> Workload:
         lines = await asyncio.to_thread(read_trace, options.trace)
         sessions = trace_sessions(
             lines,
-            seed=options.seed,
+            seed=seed_of(options),
             block=options.block_size,
             length_scale=options.length_scale,
             least_input=least,
@@ -201,7 +211,7 @@ async def _workload(options: Options, tokenization: Tokenization) -> Workload:
             f"least {needed}."
         )
     return Synthetic(
-        seed=options.seed,
+        seed=seed_of(options),
         input_len=asked,
         output_len=options.output_distribution,
         turns=options.turn_distribution,

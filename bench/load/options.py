@@ -6,7 +6,6 @@ Where `vllm bench serve` has the same flag, its name is accepted, too (`--reques
 import json
 import math
 import os
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +29,7 @@ from baton.machine import usable_cpus
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 4
 DEFAULT_DURATION = 30.0
+DEFAULT_SEED = 0
 _MOST_PROCESSES = 8
 
 
@@ -157,11 +157,12 @@ class Load:
     )
     timeout: float = opt(600.0, "Of one request; a slower one has failed.", "SECONDS")
     processes: int | None = opt(None, "Client processes that share the load.", "N", shown="half the CPUs")
-    seed: int = opt(
-        lambda: random.SystemRandom().randrange(1 << 31),
-        "The same seed gives the same prompts and times. A new seed for each run defeats prefix caches.",
+    seed: int | None = opt(
+        None,
+        "Decides lengths, times, and the texts of prompts. By default texts are new in each run, so that no "
+        "prefix cache has them.",
         "N",
-        shown="random",
+        shown=f"{DEFAULT_SEED}, with new texts",
     )
 
 

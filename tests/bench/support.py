@@ -49,6 +49,7 @@ def client_config(url: str, workload: Workload, **more: Any) -> ClientConfig:
         "workload": workload,
         "tokenization": EXACT,
         "seed": 3,
+        "texts": 0,
         "run_id": "run",
         "arrivals": None,
         "concurrency": 1,

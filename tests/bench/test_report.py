@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from baton.bench.contract import Report, Row
@@ -79,6 +80,17 @@ def test_rows_have_the_names_and_units_of_the_contract() -> None:
     assert rows["goodput.share"]["value"] == pytest.approx(60 / 62)
 
 
+@pytest.mark.parametrize(("cached", "noted"), [(0, False), (16, False), (48, True)])
+def test_the_chat_template_in_the_cache_is_no_reason_for_a_note(cached: int, noted: bool) -> None:
+    """No seed changes the 16 tokens with which it begins each prompt."""
+    target = Target(("http://127.0.0.1:8000",), "chat", "m", Dialect())
+    exact = structs.replace(EXACT, overhead=16)
+    plan = Plan(Options(), client_of(Options(), target, short_prompts(), exact), ())
+    answered = [record(i * 0.1, index=i, prompt_tokens=64, cached_tokens=cached) for i in range(9)]
+    notes = report_of(plan, Harvest(ended=6.0, records=answered), "2026-01-01").detail["notes"]
+    assert any("from its cache" in note for note in notes) is noted
+
+
 def test_requests_are_written_in_order_with_their_failures(tmp_path: Path) -> None:
     write_requests(records(failed=2), tmp_path / "r.jsonl")
     lines = (tmp_path / "r.jsonl").read_text().splitlines()
@@ -127,30 +139,66 @@ def test_an_invalid_condition_is_refused(text: str) -> None:
         Condition.parse(text)
 
 
+Interval = tuple[float, float | None, float | None]
+"""A value and its ends."""
+
+
+def _rows(rows: dict[str, Interval]) -> dict[str, Any]:
+    found = _with(None, **{name: value for name, (value, _, _) in rows.items()})
+    for row, (_, low, high) in zip(found["results"], rows.values(), strict=True):
+        row |= {end: bound for end, bound in (("low", low), ("high", high)) if bound is not None}
+    return found
+
+
+CHANGES: dict[
+    str, tuple[Interval, Interval, tuple[str, str]]
+] = {  # old, new, and what the comparison shows: 31 red, 32 green, 2 dim, 0 not judged
+    "ttft_p50": ((10, 9, 11), (13, 12, 14), ("31", "+30.0%")),
+    "ttit_p50": ((10, 9, 11), (11, 9, 12), ("2", "+10.0% ≈")),
+    "ttit_p99": ((10, 9, None), (30, 29, 31), ("2", "+200.0% ≈")),  # too few samples for the upper end
+    "e2e_max": ((10, None, None), (40, None, None), ("2", "+300.0% ≈")),
+    "throughput_requests": ((10, 9, 11), (20, 19, 21), ("32", "+100.0%")),
+    "throughput_output": ((100, 80, 120), (65, 50, 81), ("2", "-35.0% ≈")),  # 74 and 48 requests
+    "goodput_share": ((1.0, 0.9, 1), (0.5, 0.4, 0.6), ("31", "-50.0%")),
+    "requests_failed": ((1, None, None), (4, None, None), ("31", "+300.0%")),
+    "requests_ok": ((51234, None, None), (30740, None, None), ("0", "-40.0%")),
+    "client_cpu": ((1, None, None), (1.25, None, None), ("0", "+25.0%")),
+    "rate=0.5_ttft_p50": ((10, 9, 11), (15, 14, 16), ("31", "+50.0%")),
+}
+
+
 def test_a_comparison_says_what_changed() -> None:
-    """The setup, and each row; `≈` if the intervals overlap."""
-    old, new = (_with(ttft_p50=10, ttit_p50=10, throughput=99, client_cpu=1, sent=51234) for _ in range(2))
-    values = {"ttft.p50": (13, 12, 14), "ttit.p50": (11, 9, 12), "throughput": (100, None, None)}
-    values["sent"] = (51234, None, None)
-    for row in new["results"]:
-        value, low, high = values.get(row["name"], (2, None, None))
-        row |= {"value": value} | ({} if low is None else {"low": low, "high": high})
-    for row in old["results"]:
-        row |= {"low": 9, "high": 11} if row["name"] in ("ttft.p50", "ttit.p50") else {}
-    new["parameters"] |= {"url": "http://other", "seed": 5}
+    """The setup, and each row; `≈` unless the intervals of a latency or a rate are apart."""
+    old = _rows({name: change[0] for name, change in CHANGES.items()})
+    new = _rows({name: change[1] for name, change in CHANGES.items()})
+    new["parameters"] |= {"url": "http://other", "texts": 5}
     new["versions"] = {**old["versions"], "torch": "9"}
     verdict = compare.judge([old, new], [])
-    console = Console(width=200, record=True, file=io.StringIO(), force_terminal=True)
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
     console.print(compare.render([old, new], ["a", "b"], verdict))
     styled, text = console.export_text(clear=False, styles=True), console.export_text()
-    colors = {change: color for color, change in re.findall(r"\x1b\[(\d+)m *(\+[0-9.]+%)", styled)}
-    red, green, dim = "31", "32", "2"
-    assert colors == {"+30.0%": red, "+100.0%": red, "+1.0%": green, "+10.0%": dim}
+    for color, change in (shown for *_, shown in CHANGES.values()):
+        if color == "0":
+            assert re.search(rf" {re.escape(change)} ", styled), change
+        else:
+            assert re.search(rf"\x1b\[{color}m *{re.escape(change)}", styled), change
     assert "b: url: – → http://other" in text
     assert "b: torch: " in text
-    assert "seed" not in text
+    assert "texts" not in text
     assert "51,234" in text
-    assert "+10.0% ≈" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_chance_fails_no_condition() -> None:
+    old, new = _rows({"ttit_p99": (10, 9, 12)}), _rows({"ttit_p99": (12, 11, 13)})
+    relative, absolute = Condition.parse("ttit.p99>+5%"), Condition.parse("ttit.p99>11")
+    verdict = compare.judge([old, new], [relative])
+    assert verdict.failed == ()
+    assert verdict.warnings == (
+        "ttit.p99>+5%: 10 → 12 (+20.0%) may be chance, the intervals overlap: measure longer",
+    )
+    assert compare.judge([old, new], [absolute]).failed
+    assert compare.judge([old, _rows({"ttit_p99": (14, 13, 15)})], [relative]).failed
 
 
 def test_a_comparison_judges_its_conditions() -> None:

@@ -19,8 +19,11 @@ LATE = (0.0,) * 90 + (0.02,) * 10
     [
         (IDLE, {}, ()),
         (IDLE, {"lags": LATE}, ("p99 20.0 ms, bound 5.0 ms",)),
-        (IDLE, {"lags": LATE, "ttft_p50": 1.0}, ()),  # 2 % of what is measured
-        (ClientUsage(10.0, 1.0, 0.1, [0.02] * 1000), {}, ("event loop stalled",)),
+        (IDLE, {"lags": LATE, "ttft": {50: 1.0, 99: 1.0}}, ()),  # 2 % of what is measured
+        (IDLE, {"lags": LATE, "ttft": {50: 0.05, 99: 1.0}}, ()),  # the median is not late
+        (IDLE, {"lags": (0.02,) * 100, "ttft": {50: 0.05, 99: 1.0}}, ("p50 20.0 ms, bound 5.0 ms",)),
+        (ClientUsage(10.0, 1.0, 0.1, [0.02] * 3000), {}, ("event loop stalled: p50 20.0 ms",)),
+        (ClientUsage(10.0, 1.0, 0.1, [0.0] * 900 + [0.02] * 100), {}, ("event loop stalled: p99 20.0 ms",)),
         (ClientUsage(10.0, 9.5, 0.1, [0.0] * 1000), {}, ("95% of a core", "--processes")),
         (ClientUsage(10.0, 1.0, 3.0, [0.0] * 1000), {}, ("waited for a core 30%",)),
         (IDLE, {"died": ("client process 1 died (-9)",)}, ("client process 1 died (-9)",)),
@@ -29,14 +32,19 @@ LATE = (0.0,) * 90 + (0.02,) * 10
 def test_a_client_that_was_the_bottleneck_makes_a_run_invalid(
     load: ClientUsage, more: dict[str, Any], said: tuple[str, ...]
 ) -> None:
-    fields: dict[str, Any] = {"lags": (0.0,) * 100, "ttft_p50": 0.05, "gap_p50": 0.01, "died": ()} | more
+    fields: dict[str, Any] = {
+        "lags": (0.0,) * 100,
+        "ttft": {50: 0.05, 99: 0.06},
+        "gaps": {50: 0.01, 99: 0.02},
+        "died": (),
+    } | more
     _, reasons = check([IDLE, load], **fields)
     assert len(reasons) == bool(said)
     assert all(part in reasons[0] for part in said)
 
 
 def test_a_run_without_a_client_is_not_invalid() -> None:
-    assert check([], [], None, None, [])[1] == []
+    assert check([], [], {}, {}, [])[1] == []
 
 
 def _noise(count: int, seed: int = 0) -> np.ndarray:

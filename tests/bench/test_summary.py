@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.bench.load.measurement.quantiles import Series
+from baton.bench.load.measurement.quantiles import PARTS, Series, student
 from baton.bench.load.measurement.slo import Slo
-from baton.bench.load.measurement.summary import Summary, request_value, summarize
+from baton.bench.load.measurement.summary import Summary, rate, request_value, summarize
 from baton.bench.load.target.answer import Failure, Record
 from tests.bench.support import record
 
@@ -47,7 +47,10 @@ def test_throughput_counts_the_work_within_the_window() -> None:
     found = _summary(records)
     assert found.detail["window"] == [0.0, pytest.approx(10.0)]
     assert found.rows["throughput.output_tokens"].value == pytest.approx(30, rel=0.02)
-    assert found.rows["throughput.requests"].value == pytest.approx(10, rel=0.02)
+    requests = found.rows["throughput.requests"]
+    assert requests.value == pytest.approx(10, rel=0.02)
+    assert requests.low is not None
+    assert requests.low < requests.value
 
 
 def test_throughput_excludes_the_time_before_the_first_answer() -> None:
@@ -183,15 +186,40 @@ def test_the_interval_covers_the_true_value(size: int) -> None:
     assert 0.90 <= covered / 300 <= 0.99
 
 
+@pytest.mark.parametrize(
+    ("burst", "least", "most"),
+    [(1, 0.9, 0.99), (8, 0.9, 0.99), (0, 1.0, 1.0)],
+    ids=["poisson", "bursts", "even"],
+)
+def test_the_interval_of_a_rate_covers_the_true_value(burst: int, least: float, most: float) -> None:
+    """Two runs of one server seldom count the same requests."""
+    rng = np.random.default_rng(6)
+    covered = 0
+    for _ in range(300):
+        counts = rng.poisson(40 / burst, PARTS) * burst if burst else np.full(PARTS, 40)
+        found = rate("throughput.requests", "requests/s", counts, float(counts.sum()), 20.0)
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= 40 * PARTS / 20 <= found.high
+    assert least <= covered / 300 <= most
+
+
+def test_few_clusters_say_less() -> None:
+    assert [round(student(degrees), 2) for degrees in (9, 30, 1000)] == [2.26, 2.04, 1.96]
+
+
 def test_clusters_widen_the_interval() -> None:
-    def width(groups: list[list[float]]) -> float:
-        found = Series.of(groups).rows("x", {})["p90"]
+    def width(groups: list[list[float]], quantile: str = "p90") -> float:
+        found = Series.of(groups).rows("x", {})[quantile]
         assert found.low is not None
         assert found.high is not None
         return found.high - found.low
 
     values = np.random.default_rng(5).exponential(1.0, 200).tolist()
-    assert width([[x] * 50 for x in values]) > 3 * width([[x] for x in values for _ in range(50)])
+    assert width([[x] * 50 for x in values]) > 3 * width([[x] for _ in range(50) for x in values])
+    # Neighbours in time are alike, too, when the machine is slower for some seconds.
+    slow = [*values[:100], *(10 + x for x in values[100:])]
+    assert width([[x] for x in slow], "p50") > 3 * width([[x] for x in values], "p50")
 
 
 def test_no_samples_have_no_rows() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from baton.bench.load.experiment import _workload, client_of
+from baton.bench.load.options import Options
+from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.target.tokenization import Composer, Segment, Tokenization
 from baton.bench.load.traffic.trace import SAMPLE_TRACE, TraceLine, read_trace, trace_sessions
 from baton.bench.load.traffic.workload import Arrivals, Distribution, Session, Synthetic
@@ -73,6 +77,27 @@ def test_sessions_depend_only_on_seed_and_index() -> None:
 
     assert sessions(3) == sessions(3)
     assert sessions(3) != sessions(4)
+
+
+def test_runs_without_a_seed_have_the_same_lengths_and_times_and_other_texts() -> None:
+    """So two runs can be compared, and no prefix cache has the prompts of the second one."""
+    target, exact = Target(("http://a",), "completions", "m", Dialect()), EXACT
+
+    def run(seed: int | None) -> tuple[list[tuple[int, int]], list[float], list[str]]:
+        options = Options(rate=4.0, seed=seed, input_len="uniform:9,99", output_len="uniform:1,9")
+        client = client_of(options, target, asyncio.run(_workload(options, exact)), exact)
+        composer, sessions = Composer(exact, client.texts), [client.workload.session(i) for i in range(20)]
+        turns = [session.turns[0] for session in sessions]
+        assert client.arrivals is not None
+        times = list(itertools.islice(client.arrivals.times(client.seed), 20))
+        lengths = [(turn.input_tokens, turn.output_tokens) for turn in turns]
+        return lengths, times, [str(composer.compose(turn.segments)) for turn in turns]
+
+    first, second = run(None), run(None)
+    assert first[:2] == second[:2]
+    assert not {*first[2]} & {*second[2]}
+    assert run(7) == run(7), "the same seed repeats a run"
+    assert run(7)[:2] != first[:2]
 
 
 def test_groups_share_only_their_prefix() -> None:

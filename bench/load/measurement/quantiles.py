@@ -4,6 +4,9 @@ The gaps of one request depend on each other, so a million gaps of 500 requests 
 samples. The interval is Woodruff's (JASA 1952). The clusters give a standard error for the share of samples
 below the estimate, and the quantiles of the sample turn that share back into values. With one sample per
 cluster it is the usual interval by order statistics.
+
+Requests of one moment depend on each other, too: the machine may be slower for some seconds. So the error is
+computed twice, with requests and with tenths of the run as clusters, and the larger one counts.
 """
 
 from collections.abc import Mapping
@@ -16,6 +19,7 @@ from baton.bench.contract import Row, percentile
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 _Z = 1.96  # 95 %
+PARTS = 10  # of a run, in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,32 @@ class Series:
         """The quantile and its 95 % interval. The upper end is None if there are too few samples."""
         value = percentile(order, q)
         _, cluster = np.unique(self.clusters, return_inverse=True)
-        sizes = np.bincount(cluster)
-        below = np.bincount(cluster, weights=self.values <= value)
-        n, k = len(order), len(sizes)
+        n, k = len(order), int(cluster.max()) + 1
         if k < 2:
             return value, None, None
-        error = float(np.sqrt(np.sum((below - q * sizes) ** 2) * k / (k - 1))) / n
+        below = self.values <= value
+        half = _half(cluster, below, q)
+        if k > PARTS:  # requests are in the order of time
+            half = max(half, _half(cluster * PARTS // k, below, q))
         # If all samples are equal the residuals vanish. Independent sampling gives the least error.
-        error = max(error, float(np.sqrt(q * (1 - q) / n)))
-        low, high = q - _Z * error, q + _Z * error
+        half = max(half, _Z * float(np.sqrt(q * (1 - q) / n)))
+        low, high = q - half, q + half
         return value, percentile(order, max(0.0, low)), percentile(order, high) if high < 1 else None
+
+
+def _half(cluster: np.ndarray, below: np.ndarray, q: float) -> float:
+    """Half of the interval of the share `below`, whose samples have these clusters, 0 to k - 1."""
+    sizes = np.bincount(cluster)
+    k, residuals = len(sizes), np.bincount(cluster, weights=below) - q * sizes
+    return student(k - 1) * float(np.sqrt(np.sum(residuals**2) * k / (k - 1))) / len(cluster)
+
+
+def student(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t distribution, by its expansion (Abramowitz and Stegun 26.7.5)."""
+    z, n = _Z, max(2, degrees)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / n**power for power, term in enumerate(terms, 1))

@@ -8,6 +8,7 @@ work. A failed request enters no latency. It enters the counts and misses the
 objectives.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from baton.bench.contract import Row
-from baton.bench.load.measurement.quantiles import Series
+from baton.bench.load.measurement.quantiles import PARTS, Series, student
 from baton.bench.load.measurement.self_check import Steadiness, detect, fixed_warm_up
 from baton.bench.load.measurement.slo import Bound, Slo
 from baton.bench.load.target.answer import Failure, Record
 
 LATENCIES = ("ttft", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e")
 _MOSTLY = 0.5
+_Z = 1.96  # 95 %
 Latencies = Mapping[str, Mapping[str, Row]]
 """By metric and quantile."""
 
@@ -63,9 +65,11 @@ def summarize(
         *_throughput(records, filled, end),
     ]
     if slo.per_request:
-        good = sum(_done(r, filled, end) for r in records if r.ok and _is_good(r, slo))
-        rows.append(Row("goodput.requests", good / _span(filled, end), "requests/s"))
-        rows.append(Row("goodput.share", share, "share"))
+        edges = _edges(filled, end)
+        good = sum((_done(r, edges) for r in records if r.ok and _is_good(r, slo)), np.zeros(PARTS))
+        rows.append(rate("goodput.requests", "requests/s", good, float(good.sum()), _span(filled, end)))
+        low, high = _wilson(share, max(1, len(due)))
+        rows.append(Row("goodput.share", share, "share", low=low, high=high))
     rows += [
         Row("requests.sent", len(due), "requests"),
         Row("requests.ok", len(ok), "requests"),
@@ -92,19 +96,46 @@ def summarize(
 
 
 def _throughput(records: Sequence[Record], begin: float, end: float) -> Iterator[Row]:
-    span, done = _span(begin, end), [(r, _done(r, begin, end)) for r in records if r.ok]
-    generated = sum(_generated(r, begin, end) for r in records)
-    yield Row("throughput.requests", sum(share for _, share in done) / span, "requests/s")
-    yield Row("throughput.output_tokens", generated / span, "tokens/s")
-    if any(r.prompt_tokens is not None and share for r, share in done):
-        prompts = sum((r.prompt_tokens or 0) * share for r, share in done)
-        yield Row("throughput.input_tokens", prompts / span, "tokens/s")
+    edges, span, none = _edges(begin, end), _span(begin, end), np.zeros(PARTS)
+    done = [(r, _done(r, edges)) for r in records if r.ok]
+    requests = sum((parts for _, parts in done), none)
+    count = float(requests.sum())
+    yield rate("throughput.requests", "requests/s", requests, count, span)
+    generated = sum((_generated(r, edges) for r in records), none)
+    yield rate("throughput.output_tokens", "tokens/s", generated, count, span)
+    if any(r.prompt_tokens is not None and parts.any() for r, parts in done):
+        prompts = sum(((r.prompt_tokens or 0) * parts for r, parts in done), none)
+        yield rate("throughput.input_tokens", "tokens/s", prompts, count, span)
 
 
-def _done(record: Record, begin: float, end: float) -> float:
-    """The share of a request that the server did within the window."""
-    before, after = np.interp((begin, end), (record.sent, record.ended), (0, 1))
-    return float(after - before)
+def _edges(begin: float, end: float) -> np.ndarray:
+    """Of the parts of the window, which are equally long. Shape [PARTS + 1]."""
+    return np.linspace(begin, end, PARTS + 1)
+
+
+def rate(name: str, unit: str, counts: np.ndarray, requests: float, span: float) -> Row:
+    """A rate over the window, from the counts of its parts, which are of so many requests together.
+
+    Its 95 % interval comes from how the parts differ (batch means). It is at least what one request more or
+    less changes.
+    """
+    total = float(counts.sum())
+    spread = float(counts.std(ddof=1)) * math.sqrt(PARTS)
+    half = max(student(PARTS - 1) * spread, total / max(1.0, requests))
+    return Row(name, total / span, unit, low=max(0.0, total - half) / span, high=(total + half) / span)
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of `count` requests (Wilson 1927)."""
+    scale = 1 + _Z**2 / count
+    middle = (share + _Z**2 / (2 * count)) / scale
+    half = _Z * math.sqrt(share * (1 - share) / count + (_Z / (2 * count)) ** 2) / scale
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _done(record: Record, edges: np.ndarray) -> np.ndarray:
+    """The shares of a request that the server did in each part of the window."""
+    return np.diff(np.interp(edges, (record.sent, record.ended), (0, 1)))
 
 
 def _span(begin: float, end: float) -> float:
@@ -218,11 +249,10 @@ def _normalized(record: Record) -> list[float]:
     return [g * 1e3 / per_chunk for g in gaps]
 
 
-def _generated(record: Record, begin: float, end: float) -> float:
-    """Output tokens of the window, also of requests that failed later, since the server produced them."""
+def _generated(record: Record, edges: np.ndarray) -> np.ndarray:
+    """Output tokens of each part, also of requests that failed later, since the server produced them."""
     if not record.arrivals:
-        return 0.0
+        return np.zeros(PARTS)
     each = record.generated / len(record.arrivals) if record.ok else 1.0
     counts = np.cumsum([0, *(record.tokens or [each] * len(record.arrivals))])
-    before, after = np.interp((begin, end), [record.sent, *record.arrivals], counts)
-    return float(after - before)
+    return np.diff(np.interp(edges, [record.sent, *record.arrivals], counts))

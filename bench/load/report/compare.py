@@ -1,4 +1,8 @@
-"""Compares reports row by row, and decides for CI whether a change is too large."""
+"""Compares reports row by row, and decides for CI whether a change is too large.
+
+Two runs of one server never measure the same. So a latency or a rate has changed only if the 95 % intervals
+of both runs do not overlap; all else is shown as "≈".
+"""
 
 import difflib
 import json
@@ -18,10 +22,11 @@ from baton.bench.load.report.table import Rows, rows_of
 SYNTAX = "ROW>+5% (grew by more), ROW<-5% (shrank by more), ROW>+2 (by more units), ROW>250 (is more)"
 _CONDITION = re.compile(r"^\s*([\w.=/-]+?)\s*([<>])\s*([+-]?)(\d+(?:\.\d+)?)\s*(%?)\s*$")
 # If these parameters differ, the two runs are not the same experiment.
-_SAME = ("model", "api", "load", "duration_s", "requests", "workload", "extra_body", "warm_up")
-_OF_EACH_RUN = ("seed", "dialect")
-_LOWER_IS_BETTER = ("ttft", "ttit", "handover", "e2e", "errors", "requests.failed", "client")
-_HIGHER_IS_BETTER = ("throughput", "goodput", "requests.ok", "max_rate")
+_SAME = ("model", "api", "load", "duration_s", "requests", "workload", "extra_body", "warm_up", "seed")
+_OF_EACH_RUN = ("texts", "dialect")
+_LATENCIES = ("ttft", "ttit", "handover", "e2e")
+_RATES = ("throughput", "goodput", "max_rate")
+_FAILURES = ("errors", "requests.failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +95,16 @@ def judge(reports: Sequence[Mapping[str, Any]], conditions: Sequence[Condition])
         after = rows_of(new)
         for condition in conditions:
             name = condition.row
-            values = _value(before, name, "first"), _value(after, name, "second")
+            rows = _row(before, name, "first"), _row(after, name, "second")
+            values = rows[0]["value"], rows[1]["value"]
             if condition.holds(*values):
                 change = f"{_number(values[0])} → {_number(values[1])} ({change_text(*values)})"
-                failed.append(f"{condition.text}: {change}")
+                if condition.sign and _overlap(*rows):
+                    warnings.append(
+                        f"{condition.text}: {change} may be chance, the intervals overlap: measure longer"
+                    )
+                else:
+                    failed.append(f"{condition.text}: {change}")
         for which, report in (("first", old), ("second", new)):
             if conditions and not report.get("detail", {}).get("valid", True):
                 raise ValueError(
@@ -153,12 +164,12 @@ def change_text(old: float, new: float) -> str:
     return "from 0" if math.isinf(change) else f"{change:+.1%}"
 
 
-def _value(rows: Rows, name: str, which: str) -> float:
+def _row(rows: Rows, name: str, which: str) -> Mapping[str, Any]:
     if name not in rows:
         close = difflib.get_close_matches(name, list(rows), 3)
         hint = f"Did you mean {', '.join(close)}?" if close else f"It has {', '.join(list(rows)[:8])}, …"
         raise ValueError(f"--fail-if: the {which} report has no row {name!r}. {hint}")
-    return rows[name]["value"]
+    return rows[name]
 
 
 def _warnings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -188,13 +199,15 @@ def _number(value: float) -> str:
 def _change_cell(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> Text:
     if old is None or new is None:
         return Text("–")
+    name = re.sub(r"^\w+=.*?\.(?=[a-z])", "", old["name"])  # without the load of a sweep, such as rate=0.5.
     text = change_text(old["value"], new["value"])
-    if _overlap(old, new):
-        return Text(f"{text} ≈", "dim")  # the confidence intervals overlap
-    judged = old["name"].startswith(_LOWER_IS_BETTER + _HIGHER_IS_BETTER)
-    if not judged or old["value"] == new["value"]:
+    if old["value"] == new["value"]:
         return Text(text)
-    better = (new["value"] > old["value"]) != old["name"].startswith(_LOWER_IS_BETTER)
+    if name.startswith(_LATENCIES + _RATES) and ("low" not in old or "low" not in new or _overlap(old, new)):
+        return Text(f"{text} ≈", "dim")
+    if not name.startswith(_LATENCIES + _RATES + _FAILURES):
+        return Text(text)
+    better = (new["value"] > old["value"]) == name.startswith(_RATES)
     return Text(text, "green" if better else "red")
 
 

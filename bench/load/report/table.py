@@ -19,6 +19,10 @@ TITLES = {
     "handover": "Handover, token 1 → 2",
     "e2e": "End to end",
 }
+HELPS = (
+    "What helps: close other programs, give a lower --concurrency or --rate, or run this command on another "
+    "machine than the server."
+)
 _QUANTILES = ("p50", "p90", "p99", "p99.9", "max")
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -98,6 +102,7 @@ def _banners(detail: Mapping[str, Any]) -> Iterator[Text]:
         )
         for reason in detail["invalid_reasons"]:
             yield Text(f"  {reason}", "red")
+        yield Text(HELPS)
     if detail["incomplete"]:
         yield Text("INCOMPLETE: the run was stopped before its end", "bold black on yellow")
 

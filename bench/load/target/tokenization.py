@@ -1,8 +1,8 @@
 """Prompts with exact lengths in the tokens of the server.
 
-A prompt is a sequence of segments. A segment is (seed, length), and the same segment is always the same text.
-So prompts can share prefixes or the blocks of a trace. Text is made of common words that are one token each
-for the server, so that lengths add up (`endpoint.find_tokenization` checks this with `/tokenize`).
+A prompt is a sequence of segments. A segment is (seed, length). In a run the same segment is always the same
+text. So prompts can share prefixes or the blocks of a trace. Text is made of common words that are one token
+each for the server, so that lengths add up (`endpoint.find_tokenization` checks this with `/tokenize`).
 """
 
 from collections.abc import Sequence
@@ -57,8 +57,10 @@ class Composer:
     prompts with overlapping slices still differ from their first token.
     """
 
-    def __init__(self, tokenization: Tokenization) -> None:
+    def __init__(self, tokenization: Tokenization, texts: int = 0) -> None:
+        """`texts`: with another number the same segments have other texts."""
         self._tokenization = tokenization
+        self._texts = texts
         choices = np.random.default_rng(0).integers(0, len(tokenization.words), 2 * _LONG)
         words = [tokenization.words[i] for i in choices.tolist()]
         self._text = " ".join(words)
@@ -89,7 +91,7 @@ class Composer:
 
     def _slice(self, segment: Segment, count: int) -> str:
         assert count <= _LONG, f"a segment of {count} words is longer than {_LONG}"
-        number = xxhash.xxh3_128_intdigest(repr(segment.seed).encode())
+        number = xxhash.xxh3_128_intdigest(repr((self._texts, *segment.seed)).encode())
         number, start = divmod(number, _LONG)
         head: list[str] = []
         for _ in range(min(_HEAD, count)):

@@ -31,6 +31,7 @@ class ClientConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         index, clients: this is client `index` of `clients`.
+        seed: of lengths and times. `texts`: of the words of prompts.
         arrivals: None for a closed loop, or for the times of a trace.
         concurrency: the users of a closed loop, or the most requests in flight of an open one; 0: no limit.
         duration, timeout, drain: seconds.
@@ -42,6 +43,7 @@ class ClientConfig(msgspec.Struct, frozen=True):
     workload: Workload
     tokenization: Tokenization
     seed: int
+    texts: int
     run_id: str
     arrivals: Arrivals | None
     concurrency: int
@@ -63,7 +65,7 @@ class Client:
     def __init__(self, config: ClientConfig, emit: Callable[[Record], None]) -> None:
         self.in_flight = 0
         self._config = config
-        self._composer = Composer(config.tokenization)
+        self._composer = Composer(config.tokenization, config.texts)
         self._emit = emit
         self._cut = Failure.INTERRUPTED  # the failure of a cancelled request
         self._tasks: set[asyncio.Task[Any]] = set()
