@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from baton.router.api.messages import Tool
 from baton.router.tools.json_text import SPACE
+from baton.router.tools.marker import Marker
 from baton.router.tools.parser import Part, ToolParser
 from baton.router.tools.readers import CallReader, PythonReader, Reader
 
@@ -14,10 +15,12 @@ class BareParser(ToolParser):
     that is offered."""
 
     marked = False
-    before: ClassVar[str] = ""
+    before: ClassVar[str]
     """A character that precedes a list of calls."""
-    end: ClassVar[str] = ""
+    end: ClassVar[str]
     """A character that ends such a list."""
+    in_lists: ClassVar[bool] = True
+    """All calls are in lists."""
     between: ClassVar[str]
     """Characters that may follow a call, with space."""
     starts: ClassVar[str]
@@ -29,11 +32,25 @@ class BareParser(ToolParser):
         self._listed = False  # a list of calls has begun
         self._follows = False  # a call has ended, and nothing but space and separators has come
         self._said = False  # there is content
+        self._fence = Marker("```")
+        self._language = False  # the name of a language may follow a fence
+        self._fenced = False  # a call has ended in a block of Markdown that is not
+        starts = "" if self.in_lists or self._strict else self.starts
+        self._begin = Marker("`", self.before, *starts)
+
+    def _plain_end(self, text: str, at: int) -> int:
+        # Behind other text than space. What else is held back has set one of these.
+        held = self._listed or self._follows or self._language or self._fenced or self._fence.held
+        return self._begin.begin(text, at) if self._said and not held else at
 
     def _take_outside(self, character: str) -> Iterator[Part]:
         if self._strict and self._said:
             yield from self._content(character)
-        elif character in self.starts and (self._listed or not self.before):
+        elif self._fence.held or character == "`":
+            yield from self._take_fence(character)
+        elif self._language and character.isalpha():
+            self._space.append(character)
+        elif character in self.starts and (self._listed or not self.in_lists):
             names = {tool.function.name for tool in self._tools} if self._said else None
             self._call = self.reader(tools=self._tools, names=names)
             yield from self._take(character)
@@ -52,17 +69,34 @@ class BareParser(ToolParser):
             else:
                 yield from self._content(character)
 
+    def _take_fence(self, character: str) -> Iterator[Part]:
+        """Blocks of Markdown around calls are not content."""
+        text, found = self._fence.take(character)
+        if text:
+            yield from self._give_up("")
+            yield from self._content(text[:-1] if character != "`" else text)
+            if character != "`":
+                yield from self._take_outside(character)
+        elif found and self._fenced:
+            self._space.clear()
+            self._fenced = False
+        elif found:
+            self._space.append("```")
+            self._language = True
+
     def _end_call(self, call: Reader) -> None:
+        self._fenced = self._fenced or "```" in self._space
         self._space.clear()
-        self._follows = True
+        self._follows, self._language = True, False
 
     def _give_up(self, raw: str) -> Iterator[Part]:
         text = "".join(self._space) + raw
         self._space.clear()
         self._said, self._listed, self._follows = True, False, False
+        self._language = self._fenced = False
         return self._content(text)
 
     def _end(self) -> Iterator[Part]:
-        held = "".join(self._space)
+        held = "".join(self._space) + self._fence.held
         if held.strip(SPACE + self.between) or not self.num_calls:
             yield Part("content", held)

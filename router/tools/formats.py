@@ -5,7 +5,7 @@ A format is a `ToolParser` with data: its marks, the reader of one call, and how
 
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from baton.router.api.messages import Tool
 from baton.router.tools import harmony
@@ -15,28 +15,36 @@ from baton.router.tools.kimi import KimiReader
 from baton.router.tools.marked import MarkedParser
 from baton.router.tools.mistral import CALLS, MistralParser
 from baton.router.tools.pairs import Pairs
-from baton.router.tools.parser import ToolParser
+from baton.router.tools.parser import Part, ToolParser
 from baton.router.tools.readers import NAME, CallReader, PythonReader, Reader
 
 
 class HermesParser(MarkedParser):
-    """Hermes, Qwen 2.5 and Qwen 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
+    """Hermes, Qwen 2.5 and Qwen 3, Granite 4: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
 
     name = "hermes"
     mark = opening = "<tool_call>"
     closing = "</tool_call>"
+    before_closing = "}],`"
     written = Written(f'{opening}\n{{"name": "{{name}}", "arguments": {{arguments}}}}\n{closing}', "\n")
 
     def _reader(self, opening: str) -> Reader:
         return CallReader(opening, self._tools)
 
+    def _take_outside(self, character: str) -> Iterator[Part]:
+        if self._closing and character == "{":  # the marks are around several calls
+            self._call = self._reader("")
+            yield from self._take(character)
+        else:
+            yield from super()._take_outside(character)
+
 
 def _function_tags(opening: str, closing: str) -> tuple[Pairs, Written]:
     """Returns <function=NAME><parameter=KEY>VALUE</parameter>…</function> between two marks."""
     pairs = Pairs(
-        head=re.compile(rf"\s*<function={NAME}>?\s*"),
+        head=re.compile(rf"(?s:.*?)<function=\s*[\"']?{NAME}[\"']?\s*(>(?P<text>[^<]*))?"),
         before_key="<parameter=",
-        after_key=re.compile(r"(?P<key>[^<>]+)>"),
+        after_key=re.compile(r"\s*[\"']?(?P<key>[^<>\"']+)[\"']?\s*>"),
         value_end="</parameter>",
         end="</function>",
         closing=closing,
@@ -144,8 +152,8 @@ class DeepSeekV4Parser(DeepSeekV32Parser):
 
     name = "deepseek_v4"
     mark = "<｜DSML｜tool_calls>"
-    around = mark, "</｜DSML｜tool_calls>"
-    pairs, written = _invocations(*around, "｜DSML｜")
+    around = mark, "</｜DSML｜tool_calls>", "<｜DSML｜toolcalls>", "<｜DSML｜tool>"
+    pairs, written = _invocations(*around[:2], "｜DSML｜")
 
 
 class DeepSeekV31Parser(MarkedParser):
@@ -156,7 +164,8 @@ class DeepSeekV31Parser(MarkedParser):
     mark = "<｜tool▁calls▁begin｜>"
     around = mark, "<｜tool▁calls▁end｜>"
     specials = (opening, closing, *around, "<｜tool▁sep｜>")
-    head = re.compile(rf"\s*{NAME}\s*<｜tool▁sep｜>\s*")
+    # Models write the head of V3, too, and leave out its parts.
+    head = re.compile(rf"\s*(function\s*<｜tool▁sep｜>)?\s*{NAME}\s*(<｜tool▁sep｜>)?\s*(```(json)?\s*)?")
     written = Written(
         f"{opening}{{name}}<｜tool▁sep｜>{{arguments}}{closing}", "", begin=around[0], end=around[1]
     )
@@ -166,8 +175,6 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     """DeepSeek V3 and R1: the type of the call, a separator, NAME, and {…} as a block of Markdown."""
 
     name = "deepseek_v3"
-    before_closing = "}`"
-    head = re.compile(rf"\s*function<｜tool▁sep｜>{NAME}\s*(```(json)?\s*)?")
     written = Written(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         "\n",
@@ -182,7 +189,9 @@ class KimiParser(MarkedParser):
     name = "kimi_k2"
     opening, closing = "<|tool_call_begin|>", "<|tool_call_end|>"
     mark = "<|tool_calls_section_begin|>"
-    around = mark, "<|tool_calls_section_end|>"
+    around = (
+        mark, "<|tool_calls_section_end|>", "<|tool_call_section_begin|>", "<|tool_call_section_end|>",
+    )  # fmt: skip
     specials = (opening, closing, *around, "<|tool_call_argument_begin|>")
     written = Written(
         f"{opening}functions.{{name}}:{{number}}<|tool_call_argument_begin|>{{arguments}}{closing}", "",
@@ -221,6 +230,7 @@ class LlamaParser(BareParser):
     """
 
     name = "llama3_json"
+    before, end, in_lists = "[", "]", False
     between, starts, mark = ";,", "{", "{"
     reader = CallReader
     written = Written('{"name": "{name}", "parameters": {arguments}}', "; ")

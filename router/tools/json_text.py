@@ -13,6 +13,8 @@ _JSON_WORD = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?"
 QUOTES = "'", '"'
 _BEGINNINGS = ("{", "[", "n", "N", "", *QUOTES)
 """What arguments begin with. Nothing: they are missing."""
+_PLAIN = re.compile(r"[^\"'\\\x00-\x1f\ud800-\udfff]+")
+"""Characters of any JSON string."""
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
@@ -59,6 +61,11 @@ class JsonText:
             self.done, self.rest = True, character
             return word
         return word + self._take_outside(character)
+
+    def take_plain(self, text: str, at: int) -> str:
+        """Takes the characters of a string from `at` on that need no escape. Returns them."""
+        found = _PLAIN.match(text, at) if self._quote and not self._escape else None
+        return "" if found is None else found[0]
 
     def finish(self) -> str:
         """Returns what is held back, and what the value lacks: ends of strings and of brackets."""
@@ -197,6 +204,10 @@ class Arguments:
 
     def take(self, character: str) -> str:
         return self._take(self._value.take(character), character)
+
+    def take_plain(self, text: str, at: int) -> str:
+        """As of `JsonText`."""
+        return self._value.take_plain(text, at) if self._kind == "{" and not self.done else ""
 
     def finish(self) -> str:
         """Returns the end of the object, as if the value ended here."""

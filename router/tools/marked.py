@@ -9,7 +9,7 @@ from baton.router.tools.json_text import SPACE
 from baton.router.tools.marker import Marker
 from baton.router.tools.pairs import Pairs, PairsReader
 from baton.router.tools.parser import Part, ToolParser
-from baton.router.tools.readers import NamedCallReader, Reader
+from baton.router.tools.readers import CallReader, NamedCallReader, Reader
 
 
 class MarkedParser(ToolParser):
@@ -22,7 +22,7 @@ class MarkedParser(ToolParser):
     """Empty: the reader of a call finds its end."""
     around: ClassVar[tuple[str, ...]] = ()
     """Marks around all calls. They are not content."""
-    before_closing: ClassVar[str] = "}"
+    before_closing: ClassVar[str] = "}`"
     """Characters that may stand between a call and its closing mark, with space."""
     head: ClassVar[re.Pattern[str]]
     """What is between the opening mark and the arguments, if these are an object."""
@@ -32,10 +32,10 @@ class MarkedParser(ToolParser):
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         super().__init__(tools)
         bare = () if self._strict else self.bare
-        marks = self.opening, *bare, *self.around
+        marks = self.opening, *bare, *self.around, *filter(None, (self.closing,))
         others = (each for each in self.specials if not any(each in mark for mark in marks))
         self._open = Marker(*marks, *others)
-        self._close = Marker(self.closing or "\0")
+        self._close = Marker(self.closing or (self.pairs.end if self.pairs is not None else "\0"))
         self._closing = False  # a call has ended, and its closing mark may follow
 
     def _reader(self, opening: str) -> Reader:
@@ -43,6 +43,16 @@ class MarkedParser(ToolParser):
             return PairsReader(self.pairs, opening, self._tools)
         ends = (each for each in (self.closing, self.opening, *self.around) if each)
         return NamedCallReader(self.head, opening, self._tools, tuple(ends))
+
+    def _plain_end(self, text: str, at: int) -> int:
+        return at if self._closing else self._open.begin(text, at)
+
+    def _take(self, character: str) -> Iterator[Part]:
+        call = self._call
+        blank = character == "{" and isinstance(call, PairsReader) and call.raw.rstrip(SPACE) == self.opening
+        if blank and not call.begun:  # the model writes the call as JSON, as most others do
+            self._call = CallReader(call.raw, self._tools)
+        yield from super()._take(character)
 
     def _take_outside(self, character: str) -> Iterator[Part]:
         if self._closing:
@@ -67,7 +77,7 @@ class MarkedParser(ToolParser):
 
     def _end_call(self, call: Reader) -> None:
         self._space.clear()
-        self._closing = bool(self.closing)
+        self._closing = bool(self.closing) or isinstance(call, CallReader)
 
     def _give_up(self, raw: str) -> Iterator[Part]:
         return self._content(raw)

@@ -7,7 +7,7 @@ class Marker:
     """Finds fixed texts in a text that arrives in pieces. Holds back a possible beginning of one."""
 
     def __init__(self, *texts: str) -> None:
-        self._first = {text[0] for text in texts}
+        self._first = re.compile("|".join({re.escape(text[0]) for text in texts}))
         self._pattern = re.compile("|".join(map(re.escape, texts)))
         self._beginnings = {text[:length] for text in texts for length in range(1, len(text))}
         self._longest = max(map(len, texts)) - 1
@@ -15,10 +15,17 @@ class Marker:
         self.found = ""
         """The text that was found last."""
 
+    def begin(self, text: str, at: int = 0) -> int:
+        """Returns the first place from `at` on where a marker may begin, or be held back already."""
+        if self.held:
+            return at
+        found = self._first.search(text, at)
+        return len(text) if found is None else found.start()
+
     def split(self, text: str) -> tuple[str, str | None]:
         """Takes the next text. Returns what is before the marker, and what follows it; None: it is not
         complete."""
-        if not self.held and self._first.isdisjoint(text):
+        if self.begin(text) == len(text):
             return text, None
         text = self.held + text
         if match := self._pattern.search(text):

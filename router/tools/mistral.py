@@ -33,6 +33,9 @@ class MistralParser(ToolParser):
         self._held: list[str] | None = None  # text since the marker or the last call; None: outside of calls
         self._listed = False  # the calls are in a list
 
+    def _plain_end(self, text: str, at: int) -> int:
+        return self._marker.begin(text, at) if self._held is None else at
+
     def _take_outside(self, character: str) -> Iterator[Part]:
         if self._held is None:
             text, found = self._marker.take(character)
@@ -55,14 +58,14 @@ class MistralParser(ToolParser):
         if character == "{":
             self._call = CallReader("", self._tools)
             yield from self._take(character)
-        elif character == "]" and held[:1] != [CALLS]:
-            self._held, self._listed = None, False
         elif character in SPACE + ",":
             held.append(character)
         elif held[:1] == [CALLS] and CALLS.startswith("".join(held[held.index("[") :]) + character):
             held.append(character)  # the marker again
             if character == "]":
                 self._held, self._listed = [CALLS], False
+        elif character == "]" and not "".join(held).removeprefix(CALLS).strip("[," + SPACE):
+            self._held, self._listed = None, False
         else:
             yield from self._give_up("")
             yield from self._take(character)

@@ -11,13 +11,17 @@ from baton.router.tools.marker import Marker
 from baton.router.tools.readers import MAX_HEAD, Reader
 from baton.router.tools.schema import JSON_TYPES, Schema, Types, as_json, resolved, types_of
 
+_PLAIN = re.compile(r"[^<\"\\\x00-\x1f]+")
+"""Characters that begin no tag and need no escape in a JSON string."""
+
 
 @dataclass(frozen=True)
 class Pairs:
     """How a format writes the name of a function, and its arguments as keys and values."""
 
     head: re.Pattern[str]
-    """Between the opening mark and the first pair. Its group is the name of the function."""
+    """Between the opening mark and the first pair. Its group is the name of the function. A group `text` has
+    no meaning."""
     before_key: str
     after_key: re.Pattern[str]
     """A key and what stands between it and its value. Its group is the key. A group `string` says whether the
@@ -45,6 +49,7 @@ class PairsReader(Reader):
 
     Models forget tags. The end of a call also ends an open value, if another call or the end of the text
     follows. So does a key that the tool has and the call has not had. All other tags are a part of the value.
+    Text between two tags has no meaning.
     """
 
     def __init__(self, form: Pairs, opening: str, tools: Sequence[Tool]) -> None:
@@ -64,10 +69,17 @@ class PairsReader(Reader):
     def take(self, character: str) -> str:
         return self._state(character)
 
+    def take_plain(self, text: str, at: int) -> str:
+        reads = self._state == self._take_value and self._types == {"string"}
+        found = _PLAIN.match(text, at) if reads and not self._fresh and not self._tags.held else None
+        return "" if found is None else found[0]
+
     def finish(self, *, ended: bool) -> str:
         if self._state == self._take_head:
             return self._named(self._held, self._form.ends[-1]) if ended else ""
-        if ended:
+        if self._state == self._take_between:
+            self.rest = self._held
+        if ended or self.rest:
             return self._last_value() + "}"
         if self._state == self._take_key:
             return self._separator() + json.dumps(self._held, ensure_ascii=False)[:-1]
@@ -102,8 +114,11 @@ class PairsReader(Reader):
     def _named(self, head: str, tag: str) -> str:
         """Takes what precedes the arguments, and the tag behind it."""
         found = self._form.head.fullmatch(head)
-        # Without a tag of its own, a name may be any word.
-        if found is None or (tag == self._form.ends[-1] and not self._offered(found["name"])):
+        if found is None:
+            return ""
+        # Without a tag of its own, a name may be any word. Without a mark, all may be text about calls.
+        text = "" if self._raw[0] else found.groupdict().get("text") or ""
+        if (tag == self._form.ends[-1] or text.strip(SPACE)) and not self._offered(found["name"]):
             return ""
         self.name, self.begun = found["name"], True
         return "{" + self._after_tag(tag)
@@ -186,6 +201,11 @@ class PairsReader(Reader):
         better = mended(text)
         if self._is_json and better is not None:
             return better
+        word = text.strip()
+        if word.lower() in ("true", "false") and "boolean" in self._types:
+            return word.lower()
+        if better is not None and better[0] == '"' and "string" not in self._types:
+            text = json.loads(better)  # "5" for 5
         value = as_json(text, self._types)
         if value.startswith('"') and better is not None and better[0] in "{[":
             better = as_json(better, self._types)
@@ -229,11 +249,11 @@ class PairsReader(Reader):
         self._held = (self._held + character).lstrip(SPACE)
         form = self._form
         for tag in (form.before_key, *form.ends):
-            if self._held == tag:
+            if self._held.endswith(tag):
                 return self._after_tag(tag)
-        tags = form.before_key, *form.ends, *form.begins
-        if self._held in form.begins or not any(tag.startswith(self._held) for tag in tags):
-            self._break(self._held)
+        begin = next((begin for begin in form.begins if self._held.endswith(begin)), "")
+        if begin or len(self._held) > MAX_HEAD:
+            self._break(begin or self._held)
             return "}"
         return ""
 

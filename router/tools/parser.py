@@ -83,7 +83,26 @@ class ToolParser:
 
     def push(self, text: str) -> list[Part]:
         """Takes the next text. Returns the parts that are certain now."""
-        return _joined(piece for character in text for piece in self._take(character))
+        return _joined(self._push(text))
+
+    def _push(self, text: str) -> Iterator[Part]:
+        at = 0
+        while at < len(text):
+            call = self._call
+            end = self._plain_end(text, at) if call is None else at
+            plain = "" if call is None else call.take_plain(text, at)
+            if end > at:
+                yield from self._content(text[at:end])
+            elif plain:
+                yield Part("call", plain, self.num_calls - 1)
+            else:
+                yield from self._take(text[at])
+            at = max(end, at + len(plain or text[at]))
+
+    def _plain_end(self, text: str, at: int) -> int:
+        """Returns the end of the characters from `at` on that are content and begin neither a call nor a
+        mark."""
+        return at
 
     def finish(self, *, ended: bool = False) -> list[Part]:
         """Returns the parts that were held back, at the end of the text.
@@ -97,8 +116,7 @@ class ToolParser:
         if call is not None:
             before = call.begun
             yield from self._of_call(call, before, call.finish(ended=ended))
-            if not call.begun:
-                yield from self._give_up(call.raw)
+            yield from self._content(call.rest) if call.begun else self._give_up(call.raw)
         if call is None or not call.begun:
             yield from self._end()
 

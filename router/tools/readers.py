@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from baton.router.api.messages import FUNCTION_NAME, Tool
 from baton.router.tools.json_text import QUOTES, SPACE, Arguments, JsonText
+from baton.router.tools.marker import Marker
 
 NAME = f"(?P<name>{FUNCTION_NAME.strip('^$')})"
 """The name of a function in the pattern of a head."""
@@ -21,6 +22,8 @@ MAX_HEAD = 256
 """Characters before the arguments of a call, or of a key. A longer text is content."""
 _OUTSIDE_STRINGS = frozenset("{}[]:,\"'+-.0123456789eEtruefalsnTFN" + SPACE)
 """The characters of JSON and of Python's constants outside of strings."""
+_BEFORE_OBJECT = SPACE + "[`json"
+"""What may be between a mark and an object: a list or a block of Markdown begins."""
 _BREAKS = {"\n": "\\n", "\r": "\\r"}
 _NO_ARGUMENTS = r"\s*(null|None)?\s*(```)?\s*"
 
@@ -59,6 +62,10 @@ class Reader:
     def take(self, character: str) -> str:
         """Takes a character. Returns the new part of the arguments."""
         raise NotImplementedError
+
+    def take_plain(self, text: str, at: int) -> str:
+        """Takes as many characters from `at` on as are the same in the arguments. Returns these, if any."""
+        return ""
 
     def finish(self, *, ended: bool) -> str:
         """Returns the last part of the arguments, at the end of the text.
@@ -100,6 +107,10 @@ class CallReader(Reader):
             self._raw.append(character)
         return self._step(character)
 
+    def take_plain(self, text: str, at: int) -> str:
+        arguments = self._arguments if self.begun else None
+        return "" if arguments is None else arguments.take_plain(text, at)
+
     def finish(self, *, ended: bool) -> str:
         if ended:
             return self._close()
@@ -131,7 +142,7 @@ class CallReader(Reader):
     def _take_begin(self, character: str) -> str:
         if character == "{":
             self._depth, self._step = 1, self._take_member
-        elif character not in SPACE:
+        elif character not in (_BEFORE_OBJECT if self._marked else SPACE):
             return self._wrong(character)
         return ""
 
@@ -204,14 +215,14 @@ class CallReader(Reader):
         self._step = self._take_member
         if is_name:
             name = json.loads("".join(self._said))
-            if isinstance(name, str) and re.fullmatch(FUNCTION_NAME, name) and self._allowed(name):
+            if isinstance(name, str) and self._allowed(name := name.strip()):
                 self.name = name
             elif self._key == "name":
                 return self._wrong(character)
         return self._new("") + (self._step(self._value.rest) if self._value.rest else "")
 
     def _allowed(self, name: str) -> bool:
-        return self._names is None or name in self._names
+        return bool(re.fullmatch(FUNCTION_NAME, name)) and (self._names is None or name in self._names)
 
 
 class NamedCallReader(Reader):
@@ -224,6 +235,7 @@ class NamedCallReader(Reader):
         a call."""
         super().__init__(opening, tools)
         self._head, self._ends = head, tuple(ends)
+        self._mark = Marker(*ends)  # outside of strings
         self._before = ""  # what has come of the head
         self._arguments: Arguments | None = None
 
@@ -245,11 +257,16 @@ class NamedCallReader(Reader):
             self._break(character)
         return ""
 
+    def take_plain(self, text: str, at: int) -> str:
+        arguments = self._arguments if self.begun else None
+        return "" if arguments is None else arguments.take_plain(text, at)
+
     def finish(self, *, ended: bool) -> str:
         if self._arguments is None:
             return self._without_arguments(self._before) if ended else ""
         if ended:
-            return self._new(self._arguments.finish())
+            text = "".join(map(self._arguments.take, self._mark.held.removeprefix("<")))
+            return self._new(text + self._arguments.finish())
         return self._arguments.held() if self.begun else ""
 
     def _name(self, found: re.Match[str]) -> None:
@@ -260,14 +277,21 @@ class NamedCallReader(Reader):
         return text
 
     def _take_arguments(self, arguments: Arguments, character: str) -> str:
-        if character == "<" and not arguments.in_string:
-            text = self._new(arguments.finish())
-            self._break(character)
-            return text
-        text = self._new(arguments.take(character))
-        self.done = arguments.done and self.begun
-        if arguments.broken or (arguments.done and not self.begun):
-            self._break("")
+        characters, ended = (character, False) if arguments.in_string else self._mark.take(character)
+        text = ""
+        for i, each in enumerate(characters):
+            if each == "<" and not arguments.in_string:
+                self._break(characters[i:])
+                return text + self._new(arguments.finish())
+            text += self._new(arguments.take(each))
+            if arguments.done or arguments.broken:
+                self.done = self.begun
+                if not self.begun or characters[i + 1 :]:
+                    self._break(characters[i + 1 :])
+                return text
+        if ended:
+            self._break(self._mark.found)
+            text += self._new(arguments.finish())
         return text
 
     def _without_arguments(self, head: str) -> str:
