@@ -21,7 +21,7 @@ class MarkedParser(ToolParser):
     closing: ClassVar[str] = ""
     """Empty: the reader of a call finds its end."""
     around: ClassVar[tuple[str, ...]] = ()
-    """Marks around all calls. They are not content."""
+    """Marks around all calls. They are never content."""
     before_closing: ClassVar[str] = "}`"
     """Characters that may stand between a call and its closing mark, with space."""
     head: ClassVar[re.Pattern[str]]
@@ -35,7 +35,9 @@ class MarkedParser(ToolParser):
         marks = self.opening, *bare, *self.around, *filter(None, (self.closing,))
         others = (each for each in self.specials if not any(each in mark for mark in marks))
         self._open = Marker(*marks, *others)
-        self._close = Marker(self.closing or (self.pairs.end if self.pairs is not None else "\0"))
+        end = self.pairs.end if self.pairs is not None else ""
+        self._ends = tuple(filter(None, (end, self.closing))) or ("\0",)
+        self._close = Marker(*self._ends)
         self._closing = False  # a call has ended, and its closing mark may follow
 
     def _reader(self, opening: str) -> Reader:
@@ -49,16 +51,32 @@ class MarkedParser(ToolParser):
 
     def _take(self, character: str) -> Iterator[Part]:
         call = self._call
-        blank = character == "{" and isinstance(call, PairsReader) and call.raw.rstrip(SPACE) == self.opening
-        if blank and not call.begun:  # the model writes the call as JSON, as most others do
-            self._call = CallReader(call.raw, self._tools)
+        if character == "{" and isinstance(call, PairsReader) and not call.begun:
+            self._call = self._json_reader(call)
         yield from super()._take(character)
+
+    def _json_reader(self, call: PairsReader) -> Reader:
+        """Returns a reader of JSON, for a call or for arguments that begin where a tag should be."""
+        opening, head = call.head
+        if opening and not head.strip():
+            return CallReader(opening + head, self._tools)
+        assert self.pairs is not None
+        found = self.pairs.head.fullmatch(head)
+        if found is None or not any(tool.function.name == found["name"] for tool in self._tools):
+            return call
+        reader = NamedCallReader(self.pairs.head, opening, self._tools, self.pairs.ends)
+        for each in head:
+            reader.take(each)
+        return reader
 
     def _take_outside(self, character: str) -> Iterator[Part]:
         if self._closing:
             text, closed = self._close.take(character)
-            self._closing = not closed and not text.strip(SPACE + self.before_closing)
-            if closed or self._closing:
+            if closed:
+                self._closing = self._close.found != self._ends[-1]
+                return
+            self._closing = not text.strip(SPACE + self.before_closing)
+            if self._closing:
                 return
             character, self._close.held = text + self._close.held, ""
         text, after = self._open.split(character)
@@ -72,12 +90,12 @@ class MarkedParser(ToolParser):
             self._call = self._reader("")
             for each in found:
                 self._call.take(each)
-        elif found not in self.specials and not self.num_calls:
+        elif found == self.closing and found not in self.specials and not self.num_calls:
             self._space.append(found)
 
     def _end_call(self, call: Reader) -> None:
         self._space.clear()
-        self._closing = bool(self.closing) or isinstance(call, CallReader)
+        self._closing = bool(self.closing) or not isinstance(call, PairsReader)
 
     def _give_up(self, raw: str) -> Iterator[Part]:
         return self._content(raw)

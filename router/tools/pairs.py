@@ -9,7 +9,7 @@ from baton.router.api.messages import Tool
 from baton.router.tools.json_text import SPACE, mended
 from baton.router.tools.marker import Marker
 from baton.router.tools.readers import MAX_HEAD, Reader
-from baton.router.tools.schema import JSON_TYPES, Schema, Types, as_json, resolved, types_of
+from baton.router.tools.schema import Schema, Types, as_json, resolved, types_of
 
 _PLAIN = re.compile(r"[^<\"\\\x00-\x1f]+")
 """Characters that begin no tag and need no escape in a JSON string."""
@@ -66,6 +66,11 @@ class PairsReader(Reader):
         tags = form.value_end, *form.ends, form.before_key
         self._tags = Marker(*(f"\n{tag}" for tag in tags if form.skips_newlines), *tags)
 
+    @property
+    def head(self) -> tuple[str, str]:
+        """The mark before the call, and what has come behind it, if the call has not begun."""
+        return self._raw[0], "".join(self._raw[1:])
+
     def take(self, character: str) -> str:
         return self._state(character)
 
@@ -107,8 +112,11 @@ class PairsReader(Reader):
             if self._held.endswith(tag):
                 text = self._named(self._held.removesuffix(tag), tag)
                 return text if self.begun else self._break(character)
-        if self._held.endswith(self._form.begins[0]):
-            return self._break(self._form.begins[0])
+        begin = self._form.begins[0]
+        if self._held.endswith(begin):
+            text = self._named(self._held.removesuffix(begin), self._form.ends[-1])
+            self._break(begin)
+            return text
         return self._break(character) if len(self._held) > MAX_HEAD else ""
 
     def _named(self, head: str, tag: str) -> str:
@@ -145,7 +153,8 @@ class PairsReader(Reader):
     def _begin_value(self, found: re.Match[str]) -> str:
         key, self._held = found["key"].strip(SPACE), ""
         string = found.groupdict().get("string")
-        self._types, self._is_json = self._types_of(key, string), string == "false"
+        self._types = self._types_of(key, string)
+        self._is_json = string == "false" and self._types != {"string"}
         self._value.clear()
         self._state, self._fresh = self._take_value, self._form.skips_newlines
         begin = '"' if self._types == {"string"} else ""
@@ -165,11 +174,10 @@ class PairsReader(Reader):
         return schema.get("properties") if isinstance(schema, dict) else None
 
     def _types_of(self, key: str, string: str | None) -> Types:
-        if string is not None:
-            return frozenset({"string"}) if string == "true" else JSON_TYPES
         properties = self._properties()
         schema = properties.get(key) if isinstance(properties, dict) else None
-        return types_of(schema, self._parameters(), {})
+        types = types_of(schema, self._parameters(), {})
+        return types & {"string"} or types if string == "true" else types
 
     def _take_value(self, character: str) -> str:
         text, found = self._tags.take(character)
@@ -230,10 +238,10 @@ class PairsReader(Reader):
     def _take_next_key(self, character: str) -> str:
         """Behind the tag before a key, inside of a value."""
         self._held += character
-        properties, text = self._properties(), self._held
+        properties, text = self._properties(), self._held.lstrip("\"'")
         known = properties if isinstance(properties, dict) else ()
         keys = [key for key in known if key not in self._keys]
-        found = self._form.after_key.fullmatch(text) if character == ">" else None
+        found = self._form.after_key.fullmatch(self._held) if character == ">" else None
         if found is not None and found["key"] in keys:
             return self._end_value("") + self._begin_value(found)
         may_be = any(key.startswith(text) or text.startswith(key) for key in keys)

@@ -2,13 +2,17 @@
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from baton.router.api.messages import Tool
 from baton.router.text.tokenizer import load_tokenizer
+from baton.router.tools.formats import FORMATS
+from baton.router.tools.output import TextParser
+from baton.router.tools.reasoning import REASONING
 from tests.router.conftest import Cluster, make_cluster
 
 TAGS = "<think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>"
@@ -181,3 +185,27 @@ def _of_message(whole: dict[str, Any]) -> Answer:
             texts[block["type"]] += block[block["type"]]
     reasons = {"end_turn": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
     return Answer(texts["text"], texts["thinking"], calls, reasons[whole["stop_reason"]])
+
+
+def splits(text: str) -> Iterator[list[str]]:
+    """The text as a whole, as single characters, and as two pieces, which are cut at each fifth place."""
+    yield [text]
+    yield list(text)
+    for i in range(1, len(text), 5):
+        yield [text[:i], text[i:]]
+
+
+def parse(parsers: tuple[str, str], pieces: list[str], tools: Sequence[Tool]) -> Answer:
+    """Returns what the parsers of calls and of reasoning find in an output that the model has ended.
+
+    Fails if arguments of a call are no JSON.
+    """
+    calls, reasoning = parsers
+    way = REASONING.get(reasoning)
+    parser = TextParser("answer" if way is None else "reasoning", way, FORMATS[calls], tools)
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish(ended=True)
+    said = {kind: "".join(p.text for p in parts if p.kind == kind) for kind in ("content", "reasoning")}
+    names = [part.name for part in parts if part.name is not None]
+    texts = ["".join(p.text for p in parts if p.kind == "call" and p.call == i) for i in range(len(names))]
+    found = [Call(name, json.loads(text)) for name, text in zip(names, texts, strict=True)]
+    return Answer(**said, calls=found, finish="tool_calls" if found else "stop")

@@ -1,7 +1,6 @@
 # ruff: noqa: E501
 """Tool calls and reasoning as models really write them."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,9 +8,7 @@ import pytest
 
 from baton.router.api.messages import Tool
 from baton.router.tools.formats import FORMATS
-from baton.router.tools.output import TextParser
-from baton.router.tools.reasoning import REASONING
-from tests.reports.replay import BURSTS, TEMPLATE, Answer, Call, ask, replaying, say
+from tests.reports.replay import BURSTS, TEMPLATE, Answer, Call, ask, parse, replaying, say, splits
 
 PROPERTIES = {"city": {"type": "string"}, "unit": {"type": "string"}}
 FILE = {"path": {"type": "string"}, "content": {"type": "string"}}
@@ -209,27 +206,13 @@ async def test_reports_in_every_endpoint(parsers: tuple[str, str], tmp_path: Pat
                         assert answer == right(report), (name, path, stream, burst)
 
 
-def parsed(parsers: tuple[str, str], pieces: list[str]) -> Answer:
-    way = REASONING.get(parsers[1])
-    parser = TextParser("answer" if way is None else "reasoning", way, FORMATS[parsers[0]], PARSED)
-    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish(ended=True)
-    said = {kind: "".join(p.text for p in parts if p.kind == kind) for kind in ("content", "reasoning")}
-    names = [part.name for part in parts if part.name is not None]
-    arguments = [
-        "".join(p.text for p in parts if p.kind == "call" and p.call == i) for i in range(len(names))
-    ]
-    calls = [Call(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
-    return Answer(**said, calls=calls, finish="tool_calls" if calls else "stop")
-
-
 @pytest.mark.parametrize(
     ("parsers", "name"), [(parsers, name) for parsers, reports in REPORTS.items() for name in reports]
 )
 def test_reports_in_pieces_of_every_size(parsers: tuple[str, str], name: str):
     report = REPORTS[parsers][name]
-    says = report.says
-    for pieces in ([says], list(says), *([says[:i], says[i:]] for i in range(1, len(says)))):
-        assert parsed(parsers, pieces) == right(report), pieces
+    for pieces in splits(report.says):
+        assert parse(parsers, pieces, PARSED) == right(report), pieces
 
 
 UNKNOWN = {
