@@ -6,6 +6,7 @@ waits, and the routers with it. If the service process does not read for `SEND_T
 ends.
 """
 
+import errno
 import shutil
 import tempfile
 
@@ -15,6 +16,7 @@ import zmq.asyncio
 from baton.worker import messages
 from baton.worker.messages import Exit, FromEngine, ToEngine
 
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory there has a name of its own and mode 0700
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_QUEUED = 4096
 SEND_TIMEOUT = 10.0  # seconds
@@ -27,21 +29,33 @@ def _bound(socket: zmq.Socket | zmq.asyncio.Socket) -> None:
 
 
 class EngineLink:
-    """The service's end. Owns the listening socket and its directory, which it makes in `run_dir`.
+    """The service's end. Owns the listening socket and its directory, which it makes in `run_dir`, or in
+    shared memory if that is full: a full disk must not keep a worker from starting again.
 
     Raises ValueError if the directory cannot be made.
     """
 
     def __init__(self, run_dir: str | None) -> None:
-        try:
-            self._directory: str | None = tempfile.mkdtemp(prefix="baton-", dir=run_dir)
-        except OSError as error:
-            raise ValueError(f"--run-dir {run_dir}: {error.strerror}") from error
-        self.address = f"ipc://{self._directory}/engine"
+        self._directory: str | None = None
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
         _bound(self._socket)
-        self._socket.bind(self.address)
+        try:
+            self._listen(run_dir)
+        except (OSError, zmq.ZMQError) as error:
+            self.close()
+            raise ValueError(f"--run-dir {run_dir}: {error.strerror}") from error
+
+    def _listen(self, parent: str | None) -> None:
+        try:
+            self._directory = tempfile.mkdtemp(prefix="baton-", dir=parent)
+            self.address = f"ipc://{self._directory}/engine"
+            self._socket.bind(self.address)
+        except (OSError, zmq.ZMQError) as error:
+            self.remove_directory()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or parent == _SHARED_MEMORY:
+                raise
+            self._listen(_SHARED_MEMORY)
 
     async def send(self, message: ToEngine) -> None:
         await self._socket.send(messages.encode(message))

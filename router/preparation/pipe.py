@@ -49,7 +49,14 @@ def fork_children(control: int, title: str, kinds: Mapping[str, Callable[[], Non
                         return
                     its, ends = (socket.socket(fileno=fd) for fd in fds)
                     with its:
-                        if not (pid := os.fork()):
+                        try:
+                            pid = os.fork()
+                        except (
+                            OSError
+                        ) as error:  # the machine has no process left: a later request may find one
+                            _tell(ends, error.errno or 1)
+                            continue
+                        if not pid:
                             _become(its, f"{title} {kind.decode()}", kinds.get(kind.decode(), lambda: None))
                     alive[pid] = pidfd, _ = os.pidfd_open(pid), ends
                     selector.register(pidfd, selectors.EVENT_READ, pid)
@@ -64,8 +71,13 @@ def fork_children(control: int, title: str, kinds: Mapping[str, Callable[[], Non
                     os.close(pidfd)
                     with contextlib.suppress(KeyError):  # the router wanted its end
                         selector.unregister(ends)
-                    with ends, contextlib.suppress(OSError):
-                        ends.send(str(code).encode())
+                    _tell(ends, code)
+
+
+def _tell(ends: socket.socket, code: int) -> None:
+    """Tells the router how a child has ended."""
+    with ends, contextlib.suppress(OSError):
+        ends.send(str(code).encode())
 
 
 def _become(its: socket.socket, title: str, serve: Callable[[], None]) -> NoReturn:

@@ -198,7 +198,11 @@ def reserve(flag: str, host: str, port: int) -> socket.socket:
             probe.bind((host, port))
             address = probe.getsockname()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        made.bind(address)
+        try:
+            made.bind(address)
+        except OSError:  # connections in TIME_WAIT, of a router that did not share the port
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
     except OSError as error:
         made.close()
         raise ValueError(cannot_listen(flag, host, port, error)) from error

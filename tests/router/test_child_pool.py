@@ -26,6 +26,11 @@ from baton.router.preparation import pipe
 state = sys.stdin.buffer.read()
 if state == b"never":
     sys.exit(3)
+if state == b"no process":
+    def fork_later(fork=os.fork):
+        os.fork = fork
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    os.fork = fork_later
 def reply(request):
     if request == b"die":
         sys.exit(4)
@@ -95,6 +100,17 @@ async def test_one_child_serves_all_requests_without_the_secrets_of_the_router(
     first, rest = await call(pool, b"a", b"b" * 1_000_000)
     assert rest == b"hello a" + b"b" * 1_000_000 + b" ", "BATON_API_KEY is not in its environment"
     assert await call(pool, b"c") == (first, b"hello c ")
+
+
+async def test_a_machine_without_a_free_process_fails_one_request(
+    make: Make, caplog: pytest.LogCaptureFixture
+):
+    pool = make(state=b"no process")
+    with pytest.raises(ChildDied, match="exit code 11") as died:
+        await call(pool, b"a")
+    assert not died.value.caused_by_request
+    assert (await call(pool, b"a"))[1] == b"no process a "
+    assert not caplog.records, "the process that forks went on"
 
 
 async def test_a_child_gives_back_what_a_request_has_freed(make: Make):

@@ -525,6 +525,17 @@ async def test_a_mistake_of_the_user_is_reported_once(start: Callable[..., Any],
             assert said in routers.said[-1]["error"]
 
 
+def test_connections_in_time_wait_refuse_no_start() -> None:
+    """Those of a router that had no admin port, and so did not share its port."""
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        host, port = before.getsockname()
+        client, accepted = socket.create_connection((host, port)), before.accept()[0]
+        accepted.close()  # this side is first, so its connection stays
+        client.close()
+    with reserve("--port", host, port), listen("--port", host, port, share=True):
+        pass
+
+
 def test_a_port_is_reserved_for_all_processes_or_not_at_all():
     with reserve("--port", "127.0.0.1", 0) as held:
         port = held.getsockname()[1]

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -71,3 +73,22 @@ async def test_a_missing_run_directory_is_a_start_error(tmp_path: Path) -> None:
 def test_the_engine_decodes_only_messages_to_the_engine(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         messages.decode_to_engine(data)
+
+
+@pytest.mark.parametrize("inodes", [2, 3])
+def test_a_full_run_directory_keeps_no_worker_from_starting(tmp_path: Path, inodes: int) -> None:
+    """There is room for no directory, or for a directory and no socket."""
+    script = f"""
+import os
+from baton.worker.ipc import EngineLink
+link = EngineLink({str(tmp_path)!r})
+assert link.address.startswith("ipc:///dev/shm/baton-"), link.address
+assert os.path.exists(link.address.removeprefix("ipc://"))
+link.close()
+assert not os.path.exists(os.path.dirname(link.address.removeprefix("ipc://")))
+assert os.listdir({str(tmp_path)!r}) == ["a"]
+"""
+    full = f"mount -t tmpfs -o nr_inodes={inodes} none {tmp_path} && touch {tmp_path}/a"
+    command = ["unshare", "-rm", "sh", "-c", f'{full} && exec "$@"', "sh", sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
