@@ -23,14 +23,13 @@ from baton.engine.execution.memory_plan import (
     memory_for,
     size_pool,
 )
+from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.warmup import Rehearsal, measure_steps, warm_up
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
 from baton.engine.model_config import ModelConfig
-from baton.engine.models import attention_caches
 from baton.engine.models.cache_spec import CacheSpec
 from baton.machine import usable_cpus
 
@@ -121,32 +120,6 @@ def start_rank(
         pool,
         largest,
     )
-
-
-KERNELS_VERSION = 1
-"""Of the order of sums of the exact mode: it rises with each change that changes a bit."""
-
-
-def numerics_of(
-    config: EngineConfig, limits: CacheLimits, weight_format: PlainFormat, device: torch.device
-) -> str:
-    """All that the bits of a request depend on beside the model and the request, in the exact mode."""
-    name = torch.backends.cpu.get_cpu_capability()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    experts = " with whole experts" if config.enable_expert_parallel else ""
-    parts = {
-        "device": name,
-        "ranks": f"{config.tensor_parallel_size}{experts}",
-        "dtype": str(limits.dtype).removeprefix("torch."),
-        "kv": str(limits.kv_dtype).removeprefix("torch."),
-        "format": weight_format.identity or weight_format.name,
-        "kernels": KERNELS_VERSION,
-        "torch": torch.__version__,
-    }
-    if any(layer.kind == "latent" for layer in attention_caches(limits.cache)):
-        parts["block"] = limits.block_size  # on a GPU it decides which kernel attends
-    return "; ".join(f"{key}={value}" for key, value in parts.items())
 
 
 def _measure(

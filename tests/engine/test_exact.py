@@ -6,6 +6,7 @@ any shape add in the order of the columns, as `wgmma` does. On a GPU the same te
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from baton.bench.shapes import DENSE, SHAPES
 from baton.content.cache_kinds import latent_head_dim
 from baton.engine import Engine, EngineConfig, SpeculativeConfig, build_engine
+from baton.engine.execution import numerics
 from baton.engine.kernels import (
     KV,
     AttentionMetadata,
@@ -662,8 +664,26 @@ def test_numerics_are_a_part_of_content_names(exact_engine: Engine, model_path: 
     default = built(model_path, batch_invariant=False, quantization="none")
     assert exact_engine.model_fingerprint == default.model_fingerprint
     assert exact_engine.content_root != default.content_root
-    assert exact_engine.numerics.startswith("device=")
     assert not default.numerics
+
+
+def test_numerics_name_what_bits_depend_on(exact_engine: Engine, tmp_path: Path) -> None:
+    named = dict(part.split("=") for part in exact_engine.numerics.split("; "))
+    where = {"triton"} if ON_GPU else {"threads"}
+    assert named.keys() == {"device", "ranks", "dtype", "kv", "format", "code", "torch"} | where
+    assert named["torch"] == torch.__version__
+    assert ON_GPU or named["threads"] == "1"
+    copied = [tmp_path / room for room in numerics.COMPUTES]
+    for room in copied:
+        shutil.copytree(Path(numerics.__file__).parents[1] / room.name, room)
+    hashes = [numerics.hash_of_sources(copied)]
+    assert hashes == [named["code"]]
+    for source in [max(room.rglob("*.py")) for room in copied]:
+        source.write_bytes(source.read_bytes() + b"\n")
+        hashes.append(numerics.hash_of_sources(copied))
+    source.rename(source.with_stem("another_name"))
+    hashes.append(numerics.hash_of_sources(copied))
+    assert len({*hashes}) == len(hashes)
 
 
 def test_more_than_two_ranks_of_gpus_are_refused(tiny_of: TinyOf) -> None:

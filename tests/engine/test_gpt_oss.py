@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.engine import EngineConfig
 from baton.engine.execution.memory_plan import CacheLimits
-from baton.engine.execution.start import numerics_of
+from baton.engine.execution.numerics import numerics_of
 from baton.engine.kernels.quantized.reference import four_bits
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import PlainFormat
