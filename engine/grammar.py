@@ -75,10 +75,7 @@ class Matcher:
     def check(self) -> None:
         """Raises `ValueError` if the grammar is wrong, exceeds a limit or takes too long."""
         if self._matcher.is_error():
-            reason = readable(self._matcher.get_error())
-            if reason == "NoExtensionBias":
-                reason = "the grammar allows no token after this output, which it does not end either"
-            raise ValueError(f"structured output: {reason}")
+            raise ValueError(f"structured output: {readable(self._matcher.get_error())}")
         if self._seconds_left < 0:
             most = f"{TOKEN_SECONDS * 1000:g} ms for each token"
             remedy = "avoid rules that match a text in many ways"

@@ -71,7 +71,9 @@ def compiled(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
 
 def readable(error: str) -> str:
     """Returns an error of llguidance as one line."""
-    return " ".join(error.partition("<backtrace>")[0].removesuffix("<non-verbose/>").split())
+    line = " ".join(error.partition("<backtrace>")[0].removesuffix("<non-verbose/>").split())
+    dead_end = "the grammar allows no token after this output, which it does not end either"
+    return dead_end if line == "NoExtensionBias" else line
 
 
 class Alphabet:

@@ -21,6 +21,7 @@ import signal
 import socket
 import struct
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -220,17 +221,8 @@ class Child:
             await process.end()
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A request that waits for a child."""
-
-    child: asyncio.Future[Child]
-    key: str
-    size: int
-
-
 class ChildPool:
-    """Up to `count` children of one kind. API keys take turns by the bytes of their requests.
+    """Up to `count` children of one kind. API keys take turns by the time of their requests.
 
     With several children, at most `count - 1` work on requests above `long_bytes`. Otherwise two clients with
     long requests would block all others. A free child that may take a long request takes it first, so that
@@ -243,8 +235,8 @@ class ChildPool:
         self._count = count
         self._long_bytes = long_bytes if count > 1 else math.inf
         self._idle = [Child(server, kind) for _ in range(count)]
-        self._waiting: FairQueue[str, _Waiting] = FairQueue()
-        self._waiting_long: FairQueue[str, _Waiting] = FairQueue()
+        self._waiting: FairQueue[str, asyncio.Future[Child]] = FairQueue()
+        self._waiting_long: FairQueue[str, asyncio.Future[Child]] = FairQueue()
         self._busy_long: set[Child] = set()
         self._calls: set[asyncio.Task[bytes]] = set()
 
@@ -262,11 +254,20 @@ class ChildPool:
         return await self._call(key, parts)
 
     async def _call(self, key: str, parts: Sequence[Frame]) -> bytes:
-        child = await self._acquire(key, sum(map(len, parts)))
+        size = sum(map(len, parts))
+        queue = self._waiting_long if size > self._long_bytes else self._waiting
+        child = await self._acquire(queue, key)
+        began = time.monotonic()
+
+        def over(_: asyncio.Task[bytes]) -> None:
+            # The bytes of a request do not tell how long it takes.
+            queue.charge(key, time.monotonic() - began)
+            self._release(child)
+
         call = asyncio.create_task(child.call(parts))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        call.add_done_callback(lambda _: self._release(child))
+        call.add_done_callback(over)
         return await asyncio.shield(call)
 
     async def close(self) -> None:
@@ -276,10 +277,9 @@ class ChildPool:
         await asyncio.gather(*self._calls, return_exceptions=True)
         await asyncio.gather(*(child.end() for child in self._idle))
 
-    async def _acquire(self, key: str, size: int) -> Child:
+    async def _acquire(self, queue: FairQueue[str, asyncio.Future[Child]], key: str) -> Child:
         acquired: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-        queue = self._waiting_long if size > self._long_bytes else self._waiting
-        ticket = queue.push(key, 0, _Waiting(acquired, key, size))
+        ticket = queue.push(key, 0, acquired)
         self._dispatch()
         try:
             return await acquired
@@ -301,13 +301,12 @@ class ChildPool:
         while self._idle and len(self._waiting):
             self._assign(self._waiting)
 
-    def _assign(self, queue: FairQueue[str, _Waiting]) -> Child | None:
+    def _assign(self, queue: FairQueue[str, asyncio.Future[Child]]) -> Child | None:
         """Gives an idle child to the first request of the queue. None: its caller was cancelled."""
         waiting = queue.pop()
         assert waiting is not None, "the queue is not empty"
-        if waiting.child.done():
+        if waiting.done():
             return None
         child = self._idle.pop()
-        queue.charge(waiting.key, waiting.size)
-        waiting.child.set_result(child)
+        waiting.set_result(child)
         return child

@@ -233,6 +233,20 @@ async def test_keys_take_turns(make: Make):
     assert order[:6].count("other") == 2
 
 
+async def test_a_key_with_short_requests_that_take_long_waits_for_others(make: Make):
+    pool = make()
+    order: list[str] = []
+
+    async def add(key: str, request: bytes) -> None:
+        await call(pool, request, key=key)
+        order.append(key)
+
+    await call(pool, b"a")  # the child is there
+    await add("other", bytes(100_000))
+    await asyncio.gather(*(add("slow", b"wait") for _ in range(4)), *(add("other", b"a") for _ in range(2)))
+    assert order == ["other", "slow", "other", "other", "slow", "slow", "slow"]
+
+
 async def test_one_process_forks_the_children_of_several_routers_and_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ):
