@@ -198,9 +198,17 @@ def test_every_unused_worker_is_a_finding() -> None:
 
 @asynccontextmanager
 async def front(
-    *, tokens: int = 3, admin: bool = True, processes: bool = False, tls: ssl.SSLContext | None = None
+    *,
+    tokens: int = 3,
+    admin: bool = True,
+    processes: bool = False,
+    tls: ssl.SSLContext | None = None,
+    hands_over: int = 0,
 ) -> AsyncIterator[str]:
-    """The ports of a router: `tokens` of an answer, and `/status` (`admin`; of several `processes`)."""
+    """The ports of a router: `tokens` of an answer, and `/status` (`admin`; of several `processes`).
+
+    Prompts of `hands_over` words and more are handed over."""
+    transfers = 0
 
     async def status(_: web.Request) -> web.Response:
         if not admin:
@@ -208,13 +216,17 @@ async def front(
                 {"error": {"message": "/status is on the admin port, http://it"}}, status=404
             )
         found = {"router": {"ready": True}, "workers": [worker("prefill", 0), worker("decode", 0)]}
+        found["workers"][1]["status"] = {"kv_transfers": transfers}  # type: ignore[index]
         return web.json_response(found | ({"processes": []} if processes else {}))
 
     async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m"}]})
+        return web.json_response({"data": [{"id": "m", "max_model_len": 3000}]})
 
-    async def completions(_: web.Request) -> web.Response:
-        return web.json_response({"usage": {"completion_tokens": tokens}})
+    async def completions(request: web.Request) -> web.Response:
+        nonlocal transfers
+        words = len((await request.json())["prompt"].split())
+        transfers += words >= hands_over
+        return web.json_response({"usage": {"prompt_tokens": words, "completion_tokens": tokens}})
 
     app = web.Application()
     app.add_routes([web.get("/status", status)])
@@ -236,6 +248,25 @@ async def looked_at(url: str, admin_url: str | None = None) -> list[Finding]:
 async def test_a_request_that_comes_back_short() -> None:
     async with front(tokens=1) as url:
         assert level(await looked_at(url), "a request") == "bad"
+
+
+@pytest.mark.parametrize(
+    ("hands_over", "expected"),
+    [
+        (100, "good: KV came from another worker for a prompt of 128 tokens"),
+        (1400, "good: KV came from another worker for a prompt of 1500 tokens"),  # half of the context
+        (9999, "warning: none: the router had each prompt of up to 1500 tokens computed on one worker"),
+    ],
+)
+async def test_a_cluster_proves_a_handover(
+    hands_over: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short prompts stay on one worker, so one request proves nothing."""
+    monkeypatch.setattr("baton.cluster.tools.doctor.running.LONGEST_REPORT", 0)
+    async with front(hands_over=hands_over) as url:
+        *_, found = await looked_at(url)
+    assert found.check == "a handover"
+    assert f"{found.level}: {found.found}".startswith(expected)
 
 
 async def test_a_cluster_with_tls(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:

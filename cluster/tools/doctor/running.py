@@ -1,5 +1,7 @@
-"""Checks a running cluster through its router: states and KV of the workers, and a real request."""
+"""Checks a running cluster through its router: states and KV of workers, a real request, and a handover."""
 
+import asyncio
+import random
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -20,10 +22,31 @@ ADMIN = (
 )
 TIMEOUT = aiohttp.ClientTimeout(total=120)
 NEARLY_FULL = 0.95
+TOKENS = 3  # of an answer
+LENGTHS = 128, 512, 2048, 8192  # of prompts, in words
+WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "it",
+    "you",
+    "that",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "with",
+    "as",
+)
+LONGEST_REPORT = 1.0  # seconds until a router knows what a worker counts
 
 
 async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIterator[Finding]:
-    flag, admin = "--url", endpoint
+    flag, admin, before = "--url", endpoint, list[dict[str, Any]]()
     if doctor.admin_url is not None:  # the admin port needs no key, so do not send it
         flag, admin = "--admin-url", replace(endpoint, url=doctor.admin_url, api_key=[])
     try:
@@ -32,15 +55,26 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
                 yield warning("status", f"{flag} {admin.url}: {await error_message(response)}", ADMIN)
             else:
                 report = await (await checked(response)).json()
-                for finding in workers(report["workers"], complete=report["router"]["ready"]):
+                before = report["workers"]
+                for finding in workers(before, complete=report["router"]["ready"]):
                     yield finding
                 if "processes" in report and doctor.admin_url is None:
                     yield warning("a request", f"not sent, --url {admin.url} is an admin port", ADMIN)
                     return
         async with session(endpoint, TIMEOUT) as client:
-            yield await request(client)
+            card = (await _json(client.get("v1/models")))["data"][0]
+            yield await request(client, card)
+        if {pool_of(each) for each in before if each.get("state") == "ready"} >= {"prefill", "decode"}:
+            async with session(endpoint, TIMEOUT) as client, session(admin, TIMEOUT, flag) as to_admin:
+                yield await handover(client, to_admin, card)
     except ValueError as error:
         yield bad("router", str(error), "Start the router, or correct --url, --admin-url and --api-key.")
+
+
+async def _json(asked: Any) -> Any:
+    """The answer to a request of a session. Raises ValueError as `checked`."""
+    async with asked as response:
+        return await (await checked(response)).json()
 
 
 def workers(found: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]:
@@ -91,16 +125,54 @@ def _pools(found: list[dict[str, Any]], complete: bool) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-async def request(client: aiohttp.ClientSession) -> Finding:
-    """Sends a request for three tokens, which includes a handover from prefill to decode."""
-    async with client.get("v1/models") as response:
-        models = (await (await checked(response)).json())["data"]
-    body = {"model": models[0]["id"], "prompt": "The doctor says:", "max_tokens": 3, "temperature": 0}
+async def request(client: aiohttp.ClientSession, card: dict[str, Any]) -> Finding:
+    """Sends a request for three tokens of the model with this card."""
+    usage, took = await _complete(client, card, "The doctor says:")
+    tokens = usage["completion_tokens"]
+    if tokens != TOKENS:
+        return bad(
+            "a request", f"{tokens} of {TOKENS} tokens", "Look at the router's log for its x-request-id."
+        )
+    return good("a request", f"{TOKENS} tokens in {took * 1e3:.0f} ms")
+
+
+async def handover(
+    client: aiohttp.ClientSession, admin: aiohttp.ClientSession, card: dict[str, Any]
+) -> Finding:
+    """Sends prompts of growing length, until KV has moved between workers.
+
+    A router computes a short prompt on the worker that decodes, if its tokens come earlier so. Other requests
+    may move KV meanwhile, which proves the same."""
+    before, tokens = await _transfers(admin), 0
+    longest = (card.get("max_model_len") or LENGTHS[-1]) // 2
+    for length in dict.fromkeys(min(length, longest) for length in LENGTHS):
+        # Random words of a token each: no cache has such a prompt.
+        usage, took = await _complete(client, card, " ".join(random.choices(WORDS, k=length)))
+        tokens = usage["prompt_tokens"]
+        if await _transfers(admin) > before:
+            told = f"KV came from another worker for a prompt of {tokens} tokens, {TOKENS} tokens in"
+            return good("a handover", f"{told} {took * 1e3:.0f} ms")
+    await asyncio.sleep(LONGEST_REPORT)  # of many workers a router shows the last reports
+    if await _transfers(admin) > before:
+        return good("a handover", "KV came from another worker")
+    return warning(
+        "a handover", f"none: the router had each prompt of up to {tokens} tokens computed on one worker",
+        "It does so where tokens come earlier. `baton serve --no-overflow` hands over each prompt; the logs "
+        "of the workers name a KV transfer that fails.",
+    )  # fmt: skip
+
+
+async def _complete(
+    client: aiohttp.ClientSession, card: dict[str, Any], prompt: str
+) -> tuple[dict[str, int], float]:
+    """The usage of the answer to a prompt, and its seconds."""
+    body = {"model": card["id"], "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     began = time.perf_counter()
-    async with client.post("v1/completions", json=body | {"ignore_eos": True}) as response:
-        answer = await (await checked(response)).json()
-    took = time.perf_counter() - began
-    tokens = answer["usage"]["completion_tokens"]
-    if tokens != 3:
-        return bad("a request", f"{tokens} of 3 tokens", "Look at the router's log for its x-request-id.")
-    return good("a request", f"3 tokens in {took * 1e3:.0f} ms")
+    answer = await _json(client.post("v1/completions", json=body | {"ignore_eos": True}))
+    return answer["usage"], time.perf_counter() - began
+
+
+async def _transfers(admin: aiohttp.ClientSession) -> int:
+    """KV transfers of all workers that ended well."""
+    found = (await _json(admin.get("status")))["workers"]
+    return sum((worker.get("status") or {}).get("kv_transfers", 0) for worker in found)
