@@ -14,6 +14,8 @@ from baton.router.errors import all_errors, error_code
 from tests.grafana import RULES, rules
 from tests.prometheus import find
 
+from .conftest import K8S
+
 A, B = (f'model_name="m",role="router",job="baton",instance="{name}"' for name in "ab")
 STARTED = "baton:router_start_time_seconds{%s}"
 READY = 'baton:workers{%s,pool="decode",state="ready"}'
@@ -119,3 +121,31 @@ def test_the_error_ratio_counts_each_error_of_the_server() -> None:
     assert {frozenset(found.split("|")) for found in re.findall(r'code=~"([^"]*)"', ratio)} == {
         frozenset(codes)
     }
+
+
+def test_a_full_decode_pool_grows_by_what_waits_for_room(tmp_path: Path) -> None:
+    """A share of at most 1 would let it grow by a quarter at a time."""
+    file = K8S / "components" / "autoscaling" / "rules.yaml"
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(yaml.safe_load(file.read_text())["spec"]))
+    series = {
+        'vllm:kv_cache_usage_perc{job="baton-decode",namespace="n",pod="a"}': "1",
+        'vllm:kv_cache_usage_perc{job="baton-decode",namespace="n",pod="b"}': "0.5",
+        'vllm:num_requests_running{job="baton-decode",namespace="n",pod="a"}': "60",
+        'vllm:num_requests_running{job="baton-decode",namespace="n",pod="b"}': "20",
+        'baton:requests_waiting_for_room{job="baton",namespace="n",pod="r"}': "120",
+    }
+    name = 'baton_decode_kv_usage{namespace="n",pod="%s"}'
+    asked = {
+        "expr": "baton_decode_kv_usage",
+        "eval_time": "0s",
+        "exp_samples": [{"labels": name % pod, "value": use} for pod, use in {"a": 2.5, "b": 1.25}.items()],
+    }
+    test = {
+        "interval": "5s",
+        "input_series": [{"series": name, "values": value} for name, value in series.items()],
+        "promql_expr_test": [asked],
+    }
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [test]}))
+    command = [find("promtool"), "test", "rules", str(tmp_path / "test.yaml")]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
