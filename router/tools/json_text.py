@@ -5,6 +5,7 @@
 
 import json
 import re
+from typing import Literal
 
 SPACE = " \t\r\n"
 _CLOSERS = {"{": "}", "[": "]"}
@@ -22,29 +23,24 @@ class JsonText:
     """Takes the characters of one value. Returns the same as JSON, as soon as later ones cannot change it.
 
     It mends control characters in strings, escapes that JSON does not have, single quotes, the constants of
-    Python, words without quotes, commas before a closing bracket, and closing brackets that are missing.
-    Other errors stay.
+    Python, words without quotes, and commas, colons, values and closing brackets that are missing or too
+    many. So an object or a list is always JSON.
 
     Attributes:
         done: the value is complete.
         rest: the character that ended it, if it is not a part of it.
-        depth: open brackets.
     """
 
     def __init__(self) -> None:
         self.done = False
         self.rest = ""
         self._closers: list[str] = []  # of the open brackets
+        self._due: Literal["key", "colon", "value", "comma"] = "value"  # in the innermost of them
         self._quote = ""  # of the string that is read
         self._escape = ""  # that is read, from its backslash on
         self._word = ""  # outside of strings
+        self._is_key = False  # the string or word that is read is a key
         self._comma = ""  # held back, with the space behind it
-        self._last = ""  # what the last value, key, bracket or colon began with
-        self._is_key = False  # the last string or word is a key of an object
-
-    @property
-    def depth(self) -> int:
-        return len(self._closers)
 
     @property
     def in_string(self) -> bool:
@@ -56,7 +52,7 @@ class JsonText:
         if self._word and character not in '{}[]:,"\r\n':
             self._word += character
             return ""
-        word, self._word = _spelled(self._word), ""
+        word = self._end_word()
         if word and not self._closers:
             self.done, self.rest = True, character
             return word
@@ -69,14 +65,10 @@ class JsonText:
 
     def finish(self) -> str:
         """Returns what is held back, and what the value lacks: ends of strings and of brackets."""
-        text = '"' if self._quote else _spelled(self._word)
-        if self._last == ":":
-            text = "null"
-        elif self._is_key:
-            text += ": null"
-        text += "".join(reversed(self._closers))
+        text = '"' if self._quote else self._end_word()
+        text += self._missing() + "".join(reversed(self._closers))
         self._closers.clear()
-        self._quote = self._word = self._escape = self._comma = ""
+        self._quote = self._escape = self._comma = ""
         self.done = True
         return text
 
@@ -89,33 +81,69 @@ class JsonText:
             if not self._comma:
                 return character
             self._comma += character
+        elif character == ",":
+            text = self._missing()
+            if self._due == "comma" and not self._comma:
+                self._comma = character
+            return text
+        elif character == ":":
+            if self._due == "colon":
+                self._due = "value"
+                return character
+        else:
+            return self._close(character) if character in "}]" else self._begin(character)
+        return ""
+
+    def _in_object(self) -> bool:
+        return self._closers[-1:] == ["}"]
+
+    def _missing(self) -> str:
+        """Returns what a key lacks."""
+        if self._due == "colon" or (self._due == "value" and self._in_object()):
+            text = "null" if self._due == "value" else ": null"
+            self._due = "comma"
+            return text
+        return ""
+
+    def _begin(self, character: str) -> str:
+        """Begins a key or a value."""
+        is_key = self._due == "key" or (self._due == "comma" and self._in_object())
+        if is_key and character in "{[":
             return ""
-        if character == ",":
-            text, self._comma = self._comma, ","
-            return text[1:]
-        if character in "}]":
-            return self._close(character)
-        comma, self._comma = self._comma, ""
-        before, self._last = self._last, character
-        in_object = self._closers[-1:] == ["}"]
-        self._is_key = in_object and character not in ":{[" and (bool(comma) or before == "{")
+        text = ": " if self._due == "colon" else ""
+        if self._due == "comma" and self._closers:
+            text, self._comma = self._comma or ", ", ""
+        self._is_key, self._due = is_key, "colon" if is_key else "comma"
         if character in QUOTES:
-            self._quote, character = character, '"'
-        elif character in "{[":
+            self._quote = character
+            return text + '"'
+        if character in "{[":
             self._closers.append(_CLOSERS[character])
-        elif character != ":":
-            self._word, character = character, ""
-        return comma + character
+            self._due = "key" if character == "{" else "value"
+            return text + character
+        self._word = character
+        return text
+
+    def _end_word(self) -> str:
+        word, self._word = self._word, ""
+        kept = word.rstrip(SPACE)
+        if not kept:
+            return ""
+        space = word[len(kept) :]
+        if self._is_key or not _JSON_WORD.fullmatch(kept):
+            constant = None if self._is_key else _WORDS.get(kept)
+            kept = constant or '"' + "".join(map(_in_json, kept)) + '"'
+        return kept + space
 
     def _close(self, bracket: str) -> str:
         """Closes all brackets up to the last one of this kind. If there is none, it is left out."""
         space, self._comma = self._comma[1:], ""
         if bracket not in self._closers:
             return space
-        text = ""
+        text = self._missing()
         while not text.endswith(bracket):
             text += self._closers.pop()
-        self._last, self._is_key = bracket, False
+        self._due = "comma"
         self.done = not self._closers
         return space + text
 
@@ -149,15 +177,6 @@ def _in_json(character: str) -> str:
     if character in '"\\' or character < " ":
         return json.dumps(character)[1:-1]
     return f"\\u{ord(character):04x}" if "\ud800" <= character <= "\udfff" else character
-
-
-def _spelled(word: str) -> str:
-    kept = word.rstrip(SPACE)
-    if not kept:
-        return word
-    if not _JSON_WORD.fullmatch(kept):
-        kept = _WORDS.get(kept) or json.dumps(kept, ensure_ascii=False)
-    return kept + word[len(word.rstrip(SPACE)) :]
 
 
 def mended(text: str) -> str | None:

@@ -61,7 +61,7 @@ class KimiReader(NamedCallReader):
         """Returns the only tool that takes these arguments."""
         try:
             given = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         fits = [tool.function.name for tool in self._tools if _takes(tool, given)]
         return fits[0] if len(fits) == 1 else None

@@ -214,8 +214,8 @@ class CallReader(Reader):
             return ""
         self._step = self._take_member
         if is_name:
-            name = json.loads("".join(self._said))
-            if isinstance(name, str) and self._allowed(name := name.strip()):
+            said = "".join(self._said)
+            if said.startswith('"') and self._allowed(name := json.loads(said).strip()):
                 self.name = name
             elif self._key == "name":
                 return self._wrong(character)

@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.router.api.messages import Tool
 from baton.router.errors import InvalidRequest
 from baton.router.tools.formats import FORMATS, format_of, unread_format_of
+from baton.router.tools.json_text import Arguments
 from baton.router.tools.parser import Part
 
 NOTHING: dict[str, Any] = {"type": "object", "maxProperties": 0}
@@ -203,6 +204,13 @@ PARTS = [
     "<|tool_call_end|>",
     "<|channel|>commentary to=functions.f<|message|>{",
     "<|call|>",
+    '<invoke name="edit">',
+    '<parameter name="text">',
+    "</invoke>",
+    '<｜DSML｜invoke name="edit">',
+    '<｜DSML｜parameter name="text" string="false">',
+    "</｜DSML｜parameter>",
+    "```json",
     "[f(a=",
     ")",
     "'",
@@ -247,6 +255,32 @@ def test_a_bracket_of_the_wrong_kind_stays_what_it_is():
     assert parse("llama3_json", ["{] THE END"]) == ("{] THE END", [])
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda values: st.lists(values) | st.dictionaries(st.text(), values),
+    max_leaves=8,
+)
+SCRAPS = [*"{}[],:\"'\\a5 \n<", "\\u12", "tr", "None"]
+
+
+def as_arguments(text: str) -> str:
+    reader = Arguments()
+    return "".join(reader.take(each) for each in text if not reader.done) + reader.finish()
+
+
+@given(st.dictionaries(st.text(), JSON), st.booleans(), st.sampled_from([None, 1]))
+def test_json_stays_what_it_is(value: dict[str, Any], escaped: bool, indent: int | None):
+    text = json.dumps(value, ensure_ascii=escaped, indent=indent)
+    assert as_arguments(text) == text
+    assert json.loads(as_arguments(json.dumps(text))) == value, "as text"
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from(SCRAPS), max_size=20).map("".join))
+def test_arguments_are_always_json(text: str):
+    assert isinstance(json.loads(as_arguments("{" + text)), dict)
+
+
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(FORMATS)), HOSTILE, st.data())
 def test_hostile_output_gives_no_error_and_loses_and_doubles_no_text(
@@ -262,6 +296,14 @@ def test_hostile_output_gives_no_error_and_loses_and_doubles_no_text(
     assert sum(part.count("THE END") for part in said) == 1
     assert calls or content == re.sub("|".join(map(re.escape, FORMATS[name].specials)) or "(?!)", "", text)
     msgspec.json.encode(calls)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(FORMATS)), HOSTILE)
+def test_arguments_of_an_output_that_the_model_ended_are_json(name: str, text: str):
+    parser = FORMATS[name](TOOLS)
+    for _, arguments in read(parser.push(text) + parser.finish(ended=True))[1]:
+        assert isinstance(json.loads(arguments), dict)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +334,16 @@ def test_hostile_output_gives_no_error_and_loses_and_doubles_no_text(
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>"),
         ("pythonic", "["),
         ("pythonic", "[f(a='"),
+        ("pythonic", "Text [f(a='"),
+        ("llama3_json", "Text ```"),
+        ("llama3_json", 'Text {"a": "'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]"'),
+        ("qwen3_coder", "<tool_call><function=edit><parameter=text></function>"),
+        ("qwen3_coder", "<tool_call><function=edit><parameter=text>a</parameter>b"),
+        ("glm45", "<tool_call>edit<arg_key>line</arg_key><arg_value></tool_call>"),
+        ("kimi_k2", "<|tool_call_begin|>x<|tool_call_argument_begin|>{"),
+        ("minimax_m2", "<minimax:tool_call>"),
+        ("minimax_m2", '<invoke name="edit"><parameter name="text"><parameter name="'),
     ],
 )
 def test_long_output_takes_time_in_proportion_to_its_length(name: str, text: str):
