@@ -81,6 +81,11 @@ def memory_limit(root: Path = _ROOT) -> int:
     return most
 
 
+def memory_share(part: int, most: int, root: Path = _ROOT) -> int:
+    """The `part`-th part of `memory_limit`, at most `most` bytes."""
+    return min(most, memory_limit(root) // part)
+
+
 def oom_kills(root: Path = _ROOT) -> int:
     """How many processes of this cgroup the kernel has killed for want of memory. 0: no cgroup tells. `root`
     has /proc and /sys."""

@@ -12,7 +12,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Callable
 
-from baton.machine import memory_limit
+from baton.machine import memory_share
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def affordable_connections(processes: int = 1) -> int:
     """Connections that each of `processes` may keep open. They take half of its descriptors at most, and all
     of them an eighth of the memory."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return min(descriptors // 2, memory_limit() // 8 // processes // _CONNECTION_BYTES)
+    return memory_share(8 * processes * _CONNECTION_BYTES, most=descriptors // 2)
 
 
 class Connection:

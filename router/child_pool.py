@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.machine import oom_kills
 from baton.machine.system import process_end, python_path
 from baton.router.admission.fairness import FairQueue
 
@@ -244,12 +245,14 @@ class ChildPool:
         """Sends `parts` as one request for the client's API key `key`. Returns the reply.
 
         When the caller is cancelled, the child finishes and its reply is dropped. When a child is killed from
-        outside, the request is sent once more. Raises ChildDied.
+        outside, the request is sent once more, unless the kernel killed for want of memory. Raises ChildDied.
         """
+        kills = oom_kills()
         try:
             return await self._call(key, parts)
         except ChildDied as died:
-            if not died.killed:
+            died.caused_by_request |= died.killed and oom_kills() > kills
+            if died.caused_by_request or not died.killed:
                 raise
         return await self._call(key, parts)
 

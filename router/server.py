@@ -22,6 +22,7 @@ from functools import partial
 import setproctitle
 import uvloop
 
+from baton.machine import memory_share
 from baton.machine.connections import Connections, affordable_connections
 from baton.machine.system import report, url_host, waited_for_cpu
 from baton.machine.tracing import Tracer
@@ -59,6 +60,12 @@ BODIES = 16
 """Bodies of the largest size that a process reads and prepares at the same time, or more smaller ones."""
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _OWN_MAPPING_BYTES = 1 << 20
+
+
+def body_bytes(config: RouterConfig) -> int:
+    """Bytes of bodies at the same time. The processes of a router have an eighth of the memory for them."""
+    most = memory_share(8 * config.processes, BODIES * config.max_body_bytes)
+    return max(config.max_body_bytes, most)
 
 
 Loaded = tuple[ModelTokenizer, SamplingDefaults]
@@ -139,7 +146,7 @@ async def running(
             config.max_waiting_tokens,
             pool.prefill_window,
             pool.free_capacity,
-            max_body_bytes=BODIES * config.max_body_bytes,
+            max_body_bytes=body_bytes(config),
             shared=len(config.api_keys) > 1,
         ),
         metrics=Metrics(config.model_name),

@@ -206,7 +206,10 @@ class Entry:
         account.body_bytes += size
 
     def expect(self, tokens: int) -> None:
-        """Counts an estimate of its prompt tokens, once. Raises Overloaded and RateLimited."""
+        """Counts an estimate of its prompt tokens, in place of the one before. Raises Overloaded and
+        RateLimited."""
+        self._admission.release(self._account, self._estimate)
+        self._estimate = 0
         self._admission.reserve(self._account, tokens)
         self._estimate = tokens
 

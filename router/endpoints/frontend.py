@@ -49,7 +49,7 @@ class Frontend:
         self._services = services
         self._forks = fork_server(config.own_title, services.tokenizer, config.forks_fd)
         self._checker = GrammarChecker(self._forks)
-        self._preparer = Preparer(services.tokenizer, self._forks)
+        self._preparer = Preparer(services.tokenizer, self._forks, config.processes)
         self._counts = KeyCounts(config.keys_fd, config.processes, config.process_number or 0)
         self._accounts: dict[ApiKey, Account] = {}
         self.use_keys(config.api_keys)
@@ -132,7 +132,9 @@ class Frontend:
         with self._services.active.counting():
             limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
             async with _deadline(limit, began):
-                prepared = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
+                prepared = await self._preparer.prepare(
+                    kind, raw, self._served, entry.key, history, entry.expect
+                )
             assert isinstance(prepared, Prepared)
             body = prepared.options
             limit = min(limit, math.inf if body.timeout is None else body.timeout)
@@ -175,6 +177,7 @@ class Frontend:
         async with _deadline(self._services.config.request_timeout, time.monotonic()):
             response = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
         assert isinstance(response, bytes)
+        entry.receive(len(response))  # until the client has it
         return response
 
     def _reasoning(self, prepared: Prepared, structure: Structure | None) -> pb.Reasoning | None:

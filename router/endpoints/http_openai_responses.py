@@ -102,7 +102,7 @@ class OpenAIResponses:
         self._config = config
         self._frontend = frontend
         self._generation = generation
-        self._stored = StoredResponses(lambda: frontend.key_names)
+        self._stored = StoredResponses(lambda: frontend.key_names, processes=config.processes)
         self._running: dict[tuple[str, str], _Running] = {}
 
     async def create(self, request: web.Request) -> web.StreamResponse:

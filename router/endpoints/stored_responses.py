@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import xxhash
 
+from baton.machine import memory_share
 from baton.router.admission.keys import ANY_CLIENT
 from baton.router.errors import NotFound
 
 MAX_RESPONSES = 1000
 """Of each API key."""
 MAX_BYTES = 256 << 20
-"""Of all API keys together. Each has an equal part."""
+"""Of all API keys together, and at most a sixteenth of the memory. Each has an equal part."""
 MAX_SECONDS = 24 * 3600.0
 
 
@@ -45,9 +46,12 @@ class StoredResponse:
 class StoredResponses:
     """Keeps the newest responses of each API key. A key never sees those of another."""
 
-    def __init__(self, keys: Callable[[], Set[str]], clock: Callable[[], float] = time.monotonic) -> None:
-        """`keys`: returns the names of the API keys."""
+    def __init__(
+        self, keys: Callable[[], Set[str]], clock: Callable[[], float] = time.monotonic, processes: int = 1
+    ) -> None:
+        """`keys`: returns the names of the API keys. `processes`: how many of a router keep responses."""
         self._keys = keys
+        self._most = memory_share(16 * processes, MAX_BYTES)
         self._clock = clock
         self._of_key: dict[str, _Shelf] = {}
 
@@ -61,7 +65,7 @@ class StoredResponses:
 
     @property
     def _max_bytes(self) -> int:
-        return MAX_BYTES // max(1, len(self._keys() - {ANY_CLIENT.name}))
+        return self._most // max(1, len(self._keys() - {ANY_CLIENT.name}))
 
     def get(self, key: str, id: str, param: str | None = None) -> StoredResponse:
         """Raises NotFound, which names `param`."""

@@ -11,11 +11,13 @@ import json
 import logging
 import sys
 from array import array
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from baton.machine import memory_share
 from baton.machine.logs import stack_without_text
 from baton.router.admission.keys import ApiKey
 from baton.router.api.bodies import ChatOptions, CompletionOptions
@@ -36,6 +38,7 @@ CHILDREN = 2
 CPU_SECONDS = 20
 """Of one body. A signal then ends the process, and the router starts another."""
 MEMORY_BYTES = 4 << 30
+"""Of one body."""
 MAX_OPTIONS_BYTES = 512 << 10
 """Limit for the fields beside the prompt, because the router parses them on the event loop."""
 MAX_OPTIONS_VALUES = 1 << 16
@@ -49,16 +52,27 @@ _encode = msgspec.msgpack.encode
 class Preparer:
     """Prepares small bodies on the event loop, and larger ones in child processes, which it owns."""
 
-    def __init__(self, tokenizer: ModelTokenizer, server: ForkServer) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, server: ForkServer, processes: int = 1) -> None:
+        """`processes`: how many of a router have such children."""
         self._tokenizer = tokenizer
+        self._limits = f"{CPU_SECONDS} s or {child_bytes(processes) >> 20} MiB"
         self._children = ChildPool(server, "bodies", CHILDREN, long_bytes=LONG_BYTES)
         # Many bodies may come at the same moment. The loop writes tokens between one and the next.
         self._on_loop = asyncio.Lock()
 
     async def prepare(
-        self, kind: Kind, raw: bytes | bytearray, served: Served, key: ApiKey, history: bytes = b""
+        self,
+        kind: Kind,
+        raw: bytes | bytearray,
+        served: Served,
+        key: ApiKey,
+        history: bytes = b"",
+        expect: Callable[[int], None] = lambda tokens: None,
     ) -> Prepared | bytes:
-        """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError."""
+        """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError.
+
+        `expect` is told the tokens of the prompts before this process makes lists of them, which take nine
+        times their bytes. It may refuse them."""
         if len(raw) + len(history) <= SMALL_BYTES:
             async with self._on_loop:
                 try:
@@ -67,20 +81,28 @@ class Preparer:
                     await asyncio.sleep(0)
         head = request_head(kind, served, history, key.cache_salt)
         try:
-            return read_reply(await self._children.call(key.name, head, raw))
+            return read_reply(await self._children.call(key.name, head, raw), expect)
         except ChildDied as died:
             if not died.caused_by_request:
                 raise ApiError(f"the router has no process to prepare this request: {died}") from died
-            limits = f"{CPU_SECONDS} s or {MEMORY_BYTES >> 30} GiB"
-            raise InvalidRequest(f"the preparation of this request takes more than {limits}") from died
+            text = f"the preparation of this request takes more than {self._limits}"
+            raise InvalidRequest(text) from died
 
     async def close(self) -> None:
         await self._children.close()
 
 
-def fork_server(title: str, tokenizer: ModelTokenizer, fd: int | None = None) -> ForkServer:
+def child_bytes(processes: int) -> int:
+    """What a child may have: each router process has three, and they have half of the memory together."""
+    return memory_share(6 * processes, MEMORY_BYTES)
+
+
+def fork_server(
+    title: str, tokenizer: ModelTokenizer, fd: int | None = None, processes: int = 1
+) -> ForkServer:
     """The process that forks children, also those of `grammar_checker`. `fd`: as of ForkServer."""
-    return ForkServer([sys.executable, "-m", __name__, title], tokenizer.state, fd)
+    memory = str(child_bytes(processes))
+    return ForkServer([sys.executable, "-m", __name__, title, memory], tokenizer.state, fd)
 
 
 def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes = b"") -> bytes:
@@ -89,10 +111,11 @@ def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes =
     return json.dumps(head).encode() + b"\n" + history
 
 
-def read_reply(reply: bytes) -> Prepared | bytes:
+def read_reply(reply: bytes, expect: Callable[[int], None] = lambda tokens: None) -> Prepared | bytes:
     """Raises the ApiError that the child raised, or one without details if the child had a defect."""
     match msgspec.msgpack.decode(reply):
         case ["prepared", is_chat, options, *ids, echoes, starts, beginning, repeated]:
+            expect(sum(map(len, ids[0])) // 4)
             kind = ChatOptions if is_chat else CompletionOptions
             prompts, bad_words = ([array("I", each).tolist() for each in listed] for listed in ids)
             chosen = kind.model_validate_json(options)
@@ -108,17 +131,17 @@ def read_reply(reply: bytes) -> Prepared | bytes:
             raise AssertionError(other)
 
 
-def main(title: str, control: str) -> None:
+def main(title: str, memory_bytes: str, control: str) -> None:
     from baton.router.preparation import grammar_child  # the compiler takes memory that routers do not need
 
     tokenizer = ModelTokenizer.restored(sys.stdin.buffer.read())
 
     def serve() -> None:
-        pipe.limit(MEMORY_BYTES)
         pipe.serve(partial(reply_to, tokenizer), CPU_SECONDS)
 
     gc.freeze()
-    pipe.fork_children(int(control), title, {"bodies": serve, "grammars": grammar_child.serve})
+    kinds = {"bodies": serve, "grammars": grammar_child.serve}
+    pipe.fork_children(int(control), title, kinds, int(memory_bytes))
 
 
 def reply_to(tokenizer: ModelTokenizer, request: bytes) -> bytes:

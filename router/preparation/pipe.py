@@ -15,6 +15,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from setproctitle import setproctitle
@@ -26,11 +27,14 @@ _NICE = 5
 _LENGTH = struct.Struct("<I")
 
 
-def fork_children(control: int, title: str, kinds: Mapping[str, Callable[[], None]]) -> None:
+def fork_children(
+    control: int, title: str, kinds: Mapping[str, Callable[[], None]], memory_bytes: int
+) -> None:
     """Forks a child for each message of a router, until no router is there.
 
     `control`: a socket. A message is a kind of child and two sockets: that of the child, and one for its exit
     code. When the router ends the latter, the child is killed. A child of another kind ends at once.
+    `memory_bytes`: what a child may have at most beside what it shares with this process.
     """
     setproctitle(f"{title} forks")
     die_with_parent()
@@ -51,13 +55,12 @@ def fork_children(control: int, title: str, kinds: Mapping[str, Callable[[], Non
                     with its:
                         try:
                             pid = os.fork()
-                        except (
-                            OSError
-                        ) as error:  # the machine has no process left: a later request may find one
+                        except OSError as error:  # no process is left: a later request may find one
                             _tell(ends, error.errno or 1)
                             continue
                         if not pid:
-                            _become(its, f"{title} {kind.decode()}", kinds.get(kind.decode(), lambda: None))
+                            serve = kinds.get(kind.decode(), lambda: None)
+                            _become(its, f"{title} {kind.decode()}", serve, memory_bytes)
                     alive[pid] = pidfd, _ = os.pidfd_open(pid), ends
                     selector.register(pidfd, selectors.EVENT_READ, pid)
                     selector.register(ends, selectors.EVENT_READ, pid)
@@ -80,13 +83,15 @@ def _tell(ends: socket.socket, code: int) -> None:
         ends.send(str(code).encode())
 
 
-def _become(its: socket.socket, title: str, serve: Callable[[], None]) -> NoReturn:
+def _become(its: socket.socket, title: str, serve: Callable[[], None], memory_bytes: int) -> NoReturn:
     """In the new process."""
     code = 1
     try:
         setproctitle(title)
         # Without this, a busy child would notice the end of the router only after its request.
         die_with_parent()
+        os.nice(_NICE)
+        limit(memory_bytes)
         os.dup2(its.fileno(), 0)
         os.dup2(its.fileno(), 1)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -100,9 +105,17 @@ def _become(its: socket.socket, title: str, serve: Callable[[], None]) -> NoRetu
 
 
 def limit(memory_bytes: int) -> None:
-    os.nice(_NICE)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    """Limits what this process may have beside what it has now. A lower limit before this one stays.
+
+    If memory ends nevertheless, the kernel should end a child, and no process that serves."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + memory_bytes
+    _, before = resource.getrlimit(resource.RLIMIT_AS)
+    most = most if before == resource.RLIM_INFINITY else min(most, before)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def serve(reply: Callable[[bytes], bytes], cpu_seconds: float) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.reasoning import Beginning
 
 Raw = bytes | bytearray
+_CUT_TOKENS = 1024
 MAX_BAD_WORD_TOKENS = 4096
 """Each choice of a request has them, on its way to a worker and there."""
 Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
@@ -164,7 +165,9 @@ def _prepared(
         case ChatBody():
             prepared = _chat(body, tokenizer, served, salt)
         case ResponsesBody() if kind == "input_tokens":
-            prepared = _count_tokens(body.chat(history), tokenizer, {"object": "response.input_tokens"})
+            prepared = _count_tokens(
+                body.chat(history), tokenizer, served, {"object": "response.input_tokens"}
+            )
         case ResponsesBody():
             prepared = _chat(body.chat(history), tokenizer, served, salt)
             prepared = replace(prepared, repeated=body.repeated)
@@ -175,9 +178,9 @@ def _prepared(
         case TokenizeBody():
             prepared = _tokenize(body, tokenizer, served)
         case DetokenizeBody():
-            prepared = _detokenize(body, tokenizer)
+            prepared = _detokenize(body, tokenizer, served)
         case CountTokensBody():
-            prepared = _count_tokens(body.chat(), tokenizer)
+            prepared = _count_tokens(body.chat(), tokenizer, served)
         case _:
             raise AssertionError(body)
     return prepared
@@ -241,6 +244,7 @@ def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> 
         text, special = _rendered(tokenizer, body, body.messages), bool(body.add_special_tokens)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
+    _check_length(text, "prompt" if body.messages is None else "messages", tokenizer, served)
     tokens = tokenizer.encode(text, add_special_tokens=special)
     strings = tokenizer.entries(tokens) if body.return_token_strs else None
     response = {
@@ -249,16 +253,29 @@ def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> 
     return msgspec.json.encode(response)
 
 
-def _detokenize(body: DetokenizeBody, tokenizer: ModelTokenizer) -> bytes:
+def _detokenize(body: DetokenizeBody, tokenizer: ModelTokenizer, served: Served) -> bytes:
+    _check_length(body.tokens, "tokens", tokenizer, served)
     _check_ids(body.tokens, "tokens", tokenizer)
     text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
     return msgspec.json.encode({"prompt": text})
 
 
-def _count_tokens(body: ChatBody, tokenizer: ModelTokenizer, more: dict[str, str] | None = None) -> bytes:
+def _count_tokens(
+    body: ChatBody, tokenizer: ModelTokenizer, served: Served, more: dict[str, str] | None = None
+) -> bytes:
     text = _rendered(tokenizer, body, body.messages)
+    _check_length(text, body.prompt_field, tokenizer, served)
     count = len(tokenizer.encode(text, add_special_tokens=False))
     return msgspec.json.encode({**(more or {}), "input_tokens": count})
+
+
+def _check_length(text: Sequence[Any], field: str, tokenizer: ModelTokenizer, served: Served) -> None:
+    """Raises ContextLengthExceeded for a text that is longer than any prompt. To tokenize takes 300 times the
+    bytes of a text, so its length is checked before."""
+    most = served.context * tokenizer.longest_token
+    if len(text) > most:
+        kind = "characters" if isinstance(text, str) else "tokens"
+        raise ContextLengthExceeded.of_prompt(field, len(text), kind, most, served.context)
 
 
 def _check_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> None:
@@ -303,10 +320,12 @@ def _encoded(
 ) -> list[int]:
     """Returns the token ids of a prompt. Raises ContextLengthExceeded when it leaves no room for output."""
     field = body.prompt_field
-    # Without this check, a text of any length would be tokenized before it is refused.
-    most = served.context * tokenizer.longest_token
-    if body.truncate_prompt_tokens is None and len(text) > most:
-        raise ContextLengthExceeded.of_prompt(field, len(text), "characters", most, served.context)
+    if body.truncate_prompt_tokens is None:
+        _check_length(text, field, tokenizer, served)
+    else:
+        # Beside these characters, tokens that are kept may depend on the word that is cut.
+        most = (served.context + _CUT_TOKENS) * tokenizer.longest_token
+        text = text[:most] if body.truncation_side == "right" else text[-most:]
     token_ids = body.truncated(encode(text), served.context)
     output_room(len(token_ids), field, served.context)
     return token_ids

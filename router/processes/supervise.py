@@ -424,5 +424,5 @@ def supervise(
     setproctitle.setproctitle(config.own_title)
     logging.config.dictConfig(config.logging())
     loaded = load(config)
-    forks = fork_server(config.own_title, loaded[0])
+    forks = fork_server(config.own_title, loaded[0], processes=config.processes)
     return asyncio.run(Supervisor(config, lambda own: run(own, loaded), forks).run())

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import sys
 from array import array
@@ -25,6 +26,16 @@ log = logging.getLogger(__name__)
 _END = "THE FINAL MESSAGE GOES ON HERE\v"
 """Marks the end of the final message in the rendered text. A template that strips messages removes the
 \\v."""
+
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+"""A batch would start a thread for each CPU. Here each has one text."""
+
+
+def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Returns only the ids. Without the places of tokens this takes half the time, and less memory."""
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding.ids
 
 
 class ChatTemplateError(ValueError):
@@ -244,7 +255,7 @@ class ChatEncoder:
         return ids.tolist()
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return encode(self._tokenizer, text, add_special_tokens=False)
 
     def _new(self, text: str, starts: Sequence[int], stop: int, scope: Hashable) -> "array[int]":
         """Tokenizes and keeps the parts that begin at `starts`. The last one ends at `stop`."""

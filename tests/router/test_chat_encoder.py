@@ -26,9 +26,9 @@ class Spy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def encode(self, text: str, **options: Any) -> Any:
-        self.texts.append(text)
-        return self._tokenizer.encode(text, **options)
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.texts += texts
+        return self._tokenizer.encode_batch_fast(texts, **options)
 
 
 def metaspace() -> Tokenizer:

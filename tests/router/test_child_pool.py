@@ -55,7 +55,7 @@ def reply(request):
         time.sleep(0.2)
     secret = os.environ.get("BATON_API_KEY", "").encode()
     return b"%d %b %b %b" % (os.getpid(), state, request, secret)
-pipe.fork_children(int(sys.argv[1]), "test", {"test": lambda: pipe.serve(reply, 10.0)})
+pipe.fork_children(int(sys.argv[1]), "test", {"test": lambda: pipe.serve(reply, 10.0)}, 1 << 32)
 """
 
 COMMAND = [sys.executable, "-c", SCRIPT]

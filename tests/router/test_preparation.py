@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import functools
 import io
+import itertools
 import json
+import re
 import signal
 import struct
 import sys
@@ -17,6 +19,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
+from baton.router import child_pool
 from baton.router.active_request import ActiveRequests
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
 from baton.router.api.bodies import ChatBody, ChatOptions, CompletionBody
@@ -24,7 +27,7 @@ from baton.router.api.fields import MAX_ITEMS
 from baton.router.api.sampling import Body
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
-from baton.router.preparation import pipe
+from baton.router.preparation import child, pipe
 from baton.router.preparation.child import (
     MAX_OPTIONS_BYTES,
     SMALL_BYTES,
@@ -160,11 +163,46 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
 ):
     monkeypatch.setattr(ModelTokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
     monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: pytest.fail("it was rendered"))
-    text = json.dumps({"prompt": "a" * (8192 * tokenizer.longest_token + 1)}).encode()
-    messages = json.dumps({"messages": CHAT["messages"] * 8193}).encode()
-    for kind, raw in (("completion", text), ("chat", messages)):
+    most = 8192 * tokenizer.longest_token
+    monkeypatch.setattr(ModelTokenizer, "decode", lambda *_, **__: pytest.fail("it was decoded"))
+    bodies: list[tuple[Kind, dict[str, Any]]] = [
+        ("chat", {"messages": CHAT["messages"] * 8193}),
+        ("completion", {"prompt": "a" * (most + 1)}),
+        ("tokenize", {"prompt": "a" * (most + 1)}),
+        ("detokenize", {"tokens": [5] * (most + 1)}),
+    ]
+    for kind, body in bodies:
         with pytest.raises(ContextLengthExceeded, match="maximum context length is 8192"):
-            prepare(kind, raw, tokenizer, SERVED)
+            prepare(kind, json.dumps(body).encode(), tokenizer, SERVED)
+    monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: "a" * (most + 1))
+    bodies = [
+        ("chat", CHAT), ("tokenize", CHAT), ("count_tokens", CHAT), ("input_tokens", {"input": "x"}),
+        ("responses", {"input": "x"}), ("messages", CHAT | {"max_tokens": 5}),
+    ]  # fmt: skip
+    for kind, body in bodies:
+        with pytest.raises(ContextLengthExceeded, match=f"{most + 1} characters"):
+            prepare(kind, json.dumps(body).encode(), tokenizer, SERVED)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_only_the_part_of_a_text_that_is_kept_is_tokenized(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, side: str
+):
+    text = " ".join(f"{n} word" for n in range(20_000))
+    lengths: list[int] = []
+
+    def encode(self: ModelTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        lengths.append(len(text))
+        return whole(self, text, add_special_tokens=add_special_tokens)
+
+    whole = ModelTokenizer.encode
+    expected = whole(tokenizer, text)
+    monkeypatch.setattr(ModelTokenizer, "encode", encode)
+    body = {"prompt": text, "truncate_prompt_tokens": 90, "truncation_side": side}
+    prepared = prepare("completion", json.dumps(body).encode(), tokenizer, Served(("fake",), 100))
+    assert isinstance(prepared, Prepared)
+    assert prepared.prompts == [expected[:90] if side == "right" else expected[-90:]]
+    assert max(lengths) <= (100 + 1024) * tokenizer.longest_token < len(text)
 
 
 NESTED: dict[Kind, dict[str, Any]] = {
@@ -387,9 +425,16 @@ async def test_a_child_keeps_no_memory_of_a_large_body(cluster: Cluster):
         assert private_mib() - before < 48
 
 
-@pytest.mark.parametrize("number", [signal.SIGPROF, signal.SIGABRT, signal.SIGKILL])
-async def test_a_body_that_kills_a_child_is_refused(cluster: Cluster, number: signal.Signals):
-    """Unless a person or the kernel killed the child. Then another child prepares it."""
+@pytest.mark.parametrize(
+    ("number", "kills"),
+    [(signal.SIGPROF, 0), (signal.SIGABRT, 0), (signal.SIGKILL, 0), (signal.SIGKILL, 1)],
+)
+async def test_a_body_that_kills_a_child_is_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, kills: int
+):
+    """Unless a person killed the child. Then another child prepares it, but not if memory had ended."""
+    counts = itertools.count(5, kills)
+    monkeypatch.setattr(child_pool, "oom_kills", lambda: next(counts))
     await cluster.post("/tokenize", prompt=LONG)
     (process,) = processes(cluster)
     process.suspend()
@@ -399,11 +444,45 @@ async def test_a_body_that_kills_a_child_is_refused(cluster: Cluster, number: si
     with contextlib.suppress(psutil.NoSuchProcess):
         process.resume()
     status, result = await asked
-    if number is signal.SIGKILL:
+    if number is signal.SIGKILL and not kills:
         assert (status, result["tokens"]) == (200, cluster.tokenizer.encode(LONG))
     else:
         assert status == 400
-        assert "takes more than 20 s or 4 GiB" in result["error"]["message"]
+        assert re.search("takes more than 20 s or [0-9]+ MiB", result["error"]["message"])
+
+
+async def test_a_child_takes_what_its_container_allows(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    """A body that takes more is refused, and the next one is prepared."""
+    monkeypatch.setattr(child, "child_bytes", lambda processes: 48 << 20)
+    server = child.fork_server("baton: test", tokenizer)
+    preparer = Preparer(tokenizer, server)
+    try:
+        for _ in range(2):
+            assert await preparer.prepare(
+                "tokenize", json.dumps({"prompt": LONG}).encode(), SERVED, ANY_CLIENT
+            )
+            text = json.dumps({"prompt": "a b " * 150_000}).encode()
+            with pytest.raises(InvalidRequest, match="takes more than 20 s or 48 MiB"):
+                await preparer.prepare("tokenize", text, SERVED, ANY_CLIENT)
+    finally:
+        await preparer.close()
+        await server.close()
+
+
+async def test_prompts_are_counted_before_the_router_makes_lists_of_them(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    """The estimate from the bytes of a body knows only one prompt."""
+    async with make_cluster(tokenizer, tmp_path, max_waiting_tokens=10_000) as cluster:
+        entry = cluster.router.services.admission
+        account = cluster.router.frontend.authorize("")
+        entry.reserve(account, 1)
+        status, result = await cluster.post("/v1/completions", prompt=[[5] * 6000] * 4, max_tokens=1)
+        assert (status, result["error"]["code"]) == (429, "overloaded")
+        entry.release(account, 1)
+        assert entry.waiting_tokens == 0
 
 
 async def test_a_drain_waits_for_a_request_that_is_being_prepared():

@@ -195,7 +195,7 @@ async def test_a_regex_that_takes_long_is_refused():
     """With a limit that it exceeds on any machine."""
     limited = "import sys; from baton.router.preparation import grammar_child, pipe; "
     limited += "grammar_child.CPU_SECONDS = 0.05; "
-    limited += "pipe.fork_children(int(sys.argv[1]), 'test', {'grammars': grammar_child.serve})"
+    limited += "pipe.fork_children(int(sys.argv[1]), 'test', {'grammars': grammar_child.serve}, 1 << 32)"
     server = ForkServer([sys.executable, "-c", limited])
     checker = GrammarChecker(server)
     with pytest.raises(InvalidRequest, match="too much to compile"):
