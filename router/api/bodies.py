@@ -361,7 +361,7 @@ def parse_message(raw: bytes) -> ChatBody | CompletionBody:
         fields["structured_outputs"] = given
     if "chat" in fields:
         messages = fields.pop("chat").messages
-        fields["messages"] = [{"role": m.role, "content": m.content} for m in messages]
+        fields["messages"] = [{each.name: value for each, value in m.ListFields()} for m in messages]
         if "logprobs" in fields:
             fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
         return validate(ChatBody, fields)

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from baton.router.text.tokenizer import load_tokenizer
+from baton.rpc import inference_pb2 as pb
+from baton.rpc.stubs import InferenceStub
 from tests.reports.replay import TEMPLATE, replaying, write_model
 from tests.router.conftest import Cluster
 
@@ -128,6 +131,18 @@ async def test_what_templates_read(named: str, tmp_path: Path):
     template, body, prompt = TEMPLATES[named]
     async with replaying(tmp_path, template=template, tool_call_parser="hermes") as made:
         assert await prompt_of(made, CHAT, **body) == prompt
+
+
+async def test_the_name_of_a_message_over_grpc(tmp_path: Path):
+    template, body, prompt = TEMPLATES["the name of a message"]
+    async with replaying(tmp_path, template=template) as made:
+        assert made.router.grpc_address is not None
+        async with grpc.aio.insecure_channel(made.router.grpc_address) as channel:
+            chat = pb.Chat(messages=[pb.ChatMessage(**message) for message in body["messages"]])
+            async for _ in InferenceStub(channel).Generate(pb.GenerateRequest(chat=chat, max_tokens=70_000)):
+                pass
+        assert made.prompt == prompt
+        assert made.sent.sampling.max_tokens == 8192 - len(made.sent.prompt_ids), "lowered here, too"
 
 
 NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": TEMPLATE}]
