@@ -81,6 +81,8 @@ def start_rank(
             exact=config.batch_invariant,
         )
     model_config = replace(checkpoint.config, max_model_len=limits.max_model_len)
+    # Where no step is launched before the tokens of the last one are known, drafts cost no step anything.
+    looks_ahead = not limits.state_bytes and (on_gpu or bool(config.overlap) or head is not None)
     runner = ModelRunner(
         model,
         kernels_for(device, model_config.kernel_head_dim, exact=config.batch_invariant),
@@ -91,7 +93,7 @@ def start_rank(
         max_sampled_rows=config.max_decode_rows,
         device=device,
         ranks=ranks,
-        ahead=1 if limits.state_bytes else config.ahead,
+        ahead=config.ahead if looks_ahead else 1,
         head=None if drafter is None or head is None else (drafter, head.config.of_rank(ranks.size)),
     )
     use = _measure(config, runner, limits, model_config.full_step, progress) if on_gpu else None
