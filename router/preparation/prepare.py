@@ -221,12 +221,16 @@ def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served)
         return Prepared(body, prompts, [])
     echoes: list[str] = []
     starts: list[list[int]] = []
+    cut = body.truncate_prompt_tokens is not None and body.truncation_side != "right"
     for sent, prompt in zip(body.prompt, prompts, strict=True):
         is_text = isinstance(sent, str)
-        echoes.append(sent if is_text else tokenizer.decode(prompt, skip_special_tokens=False))
+        echo = sent if is_text else tokenizer.decode(prompt, skip_special_tokens=False)
+        echoes.append(echo)
         if body.logprobs is not None:
-            found = tokenizer.starts(sent if is_text else prompt, add_special_tokens=body.add_special_tokens)
-            starts.append(body.truncated(found, served.context) if is_text else found)
+            special = is_text and body.add_special_tokens
+            starts.append(
+                tokenizer.starts(prompt, echo, add_special_tokens=special, from_end=is_text and cut)
+            )
     return Prepared(body, prompts, echoes, starts)
 
 

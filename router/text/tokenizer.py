@@ -149,23 +149,38 @@ class ModelTokenizer:
             yield self.first_bytes(token_id)
         yield from map(self.token_bytes, token_ids[1:])
 
-    def starts(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
-        """Returns where each token begins in a prompt: in its text, or in that of its tokens.
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The tokens that `encode` adds before and after those of a text."""
+        bare, whole = (
+            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
+        )
+        start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        return whole[:start], whole[start + len(bare) :]
 
-        Tokens that the text does not have, such as BOS, begin where the next one does."""
-        if isinstance(prompt, list):
-            own, added = prompt, [0] * len(prompt)
-        else:
-            encoding = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            added = encoding.special_tokens_mask
-            own = [token_id for token_id, extra in zip(encoding.ids, added, strict=True) if not extra]
-            if self.decode(own, skip_special_tokens=False) != prompt:  # the tokenizer changes the text
-                return [start for start, _ in encoding.offsets]
-        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        lengths = (len(utf8.decode(spelled)) for spelled in self._spelled(own))
-        places = list(accumulate(lengths, initial=0))
-        before = accumulate((not extra for extra in added), initial=0)
-        return [places[count] for count, _ in zip(before, added, strict=False)]
+    def starts(
+        self, token_ids: list[int], text: str, *, add_special_tokens: bool, from_end: bool = False
+    ) -> list[int]:
+        """Returns where each token of a prompt begins in its text.
+
+        Tokens that the text does not have, such as BOS, begin where the next one does. The prompt may be cut
+        to the beginning of the text; `from_end`: to its end."""
+        before, after = self._around if add_special_tokens else ([], [])
+        begin = len(before) if token_ids[: len(before)] == before else 0
+        end = len(token_ids) - len(after)
+        end = end if token_ids[end:] == after else len(token_ids)
+        own, base, places = token_ids[begin:end], 0, [0]
+        for spelled in ([*map(self.token_bytes, own)], [*self._spelled(own)]):
+            utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+            places = list(accumulate((len(utf8.decode(each)) for each in spelled), initial=0))
+            found = b"".join(spelled).decode("utf-8", "replace")
+            if text.endswith(found) if from_end else text.startswith(found):
+                base = len(text) - len(found) if from_end else 0
+                break  # else the tokenizer changes the text, and places are about right
+        count = len(token_ids) - end
+        return [
+            min(base + place, len(text)) for place in (*places[:1] * begin, *places, *places[-1:] * count)
+        ][:-1]
 
     def entries(self, token_ids: list[int]) -> list[str | None]:
         """Returns the tokens as the vocabulary spells them, such as "Ġthe"."""

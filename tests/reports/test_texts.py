@@ -80,6 +80,19 @@ async def test_texts_of_tokens(kind: str, tmp_path: Path):
                 await check_offsets(cluster, prompt, text if prompt is text else answer["prompt"])
 
 
+async def test_offsets_of_a_prompt_that_is_cut(tmp_path: Path):
+    model = write_model(tmp_path / "model")
+    TOKENIZERS["Llama 2"](tmp_path).save(str(model / "tokenizer.json"))
+    text = "Hello world world world"
+    async with make_cluster(load_tokenizer(str(model)), tmp_path, text="Hello") as cluster:
+        for side, offsets in (("left", [11, 17]), ("right", [0, 0])):  # BOS is the first token
+            cut = {"truncate_prompt_tokens": 2, "truncation_side": side}
+            [choice] = (await cluster.complete(prompt=text, echo=True, logprobs=0, max_tokens=1, **cut))[
+                "choices"
+            ]
+            assert choice["logprobs"]["text_offset"] == [*offsets, len(text)], side
+
+
 async def test_a_text_may_be_bos_alone(tmp_path: Path):
     """Harnesses ask for the probability of a text without anything before it."""
     model = write_model(tmp_path / "model")
