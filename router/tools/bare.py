@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from baton.router.api.messages import Tool
-from baton.router.tools.json_text import SPACE
+from baton.router.tools.json_text import SPACE, JsonText
 from baton.router.tools.marker import Marker
 from baton.router.tools.parser import Part, ToolParser
 from baton.router.tools.readers import CallReader, PythonReader, Reader
@@ -32,6 +32,7 @@ class BareParser(ToolParser):
         self._listed = False  # a list of calls has begun
         self._follows = False  # a call has ended, and nothing but space and separators has come
         self._said = False  # there is content
+        self._object: JsonText | None = None  # that is no call: what is in it is no call either
         self._fence = Marker("```")
         self._language = False  # the name of a language may follow a fence
         self._fenced = False  # a call has ended in a block of Markdown that is not
@@ -41,9 +42,14 @@ class BareParser(ToolParser):
     def _plain_end(self, text: str, at: int) -> int:
         # Behind other text than space. What else is held back has set one of these.
         held = self._listed or self._follows or self._language or self._fenced or self._fence.held
-        return self._begin.begin(text, at) if self._said and not held else at
+        return at if held or self._object is not None or not self._said else self._begin.begin(text, at)
 
     def _take_outside(self, character: str) -> Iterator[Part]:
+        if self._object is not None:
+            self._object.take(character)
+            self._object = None if self._object.done else self._object
+            yield from self._content(character)
+            return
         if self._strict and self._said:
             yield from self._content(character)
         elif self._fence.held or character == "`":
@@ -90,6 +96,10 @@ class BareParser(ToolParser):
         self._follows, self._language = True, False
 
     def _give_up(self, raw: str) -> Iterator[Part]:
+        if raw.startswith("{") and raw.endswith(":"):  # behind a key that no call has
+            self._object = JsonText()
+            for each in raw:
+                self._object.take(each)
         text = "".join(self._space) + raw
         self._space.clear()
         self._said, self._listed, self._follows = True, False, False

@@ -86,7 +86,7 @@ class Glm45Parser(MarkedParser):
     pairs = Pairs(
         head=re.compile(rf"\s*{NAME}\s*"),
         before_key="<arg_key>",
-        after_key=re.compile(r"(?P<key>[^<>]+?)\s*(</arg_key>)?\s*<arg_value>"),
+        after_key=re.compile(r"(?P<key>[^<>]+)(</arg_key>)?\s*<arg_value>"),
         value_end="</arg_value>",
         end="</tool_call>",
         begins=(opening,),
@@ -165,7 +165,9 @@ class DeepSeekV31Parser(MarkedParser):
     around = mark, "<｜tool▁calls▁end｜>"
     specials = (opening, closing, *around, "<｜tool▁sep｜>")
     # Models write the head of V3, too, and leave out its parts.
-    head = re.compile(rf"\s*(function\s*<｜tool▁sep｜>)?\s*{NAME}\s*(<｜tool▁sep｜>)?\s*(```(json)?\s*)?")
+    head = re.compile(
+        rf"\s*+(function\s*<｜tool▁sep｜>\s*)?{NAME}\s*+(<｜tool▁sep｜>)?+\s*+(```(json)?\s*+)?+"
+    )
     written = Written(
         f"{opening}{{name}}<｜tool▁sep｜>{{arguments}}{closing}", "", begin=around[0], end=around[1]
     )

@@ -8,7 +8,7 @@ from baton.router.api.messages import Tool
 from baton.router.tools.readers import NAME, NamedCallReader
 from baton.router.tools.schema import resolved
 
-_HEAD = re.compile(r"\s*(?P<id>[^<>{}\"]+?)\s*(<\|tool_call_argument_begin\|>\s*)?")
+_HEAD = re.compile(r"(?P<id>[^<>{}\"]+)(<\|tool_call_argument_begin\|>\s*+)?+")
 _ID = re.compile(rf"(functions\.)?{NAME}:(?P<number>\d+)")
 _PREFIX, _SUFFIX = re.compile(r"^functions[._:/-]"), re.compile(r"[._:#-]?\d+$")
 
@@ -26,7 +26,7 @@ class KimiReader(NamedCallReader):
         self._early = ""  # arguments before the name is known
 
     def _name(self, found: re.Match[str]) -> None:
-        given = found["id"]
+        given = found["id"].strip()
         if known := _ID.fullmatch(given):
             self.name, self.call_id = known["name"], given
             return

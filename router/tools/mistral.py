@@ -11,8 +11,8 @@ from baton.router.tools.parser import Part, ToolParser
 from baton.router.tools.readers import NAME, CallReader, NamedCallReader, Reader
 
 CALLS = "[TOOL_CALLS]"
-_ID = r"(\[CALL_ID\]\s*((?P<id>[a-zA-Z0-9]{9})|[^\[\]{}]*?)\s*)?"
-_HEAD = re.compile(rf"\s*{NAME}\s*{_ID}(\[ARGS\]\s*)?")
+_ID = r"(\[CALL_ID\]\s*+((?P<id>[a-zA-Z0-9]{9})\s*|[^\[\]{}]*))?"
+_HEAD = re.compile(rf"\s*+{NAME}\s*+{_ID}(\[ARGS\]\s*+)?+")
 """What is between the marker and the arguments of a call that is not in a list."""
 
 

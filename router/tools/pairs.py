@@ -242,7 +242,7 @@ class PairsReader(Reader):
         known = properties if isinstance(properties, dict) else ()
         keys = [key for key in known if key not in self._keys]
         found = self._form.after_key.fullmatch(self._held) if character == ">" else None
-        if found is not None and found["key"] in keys:
+        if found is not None and found["key"].strip(SPACE) in keys:
             return self._end_value("") + self._begin_value(found)
         may_be = any(key.startswith(text) or text.startswith(key) for key in keys)
         return "" if found is None and may_be and len(text) <= MAX_HEAD else self._go_on()

@@ -22,10 +22,12 @@ MAX_HEAD = 256
 """Characters before the arguments of a call, or of a key. A longer text is content."""
 _OUTSIDE_STRINGS = frozenset("{}[]:,\"'+-.0123456789eEtruefalsnTFN" + SPACE)
 """The characters of JSON and of Python's constants outside of strings."""
+_KEYS = {"name", "function", "arguments", "parameters", "type", "id"}
+"""What an object without a mark before it has, if it is a call."""
 _BEFORE_OBJECT = SPACE + "[`json"
 """What may be between a mark and an object: a list or a block of Markdown begins."""
 _BREAKS = {"\n": "\\n", "\r": "\\r"}
-_NO_ARGUMENTS = r"\s*(null|None)?\s*(```)?\s*"
+_NO_ARGUMENTS = r"\s*+(null|None)?+\s*+(```)?+\s*+"
 
 
 class Reader:
@@ -168,6 +170,8 @@ class CallReader(Reader):
         return ""
 
     def _take_colon(self, character: str) -> str:
+        if character == ":" and not self._marked and self._key not in _KEYS:
+            return self._wrong("")
         if character == ":":
             self._step = self._take_first
         elif character not in SPACE:
