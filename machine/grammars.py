@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from baton.machine.system import python_path
+
 LIMITS: dict[str, Any] = {
     "step_max_items": 20_000,
     "max_lexer_states": 20_000,
@@ -165,6 +167,7 @@ class Trials:
     def _started(self) -> subprocess.Popen[bytes]:
         # A process that reads texts of clients must not have the secrets of this one.
         env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        env |= python_path()
         command = [*self._command(), str(self._vocab_size)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
 

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from baton.cluster.model import ResolvedModel
 from baton.cluster.options.engine import EngineOptions
 from baton.cluster.supervision.rundir import Janitor
 from baton.kv_transfer.spawn import spawn
+from baton.machine.grammars import Trials
 from baton.machine.system import PACKAGES, python_path
 
 
@@ -36,7 +38,7 @@ def test_a_package_of_the_user_hides_none_of_baton(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("start", ["transfer", "check", "janitor"])
+@pytest.mark.parametrize("start", ["transfer", "check", "grammar", "janitor"])
 def test_no_process_runs_modules_of_the_working_directory(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +50,9 @@ def test_no_process_runs_modules_of_the_working_directory(
     elif start == "check":
         found = ResolvedModel(name="a", location=str(tmp_path))
         assert "could not be checked" not in str(faults(found, EngineOptions(device="cpu"), None))
+    elif start == "grammar":
+        with closing(Trials(300)) as trials:
+            assert not trials.try_("regex", "a").error
     else:
         with Janitor(tmp_path / "none", "a janitor")._process as janitor:
             assert janitor.stdin is not None
