@@ -19,15 +19,18 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from baton.machine.system import python_path
+
+T = TypeVar("T")
 
 LIMITS: dict[str, Any] = {
     "step_max_items": 20_000,
@@ -46,6 +49,7 @@ _CPU_SECONDS = 2.0
 MEMORY_BYTES = 64 << 20
 """Of one text. JSON schemas of the greatest length take 40 MB at most."""
 _HANG_SECONDS = 60.0
+_RETRY_SECONDS = 0.05
 _NICE = 5
 _LENGTH = struct.Struct("<I")
 
@@ -144,10 +148,13 @@ class Trials:
         self._end: Callable[[], object] = lambda: None
 
     def try_(self, kind: str, text: str) -> Tried:
-        """Raises OSError if the machine has no process left."""
+        """Waits while the machine has no process left, which is no fault of the text."""
         process = self._process
         if process is None or process.poll() is not None:
-            process = self._process = self._started()
+            try:
+                process = self._process = _patiently(self._started)
+            except OSError as error:
+                return Tried(f"it cannot be compiled now: {error.strerror}")
             self._end = weakref.finalize(self, _end, process)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -179,6 +186,18 @@ class Trials:
         self._end()
 
 
+def _patiently(start: Callable[[], T]) -> T:
+    """Starts a process, again and again while the machine has none left. Raises OSError after a while."""
+    deadline = time.monotonic() + _HANG_SECONDS
+    while True:
+        try:
+            return start()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_SECONDS)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
@@ -196,7 +215,7 @@ def main(vocab_size: int) -> None:
     while len(head := source.read(_LENGTH.size)) == _LENGTH.size:
         kind, text = json.loads(source.read(*_LENGTH.unpack(head)))
         reader, writer = os.pipe()
-        if not (pid := os.fork()):
+        if not (pid := _patiently(os.fork)):
             os.close(reader)
             _try(tokenizer, kind, text, writer)
         os.close(writer)

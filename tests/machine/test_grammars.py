@@ -1,6 +1,7 @@
 """Grammars are compiled within limits: no text ends the process that asks, or keeps it waiting."""
 
 import json
+import subprocess
 import sys
 
 from baton.machine.grammars import TOO_MUCH, Trials
@@ -9,6 +10,21 @@ LIMITED = """
 import sys
 from baton.machine import grammars
 grammars._CPU_SECONDS = 0.2
+grammars.main(int(sys.argv[1]))
+"""
+
+
+CROWDED = """
+import os, sys
+from baton.machine import grammars
+fork, calls = os.fork, 0
+def rarely():
+    global calls
+    calls += 1
+    if calls % 3:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = rarely
 grammars.main(int(sys.argv[1]))
 """
 
@@ -49,4 +65,28 @@ def test_what_exceeds_a_limit_is_refused_and_the_next_text_is_tried() -> None:
     assert trials.try_("regex", "a").error in ("", TOO_MUCH)
     assert trials.try_("regex", "a").error == ""
     assert trials._process is not process
+    trials.close()
+
+
+class Crowded(Trials):
+    """On a machine that has no process left, twice at its start and twice for each text."""
+
+    left = 2
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self.left:
+            self.left -= 1
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return super()._started()
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-c", CROWDED]
+
+
+def test_a_text_waits_while_the_machine_has_no_process_left() -> None:
+    trials = Crowded(300)
+    assert trials.try_("regex", "a").error == ""
+    first = trials._process
+    assert trials.try_("regex", "b").error == ""
+    assert trials._process is first
     trials.close()

@@ -250,7 +250,7 @@ def test_one_of_each_over_two_raylets(machine: Machine, raylets: Raylets) -> Non
     assert other.startswith(nodes["decode 0"]), "its label says where"
     assert not other.startswith(nodes["router 0"]), "the router is where the command was"
     again = machine.baton("serve", *joined.flags, "--port", str(free_port()))
-    assert again.returncode == 2
+    assert again.returncode == OtherCluster.exit_code
     assert "baton stop" in again.stderr
     raylets.add(2, side="far")  # where decode goes when the first one is gone
     asyncio.run(survive(joined, [other], clients=3))
