@@ -13,7 +13,7 @@ import msgspec
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.heartbeat import Heartbeat
-from baton.machine.system import python_path
+from baton.machine.python_path import python_path
 
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 MAX_MESSAGE = 1 << 16  # bytes

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from baton.machine.system import python_path
+from baton.machine.python_path import python_path
 
 T = TypeVar("T")
 

@@ -14,9 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PACKAGES = str(Path(__file__).parents[2])
-"""The directory that has the package `baton` of this process."""
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _REASONS = {
     errno.EADDRINUSE: "the port is in use; choose another one, or stop the process that listens there",
@@ -37,16 +34,6 @@ def raise_descriptor_limit() -> None:
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def python_path() -> dict[str, str]:
-    """Variables for each child that runs Python, and for its own children.
-
-    It imports the packages of this process first, then what PYTHONPATH names. A file in the working
-    directory, such as json.py, hides no module.
-    """
-    entries = [PACKAGES, os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, entries)), "PYTHONSAFEPATH": "1"}
 
 
 def family(host: str) -> socket.AddressFamily:

@@ -26,7 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.machine import oom_kills
-from baton.machine.system import process_end, python_path
+from baton.machine.python_path import python_path
+from baton.machine.system import process_end
 from baton.router.admission.fairness import FairQueue
 
 log = logging.getLogger(__name__)

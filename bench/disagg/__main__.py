@@ -31,7 +31,8 @@ from baton.bench.contract import Report, Row
 from baton.bench.disagg.loads import LOADS, SHORT, Load, command, warm_up
 from baton.bench.harness.processes import Server
 from baton.bench.shapes import DENSE, SHAPES, write_shape
-from baton.machine.system import free_port, python_path
+from baton.machine.python_path import python_path
+from baton.machine.system import free_port
 
 START_S = 900.0
 DRAWS = 1000

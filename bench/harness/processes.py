@@ -19,7 +19,7 @@ from typing import IO, TextIO
 
 import psutil
 
-from baton.machine.system import python_path
+from baton.machine.python_path import python_path
 
 POLL_S, STOP_S = 0.25, 60.0
 LOG_LINES = 25

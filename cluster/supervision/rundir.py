@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Self
 
-from baton.machine.system import cannot_write, make_directory, python_path
+from baton.machine.python_path import python_path
+from baton.machine.system import cannot_write, make_directory
 
 PREFIX = "baton."  # differs from the "baton-…" directory of a worker that was started alone
 # The longest path in it is that of a worker's socket. The path of a socket has at most 107 bytes.

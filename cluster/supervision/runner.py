@@ -18,7 +18,7 @@ from baton.cluster.supervision.calls import tokens_held, until_silent
 from baton.cluster.supervision.plan import RoleSpec
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess, RoleState
 from baton.cluster.supervision.rundir import RunDir
-from baton.machine.system import python_path
+from baton.machine.python_path import python_path
 from baton.rpc.auth import SECRET_VARIABLE
 
 BATON = (sys.executable, "-m", "baton.cluster.cli")

@@ -14,7 +14,7 @@ import typer.main
 import typer.testing
 
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
-from baton.machine.system import PACKAGES
+from baton.machine.python_path import PACKAGES
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 

@@ -31,7 +31,7 @@ from baton.cluster.gpus import visible_gpus
 from baton.cluster.options import clients, engine, pools, roles
 from baton.cluster.supervision.plan import Plan
 from baton.engine import EngineConfig
-from baton.machine.system import PACKAGES
+from baton.machine.python_path import PACKAGES
 from baton.router.config import RouterConfig
 from baton.worker.config import WorkerConfig
 

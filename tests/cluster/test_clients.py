@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from baton.cluster.cli import app
 from baton.cluster.tools.status import device_of
-from baton.machine.system import PACKAGES
+from baton.machine.python_path import PACKAGES
 from baton.router.status import _plain
 from baton.rpc import worker_pb2 as pb
 

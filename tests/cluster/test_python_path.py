@@ -12,7 +12,7 @@ from baton.cluster.options.engine import EngineOptions
 from baton.cluster.supervision.rundir import Janitor
 from baton.kv_transfer.spawn import spawn
 from baton.machine.grammars import Trials
-from baton.machine.system import PACKAGES, python_path
+from baton.machine.python_path import PACKAGES, python_path
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from baton.cluster.supervision import rundir
 from baton.cluster.supervision.rundir import Janitor, RunDir
-from baton.machine.system import PACKAGES
+from baton.machine.python_path import PACKAGES
 
 OWNER = """
 import sys

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.supervision.runner import BATON
-from baton.machine.system import PACKAGES
+from baton.machine.python_path import PACKAGES
 from tests.fake_kubernetes import FakeKubernetes, endpoint
 
 from .conftest import Object, PodTemplate, pod_templates

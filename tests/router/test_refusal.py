@@ -16,7 +16,7 @@ from aiohttp import web
 
 from baton.cluster.options.clients import EndpointOptions
 from baton.cluster.tools.http import fetch
-from baton.machine.system import PACKAGES
+from baton.machine.python_path import PACKAGES
 from baton.machine.system import free_port as unused_port
 from baton.router.config import RouterConfig
 from baton.router.workers import checks

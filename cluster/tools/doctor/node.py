@@ -18,7 +18,7 @@ from baton.cluster.options.roles import FrontOptions
 from baton.cluster.supervision.plan import check_ports
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.machine import available_memory, usable_cpus
-from baton.machine.system import python_path
+from baton.machine.python_path import python_path
 
 PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
 MIN_FILES = 8192
