@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -11,9 +12,8 @@ from baton.engine import Engine
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
-from baton.kv_transfer.stores import BlockStore
+from baton.kv_transfer.stores import BlockStore, HostStore
 from baton.kv_transfer.stores.disk_store import DiskStore
-from baton.kv_transfer.stores.host_store import CpuStore
 from baton.worker.engine_process.offload import offload_pumps
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_offload import text
@@ -61,10 +61,10 @@ def corrupt(store: BlockStore) -> None:
         for place in range(0, os.fstat(store._file.fileno()).st_size // size, 2):
             os.pwrite(store._file.fileno(), bytes(size), place * size)
         return
-    assert isinstance(store, CpuStore)
-    for place in range(0, len(store.sums), 2):
-        if store.sums[place] is not None:
-            memory = store.memory(place)
+    host = cast(HostStore, store)
+    for place in range(0, len(host.sums), 2):
+        if host.sums[place] is not None:
+            memory = host.memory(place)
             memory[place % len(memory)] ^= 1 << place % 8
 
 
