@@ -81,12 +81,21 @@ _WITH_SCHEMA: list[Any] = [
 
 
 class ResponseFormat(Part):
-    """OpenAI's field `response_format`."""
+    """OpenAI's field `response_format`. A `schema` beside `type`, as llama.cpp takes it, stands for that in
+    `json_schema`."""
 
     model_config = ConfigDict(json_schema_extra={"anyOf": _WITH_SCHEMA})
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_schema(cls, data: Any) -> Any:
+        given = data.get("schema") if isinstance(data, dict) and data.get("json_schema") is None else None
+        if given is None or data.get("type") not in ("json_object", "json_schema"):
+            return data
+        return {**data, "type": "json_schema", "json_schema": {"schema": given}}
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:

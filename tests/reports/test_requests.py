@@ -257,6 +257,24 @@ async def test_fields_that_change_nothing_are_ignored(tmp_path: Path):
             assert told in answer["error"]["message"]
 
 
+FORMATS: list[dict[str, Any]] = [
+    {"type": "json_schema", "json_schema": {"name": "n", "schema": PARAMETERS, "strict": None}},
+    {"type": "json_schema", "schema": PARAMETERS},
+    {"type": "json_object", "schema": PARAMETERS},
+]
+"""Of an answer with a schema. A server that ignores the schema returns other JSON."""
+
+
+async def test_a_schema_stands_in_several_places(tmp_path: Path):
+    async with replaying(tmp_path) as made:
+        for path in (CHAT, COMPLETION):
+            for wanted in FORMATS:
+                await prompt_of(made, path, response_format=wanted)
+                assert json.loads(made.sent.sampling.structured_output.json_schema) == PARAMETERS, wanted
+            status, _ = await made.post(path, **BODIES[path], response_format={"type": "json_schema"})
+            assert status == 400
+
+
 # ------------------------------------------------------------ shapes of messages
 
 SHOWN = (
@@ -320,7 +338,11 @@ SHAPES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (MESSAGES, {"system": "a", "messages": [*TURN, {"role": "system", "content": "b"}, *HI]},
          "system::a\n\nb|user::Hi|"),
     ],
-    "calls of tools that OpenAI runs": [
+    "calls of tools that a provider runs": [
+        (MESSAGES, {"messages": [*said(
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}, TEXT)["messages"], *HI]},
+         "assistant::yes|"),
         (RESPONSES, {"input": [{"type": "web_search_call", "id": "w", "action": {"type": "search"}}, *HI]},
          "user::Hi|"),
     ],

@@ -113,7 +113,15 @@ ResultBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ToolRefe
 
 
 def _blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else [] if value is None else value
+    """Leaves calls of tools out that Anthropic has run, and their results: the model does not have these."""
+    if not isinstance(value, list):
+        return [{"type": "text", "text": value}] if isinstance(value, str) else [] if value is None else value
+    kinds = [str(block.get("type")) if isinstance(block, dict) else "" for block in value]
+    return [
+        block
+        for block, kind in zip(value, kinds, strict=True)
+        if kind != "server_tool_use" and not kind.endswith("_tool_result")
+    ]
 
 
 class ToolUseBlock(Part):
