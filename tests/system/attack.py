@@ -30,6 +30,7 @@ import grpc
 import grpc.aio
 import msgspec
 
+from baton.machine.system import raise_descriptor_limit
 from baton.rpc import inference_pb2 as inference
 from baton.rpc import worker_pb2 as worker
 from baton.rpc.auth import certificate
@@ -37,16 +38,18 @@ from tests.kv_transfer import second_wire as wire
 from tests.kv_transfer.noise import Noise, drained, hostile_frames
 
 BLOWS = {
-    "flood": 0.02, "huge_bodies": 0.5, "false_fields": 0.02, "dear_requests": 0.05, "dear_grammars": 0.05,
-    "false_bodies": 0.05, "unfinished_bodies": 0.1, "garbage": 0.01, "pages": 0.1, "false_messages": 0.05,
-    "huge_messages": 0.5, "stalled_streams": 0.2, "strange_calls": 0.1, "half_handshakes": 0.01,
-    "bent_frames": 0.02, "frames_of_an_insider": 0.1,
+    "flood": 0.02, "idle_connections": 1.0, "listed_items": 0.1, "huge_bodies": 0.5, "false_fields": 0.02,
+    "dear_requests": 0.05, "dear_grammars": 0.05, "false_bodies": 0.05, "unfinished_bodies": 0.1,
+    "garbage": 0.01, "pages": 0.1, "false_messages": 0.05, "huge_messages": 0.5, "stalled_streams": 0.2,
+    "strange_calls": 0.1, "half_handshakes": 0.01, "bent_frames": 0.02, "frames_of_an_insider": 0.1,
 }  # fmt: skip
 """Methods of `Attack`, and the seconds after each of them."""
 AT_ONCE = {"flood": 16}
 STRANGER = os.urandom(32)
 MOST_HELD = 80
 """Connections to one port that stay open; the oldest goes when there are more."""
+MOST_IDLE = 5000
+"""As `MOST_HELD`, of connections to the port of clients that need no key and say nothing."""
 FRAMES = 50
 """On a lane of an insider."""
 REFUSED = (
@@ -73,6 +76,7 @@ FALSE_FIELDS: tuple[dict[str, object], ...] = (
     {"prompt": [-1, 2**40]},
     {"prompt": {"a": []}},
     {"stop": ["x" * 100_000] * 4},
+    {"bad_words": ["é" * 1024] * 64},
     {"seed": 2**200},
     {"structured_outputs": {"regex": "(a{1000}){1000}"}},
     {"structured_outputs": {"regex": "((((a*)*)*)*)b"}},
@@ -90,6 +94,7 @@ FALSE_FIELDS: tuple[dict[str, object], ...] = (
 DEAR_FIELDS: tuple[dict[str, object], ...] = (
     {"stop": ["a" * (1000 + i) for i in range(24)] + ["e" * (985 + i) for i in range(40)]},
     {"n": 128, "max_tokens": 4},
+    {"bad_words": [f"{i} word" * 4 for i in range(64)]},
     {"logprobs": 5, "logit_bias": {str(i): 1 for i in range(300)}},
 )
 """Valid, and as much work as a request may be."""
@@ -105,13 +110,22 @@ DEAR_GRAMMARS: tuple[dict[str, object], ...] = (
 MIB = 1 << 20
 
 
-def huge_bodies() -> list[bytes]:
-    """Of nearly 16 MiB."""
+def huge_bodies() -> list[tuple[bytes, str]]:
+    """Of nearly 16 MiB, each for a path."""
     zeros = b"[" + b"0," * (8 * MIB - 100) + b"0]"
     deep = b"[" * (8 * MIB - 100) + b"]" * (8 * MIB - 100)
     one = json.dumps({"messages": [{"role": "user", "content": "word " * 3_200_000}]}).encode()
     many = json.dumps({"messages": [{"role": "user", "content": "a"}] * 300_000}).encode()
-    return [one, many, b'{"messages": ' + zeros + b"}", b'{"messages": ' + deep + b"}", zeros]
+    chats = [one, many, b'{"messages": ' + zeros + b"}", b'{"messages": ' + deep + b"}", zeros]
+    text = json.dumps("1 a" * 5_000_000).encode()
+    others = [
+        (b'{"prompt": ' + text + b', "return_token_strs": true}', "/tokenize"),
+        (b'{"tokens": ' + zeros + b"}", "/detokenize"),
+        (b'{"prompt": ' + text + b', "truncate_prompt_tokens": 5, "max_tokens": 2}', "/v1/completions"),
+        (one, "/v1/messages/count_tokens"),
+        (b'{"input": ' + text + b"}", "/v1/responses/input_tokens"),
+    ]
+    return [*((body, "/v1/chat/completions") for body in chats), *others]
 
 
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -173,7 +187,9 @@ class Attack:
     believed: Counter[str] = field(default_factory=Counter)
     unanswered: Counter[str] = field(default_factory=Counter)
     held: dict[object, list[Callable[[], object]]] = field(default_factory=dict)
-    huge: list[bytes] = field(default_factory=huge_bodies)
+    huge: list[tuple[bytes, str]] = field(default_factory=huge_bodies)
+    listed: str = ""
+    """The id of a response to many items."""
     who: bytes = b""
     """The identity with which an insider is welcome."""
     said: int = 0
@@ -187,10 +203,12 @@ class Attack:
     # ---------------------------------------------------------------- HTTP
 
     async def flood(self) -> None:
-        """Prompts of any length. The answer is read, left unread, or cut."""
+        """Prompts of any length and priority. The answer is read, left unread, or cut."""
         words = self.target.prompt.split()
         prompt = " ".join(self.rng.choices(words, k=self.rng.choice((5, 50, 400))))
         body = {"prompt": prompt, "max_tokens": 60, "stream": True, "ignore_eos": True}
+        # None among the requests of other keys. Of its own, some would wait for the end of the attack.
+        body |= {"priority": -self.rng.randrange(1 << 30), "timeout": 20}
         async with self._post(json.dumps(body).encode(), key=self.target.flooding) as response:
             match self.rng.randrange(3):
                 case 0:
@@ -201,10 +219,35 @@ class Attack:
                     await response.content.readline()
 
     async def huge_bodies(self) -> None:
-        with_key = [(body, self.target.key) for body in self.huge]
-        body, key = self.turn("huge_bodies", [*with_key, (self.huge[0], "")])
-        async with self._post(body, "/v1/chat/completions", key=key) as response:
+        with_key = [(*each, self.target.key) for each in self.huge]
+        body, path, key = self.turn("huge_bodies", [*with_key, (*self.huge[0], "")])
+        async with self._post(body, path, key=key) as response:
             await response.read()
+
+    async def idle_connections(self) -> None:
+        """Without a key."""
+        for _ in range(50):
+            _, writer = await asyncio.open_connection("127.0.0.1", int(self.target.url.rpartition(":")[2]))
+            self._hold("idle", lambda writer=writer: end(writer), most=MOST_IDLE)
+
+    async def listed_items(self) -> None:
+        """Many clients list the items before one response."""
+        if not self.listed:
+            items = [{"role": "user", "content": "a"}] * 200
+            body = json.dumps({"input": items, "max_output_tokens": 1}).encode()
+            async with self._post(body, "/v1/responses") as response:
+                self.listed = (await response.json())["id"] if response.status == 200 else ""
+                return
+        url = f"{self.target.url}/v1/responses/{self.listed}/input_items?after=item_1&order=asc"
+        headers = {"Authorization": f"Bearer {self.target.key}"}
+
+        async def ask() -> None:
+            async with self.http.get(url, headers=headers) as response:
+                if response.status == 404:  # newer responses have taken its place
+                    self.listed = ""
+                await response.read()
+
+        await asyncio.gather(*(ask() for _ in range(8)))
 
     async def false_fields(self) -> None:
         false = {"prompt": "x", "max_tokens": 2, **self.turn("false_fields", FALSE_FIELDS)}
@@ -413,6 +456,7 @@ def end(writer: asyncio.StreamWriter) -> None:
 
 
 async def main() -> None:
+    raise_descriptor_limit()
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     target = msgspec.json.decode(await reader.readline(), type=Target)
