@@ -32,8 +32,14 @@ class ResolvedModel:
     name: str
 
 
-def resolve(model: str | None) -> ResolvedModel:
-    """Resolves `--model`. Raises ValueError with flag and remedy for a model that cannot be served."""
+def resolve(model: str | None, engine: str = "baton") -> ResolvedModel:
+    """Resolves `--model`. Raises ValueError with flag and remedy for one that `engine` cannot serve."""
+    if engine == "vllm" and (model is None or model == EMBEDDED_NAME or model.endswith(".gguf")):
+        raise ValueError(
+            "--model: --engine vllm needs a Hugging Face directory or a name on the hub, not "
+            f"{model or 'the embedded model, which is a GGUF file'}; in Baton's source `python "
+            "examples/embedded_model.py DIRECTORY` writes that model as such a directory"
+        )
     if model is None or model == EMBEDDED_NAME:
         return ResolvedModel(str(embedded_path()), EMBEDDED_NAME)
     path = Path(model).expanduser()

@@ -32,7 +32,7 @@ def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
         from baton.rpc.auth import load_secret
 
         model.download_to(given.model.download_dir)
-        found = model.resolve(given.model.model)
+        found = model.resolve(given.model.model, given.engine.engine)
         model.reach_hub(found.location)
         model.check_context(found.location, given.model.revision, given.engine.max_model_len)
         config = worker_config(role, given, found, load_secret(given.secret.cluster_secret_file))

@@ -44,7 +44,7 @@ def run(plan: Plan) -> int:
     if plan.ray.ray_address is None:
         check_ports(plan.front)
     model.download_to(plan.model.download_dir)
-    found = model.resolve(plan.model.model)
+    found = model.resolve(plan.model.model, plan.engine.engine)
     model.reach_hub(found.location)
     model.check_context(found.location, plan.model.revision, plan.engine.max_model_len)
     if plan.ray.ray_address is None:

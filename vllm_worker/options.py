@@ -43,10 +43,6 @@ def engine_args(engine: EngineConfig, more: str) -> tuple[str, ...]:
         raise ValueError(
             f"--device {engine.device}: with --engine vllm choose cpu or cuda, and CUDA_VISIBLE_DEVICES"
         )
-    if engine.model.endswith(".gguf"):
-        raise ValueError(
-            f"--model: --engine vllm needs a Hugging Face directory or a name on the hub, not {engine.model}"
-        )
     try:
         args = shlex.split(more)
     except ValueError as error:

@@ -148,7 +148,7 @@ class Load:
     requests: int | None = opt(None, "Sessions to send at most.", "N", shown="no limit", also="--num-prompts")
     warmup: float | None = opt(
         None,
-        "Excluded from all results. Detected by MSER-5 on TTFT; 0 excludes nothing.",
+        "Excluded from all results. By default the time until TTFT settles (MSER-5); 0 excludes nothing.",
         "SECONDS",
         shown="detected",
     )

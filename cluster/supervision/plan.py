@@ -105,7 +105,7 @@ class Plan:
 
     def served_names(self) -> list[str]:
         """The model's names for clients. Responses have the first one."""
-        return self.model.served_model_name or [model.resolve(self.model.model).name]
+        return self.model.served_model_name or [model.resolve(self.model.model, self.engine.engine).name]
 
     def roles(self) -> list[RoleSpec]:
         """The workers, then the router. Raises ValueError for options that cannot be used."""
@@ -184,7 +184,7 @@ class Plan:
         groups = vars(self) | {
             "model": replace(
                 self.model,
-                model=model.resolve(self.model.model).location,
+                model=model.resolve(self.model.model, self.engine.engine).location,
                 served_model_name=self.served_names(),
                 tokenizer=model.absolute(self.model.tokenizer),
             ),

