@@ -139,6 +139,12 @@ WRITTEN = {
         '{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>'
     ),
     "pythonic": '[get_weather(city="Paris")]',
+    "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</seed:tool_call>",  # noqa: E501
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n</minimax:tool_call>',  # noqa: E501
+    "deepseek_v32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city">Paris'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    ),
 }
 
 
