@@ -39,6 +39,14 @@ SPARE_SECONDS = 0.25
 """CPU time that a grammar may take beyond this at once. The first tokens take more, for states that are not
 known yet."""
 
+DEAR_SECONDS = 0.0005
+"""From this time for each token on, a grammar counts in `TENANT_SECONDS`."""
+TENANT_SECONDS = 0.02
+"""CPU time that the dear grammars of a tenant may take for each step together, on average: a step waits for
+all of them. Grammars of ordinary JSON never add up to it."""
+_NEWEST = 0.05
+"""Weight of the newest token in an average."""
+
 
 class Matcher:
     """Walks the grammar of one request. It fails if it takes more CPU time than allowed, since all requests
@@ -51,6 +59,14 @@ class Matcher:
         self._matcher = matcher
         self.shared = shared
         self._seconds_left = seconds
+        self.average = 0.0
+        """Seconds of CPU time for a mask."""
+
+    def release(self) -> None:
+        """The request has ended. Nothing may follow."""
+        matcher = self._matcher
+        del self._matcher
+        self.shared.release(matcher)
 
     def copy(self) -> "Matcher":
         return Matcher(self._matcher.deep_copy(), self.shared, self._seconds_left)
@@ -67,7 +83,9 @@ class Matcher:
         """Writes a bit for each token of the vocabulary. `check` says whether they are right."""
         began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._used(time.thread_time() - began)
+        seconds = time.thread_time() - began
+        self._used(seconds)
+        self.average += _NEWEST * (seconds - self.average)
 
     def _used(self, seconds: float) -> None:
         self._seconds_left = min(SPARE_SECONDS, self._seconds_left - seconds)
@@ -198,7 +216,7 @@ class CompiledGrammar:
 
 def _release(compiling: "Future[Matcher]") -> None:
     if compiling.exception() is None:
-        compiling.result().shared.release()
+        compiling.result().release()
 
 
 def answer_start(reasoning: Reasoning, token_ids: Sequence[int], prompt: int, read: int) -> int | None:
@@ -217,6 +235,21 @@ def _matcher(output_ids: Sequence[int], shared: Shared) -> Matcher:
     matcher = Matcher(shared.copy(), shared)
     matcher.consume(output_ids)
     return matcher
+
+
+def too_dear(costs: Sequence[tuple[bytes, float]]) -> list[int]:
+    """Returns the rows that fail since the grammars of their tenants take too long together: the dearest
+    ones. `costs`: tenant and average seconds of each row."""
+    sums: dict[bytes, float] = {}
+    failed = []
+    for seconds, row in sorted((seconds, row) for row, (_, seconds) in enumerate(costs)):
+        if seconds >= DEAR_SECONDS:
+            tenant, _ = costs[row]
+            if (together := sums.get(tenant, 0.0) + seconds) > TENANT_SECONDS:
+                failed.append(row)
+            else:
+                sums[tenant] = together
+    return failed
 
 
 class Grammars:
@@ -292,6 +325,12 @@ class Grammars:
         bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
         words = bits.view(np.uint32)
         self._fill([(one.matcher, word) for one, word in zip(limits, words, strict=True) if one.matcher])
+        costs = [(m.shared.key.tenant, m.average) if (m := one.matcher) else (b"", 0.0) for one in limits]
+        for i in too_dear(costs):
+            most = f"{TENANT_SECONDS * 1000:g} ms for each step together"
+            failed[rows[i]] = (
+                f"structured output: the grammars of this client's requests take more than {most}"
+            )
         for limit, row, word in zip(limits, rows, words, strict=True):
             if limit.matcher is not None:
                 try:

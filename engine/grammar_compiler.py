@@ -11,9 +11,10 @@ others.
 """
 
 import ctypes
+import os
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -22,7 +23,8 @@ from typing import Generic, NamedTuple, TypeVar
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.engine.api.sampling_params import StructuredOutput
-from baton.machine.grammars import STACK_BYTES, Trials, compiled
+from baton.machine.grammars import NICE, STACK_BYTES, Trials, compiled
+from baton.machine.turns import Turns
 
 MOST_BYTES = 1 << 30
 """Of the compiled grammars of all requests. Tenants that want more share it equally."""
@@ -46,7 +48,9 @@ class Key(NamedTuple):
 class Shared:
     """A compiled grammar, and the requests with copies of it."""
 
-    def __init__(self, key: Key, matcher: LLMatcher, size: int, release: "Callable[[Shared], None]") -> None:
+    def __init__(
+        self, key: Key, matcher: LLMatcher, size: int, release: "Callable[[Shared, LLMatcher | None], None]"
+    ) -> None:
         self.key = key
         self.size = size
         self.users = 0
@@ -56,9 +60,9 @@ class Shared:
     def copy(self) -> LLMatcher:
         return self._matcher.deep_copy()
 
-    def release(self) -> None:
-        """One request needs it no longer."""
-        self._release(self)
+    def release(self, copy: LLMatcher | None = None) -> None:
+        """One request needs it no longer. `copy`: that of the request, which the compiler's thread frees."""
+        self._release(self, copy)
 
 
 class Compiler(Generic[T]):
@@ -74,11 +78,12 @@ class Compiler(Generic[T]):
         self._tokenizer: LLTokenizer | None = None
         self._trials = Trials(vocab_size)
         self._threads = threads
-        self._turns = _Turns()
+        self._turns = Turns()
         self._executor: ThreadPoolExecutor | None = None
         self._compiling: set[Future[T]] = set()
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # of the next
         self._asked: Counter[Key] = Counter()  # requests that wait for it
+        # What follows is for the thread only, which also frees grammars: that takes time.
         self._used: dict[Key, list[Shared]] = {}
         self._idle: OrderedDict[Key, list[Shared]] = OrderedDict()  # the newest last
         self._freed = 0
@@ -96,11 +101,11 @@ class Compiler(Generic[T]):
                     future.set_result(finish(shared))
                 except BaseException as error:  # noqa: BLE001  (the engine's thread raises it)
                     if shared is not None:
-                        shared.release()
+                        self._released(shared, None)
                     future.set_exception(error)
             with self._lock:
                 self._asked -= Counter([key])
-                self._forget(_IDLE_BYTES)
+            self._forget(_IDLE_BYTES)
             self._give_back()
 
         with self._lock:
@@ -121,13 +126,14 @@ class Compiler(Generic[T]):
         self._trials.close()
         if self._executor is not None:
             self._executor.shutdown()
+            self._executor = None
 
     # ------------------------------------------------------------ thread
 
     def _submit(self, tenant: bytes, work: Callable[[], None]) -> None:
         if self._executor is None:
             before = threading.stack_size(STACK_BYTES)
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+            self._executor = ThreadPoolExecutor(1, "grammars", _yield_to_others)
             self._executor.submit(lambda: None)  # starts the thread
             threading.stack_size(before)
         self._turns.add(tenant, work)
@@ -135,33 +141,46 @@ class Compiler(Generic[T]):
 
     def _shared(self, key: Key) -> Shared:
         """Returns a grammar with one user more. Raises ValueError."""
-        with self._lock:
-            others = self._used.get(key, [])
-            if (found := self._free(key, others)) is not None:
-                return self._use(found)
-            size = others[0].size if others else None
-        if size is None:
+        others = self._used.get(key, [])
+        if (found := self._free(key, others)) is not None:
+            return self._use(found)
+        if others:
+            size = others[0].size
+        else:
             error, size, seconds = self._trials.try_(key.wanted.kind, key.wanted.text)
             self._turns.charge(key.tenant, seconds)
             if error:
                 raise ValueError(f"structured output: {error}")
-        with self._lock:
-            self._make_room(key.tenant, size)
+        self._make_room(key.tenant, size)
         if self._tokenizer is None:
             self._tokenizer = self._load()
         began = time.thread_time()
         matcher = compiled(self._tokenizer, key.wanted.kind, key.wanted.text)
         self._turns.charge(key.tenant, time.thread_time() - began)
-        with self._lock:
-            return self._use(Shared(key, matcher, size, self._released))
+        return self._use(Shared(key, matcher, size, self._release))
+
+    def _release(self, shared: Shared, copy: LLMatcher | None) -> None:
+        if self._executor is not None:
+            self._executor.submit(self._released, shared, copy)
+
+    def _released(self, shared: Shared, copy: LLMatcher | None) -> None:
+        del copy
+        shared.users -= 1
+        if not shared.users:
+            self._used[shared.key].remove(shared)
+            if not self._used[shared.key]:
+                del self._used[shared.key]
+            self._idle.setdefault(shared.key, []).append(shared)
+            self._idle.move_to_end(shared.key)
+            del shared
+            self._forget(_IDLE_BYTES)
+            self._give_back()
 
     def _give_back(self) -> None:
         if self._freed >= _TRIM_BYTES:
             self._freed = 0
             with suppress(AttributeError):  # musl has no malloc_trim
                 ctypes.CDLL(None).malloc_trim(0)
-
-    # ------------------------------------------------------------ with the lock
 
     def _free(self, key: Key, used: Sequence[Shared]) -> Shared | None:
         """Returns a grammar for one request more. None: it must be compiled."""
@@ -180,20 +199,6 @@ class Compiler(Generic[T]):
             self._used.setdefault(shared.key, []).append(shared)
         shared.users += 1
         return shared
-
-    def _released(self, shared: Shared) -> None:
-        with self._lock:
-            shared.users -= 1
-            if shared.users:
-                return
-            self._used[shared.key].remove(shared)
-            if not self._used[shared.key]:
-                del self._used[shared.key]
-            self._idle.setdefault(shared.key, []).append(shared)
-            self._idle.move_to_end(shared.key)
-            self._forget(_IDLE_BYTES)
-        if self._freed >= _TRIM_BYTES and self._executor is not None:
-            self._executor.submit(self._give_back)
 
     def _forget(self, most: int) -> None:
         """Frees grammars that no request uses or waits for, the oldest ones, until they take at most so many
@@ -218,34 +223,6 @@ class Compiler(Generic[T]):
             raise ValueError(f"structured output: {most}; send fewer of them at once")
 
 
-class _Turns:
-    """A queue of work in which the tenant is next that has taken the least time. For any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[bytes, deque[Callable[[], None]]] = {}
-        self._taken: dict[bytes, float] = {}  # seconds of CPU time, of tenants that are ahead of `_level`
-        self._level = 0.0  # of the tenant that was served last
-
-    def add(self, tenant: bytes, work: Callable[[], None]) -> None:
-        with self._lock:
-            if tenant not in self._waiting:
-                # A tenant without work has no claim for the time before.
-                self._taken = {name: taken for name, taken in self._taken.items() if taken > self._level}
-                self._taken.setdefault(tenant, self._level)
-                self._waiting[tenant] = deque()
-            self._waiting[tenant].append(work)
-
-    def charge(self, tenant: bytes, seconds: float) -> None:
-        with self._lock:
-            self._taken[tenant] = self._taken.get(tenant, self._level) + seconds
-
-    def serve(self) -> None:
-        """Does the next piece of work."""
-        with self._lock:
-            tenant = min(self._waiting, key=lambda name: self._taken.get(name, self._level))
-            self._level = max(self._level, self._taken.get(tenant, 0.0))
-            work = self._waiting[tenant].popleft()
-            if not self._waiting[tenant]:
-                del self._waiting[tenant]
-        work()
+def _yield_to_others() -> None:
+    """Gives this thread less of a CPU than the thread of the engine has."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

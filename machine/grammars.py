@@ -50,7 +50,8 @@ MEMORY_BYTES = 64 << 20
 """Of one text. JSON schemas of the greatest length take 40 MB at most."""
 _HANG_SECONDS = 60.0
 _RETRY_SECONDS = 0.05
-_NICE = 5
+NICE = 5
+"""Priority of what compiles."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -230,7 +231,7 @@ def main(vocab_size: int) -> None:
 def _try(tokenizer: LLTokenizer, kind: str, text: str, writer: int) -> None:
     """In the child. Writes the error and the size, and ends the process."""
     try:
-        os.nice(_NICE)
+        os.nice(NICE)
         signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)  # ends the process even inside of a library
         before = _anonymous_bytes()
         with limited():

@@ -20,6 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.structured_output import backend_guidance
 
 from baton import engine
 from baton.content import content_root, vocabulary_fingerprint
@@ -27,6 +28,7 @@ from baton.engine.loader import checkpoint_path, model_fingerprint, tokenizer_so
 from baton.engine.loader.tokenizer_json import vocabulary
 from baton.vllm_worker.attachment import Attach, events_address
 from baton.vllm_worker.connector import check_config
+from baton.vllm_worker.grammars import Gate
 from baton.vllm_worker.options import command_line
 from baton.vllm_worker.roles import EngineGone
 from baton.vllm_worker.sampling import sampling
@@ -77,6 +79,9 @@ class VLLM:
         # On CPUs vLLM has just set "spawn", and each of its processes would import all again.
         os.environ[_METHOD] = method
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[StepLogger], disable_log_stats=True)
+        self._gate = Gate(vllm_config.model_config.get_vocab_size())
+        # It would compile again what the gate has tried, and hold up the event loop meanwhile.
+        backend_guidance.validate_guidance_grammar = lambda *_, **__: None
 
     async def warm_up(self) -> None:
         """vLLM compiles some functions when they are first needed, for longer than a step may take. On a GPU,
@@ -123,6 +128,7 @@ class VLLM:
             prompt["cache_salt"] = request.cache_salt.hex()
         try:
             if (structure := fields.pop("structured_outputs", None)) is not None:
+                await self._gate.check(request.tenant, structure)
                 fields["structured_outputs"] = StructuredOutputsParams(**structure)
             if self._engine.device == "cpu":
                 # vLLM's worker dies when it rewinds the generator of a chunk, which torch cannot do on CPUs.
@@ -138,6 +144,7 @@ class VLLM:
             raise EngineGone from error
 
     def close(self) -> None:
+        self._gate.close()
         self._llm.shutdown(timeout=0)
 
 

@@ -18,8 +18,8 @@ from baton.engine import Engine, Reasoning, StructuredOutput, grammar_compiler
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.step_builder import build_adjustments
 from baton.engine.execution.sampler import adjust
-from baton.engine.grammar import Grammars
-from baton.engine.grammar_compiler import Compiler, Key, Shared, _Turns
+from baton.engine.grammar import Grammars, too_dear
+from baton.engine.grammar_compiler import Compiler, Key, Shared
 from baton.engine.loader.tokenizer_json import tokenizer_json
 from baton.machine.grammars import LIMITS, Alphabet
 from tests.engine.conftest import MakeEngine, request_of, run, tokens_of
@@ -238,6 +238,8 @@ def test_requests_with_one_text_share_a_grammar(spelled_engine: Any, monkeypatch
         assert all(result.tokens for result in run(engine, requests).values())
         assert len(compiled) == 8
         assert len(set(compiled)) == count
+        assert compiler._executor is not None
+        compiler._executor.submit(lambda: None).result()  # what was released is free
         assert not compiler._used
         assert not compiler._idle
     engine.assert_whole()
@@ -265,15 +267,13 @@ def test_grammars_of_one_tenant_leave_room_for_others(monkeypatch: pytest.Monkey
         compiler.close()
 
 
-def test_tenants_take_turns_by_the_time_of_their_grammars() -> None:
-    turns, served = _Turns(), []
-    for tenant, count in ((b"dear", 9), (b"cheap", 3)):
-        for i in range(count):
-            turns.add(tenant, lambda tenant=tenant, i=i: served.append((tenant, i)))
-    for _ in range(12):
-        turns.serve()
-        turns.charge(served[-1][0], 0.5 if served[-1][0] == b"dear" else 0.001)
-    assert served[:4] == [(b"dear", 0), (b"cheap", 0), (b"cheap", 1), (b"cheap", 2)]
+def test_the_dear_grammars_of_a_tenant_are_bounded_together() -> None:
+    cheap, dear = [(b"a", 0.0004)] * 200, [(b"a", 0.0019 + i * 1e-6) for i in range(12)]
+    others = [(b"b", 0.0019)] * 10
+    rows = [*dear, *cheap, *others]
+    failed = too_dear(rows)
+    assert sorted(failed) == [10, 11], "the dearest ones of this tenant"
+    assert too_dear([*cheap, *others]) == []
 
 
 def test_given_output_that_violates_the_grammar_is_refused(spelled_engine: Any) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from baton.machine.grammars import TOO_MUCH, Trials
+from baton.machine.turns import Turns
 
 LIMITED = """
 import sys
@@ -90,3 +91,14 @@ def test_a_text_waits_while_the_machine_has_no_process_left() -> None:
     assert trials.try_("regex", "b").error == ""
     assert trials._process is first
     trials.close()
+
+
+def test_tenants_take_turns_by_the_time_of_their_grammars() -> None:
+    turns, served = Turns(), []
+    for tenant, count in ((b"dear", 9), (b"cheap", 3)):
+        for i in range(count):
+            turns.add(tenant, lambda tenant=tenant, i=i: served.append((tenant, i)))
+    for _ in range(12):
+        turns.serve()
+        turns.charge(served[-1][0], 0.5 if served[-1][0] == b"dear" else 0.001)
+    assert served[:4] == [(b"dear", 0), (b"cheap", 0), (b"cheap", 1), (b"cheap", 2)]

@@ -39,7 +39,8 @@ from tests.kv_transfer.noise import Noise, drained, hostile_frames
 
 BLOWS = {
     "flood": 0.02, "idle_connections": 1.0, "listed_items": 0.1, "huge_bodies": 0.5, "false_fields": 0.02,
-    "dear_requests": 0.05, "dear_grammars": 0.05, "false_bodies": 0.05, "unfinished_bodies": 0.1,
+    "dear_requests": 0.05, "dear_grammars": 0.05, "costly_schemas": 0.05, "composed_grammars": 0.05,
+    "false_bodies": 0.05, "unfinished_bodies": 0.1,
     "garbage": 0.01, "pages": 0.1, "false_messages": 0.05, "huge_messages": 0.5, "stalled_streams": 0.2,
     "strange_calls": 0.1, "half_handshakes": 0.01, "bent_frames": 0.02, "frames_of_an_insider": 0.1,
 }  # fmt: skip
@@ -107,6 +108,21 @@ DEAR_GRAMMARS: tuple[dict[str, object], ...] = (
     {"structured_outputs": {"regex": "(a?){60}a{60}"}, "ignore_eos": False},
 )
 """As `DEAR_FIELDS`."""
+HOSTILE_PARAMETERS: tuple[dict[str, object], ...] = (
+    {"properties": {f"p{i}": {"type": "integer"} for i in range(430)}},
+    {"properties": {f"p{i}": {"type": ["string", "integer"]} for i in range(200)}},
+    {"properties": {"a": {"type": "string", "minLength": '0}/ | "x" | /b{1'}}},
+    {"properties": {"a": {"type": "string", "pattern": 'a\\\\/ | "x" | /b'}}},
+    {"properties": {"a": {"type": "string", "pattern": "^a|(b$)|[/]/"}}},
+    {
+        "properties": {"a": {"$ref": "#/$defs/a%20b"}},
+        "$defs": {"a b": {"type": "string"}, "a%20b": {"items": {}}},
+    },
+    {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"allOf": [{"$ref": "#/$defs/b"}] * 9}}},
+    {"properties": {"a": {"enum": [f"{i}" * 9 for i in range(9000)]}}},
+    {"properties": {"a": {"type": "array", "items": {"type": "integer", "multipleOf": 99_991}}}},
+)
+"""Of a tool, for a format of calls that is no JSON."""
 MIB = 1 << 20
 
 
@@ -259,6 +275,26 @@ class Attack:
 
     async def dear_grammars(self) -> None:
         await self._ask_dearly(DEAR_GRAMMARS)
+
+    async def costly_schemas(self) -> None:
+        """Each is another one, and the choices of a request are as many as there may be."""
+        array = {
+            "type": "array",
+            "items": {"type": "integer", "multipleOf": self.rng.randrange(20_000, 99_991)},
+        }
+        fields = {"structured_outputs": {"json": array}, "n": 128, "max_tokens": 4}
+        async with self._post(json.dumps({"prompt": "x", **fields}).encode()) as response:
+            said = await response.text()
+            assert response.status in (200, 400, 429), said
+
+    async def composed_grammars(self) -> None:
+        parameters = self.turn("composed_grammars", HOSTILE_PARAMETERS)
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        fields = {"tools": tools, "tool_choice": "required", "max_tokens": 20}
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        async with self._post(json.dumps(body).encode(), "/v1/chat/completions") as response:
+            said = await response.text()
+            assert response.status in (200, 400, 429), said
 
     async def _ask_dearly(self, ways: Sequence[dict[str, object]]) -> None:
         """In all ways at once."""

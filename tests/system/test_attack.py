@@ -61,7 +61,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory, shallow_model_path: Path)
     serve = Serve(
         machine, "--model", str(shallow_model_path), "--num-threads", "1", "--num-blocks", "600",
         "--max-num-batched-tokens", "64", "--api-key-file", str(keys), "--cluster-secret-file", str(secret),
-        "--grpc-port", str(grpc_port), "--admin-port", str(admin_port),
+        "--grpc-port", str(grpc_port), "--admin-port", str(admin_port), "--tool-call-parser", "qwen3_coder",
     )  # fmt: skip
     try:
         serve.until_ready()
@@ -116,10 +116,10 @@ class Attacker:
 
 
 @asynccontextmanager
-async def attack(target: Target) -> AsyncIterator[Attacker]:
-    """It goes on while this is entered."""
+async def attack(target: Target, *blows: str) -> AsyncIterator[Attacker]:
+    """It goes on while this is entered. `blows`: as of the module."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.system.attack", cwd=Path(__file__).parents[2],
+        sys.executable, "-m", "tests.system.attack", *blows, cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -240,3 +240,43 @@ async def test_known_streams_go_on(attacked: Attacked, seconds: float) -> None:
     assert too_much == {}, "MiB"
     if seconds:
         assert max(pauses) <= LONGEST_PAUSE
+
+
+@pytest.mark.parametrize(
+    "seconds", [0, pytest.param(600, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
+async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_schema(
+    attacked: Attacked, seconds: float
+) -> None:
+    serve = attacked.serve
+    right = await known(serve.url)
+    before, warm, waits = await asyncio.to_thread(lives, serve), memory(serve), []
+
+    async def small_schemas(attacker: Attacker) -> None:
+        """A client asks for one small schema after another, each for the first time."""
+        attacking = asyncio.create_task(attacker.goes_on(seconds))
+        async with new_session(KEY) as http:
+            while not (attacking.done() and waits):
+                schema = {"type": "object", "properties": {f"p{len(waits)}": {"type": "integer"}}}
+                asked = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"json": schema}}
+                began = time.monotonic()
+                async with http.post(f"{serve.url}/v1/completions", json=asked) as response:
+                    assert response.status == 200, await response.text()
+                waits.append(time.monotonic() - began)
+        await attacking
+
+    async with attack(attacked.target, "costly_schemas", "composed_grammars", "dear_grammars") as attacker:
+        longest = await served(serve.url, right, small_schemas(attacker))
+    after = await asyncio.to_thread(lives, serve)
+    kept = {title: pids & after.get(title, set()) for title, pids in before.items()}
+    assert kept == before, "nothing was started again"
+    assert await asyncio.to_thread(leaks_when_idle, attacked.admin) == {}
+    grown = {
+        title: size / warm[title] - 1 for title, size in memory(serve).items() if title.endswith("engine")
+    }
+    waited = f"{len(waits)} small schemas waited for {max(waits):.2f} s at most"
+    print(f"longest pause {longest:.2f} s; {waited}; engines grew by {grown};", attacker.report)
+    assert attacker.report["unanswered"] == {}
+    if seconds:
+        assert longest <= LONGEST_PAUSE
+        assert max(waits) <= LONGEST_PAUSE
