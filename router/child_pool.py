@@ -40,6 +40,7 @@ sleeps."""
 _DYING_SECONDS = 1.0
 _RESTART_SECONDS = 0.5
 _CHECK_SECONDS = 10.0
+_LONG_SECONDS = 0.1
 _SLICE_BYTES = 256 << 10
 """Bytes of one write. To copy a whole body into a transport would block the loop for milliseconds."""
 
@@ -226,16 +227,17 @@ class Child:
 class ChildPool:
     """Up to `count` children of one kind. API keys take turns by the time of their requests.
 
-    With several children, at most `count - 1` work on requests above `long_bytes`. Otherwise two clients with
-    long requests would block all others. A free child that may take a long request takes it first, so that
-    neither kind starves.
+    With several children, at most `count - 1` work on long requests: those above `long_bytes`, and those of
+    keys of which the last request took long. Otherwise two clients with long requests would block all others.
+    A free child that may take a long request takes it first, so that neither kind starves.
 
     Wait-for graph: a request waits for a child. A child waits only for its process, which replies or dies.
     """
 
     def __init__(self, server: ForkServer, kind: str, count: int, *, long_bytes: float = math.inf) -> None:
         self._count = count
-        self._long_bytes = long_bytes if count > 1 else math.inf
+        self._long_bytes = long_bytes
+        self._slow: set[str] = set()  # keys of which the last request took long
         self._idle = [Child(server, kind) for _ in range(count)]
         self._waiting: FairQueue[str, asyncio.Future[Child]] = FairQueue()
         self._waiting_long: FairQueue[str, asyncio.Future[Child]] = FairQueue()
@@ -259,13 +261,16 @@ class ChildPool:
 
     async def _call(self, key: str, parts: Sequence[Frame]) -> bytes:
         size = sum(map(len, parts))
-        queue = self._waiting_long if size > self._long_bytes else self._waiting
+        is_long = self._count > 1 and (size > self._long_bytes or key in self._slow)
+        queue = self._waiting_long if is_long else self._waiting
         child = await self._acquire(queue, key)
         began = time.monotonic()
 
         def over(_: asyncio.Task[bytes]) -> None:
             # The bytes of a request do not tell how long it takes.
-            queue.charge(key, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            queue.charge(key, seconds)
+            (self._slow.add if seconds > _LONG_SECONDS else self._slow.discard)(key)
             self._release(child)
 
         call = asyncio.create_task(child.call(parts))

@@ -17,12 +17,16 @@ _CACHED = 64
 """Valid demands that are remembered, the newest ones."""
 
 
+_CHILDREN = 2
+"""One of them stays free for keys with grammars that compile quickly."""
+
+
 class GrammarChecker:
-    """Has a child process, and remembers which demands were valid."""
+    """Has child processes, and remembers which demands were valid."""
 
     def __init__(self, server: ForkServer) -> None:
         self._valid: OrderedDict[bytes, Structure | None] = OrderedDict()
-        self._children = ChildPool(server, "grammars", 1)
+        self._children = ChildPool(server, "grammars", _CHILDREN)
 
     async def check(self, demand: Demand, key: str) -> Structure | None:
         """Returns what workers enforce, as they read it; None: nothing. `key` names the client's API key.

@@ -52,7 +52,7 @@ def reply(request):
             ctypes.memset(part, 1, 1 << 16)
             libc.free(part)
     if request[:4] == b"wait":
-        time.sleep(0.2)
+        time.sleep(0.6 if request == b"wait-long" else 0.2)
     secret = os.environ.get("BATON_API_KEY", "").encode()
     return b"%d %b %b %b" % (os.getpid(), state, request, secret)
 pipe.fork_children(int(sys.argv[1]), "test", {"test": lambda: pipe.serve(reply, 10.0)}, 1 << 32)
@@ -245,6 +245,15 @@ async def test_a_key_with_short_requests_that_take_long_waits_for_others(make: M
     await add("other", bytes(100_000))
     await asyncio.gather(*(add("slow", b"wait") for _ in range(4)), *(add("other", b"a") for _ in range(2)))
     assert order == ["other", "slow", "other", "other", "slow", "slow", "slow"]
+
+
+async def test_one_child_stays_free_for_keys_with_short_requests(make: Make):
+    pool = make(count=2)
+    await call(pool, b"wait", key="slow")
+    slow = [asyncio.create_task(call(pool, b"wait", key="slow")) for _ in range(4)]
+    await call(pool, b"a", key="other")
+    assert not any(task.done() for task in slow[1:])
+    await asyncio.gather(*slow)
 
 
 async def test_one_process_forks_the_children_of_several_routers_and_is_replaced(

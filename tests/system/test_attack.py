@@ -250,6 +250,11 @@ async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_sche
 ) -> None:
     serve = attacked.serve
     right = await known(serve.url)
+    costly = {"type": "array", "items": {"type": "integer", "multipleOf": 99_991}}
+    async with new_session(KEY) as http:
+        asked = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"json": costly}}
+        async with http.post(f"{serve.url}/v1/completions", json=asked) as response:
+            await response.read()
     before, warm, waits = await asyncio.to_thread(lives, serve), memory(serve), []
 
     async def small_schemas(attacker: Attacker) -> None:
@@ -280,3 +285,4 @@ async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_sche
     if seconds:
         assert longest <= LONGEST_PAUSE
         assert max(waits) <= LONGEST_PAUSE
+        assert max(grown.values()) <= 0.05
