@@ -266,7 +266,8 @@ class Attack:
         await asyncio.gather(*(ask() for _ in range(8)))
 
     async def false_fields(self) -> None:
-        false = {"prompt": "x", "max_tokens": 2, **self.turn("false_fields", FALSE_FIELDS)}
+        # Some are taken for the longest answer.
+        false = {"prompt": "x", "max_tokens": 2, "timeout": 20, **self.turn("false_fields", FALSE_FIELDS)}
         async with self._post(json.dumps(false).encode()) as response:
             await response.read()
 
