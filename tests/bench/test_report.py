@@ -65,6 +65,17 @@ def test_the_terminal_shows_why_numbers_are_invalid(capsys: pytest.CaptureFixtur
     assert "within SLO" in shown
 
 
+def test_a_report_fits_into_80_columns() -> None:
+    slow = [record(i * 0.1, ttft=12.3, gaps=(1.5,) * 9, index=i, prompt_tokens=9) for i in range(1200)]
+    shown = Console(width=80, file=io.StringIO(), highlight=False)
+    shown.print(render(_report(records=slow)))
+    lines = shown.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    [header] = [line for line in lines if "95 % of p50" in line]
+    assert "p99.9" in header
+    assert [line for line in lines if line.startswith("TTIT of a request  ")], "no cell is folded"
+
+
 def test_rows_have_the_names_and_units_of_the_contract() -> None:
     rows = {row["name"]: row for row in _report(failed=2)["results"]}
     for metric in ("ttft", "ttit", "ttit.request", "handover", "e2e"):

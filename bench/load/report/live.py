@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.bench.contract import percentile
+from baton.bench.load.report.table import ms
 from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.traffic.client import ClientConfig
 from baton.bench.load.traffic.fleet import Harvest
@@ -84,5 +85,5 @@ class Progression:
         ):
             if values:
                 p50, p99 = (percentile(values, q) * 1e3 for q in (0.5, 0.99))
-                text += f"   {name} p50 {p50:.1f} p99 {p99:.1f} ms"
-        return text
+                text += f"  {name} {ms(p50)} / {ms(p99)}"
+        return f"{text} ms p50 / p99" if recent else text

@@ -15,8 +15,8 @@ TITLES = {
     "ttft": "TTFT",
     "ttit": "TTIT, every gap",
     "ttit.normalized": "TTIT per token",
-    "ttit.request": "TTIT, mean of a request",
-    "handover": "Handover, token 1 → 2",
+    "ttit.request": "TTIT by request",
+    "handover": "Handover",
     "e2e": "End to end",
 }
 HELPS = (
@@ -108,26 +108,29 @@ def _banners(detail: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _latencies(rows: Rows) -> Table:
-    table = Table(title="Latency, ms", title_justify="left", title_style="bold")
+    """Without quantiles that no metric has enough samples for. It fits into 80 columns."""
+    shown = [q for q in _QUANTILES if any(f"{metric}.{q}" in rows for metric in LATENCIES)]
+    table = Table(
+        title="Latency, ms", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0)
+    )
     table.add_column("")
-    for quantile in _QUANTILES:
+    for quantile in shown:
         table.add_column(quantile, justify="right")
-    table.add_column("95 % interval of p50", justify="right", style="dim")
+    table.add_column("95 % of p50", justify="right", style="dim")
     table.add_column("of p99", justify="right", style="dim")
     for metric in LATENCIES:
         if f"{metric}.p50" in rows:
-            found = [rows.get(f"{metric}.{q}") for q in _QUANTILES]
+            found = [rows.get(f"{metric}.{q}") for q in shown]
             values = ("–" if row is None else ms(row["value"]) for row in found)
-            table.add_row(
-                TITLES[metric], *values, *(_interval(rows.get(f"{metric}.{q}")) for q in ("p50", "p99"))
-            )
+            intervals = (_interval(rows.get(f"{metric}.{q}")) for q in ("p50", "p99"))
+            table.add_row(TITLES[metric], *values, *intervals)
     return table
 
 
 def _interval(row: Mapping[str, Any] | None) -> str:
     if row is None or "low" not in row:
         return ""
-    return f"{ms(row['low'])} – {ms(row['high'])}" if "high" in row else f"≥ {ms(row['low'])}"
+    return f"{ms(row['low'])}–{ms(row['high'])}" if "high" in row else f"≥ {ms(row['low'])}"
 
 
 def _totals(rows: Rows, detail: Mapping[str, Any]) -> Padding:
