@@ -233,6 +233,15 @@ def costs_of(seconds: Sequence[float], sizes: Sequence[int] = (1, 2, 4, 8, 16, 3
     return costs
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_look_ahead_only_where_one_is_launched_before_the_tokens_of_the_last(
+    tiny_engine: MakeEngine, overlap: bool
+) -> None:
+    """It costs each step time, also those without drafts."""
+    engine = tiny_engine(speculative_config=THREE, overlap=overlap, device="cpu")
+    assert engine._runner.ahead == (4 if overlap else 1)
+
+
 def test_a_step_has_as_many_drafts_as_give_the_most_tokens_in_a_second() -> None:
     flat, steep = costs_of([1.0] * 6), costs_of([1, 2, 4, 8, 16, 32])
     assert draft_counts([0.7, 0.7], [3, 3], 2, flat) == [3, 3]
