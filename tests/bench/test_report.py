@@ -73,7 +73,7 @@ def test_a_report_fits_into_80_columns() -> None:
     assert max(map(len, lines)) <= 80
     [header] = [line for line in lines if "95 % of p50" in line]
     assert "p99.9" in header
-    assert [line for line in lines if line.startswith("TTIT of a request  ")], "no cell is folded"
+    assert [line for line in lines if line.startswith("TTIT by request ")], "no cell is folded"
 
 
 def test_rows_have_the_names_and_units_of_the_contract() -> None:
