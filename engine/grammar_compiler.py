@@ -60,6 +60,10 @@ class Shared:
     def copy(self) -> LLMatcher:
         return self._matcher.deep_copy()
 
+    def free(self) -> None:
+        """Frees it, though a request that has ended may still be known somewhere."""
+        del self._matcher
+
     def release(self, copy: LLMatcher | None = None) -> None:
         """One request needs it no longer. `copy`: that of the request, which the compiler's thread frees."""
         self._release(self, copy)
@@ -163,8 +167,7 @@ class Compiler(Generic[T]):
         if self._executor is not None:
             self._executor.submit(self._released, shared, copy)
 
-    def _released(self, shared: Shared, copy: LLMatcher | None) -> None:
-        del copy
+    def _released(self, shared: Shared, _: LLMatcher | None) -> None:
         shared.users -= 1
         if not shared.users:
             self._used[shared.key].remove(shared)
@@ -172,9 +175,10 @@ class Compiler(Generic[T]):
                 del self._used[shared.key]
             self._idle.setdefault(shared.key, []).append(shared)
             self._idle.move_to_end(shared.key)
-            del shared
             self._forget(_IDLE_BYTES)
-            self._give_back()
+            if self._executor is not None:
+                with suppress(RuntimeError):  # it ends
+                    self._executor.submit(self._give_back)  # this call still holds what it has freed
 
     def _give_back(self) -> None:
         if self._freed >= _TRIM_BYTES:
@@ -207,7 +211,8 @@ class Compiler(Generic[T]):
         left = sum(sizes.values())
         for key, size in sizes.items():
             if left > most and key not in self._asked:
-                del self._idle[key]
+                for shared in self._idle.pop(key):
+                    shared.free()
                 left -= size
                 self._freed += size
 

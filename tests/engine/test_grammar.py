@@ -214,11 +214,11 @@ def test_a_grammar_that_would_end_the_engine_fails_its_request_only(spelled_engi
 
 def test_requests_with_one_text_share_a_grammar(spelled_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is given back when no request uses it, and if it is large, not kept for others."""
-    compiled: list[tuple[bytes, int]] = []
+    compiled: list[Shared] = []
     use = Compiler._use
 
     def noted(self: Any, shared: Any) -> Any:
-        compiled.append((shared.key.tenant, id(shared)))
+        compiled.append(shared)
         return use(self, shared)
 
     monkeypatch.setattr(Compiler, "_use", noted)
@@ -242,6 +242,7 @@ def test_requests_with_one_text_share_a_grammar(spelled_engine: Any, monkeypatch
         compiler._executor.submit(lambda: None).result()  # what was released is free
         assert not compiler._used
         assert not compiler._idle
+        assert not any(hasattr(shared, "_matcher") for shared in compiled), "it is freed, whatever knows it"
     engine.assert_whole()
 
 
