@@ -40,6 +40,8 @@ def run(plan: Plan) -> int:
     it starts any process.
     """
     setproctitle.setproctitle(f"{plan.title}: serve")
+    if plan.ray.ray_address is not None:
+        import baton.cluster.on_ray  # noqa: F401  says that Ray is not installed, before anything else
     roles = plan.roles()
     if plan.ray.ray_address is None:
         check_ports(plan.front)
