@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import resource
-import select
 import signal
 import struct
 import subprocess
@@ -23,10 +22,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from setproctitle import getproctitle, setproctitle
 
 from baton.machine.python_path import python_path
 
@@ -163,9 +164,7 @@ class Trials:
         try:
             process.stdin.write(_LENGTH.pack(len(request)) + request)
             process.stdin.flush()
-            if select.select([process.stdout], [], [], _HANG_SECONDS)[0] and (
-                reply := process.stdout.readline()
-            ):
+            if wait([process.stdout], _HANG_SECONDS) and (reply := process.stdout.readline()):
                 return Tried(*json.loads(reply))
         except BrokenPipeError:
             pass
@@ -176,7 +175,7 @@ class Trials:
         # A process that reads texts of clients must not have the secrets of this one.
         env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
         env |= python_path()
-        command = [*self._command(), str(self._vocab_size)]
+        command = [*self._command(), str(self._vocab_size), f"{getproctitle()} grammars"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
 
     def _command(self) -> list[str]:
@@ -204,8 +203,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def main(vocab_size: int) -> None:
+def main(vocab_size: int, title: str) -> None:
     """Tries texts until the pipe is closed."""
+    setproctitle(title)
     for number in (signal.SIGINT, signal.SIGTERM):  # for the parent
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -253,4 +253,4 @@ def _memory() -> list[int]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PATIENCE = 3.0
 """Seconds. A child that dies with its parent may outlive it for a moment."""
-HELPERS = ("multiprocessing", "baton tests: fork server", "baton.machine.grammars")
+HELPERS = ("multiprocessing", "baton tests: fork server", "baton.machine.grammars", " grammars")
 """In the command lines of children of pytest that end with it."""
 _FOUND = pytest.StashKey[list[str]]()
 

@@ -30,7 +30,11 @@ class Gate:
 
         def work() -> None:
             if error.set_running_or_notify_cancel():
-                tried = self._trials.try_(_KINDS[field], text)
+                try:
+                    tried = self._trials.try_(_KINDS[field], text)
+                except BaseException as failure:  # noqa: BLE001  (`check` raises it)
+                    error.set_exception(failure)
+                    return
                 self._turns.charge(tenant, tried.seconds)
                 error.set_result(tried.error)
 

@@ -68,7 +68,10 @@ def test_serve_runs_a_store_that_its_workers_use(plan: Any, monkeypatch: pytest.
         (["--kv-store", "local?size=much"], "'much' is not a size"),
     ],
 )
-def test_a_local_store_that_cannot_be(plan: Any, flags: list[str], error: str) -> None:
+def test_a_local_store_that_cannot_be(
+    plan: Any, monkeypatch: pytest.MonkeyPatch, flags: list[str], error: str
+) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "x" * 64)
     with pytest.raises(ValueError, match=error):
         plan(*flags).roles()
 

@@ -213,6 +213,7 @@ async def test_no_signed_message_stops_a_worker(workers: Workers, count: int) ->
         await routers.close_all()
         assert (await pair.generate(prompt(100), params)).tokens == right
         await assert_whole(*workers, within=30.0)
-    assert [[process.pid for process in worker.tree()] for worker in workers] == trees
+    after = [{process.pid for process in worker.tree()} for worker in workers]  # grammars start processes
+    assert all(pids.issuperset(before) for pids, before in zip(after, trees, strict=True))
     reached = {"TokenEvent", "Reserved", "FAILURE_CODE_INVALID"}
     assert reached <= routers.seen.keys(), routers.seen

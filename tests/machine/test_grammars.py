@@ -1,17 +1,20 @@
 """Grammars are compiled within limits: no text ends the process that asks, or keeps it waiting."""
 
 import json
+import os
 import subprocess
 import sys
+from contextlib import ExitStack
 
 from baton.machine.grammars import TOO_MUCH, Trials
+from baton.machine.system import raise_descriptor_limit
 from baton.machine.turns import Turns
 
 LIMITED = """
 import sys
 from baton.machine import grammars
 grammars._CPU_SECONDS = 0.2
-grammars.main(int(sys.argv[1]))
+grammars.main(int(sys.argv[1]), sys.argv[2])
 """
 
 
@@ -26,7 +29,7 @@ def rarely():
         raise BlockingIOError(11, "Resource temporarily unavailable")
     return fork()
 os.fork = rarely
-grammars.main(int(sys.argv[1]))
+grammars.main(int(sys.argv[1]), sys.argv[2])
 """
 
 
@@ -102,3 +105,14 @@ def test_tenants_take_turns_by_the_time_of_their_grammars() -> None:
         turns.serve()
         turns.charge(served[-1][0], 0.5 if served[-1][0] == b"dear" else 0.001)
     assert served[:4] == [(b"dear", 0), (b"cheap", 0), (b"cheap", 1), (b"cheap", 2)]
+
+
+def test_a_process_with_many_descriptors_tries_texts_too() -> None:
+    """select() takes none above 1,023."""
+    raise_descriptor_limit()
+    trials = Trials(300)
+    with ExitStack() as opened:
+        for _ in range(1024):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        assert trials.try_("regex", "a+").error == ""
+    trials.close()

@@ -46,12 +46,15 @@ WHOLE_S = TransferDeadlines().hold + 5.0
 deadline, since another worker may fetch it."""
 RANKS = 3
 SERVE, JANITOR = "serve", "janitor"
-CHILDREN = ("router 0 bodies", "router 0 grammars")
+CHILDREN = (
+    "router 0 bodies", "router 0 grammars", "decode 0 engine grammars", "prefill 0 engine grammars",
+)  # fmt: skip
 """Several processes of one title. Requests start them."""
 PROCESSES = (
     "decode 0", "prefill 0", "router 0", "decode 0 engine", "prefill 0 engine", "router 0 bodies",
     "router 0 grammars", "decode 0 rank 1", "prefill 0 transfer", "router 0.0", "decode 0 transfer",
-    "router 0.1", "decode 0 rank 2", "router 0 forks", JANITOR,
+    "router 0.1", "decode 0 rank 2", "router 0 forks", JANITOR, "prefill 0 engine grammars",
+    "decode 0 engine grammars",
 )  # fmt: skip
 """All of a cluster but `baton serve`, by title. Neighbours are not of one role: a role that ends again soon
 waits before its next start."""
@@ -72,7 +75,7 @@ class Fault:
             return title == self.process and self.how is KILL
         if self.process == "router 0":
             return title.startswith("router 0")
-        if self.process.startswith("router 0"):
+        if self.process.startswith("router 0") or self.process in CHILDREN:
             return title == self.process
         return title.startswith(" ".join(self.process.split()[:2]))
 
