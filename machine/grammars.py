@@ -164,7 +164,7 @@ class Trials:
         try:
             process.stdin.write(_LENGTH.pack(len(request)) + request)
             process.stdin.flush()
-            if wait([process.stdout], _HANG_SECONDS) and (reply := process.stdout.readline()):
+            if wait([process.stdout.fileno()], _HANG_SECONDS) and (reply := process.stdout.readline()):
                 return Tried(*json.loads(reply))
         except BrokenPipeError:
             pass

@@ -362,8 +362,8 @@ def test_random_lives(
         for each in (prefill, decode):
             known = {key: result.tokens for key, result in expected.items()}
             draft_always(each, None if by_head else known, wrong=0.3)
-    cancelled_halfway = 0
-    for _ in range(2):
+    few_blocks, cancelled_halfway, preempted = config.get("num_blocks", 99) <= 20, 0, 0
+    for number in range(10):
         lives = Lives(prefill, decode, expected)
         lives.live(requests, rng)
         assert lives.ahead > 30, "or this shows nothing"
@@ -371,7 +371,10 @@ def test_random_lives(
         cancelled_halfway += lives.cancelled_halfway
         assert len(lives.resumed) > 2
         assert bool(lives.cached) == config.get("enable_prefix_caching", False)
+        preempted = sum(each.stats().preemptions for each in (prefill, decode))
+        # A grammar is ready when its thread has compiled it, so lives differ.
+        if number and (cancelled_halfway or not by_head) and (preempted or not few_blocks):
+            break
     assert cancelled_halfway or not by_head, "nor of the layer of a draft head"
-    preempted = sum(each.stats().preemptions for each in (prefill, decode))
-    assert preempted or config.get("num_blocks", 99) > 20
+    assert preempted or not few_blocks
     assert not kind or lives.imports > 20
