@@ -46,7 +46,7 @@ if DEVICE == "cpu":
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes of tests trust no authority of the machine.
+    """Processes of tests have no terminal, and trust no authority of the machine.
 
     To read all of them takes a tenth of a second in each process that imports aiohttp, and for each client.
     Long tests and those of GPUs run if `-m` or the name of a test asks for them.
@@ -54,6 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.option.markexpr and not any("::" in given for given in config.args):
         on_gpu = os.environ.get("BATON_TEST_DEVICE") == "cuda"
         config.option.markexpr = "not long" if on_gpu else "not long and not gpu"
+    os.environ.pop(
+        "COLUMNS", None
+    )  # that of pytest-xdist's processes, which commands would take for a terminal's
     if "SSL_CERT_FILE" not in os.environ:
         directory = config.stash[_TRUSTED] = TemporaryDirectory()
         os.environ["SSL_CERT_FILE"] = f"{directory.name}/ca.pem"

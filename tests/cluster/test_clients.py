@@ -107,11 +107,6 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.fixture(autouse=True)
-def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
 def run_baton(*args: str, typed: str | None = None) -> Result:
     return CliRunner().invoke(app, args, input=typed)
 
