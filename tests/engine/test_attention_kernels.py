@@ -258,14 +258,16 @@ def test_a_program_that_rotates_several_tokens(
     step.check(triton_kernels, DEVICE, norm)
 
 
+def spans_of(longest_prefix: int, longest_chunk: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """Up to four chunks (start, stop) behind prefixes."""
+    chunk = st.tuples(st.integers(0, longest_prefix), st.integers(1, longest_chunk))
+    span = chunk.map(lambda x: (x[0], x[0] + x[1]))
+    return st.lists(span, min_size=1, max_size=4, unique=True)
+
+
 @settings(max_examples=6)
 @given(
-    spans=st.lists(
-        st.tuples(st.integers(0, 150), st.integers(1, 12)).map(lambda x: (x[0], x[0] + x[1])),
-        min_size=1,
-        max_size=4,
-        unique=True,
-    ),
+    spans=spans_of(150, 12),
     block_size=st.sampled_from(BLOCK_SIZES),
     seed=st.integers(0, 1000),
 )
@@ -276,12 +278,7 @@ def test_any_batch(triton_kernels: Kernels, spans: Any, block_size: int, seed: i
 @pytest.mark.gpu
 @settings(max_examples=12)
 @given(
-    spans=st.lists(
-        st.tuples(st.integers(0, 900), st.integers(1, 300)).map(lambda x: (x[0], x[0] + x[1])),
-        min_size=1,
-        max_size=4,
-        unique=True,
-    ),
+    spans=spans_of(900, 300),
     block_size=st.sampled_from(BLOCK_SIZES),
     head_dim=st.sampled_from([128, 256]),
     seed=st.integers(0, 1000),
