@@ -24,7 +24,7 @@ from tests.device import DEVICE
 from tests.interpreter import interpret_faster
 from tests.shallow import shallow
 
-pytest_plugins = ["tests.leftovers"]
+pytest_plugins = ["tests.leftovers", "tests.reruns"]
 
 _TRUSTED = pytest.StashKey[TemporaryDirectory[str]]()
 
