@@ -96,8 +96,9 @@ lint: venv
 test: venv venv-vllm $(NODE_MODULES) prometheus
 	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 3 $(ARGS)
 
+# SHARD=1/6: the first of six parts, of at most 25 minutes each on two cores.
 test-long: venv venv-vllm $(NODE_MODULES)
-	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 --numprocesses 2 $(if $(SHARD),--shard '$(SHARD)') $(ARGS)
 
 bench: venv
 	$(BIN)/python -m baton.bench.engine $(ARGS)

@@ -24,7 +24,7 @@ from tests.device import DEVICE
 from tests.interpreter import interpret_faster
 from tests.shallow import shallow
 
-pytest_plugins = ["tests.leftovers", "tests.reruns"]
+pytest_plugins = ["tests.leftovers", "tests.reruns", "tests.shards"]
 
 _TRUSTED = pytest.StashKey[TemporaryDirectory[str]]()
 
