@@ -94,6 +94,7 @@ class Lives:
     def prefill_started(
         self, request_id: bytes, block_ids: Any, num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
+        assert request_id not in self.moved, "the sender has it already"
         self.tables[request_id], self.of_prefill[request_id] = list(block_ids), state_slot
         self.moved[request_id] = Counter(dict.fromkeys(range(self.layers), num_cached))
 
@@ -101,6 +102,11 @@ class Lives:
         for request_id, chunk in chunks.items():
             assert self.moved[request_id][layer] == chunk.start
             self.moved[request_id][layer] = chunk.stop
+
+    def forget(self, request_id: bytes) -> None:
+        """As the role and its sender do: nothing may name this prefill from now on."""
+        for table in (self.tables, self.moved, self.of_prefill):
+            table.pop(request_id, None)
 
     def run(self, runner: ModelRunner, step: Step, layer_done: Any) -> Launched:
         launched = ModelRunner.run(runner, step, layer_done)
@@ -117,8 +123,7 @@ class Lives:
         assert not result.refused
         for output in result.outputs:
             self.emit(output)
-            handover = engine is self.prefill and output.id in self.tables and output.id not in self.resumed
-            if handover and not output.finish_reason:
+            if engine is self.prefill and output.id in self.tables and not output.finish_reason:
                 self.first[output.id] = output
             elif output.finish_reason:
                 self.ended(output)
@@ -136,6 +141,7 @@ class Lives:
         assert self.got[output.id] == self.expected[output.id].tokens
         assert output.finish_reason == self.expected[output.id].finish_reason
         if self.where.pop(output.id) is self.prefill:
+            self.forget(output.id)
             self.prefill.release(output.id)
 
     def reserve(self, request: EngineRequest) -> None:
@@ -156,6 +162,7 @@ class Lives:
                 for source, to in zip(there, here, strict=True):
                     to[target.state_slot] = source[slot]
         self.cached += target.num_cached
+        self.forget(request_id)
         self.prefill.release(request_id)
         self.where[request_id] = self.decode
         again = self.decode.join(request_id, first.token, first.logprobs)
@@ -166,14 +173,16 @@ class Lives:
         if again is not None:
             first = self.first.pop(request_id)
             assert again[:5] == first[:5]
+            self.forget(request_id)
             self.resumed.add(request_id)
             if request_id in self.reserved:
                 self.reserved.pop(request_id)
                 self.decode.cancel(request_id)
 
     def cancel(self, request_id: bytes) -> None:
-        for table in (self.where, self.first, self.reserved, self.moved, self.tables):
+        for table in (self.where, self.first, self.reserved):
             table.pop(request_id, None)
+        self.forget(request_id)
         self.prefill.cancel(request_id)
         self.decode.cancel(request_id)
 
