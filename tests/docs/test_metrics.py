@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,9 +16,11 @@ from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStat
 from baton.kv_transfer import TransferStats
 from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics
+from baton.router.workers.pool import WorkerPool
 from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import EngineStatus, RequestCounts, StoreStats
 from baton.worker.service_process.metrics import Metrics as WorkerMetrics
+from tests.stand_in import stand_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 SUFFIX = {"counter": "_total", "info": "_info"}
@@ -37,7 +38,7 @@ def documented(letter: str) -> set[str]:
 
 def test_router() -> None:
     metrics = RouterMetrics("model")
-    pool: Any = SimpleNamespace(listed={}, pools={pb.POOL_DECODE: "decode"})
+    pool = stand_in(WorkerPool, listed={}, pools={pb.POOL_DECODE: "decode"})
     metrics.follow(pool, Admission(1, lambda prompt: 0.0))
     assert names(metrics.registry.collect()) == documented("R")
 

@@ -3,8 +3,7 @@
 import random
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +16,7 @@ from baton.engine.core.prefix_exchange import MissingPrefix
 from baton.kv_transfer.endpoint.shared_store import LATER
 from baton.worker.engine_process.shared_store import StoreTier
 from tests.engine.scheduling import ROOT, make
+from tests.stand_in import stand_in
 
 
 class Import(NamedTuple):
@@ -236,7 +236,7 @@ def test_a_pin_needs_room_beside_the_queue() -> None:
     assert holder.exchange.pin(b"p", wanted.missing.chunks, 0) == (0, [])
     assert [holder.exchange.has(first, chunk) for chunk in (0, 1)] == [True, False]
     assert not holder.exchange.has(b"another", 0)
-    held = partial(StoreTier._held, cast("StoreTier", SimpleNamespace(_exchange=holder.exchange)))
+    held = partial(StoreTier._held, stand_in(StoreTier, _exchange=holder.exchange))
     assert [held(name, 0, 0) for name in (first, b"another")] == [LATER, None], "offers wait for room"
     holder.scheduler.drop(holder.scheduler.requests[b"w"])
     assert holder.exchange.pin(b"p", wanted.missing.chunks, 0)[0] == 2

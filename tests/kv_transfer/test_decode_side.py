@@ -16,6 +16,7 @@ from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.process import arrivals, decode_side, peer_exports
 from baton.kv_transfer.process.decode_side import DecodeSide
 from baton.kv_transfer.process.frames import SlotPipe
+from baton.kv_transfer.process.nixl_memory import NixlMemory
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol import local_messages as lm
@@ -28,16 +29,19 @@ from baton.kv_transfer.protocol.messages import (
     Credit,
     Export,
     Fetch,
+    Identity,
     ProtocolError,
     Slices,
 )
+from tests.stand_in import implements, stand_in
 
 
+@implements(Session)
 class Peer:
     """The session that `Network` makes."""
 
     slot_bytes, lane_count, transport = 4096, 4, "tcp"
-    peer = SimpleNamespace(kv_dtype="float32", incarnation=9)
+    peer = stand_in(Identity, kv_dtype="float32", incarnation=9)
 
     def __init__(self, number: int) -> None:
         self.kv_moved = 0.0
@@ -79,7 +83,12 @@ class Side:
     """A decode side, its engine's end, and a clock."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, network: Network, *, nixl: Any = None, **deadlines: float
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        network: Network,
+        *,
+        nixl: NixlMemory | None = None,
+        **deadlines: float,
     ) -> None:
         self.now = 0.0
         self.is_up = False
@@ -420,9 +429,9 @@ def test_a_slice_is_at_most_as_large_as_its_slot(
     monkeypatch: pytest.MonkeyPatch, kind: str, most: int
 ) -> None:
     """NIXL reads it into a slot of the receiver."""
-    nixl = SimpleNamespace(
-        export=SimpleNamespace(kind="nixl"), for_receiver=None, slot_bytes=4096,
-        open=lambda *_: "", read=lambda *_: False,
+    nixl = stand_in(
+        NixlMemory, export=stand_in(Export, kind="nixl"), for_receiver=None, slot_bytes=4096,
+        open=lambda *_: "", read=lambda *_: None,
     )  # fmt: skip
     world = Side(monkeypatch, Network(), nixl=nixl)
     world.fetch(b"t" * 16)
@@ -458,9 +467,9 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
 
 def test_slices_beyond_all_slots_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL has begun to read none of them."""
-    nixl = SimpleNamespace(
-        export=SimpleNamespace(kind="nixl"), for_receiver=None, slot_bytes=4096,
-        open=lambda *_: "", read=lambda *_: False, close=lambda _: None,
+    nixl = stand_in(
+        NixlMemory, export=stand_in(Export, kind="nixl"), for_receiver=None, slot_bytes=4096,
+        open=lambda *_: "", read=lambda *_: None, close=lambda _: None,
     )  # fmt: skip
     world = Side(monkeypatch, Network(), nixl=nixl)
     world.fetch(bytes(16))

@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -15,12 +14,15 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
+from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.process import mover
-from baton.kv_transfer.process.frames import OutgoingFrame
-from baton.kv_transfer.process.movers import FarLane
-from baton.kv_transfer.process.prefill_side import SendingSession
+from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame
+from baton.kv_transfer.process.movers import FarLane, MoverHandle
+from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
+from baton.kv_transfer.process.tcp_session import Sessions
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.wait import wait
+from tests.stand_in import stand_in
 
 from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack, unpack
 
@@ -235,9 +237,9 @@ def test_a_lane_that_a_mover_cannot_take(make_prefill: Any, until: Any) -> None:
 
 def test_a_lane_is_not_heard_by_what_it_sends() -> None:
     """A peer that says nothing is found silent, however much is sent to it."""
-    sender = SimpleNamespace(frame_begins=lambda *_: True, frame_sent=lambda *_: None)
-    handle = SimpleNamespace(channel=SimpleNamespace(post=lambda _: None))
-    lane = FarLane(cast("Any", handle), 1, cast("Any", sender))
+    sender = stand_in(SendingSession, frame_begins=lambda *_: True, frame_sent=lambda *_: None)
+    handle = stand_in(MoverHandle, channel=stand_in(Channel, post=lambda _: None))
+    lane = FarLane(handle, 1, cast("LaneOwner[FarLane]", sender))
     lane.report(mover.Heard(1, 5.0, 0.0))
     lane.push_frame(OutgoingFrame(Header(FrameType.KV, length=4), memoryview(b"four"), 3))
     lane.report(mover.Gone(1, 3, True))
@@ -248,18 +250,19 @@ def test_movers_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
     """The lane with the fewest unsent bytes, which has two at most: the others wait, and whatever becomes of
     them is told once."""
     told: list[Any] = []
-    handle = SimpleNamespace(channel=SimpleNamespace(post=told.append))
+    handle = stand_in(MoverHandle, channel=stand_in(Channel, post=told.append))
     sent: list[int] = []
     dropped: list[int] = []
-    handler = SimpleNamespace(
+    handler = stand_in(
+        PrefillSide,
         frame_begins=lambda frame: True,
         frame_sent=lambda frame: sent.append(frame.slot),
         frame_dropped=lambda frame: dropped.append(frame.slot),
         session_over=lambda session: sent.append(-1),
     )
-    sessions = SimpleNamespace(ended=lambda *_: None)
-    session = SendingSession(cast("Any", handler), cast("Any", sessions), 1, b"s" * 16, 4)
-    far = [FarLane(cast("Any", handle), number, session) for number in range(3)]
+    sessions = stand_in(Sessions, ended=lambda *_: None)
+    session = SendingSession(handler, sessions, 1, b"s" * 16, 4)
+    far = [FarLane(handle, number, cast("LaneOwner[FarLane]", session)) for number in range(3)]
     session.lanes.update({n + 1: lane for n, lane in enumerate(far)})
     for lane in far:
         session._attach(lane)

@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 import baton.kv_transfer as kv
+from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.process import prefill_side
 from baton.kv_transfer.process.nixl_memory import NixlMemory
-from baton.kv_transfer.process.prefill_side import PrefillSide
+from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
 from baton.kv_transfer.protocol.local_messages import (
@@ -26,16 +27,18 @@ from baton.kv_transfer.protocol.local_messages import (
     SliceOut,
     SlicesOut,
 )
-from baton.kv_transfer.protocol.messages import Credit, Export, Fetch, ProtocolError, Reach, encode
+from baton.kv_transfer.protocol.messages import Credit, Export, Fetch, Identity, ProtocolError, Reach, encode
 from baton.kv_transfer.spawn import MAX_MESSAGE
+from tests.stand_in import implements, stand_in
 
 
+@implements(SendingSession)
 class Peer:
     slot_bytes, lane_count, kv_moved = 1 << 20, 1, 0.0
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.peer: Any = SimpleNamespace(name=f"decode {number}")
+        self.peer = stand_in(Identity, name=f"decode {number}")
         self.said: list[Any] = []
 
     def send(self, message: Any, transfer_id: bytes = NO_TRANSFER) -> None:
@@ -163,7 +166,7 @@ def test_a_commit_is_due_from_the_last_slice_on(monkeypatch: pytest.MonkeyPatch)
 
     with ours, theirs:
         config = msgspec.structs.replace(CONFIG, layout=kv.KVLayout(2, 1, 16, "float32"))
-        arena: Any = SimpleNamespace(slot=bytes)
+        arena = stand_in(Arena, slot=lambda size: memoryview(bytes(size)))
         side = PrefillSide(config, arena, Channel(ours, FromSender), TransferCounters())
         peer: Any = Peer(1)
         side.session_up(peer)

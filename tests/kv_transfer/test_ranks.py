@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +20,10 @@ from baton.kv_transfer.device.pool import Event, Pool, Staged
 from baton.kv_transfer.endpoint import ranked_pool
 from baton.kv_transfer.endpoint.ranked_pool import RankedPool, _PeerMemory, _Table, open_ranks
 from baton.kv_transfer.layout import KVLayout, cut
-from baton.kv_transfer.peer_memory import Unreachable
+from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
 from baton.kv_transfer.protocol.local_messages import Copied, Copy, Opened
 from baton.kv_transfer.transport import PagedKV
+from tests.stand_in import stand_in
 
 from .ranks import Ranks, mapped
 
@@ -122,8 +121,8 @@ def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(rests: list[int | Non
     """Of four ranks, two have head 0, and two head 1."""
     modulo = [rest if rest is None else rest % (1 << 64) for rest in rests]
     layout, layers = layout_of(2), [torch.empty(0)]
-    own: Any = SimpleNamespace(
-        gather_most=1, pull=lambda memory, batch: (None, lambda: modulo[:1]), passed=lambda event: True
+    own = stand_in(
+        Pool, gather_most=1, pull=lambda memory, batch: (None, lambda: modulo[:1]), passed=lambda event: True
     )
     ends = [channel_pair() for _ in range(3)]
     pool = RankedPool(
@@ -143,7 +142,7 @@ def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(rests: list[int | Non
 
 
 def test_an_answer_about_memory_that_was_closed_meanwhile_is_dropped() -> None:
-    own: Any = SimpleNamespace(gather_most=1, open=lambda export, dtype: io.BytesIO())
+    own = stand_in(Pool, gather_most=1, open=lambda export, dtype: stand_in(PeerMemory, close=lambda: None))
     export: Any = None
     near, far = channel_pair()
     with near, far:

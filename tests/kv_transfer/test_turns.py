@@ -1,16 +1,15 @@
 """Which transfer's slice a sender takes next."""
 
 from collections import deque
-from types import SimpleNamespace
-from typing import Any, cast
 
 from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Turns
 from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.protocol.credits import SenderAccount
 
 
 def transfer(name: bytes, *layers: int, launched: bool) -> OutgoingTransfer:
     pieces = deque((Slice(layer, 0, 1, 0, 64, 0), None) for layer in layers)
-    account = cast(Any, SimpleNamespace(has_room=True))
+    account = SenderAccount(granted=1)
     return OutgoingTransfer(name, OutgoingPrefill(name, launched=launched), account, 1024, False, (), pieces)
 
 
@@ -24,5 +23,5 @@ def test_transfers_take_turns_and_those_of_prefills_that_are_over_come_first() -
         found.pending.popleft()
         names.append(found.id)
         if len(names) == 2:
-            second.account = cast(Any, SimpleNamespace(has_room=False))  # its peer has no credit left
+            second.account = SenderAccount(granted=0)  # its peer has no credit left
     assert names == [b"1", b"2", b"1", b"c", b"c"]

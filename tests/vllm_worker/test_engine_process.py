@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import closing, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from baton.engine import EngineRequest, SamplingParams
+from baton.engine import EngineConfig, EngineRequest, SamplingParams
 from baton.kv_transfer import Heartbeat, KVLayout
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker.engine_process import EngineProcess
 from baton.vllm_worker.roles import EngineGone
 from baton.worker import messages
+from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.ipc import EngineLink
 from baton.worker.messages import EngineReady, Origin, Work
+from tests.stand_in import stand_in
+from tests.vllm_worker.played import played
 
 WITHIN = 5.0
 D = b"d" * 16
@@ -34,7 +36,7 @@ class Process(EngineProcess):
 
     async def _start(self) -> Any:
         self._connector.receive = lambda: self.connector  # type: ignore[method-assign,assignment]
-        return SimpleNamespace(generate=self._generate), READY
+        return played("vllm_worker/llm.py", "VLLM", generate=self._generate), READY
 
     async def _generate(self, *_: Any) -> AsyncGenerator[Any, None]:
         self.computes.set()
@@ -55,9 +57,10 @@ def test_the_service_reads_what_vllm_computed(which: str, error: Exception, code
     heartbeat = Heartbeat.create()
 
     async def main() -> int:
-        config = SimpleNamespace(
+        config = stand_in(
+            EngineProcessConfig,
             address=service.address, heartbeat_fd=heartbeat.fd, arenas=None, rank_arenas=(), incarnation=1,
-            engine=SimpleNamespace(enable_prefix_caching=False, max_num_seqs=8),
+            engine=EngineConfig("model", enable_prefix_caching=False, max_num_seqs=8),
         )  # fmt: skip
         with closing(Process(config)) as process:
             running = asyncio.create_task(process.run())

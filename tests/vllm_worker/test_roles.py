@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -22,6 +21,7 @@ from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.messages import Code, FromEngine, Origin, PrefillSource, Work
+from tests.vllm_worker.played import played
 
 OURS, THEIRS = 1, 2  # incarnations
 M = TypeVar("M")
@@ -30,9 +30,14 @@ STATS = InjectStats(100, 20, 1, *(0.0 for _ in range(7)))
 
 
 def output(tokens: Sequence[int], reason: str | None = None) -> Any:
-    """As vLLM's RequestOutput."""
-    completion = SimpleNamespace(token_ids=tokens, finish_reason=reason, logprobs=None, stop_reason=None)
-    return SimpleNamespace(outputs=[completion], prompt_logprobs=None, num_cached_tokens=0, metrics=None)
+    completion = played(
+        "vllm/outputs.py", "CompletionOutput",
+        token_ids=tokens, finish_reason=reason, logprobs=None, stop_reason=None,
+    )  # fmt: skip
+    return played(
+        "vllm/outputs.py", "RequestOutput",
+        outputs=[completion], prompt_logprobs=None, num_cached_tokens=0, metrics=None,
+    )  # fmt: skip
 
 
 class Worker:
@@ -170,7 +175,10 @@ async def test_the_decode_worker_gets_log_probabilities_too(worker: Worker) -> N
     worker.roles.handle(messages.Prefill(7, work(P, logprobs=1), handover=True))
     await worker.settle()
     assert worker.fields[P]["extra_args"]["kv_transfer_params"]["logprobs"]
-    flat = SimpleNamespace(start_indices=[0], end_indices=[2], token_ids=[5, 6], logprobs=[-1.5, -0.5])
+    flat = played(
+        "vllm/logprobs.py", "FlatLogprobs",
+        start_indices=[0], end_indices=[2], token_ids=[5, 6], logprobs=[-1.5, -0.5],
+    )  # fmt: skip
     sampled = output([5], "length")
     sampled.outputs[0].logprobs = flat
     await worker.says(P, sampled)

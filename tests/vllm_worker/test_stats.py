@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,11 +10,15 @@ from baton.engine import EngineStats, MixedStep
 from baton.vllm_worker.attachment import Costs
 from baton.vllm_worker.mixed_steps import StepCosts
 from baton.vllm_worker.stats import Load
+from tests.vllm_worker.played import played
+
+STATS = "vllm/v1/metrics/stats.py"
 
 
 def scheduler(running: int, usage: float = 0.0, waiting: int = 0) -> Any:
-    looked_up = SimpleNamespace(queries=10, hits=4)
-    return SimpleNamespace(
+    looked_up = played(STATS, "PrefixCacheStats", queries=10, hits=4)
+    return played(
+        STATS, "SchedulerStats",
         num_running_reqs=running, num_waiting_reqs=waiting, num_skipped_waiting_reqs=waiting,
         kv_cache_usage=usage, prefix_cache_stats=looked_up,
     )  # fmt: skip
@@ -27,7 +30,7 @@ def stats(load: Load) -> EngineStats:
 
 def test_load_is_that_of_the_last_step() -> None:
     load = Load()
-    load.step(scheduler(5, 0.25, 2), SimpleNamespace(num_preempted_reqs=1))
+    load.step(scheduler(5, 0.25, 2), played(STATS, "IterationStats", num_preempted_reqs=1))
     load.step(scheduler(3, 0.1), None)
     found = stats(load)
     assert (found.requests_running, found.requests_waiting) == (3, 0)

@@ -1,16 +1,18 @@
 """The table of attempts in the engine process."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baton.decode_worker.role import DecodeRole
-from baton.engine import EngineRequest, Logprobs, Output
+from baton.engine import Engine, EngineRequest, Logprobs, Output
 from baton.kv_transfer import TraceWriter
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts
-from baton.worker.messages import Code, FromEngine, Origin
+from baton.worker.engine_process.loop import Parts
+from baton.worker.engine_process.start import EngineProcessConfig
+from baton.worker.messages import Code, FromEngine, Origin, RequestCounts
+from tests.stand_in import stand_in
 
 
 class Table:
@@ -89,12 +91,13 @@ def test_an_attempt_goes_on_when_its_kv_failed(of: Table) -> None:
 def test_an_id_in_use_is_refused(of: Table, used: str) -> None:
     """The engine does not know a prefill that waits for a prefix of another worker. It would get two requests
     with one id."""
-    engine: Any = SimpleNamespace(has=lambda _: used == "by the engine")
-    parts: Any = SimpleNamespace(
+    engine = stand_in(Engine, has=lambda _: used == "by the engine")
+    parts = stand_in(
+        Parts,
         attempts=of.table,
-        counts=None,
+        counts=RequestCounts(),
         trace=TraceWriter(None, ""),
-        config=SimpleNamespace(incarnation=1),
+        config=stand_in(EngineProcessConfig, incarnation=1),
     )
     unused: Any = None
     role = DecodeRole(parts, engine, unused, unused, unused, unused, unused)

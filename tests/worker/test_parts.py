@@ -11,12 +11,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from baton.kv_transfer import Sender, TraceWriter
+from baton.kv_transfer import Receiver, Sender, TraceWriter
 from baton.prefill_worker.role import PrefillAttempt, PrefillRole, SenderSink
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempts import Attempts
@@ -37,6 +36,7 @@ from tests.cluster_helpers import (
 from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json
 from tests.kv_transfer import second_wire
+from tests.stand_in import stand_in
 from tests.worker.test_states import HYBRID, LATENTS
 
 PARAMS = sampling(max_tokens=8, ignore_eos=True)
@@ -423,8 +423,8 @@ def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
     sink._prefills[b"p"] = PrefillAttempt(
         stream=None, origin=origin, tokens=24, handover=True, awaited=False, opened={b"out"}, part=part
     )
-    arriving: Any = SimpleNamespace(wait_for_layer=lambda ids, layer, *_: layer < 1)
-    sink.sender = cast("Sender", SimpleNamespace(ready=lambda *of: sent.append(of)))
+    arriving = stand_in(Receiver, wait_for_layer=lambda ids, layer, *_: layer < 1)
+    sink.sender = stand_in(Sender, ready=lambda *of: sent.append(of))
     sink.waits = LayerWaits(arriving, lambda: None)
     for layer in range(4):
         sink.layer_done(layer, {b"p": range(16, 24)})
@@ -433,10 +433,10 @@ def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
 
 def test_a_part_that_other_workers_read_is_not_spare() -> None:
     """Once they have read it, it is forgotten."""
-    parts: dict[bytes, Any] = {
+    parts = {
         b"whole": None,
-        b"last": SimpleNamespace(is_final=True),
-        b"first": SimpleNamespace(is_final=False),
+        b"last": Part(b"last", is_final=True, tokens=1, gaps={}),
+        b"first": Part(b"first", is_final=False, tokens=1, gaps={}),
     }
     origin = Origin(b"p", "", "", 0.0)
     held = {
@@ -445,5 +445,5 @@ def test_a_part_that_other_workers_read_is_not_spare() -> None:
         )
         for name, part in parts.items()
     }
-    role: Any = SimpleNamespace(_prefills=held, wanted=lambda _: False)
+    role = stand_in(PrefillRole, _prefills=held, wanted=lambda _: False)
     assert list(PrefillRole.spare(role)) == [b"whole", b"last"]

@@ -1,28 +1,33 @@
 """When a worker fetches a prefix instead of computing it, and what it does if the fetch ends badly."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import pytest
 
 from baton.content import CHUNK_TOKENS
-from baton.engine import EngineRequest
-from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, TraceWriter
+from baton.engine import Engine, EngineRequest
+from baton.engine.core.prefix_cache import PrefixNames
+from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
+from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, Receiver, TraceWriter
+from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.worker.engine_process import prefix_fetches, prefix_links
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
 from baton.worker.engine_process.shared_store import SLACK, StoreFetches
 from baton.worker.engine_process.shared_store import SOURCE as STORE
 from baton.worker.messages import ContentSource, RequestCounts
+from tests.stand_in import stand_in
 
 TOKEN_BYTES = 100
 SOURCE = ContentSource("127.0.0.1:7000", 8)
+S = TypeVar("S")
 OTHER = ContentSource("127.0.0.1:7001", 9)
 CHUNKS = [bytes([i]) * 16 for i in range(4)]
 
 
 class World:
-    """`PrefixFetches` beside an engine and a receiver that only note calls, and a clock."""
+    """`PrefixFetches` beside stand-ins of an engine, a receiver and a store, and a clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -36,30 +41,42 @@ class World:
         self.added: list[bytes] = []
         self.fetched: list[int] = []  # as it was told to each of them
         self.counts = RequestCounts()
-        engine: Any = SimpleNamespace(
-            prefix_exchange=SimpleNamespace(
-                missing=self.find_missing,
-                start_import=self.start_import,
-                end_import=self.imports.__setitem__,
-                state_slot=lambda import_id: None,
-            ),
-            prompt_tokens_per_s=0.0,
-            prompt_seconds=lambda tokens, _: tokens / speed if (speed := engine.prompt_tokens_per_s) else 0.0,
+        self.prompt_tokens_per_s = 0.0
+        exchange = stand_in(
+            PrefixExchange,
+            missing=self.find_missing,
+            start_import=self.start_import,
+            end_import=self.imports.__setitem__,
+            state_slot=lambda import_id: None,
         )
-        engine.store_exchange = engine.prefix_exchange
-        self.engine = engine
-        receiver: Any = SimpleNamespace(
-            fetch_content=lambda fetch_id, **_: self.asked.append(fetch_id), cancel=self.cancelled.append,
-            began=lambda fetch_id: fetch_id in self.began, ends=lambda fetch_id: self.ends,
-        )  # fmt: skip
+        self.engine = stand_in(
+            Engine,
+            prefix_exchange=exchange,
+            store_exchange=exchange,
+            prompt_seconds=lambda tokens, _: (
+                tokens / self.prompt_tokens_per_s if self.prompt_tokens_per_s else 0.0
+            ),
+        )
         self.began: set[bytes] = set()
         self.ends = 0.0  # of a fetch from a store
-        self.fetches = PrefixFetches(engine, receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""))
+        self.fetches = PrefixFetches(
+            self.engine, self.source(Receiver), 7, self.counts, PrefixLinks(), TraceWriter(None, "")
+        )
+
+    def source(self, kind: type[S], **more: object) -> S:
+        """What is fetched from."""
+        return stand_in(
+            kind,
+            fetch_content=lambda fetch_id, **_: self.asked.append(fetch_id),
+            cancel=self.cancelled.append,
+            began=lambda fetch_id: fetch_id in self.began,
+            **more,
+        )
 
     def put_behind(self) -> None:
-        """A store behind the other workers, with the same receiver."""
-        receiver = self.fetches._receiver
-        store = StoreFetches(self.engine, receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""))
+        """A store behind the other workers."""
+        source = self.source(SharedStore, ends=lambda fetch_id: self.ends)
+        store = StoreFetches(self.engine, source, 7, self.counts, PrefixLinks(), TraceWriter(None, ""))
         self.fetches.behind = store, STORE
 
     def get(self, name: bytes, source: ContentSource | None) -> bool:
@@ -69,14 +86,12 @@ class World:
 
         return self.fetches.get(EngineRequest(name, [1]), source, then)
 
-    def find_missing(self, request: EngineRequest, most: int, **_: bool) -> SimpleNamespace | None:
+    def find_missing(self, request: EngineRequest, most: int, **_: bool) -> MissingPrefix | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
-        found = SimpleNamespace(
-            chunks=chunks, first_chunk=1, computed_from=self.computed_from, names=SimpleNamespace(salt=b"")
-        )
+        found = MissingPrefix(chunks, 1, PrefixNames(b"root", b"", 16), (), self.computed_from)
         return found if chunks else None
 
-    def start_import(self, import_id: bytes, missing: SimpleNamespace) -> range | None:
+    def start_import(self, import_id: bytes, missing: MissingPrefix) -> range | None:
         if not self.room:
             return None
         self.imports[import_id] = None
@@ -131,14 +146,14 @@ def test_nothing_is_fetched_from_itself_or_without_need_or_room(world: World) ->
 
 
 def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_fetches(world: World) -> None:
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, seconds=0.3)  # as many tokens take 0.256 s to compute
     assert not world.start()
-    world.engine.prompt_tokens_per_s = 800.0
+    world.prompt_tokens_per_s = 800.0
     assert world.start()
     world.inject(4, seconds=0.01)
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     assert world.start(), "the bandwidth follows what is measured"
     world.inject(1, seconds=0.2, waited=0.199)
     assert world.start(), "which short fetches say little about"
@@ -149,7 +164,7 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_fetches(world:
 
 def test_what_the_last_block_has_already_is_no_gain_of_a_fetch(world: World) -> None:
     """That block is not full, so it is fetched as a whole. Computing goes on in it."""
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, seconds=0.2)  # as many tokens take 0.256 s to compute
     world.computed_from = 2 * CHUNK_TOKENS
@@ -158,7 +173,7 @@ def test_what_the_last_block_has_already_is_no_gain_of_a_fetch(world: World) -> 
 
 
 def test_a_short_prefix_is_computed_if_the_first_frame_takes_longer(world: World) -> None:
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     world.missing |= {b"short": CHUNKS[:1], b"long": CHUNKS}
     assert world.start()
     world.inject(4, seconds=0.1, waited=0.08)
@@ -171,7 +186,7 @@ def test_a_short_prefix_is_computed_if_the_first_frame_takes_longer(world: World
 
 
 def test_the_time_to_make_a_session_counts_when_the_last_one_has_ended(world: World) -> None:
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, seconds=0.1, waited=0.02, connecting=0.2)
     assert world.start(), "0.1 s and 0.256 s"
@@ -185,7 +200,7 @@ def test_the_time_to_make_a_session_counts_when_the_last_one_has_ended(world: Wo
 
 
 def test_a_long_prefix_is_fetched_though_short_ones_are_computed(world: World) -> None:
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     world.missing |= {b"short": CHUNKS[:1], b"long": CHUNKS}
     assert world.start(b"short")
     world.inject(1, seconds=0.07)
@@ -197,7 +212,7 @@ def test_a_long_prefix_is_fetched_though_short_ones_are_computed(world: World) -
 
 
 def test_a_worker_that_does_not_answer_is_left_alone_for_a_while(world: World) -> None:
-    world.engine.prompt_tokens_per_s = 256.0
+    world.prompt_tokens_per_s = 256.0
     world.start()
     world.now = 3.0
     world.fetches.expire()
@@ -226,7 +241,7 @@ def test_a_slow_fetch_is_forgotten_after_two_fast_ones() -> None:
 
 
 def test_a_slow_fetch_is_not_the_last_one(world: World) -> None:
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, seconds=1.0)  # as many tokens take 0.256 s to compute
     refused = 0
@@ -250,7 +265,7 @@ def test_all_prompts_that_wait_for_a_fetch_are_computed_if_it_fails(world: World
 
 
 def test_a_fetch_that_takes_too_long_is_given_up(world: World) -> None:
-    world.engine.prompt_tokens_per_s = 256.0  # a second
+    world.prompt_tokens_per_s = 256.0  # a second
     world.start()
     world.began = {*world.asked}
     world.now = 2.9
@@ -261,7 +276,7 @@ def test_a_fetch_that_takes_too_long_is_given_up(world: World) -> None:
     assert world.added == [b"r"]
     assert world.cancelled == world.asked
     assert not world.start(b"early"), "it would take 3 s again, and to compute it takes one"
-    world.engine.prompt_tokens_per_s = 64.0
+    world.prompt_tokens_per_s = 64.0
     assert world.start(b"next"), "not the fetch that was given up"
     world.inject(4, 0.1)
     assert None in world.imports.values(), "the receiver may still write into the blocks"
@@ -306,7 +321,7 @@ def test_a_prompt_fetches_what_the_fetch_before_did_not_bring(world: World) -> N
 
 
 def test_a_prompt_does_not_wait_longer_than_it_would_compute(world: World) -> None:
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     world.start()
     world.inject(4, 0.1)
     world.missing[b"short"] = CHUNKS[:1]  # takes 0.064 s to compute
@@ -317,7 +332,7 @@ def test_a_prompt_does_not_wait_longer_than_it_would_compute(world: World) -> No
 
 
 def test_no_block_is_taken_before_the_fetch_is_known_to_pay(world: World) -> None:
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     world.start()
     world.inject(4, 1.0)
     assert not world.start()
@@ -328,7 +343,7 @@ def test_no_block_is_taken_before_the_fetch_is_known_to_pay(world: World) -> Non
 
 def test_each_worker_has_a_bandwidth_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_links, "MOST", 2)
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, 1.0)  # as many tokens take 0.256 s to compute
     assert not world.start()
@@ -389,7 +404,7 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
     assert limit(SLACK / 10, 1.0) == SLACK
     assert limit(SLACK / 10, SLACK / 4) == SLACK / 4, "nor if that takes no time"
     link.probed(0.0, CHUNK_TOKENS / 2000.0)
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
     world.now = 0.256 + 0.001
@@ -405,7 +420,7 @@ def test_a_fetch_that_will_be_late_is_given_up_at_once(world: World) -> None:
     assert world.fetches.behind is not None
     store, source = world.fetches.behind
     store._links.to(source).probed(0.0, CHUNK_TOKENS / 2000.0)
-    world.engine.prompt_tokens_per_s = 1000.0  # 0.256 s for all
+    world.prompt_tokens_per_s = 1000.0  # 0.256 s for all
     assert world.get(b"a", None)
     world.began.add(world.asked[0])
     world.now, world.ends = 0.01, 0.25
@@ -423,7 +438,7 @@ def test_no_prompt_waits_for_a_store_that_a_probe_found_slow(world: World) -> No
     world.put_behind()
     assert world.fetches.behind is not None
     store, source = world.fetches.behind
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     link = store._links.to(source)
     link.probed(0.0, CHUNK_TOKENS / 900.0)
     assert link.expected(1 << 10) == pytest.approx((1 << 10) / 900.0)
@@ -448,28 +463,34 @@ class SlowStore:
     def __init__(self, world: World, gb_per_s: float, promised: float) -> None:
         self.gb_per_s, self.promised = gb_per_s, promised  # the second: what probes find
         self.session, self.unanswered, self.probes = 1, 0, 0
+        self.answers_probes = True
         self._world = world
         self._began = 0.0
+        self.fetches._receiver = stand_in(
+            SharedStore,
+            session=property(lambda _: self.session),
+            unanswered=property(lambda _: self.unanswered),
+            probe=self.probe,
+            fetch_content=self.fetch_content,
+            began=lambda fetch_id: world.now >= self._began + self.ANSWER,
+            ends=self.ends,
+            cancel=world.cancelled.append,
+        )
 
     def probe(self) -> bool:
-        self.probes += 1
-        self.link.probed(self.ANSWER, self._seconds(CHUNK_TOKENS, self.promised))
-        return True
+        if self.answers_probes:
+            self.probes += 1
+            self.link.probed(self.ANSWER, self._seconds(CHUNK_TOKENS, self.promised))
+        return self.answers_probes
 
     def fetch_content(self, fetch_id: bytes, **_: object) -> None:
         self._world.asked.append(fetch_id)
         self._began = self._world.now
 
-    def began(self, fetch_id: bytes) -> bool:
-        return self._world.now >= self._began + self.ANSWER
-
     def ends(self, fetch_id: bytes) -> float:
         first = self.ANSWER + self._seconds(self.AHEAD * CHUNK_TOKENS, self.gb_per_s)
         is_known = self._world.now >= self._began + first
         return self._began + self.ANSWER + self._seconds(self.TOKENS, self.gb_per_s) if is_known else 0.0
-
-    def cancel(self, fetch_id: bytes) -> None:
-        self._world.cancelled.append(fetch_id)
 
     def _seconds(self, tokens: int, gb_per_s: float) -> float:
         return tokens * self.TOKEN_BYTES / gb_per_s / 1e9
@@ -511,17 +532,15 @@ class SlowStore:
 def test_prompts_do_not_wait_while_the_store_is_silent_or_its_speed_is_not_known(world: World) -> None:
     world.put_behind()
     store = SlowStore(world, 100.0, 100.0)
-    store.fetches._receiver = cast("Any", store)
-    store.session = 0
-    probe, store.probe = store.probe, lambda: False
+    store.session, store.answers_probes = 0, False
     assert not any(store.waits(3))
     store.session = 1
     assert not any(store.waits(3))
-    store.probe = probe
+    store.answers_probes = True
     assert all(store.waits(3))
     store.unanswered = 1
     assert not any(store.waits(3))
-    store.session, store.unanswered, store.probe = 2, 0, lambda: False
+    store.session, store.unanswered, store.answers_probes = 2, 0, False
     assert not any(store.waits(3)), "what was measured is of another store"
 
 
@@ -530,10 +549,9 @@ def test_no_prompt_waits_for_a_store_that_is_slower_than_computing(
     world: World, promised: float, tries: int
 ) -> None:
     world.put_behind()
-    world.engine.prompt_tokens_per_s = SlowStore.COMPUTING
+    world.prompt_tokens_per_s = SlowStore.COMPUTING
     world.computed_from = 0
     store = SlowStore(world, 2.2, promised)
-    store.fetches._receiver = cast("Any", store)
     waits = store.waits(3000)  # ten minutes
     assert sum(map(bool, waits)) == tries, "one may, if all that is known is wrong"
     assert max(waits) <= 0.1 * store.TOKENS / store.COMPUTING, "the time of the first answers"
@@ -550,7 +568,7 @@ def test_a_store_that_does_not_answer_is_not_asked_for_a_while(world: World) -> 
     world.put_behind()
     assert world.fetches.behind is not None
     store, _ = world.fetches.behind
-    world.engine.prompt_tokens_per_s = 1000.0
+    world.prompt_tokens_per_s = 1000.0
     assert world.get(b"a", None)
     world.now = SLACK - 0.001
     store.expire()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import cast
 
 import msgspec
 import psutil
@@ -23,6 +22,7 @@ from baton.worker import WorkerConfig, processes
 from baton.worker.messages import EngineReady
 from baton.worker.processes import ChildProcess, TreeError, Watchdog
 from baton.worker.service_process import tree
+from tests.stand_in import stand_in
 
 # A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
 _PARENT = """
@@ -167,6 +167,6 @@ async def test_lanes_and_the_store_are_encrypted_if_the_worker_is_told_to(
         await worker._keep_store(worker._store_ends)
     assert msgspec.json.decode(given[0].splitlines()[0], type=StoreStart).encrypt is encrypt
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
-    ready = cast("EngineReady", SimpleNamespace(model_fingerprint="model", layout=layout))
+    ready = stand_in(EngineReady, model_fingerprint="model", layout=layout)
     assert worker._transfer_config(ready).encrypt is encrypt
     await worker.close()

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc.aio
@@ -19,6 +18,7 @@ from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.streams import MAX_UNREAD_BYTES, Routers, RouterStream
+from tests.stand_in import stand_in
 
 
 class SlowContext:
@@ -110,7 +110,7 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
 
     async def send(message: messages.ToEngine) -> None: ...
 
-    backend: Any = SimpleNamespace(cache_snapshot=feed.snapshot, send=send, draining=False)
+    backend = stand_in(Backend, cache_snapshot=feed.snapshot, send=send, draining=False)
     limits: Any = None
     routers = Routers()
     service = AttachService(backend, routers, limits, pb.WorkerDescription())
@@ -140,7 +140,7 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
 async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
     async def send(message: messages.ToEngine) -> None: ...
 
-    backend: Any = SimpleNamespace(cache_snapshot=CacheFeed().snapshot, send=send, draining=False)
+    backend = stand_in(Backend, cache_snapshot=CacheFeed().snapshot, send=send, draining=False)
     limits: Any = None
     routers = Routers()
     service, ended = AttachService(backend, routers, limits, pb.WorkerDescription()), []
@@ -173,7 +173,7 @@ async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
 
 
 async def test_a_process_gets_reports_if_no_other_one_passes_them_on() -> None:
-    backend: Any = SimpleNamespace(cache_snapshot=CacheFeed().snapshot)
+    backend = stand_in(Backend, cache_snapshot=CacheFeed().snapshot)
     limits: Any = None
     routers = Routers()
     service = AttachService(backend, routers, limits, pb.WorkerDescription())
@@ -214,8 +214,8 @@ async def test_an_unchanged_status_is_reported_each_second_although_timers_fire_
 
     monkeypatch.setattr(backend_module.asyncio, "sleep", sleep)
     monkeypatch.setattr(backend_module.time, "monotonic", lambda: now)
-    routers = SimpleNamespace(report_seconds=1.0, report=lambda status: reports.append(now))
-    worker: Any = SimpleNamespace(_routers=routers, status=status)
+    routers = stand_in(Routers, report_seconds=1.0, report=lambda status: reports.append(now))
+    worker = stand_in(Backend, _routers=routers, status=status)
     with pytest.raises(asyncio.CancelledError):
         await Backend.report(worker)
     assert [after - before for before, after in pairwise(reports)] == [pytest.approx(0.999)] * 9

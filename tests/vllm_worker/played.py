@@ -1,0 +1,47 @@
+"""Objects of vLLM, and of modules that import it, as tests play them. Their members are looked up in the
+source, since the environment of the tests cannot import vLLM."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.vllm_worker.engines import PYTHON, ROOT
+
+
+def played(module: str, name: str, **fields: Any) -> Any:
+    """An object with these fields of a class. `module`: a path like `vllm/outputs.py`."""
+    unknown = fields.keys() - _names(module, name)
+    assert not unknown, f"{name} has no {unknown}"
+    return SimpleNamespace(**fields)
+
+
+@cache
+def _names(module: str, name: str) -> frozenset[str]:
+    """All members of a class and of its bases in the same module."""
+    installed = (PYTHON.parents[1] / "lib").glob(f"python*/site-packages/{module}")
+    source = next(installed, ROOT / module)
+    classes = {node.name: node for node in _parsed(source).body if isinstance(node, ast.ClassDef)}
+    names, left = set[str](), [name]
+    while left:
+        if (found := classes.get(left.pop())) is None:
+            continue
+        left += [base.id for base in found.bases if isinstance(base, ast.Name)]
+        for node in ast.walk(found):
+            match node:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=field))
+                    | ast.FunctionDef(name=field)
+                    | ast.AsyncFunctionDef(name=field)
+                    | ast.Attribute(value=ast.Name(id="self"), attr=field, ctx=ast.Store())
+                ):
+                    names.add(field)
+    return frozenset(names)
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
