@@ -284,6 +284,7 @@ class Engine(StepLoop):
         live.longest = min(live.longest, self.model_config.max_model_len)
         if live.request.sampling.has_grammar:
             live.grammar = self._grammars.compile(live.request)
+            self._scheduler.await_grammar(live)
 
     def close(self) -> None:
         """Computes nothing more, and ends the other ranks."""
@@ -335,7 +336,7 @@ class Engine(StepLoop):
         return EngineStats(
             requests_running=len(scheduler.running),
             requests_decoding=scheduler.decoding,
-            requests_waiting=len(scheduler.waiting) + len(scheduler.loading),
+            requests_waiting=len(scheduler.waiting) + len(scheduler.compiling) + len(scheduler.loading),
             tokens_waiting=scheduler.tokens_waiting + under_way,
             blocks_free=scheduler.pool.free,
             blocks_total=scheduler.pool.num_blocks,

@@ -29,6 +29,8 @@ DRAW = np.dtype(
 class Phase(Enum):
     WAITING = auto()
     """Queued for prefill. Has no blocks."""
+    COMPILING = auto()
+    """Joins the queue for prefill when its grammar is compiled. Has no blocks."""
     LOADING = auto()
     """Has blocks for the whole prompt. The KV of its beginning is on its way from the host tier."""
     RUNNING = auto()

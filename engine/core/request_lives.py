@@ -3,6 +3,7 @@ in, and who gets blocks and seats. Pure; knows no tensor.
 
 One engine may prefill for other workers and decode for them at the same time. What waits for blocks or seats:
 
+    compiling ──▶ its grammar; it holds nothing and is not in the queue
     waiting   ──▶ a seat, blocks and a state slot, which running, held and reserved requests have
     held      ──▶ a transfer to a reservation on another worker, or a seat here (`resume`)
     part      ──▶ running requests, here and on other workers, and transfers (`worker.engine_process.parts`)
@@ -80,6 +81,7 @@ class RequestLives:
         self.requests: dict[bytes, LiveRequest] = {}
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
         self.waiting = self._of_phase[Phase.WAITING]
+        self.compiling = self._of_phase[Phase.COMPILING]
         self.loading = self._of_phase[Phase.LOADING]
         self.running = self._of_phase[Phase.RUNNING]
         self.held = self._of_phase[Phase.HELD]
@@ -98,6 +100,17 @@ class RequestLives:
         self._register(live, self._tag(live))
         self._enter(live, Phase.WAITING)
         return live
+
+    def await_grammar(self, live: LiveRequest) -> None:
+        """Takes a request of `add` out of the queue until its grammar is ready. Until then it needs no
+        blocks (as in vLLM and SGLang). One of `reserve` or `start` has its blocks already."""
+        if live.phase is Phase.WAITING and live.grammar is not None and not live.grammar.ready:
+            self._move(live, Phase.COMPILING)
+
+    def queue_compiled(self) -> None:
+        """Requests with grammars that are ready join the queue, at their places in the order."""
+        for live in [live for live in self.compiling if live.grammar is None or live.grammar.ready]:
+            self._move(live, Phase.WAITING)
 
     def reserve(self, request: EngineRequest) -> LiveRequest | None:
         """Gives a request blocks for KV that comes from another worker, and for one more token. None: no
@@ -272,7 +285,7 @@ class RequestLives:
         """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
         prefilling = sum(live.num_left for live in self.running if not live.decodes)
         prefilling += sum(live.num_left for live in self.reserved if live.ranges)
-        queued = [*self.waiting, *self.loading]
+        queued = [*self.waiting, *self.compiling, *self.loading]
         cached = sum(self.memory.known(live) for live in queued) * self.pool.block_size
         return prefilling + sum(live.num_left for live in queued) - cached
 

@@ -66,6 +66,7 @@ class Scheduler(RequestLives):
         count because they may join during the step and then wait for its end."""
         plan = Schedule(started=[live for live in self._loaded if live.phase is Phase.RUNNING])
         self._loaded.clear()
+        self.queue_compiled()
         alone = self._next_alone()
         ready = [live for live in self.running if (live is alone if alone else not live.alone)]
         prompts = [live for live in ready if not live.decodes]
@@ -203,8 +204,11 @@ class Scheduler(RequestLives):
 
     @property
     def has_work(self) -> bool:
-        """Whether a running request has a step now, or has one under way, or the queue may start."""
-        return any(not self._is_held_back(live) for live in self.running) or self.can_admit
+        """Whether a running request has a step now, or has one under way, or the queue may start, or a
+        grammar is being compiled for it."""
+        if self.compiling or any(not self._is_held_back(live) for live in self.running):
+            return True
+        return self.can_admit
 
     @property
     def has_next(self) -> bool:
