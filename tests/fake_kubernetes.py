@@ -49,6 +49,7 @@ class FakeKubernetes:
         self._history: list[tuple[int, str, Object]] = []
         self._forgotten = 0  # the server no longer knows events up to this version
         self._changed = asyncio.Event()
+        self._ended = 0  # how often all watches were ended
         self._open: set[asyncio.Transport] = set()
         self._runner: web.AppRunner | None = None
         self.port = 0
@@ -125,6 +126,11 @@ class FakeKubernetes:
         for transport in self._open:
             transport.abort()
 
+    def end_watches(self) -> None:
+        """As when their time is over, after all events up to now."""
+        self._ended += 1
+        self._wake()
+
     def watches(self) -> list[str]:
         """The versions from which watches began."""
         return [query["resourceVersion"] for query in self.asked if query.get("watch") == "true"]
@@ -191,12 +197,15 @@ class FakeKubernetes:
         return response
 
     async def _tell(self, response: web.StreamResponse, seen: int, services: list[str]) -> None:
+        ended = self._ended
         while True:
             changed = self._changed
             for version, kind, thing in list(self._history):
                 if version > seen and (kind == "BOOKMARK" or _service(thing) in services):
                     await _say(response, kind, thing)
                 seen = max(seen, version)
+            if self._ended > ended:
+                return
             await changed.wait()
 
 

@@ -15,6 +15,7 @@ import typer.testing
 
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
 from baton.machine.python_path import PACKAGES
+from tests.within import WITHIN
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 
@@ -36,7 +37,7 @@ async def until(changing: RoleProcess, condition: Callable[[RoleState], bool]) -
             state = await changing.changed(state.token)
         return state
 
-    return await asyncio.wait_for(wait(), 20)
+    return await asyncio.wait_for(wait(), WITHIN)
 
 
 class AnyRole:
@@ -90,20 +91,41 @@ def gone(pid: int) -> bool:
         return True
 
 
+class Clock:
+    """The time of the running event loop, which a test puts forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ahead = 0.0
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + self._ahead)
+
+    async def forward(self, seconds: float) -> None:
+        """What is due by then runs."""
+        self._ahead += seconds
+        for _ in range(10):  # what is due wakes a task, and that another one
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 async def forever(ready: Mapping[str, Any]) -> str:
     """The watch over a role that is never silent."""
     await asyncio.Event().wait()
     raise AssertionError("nothing sets this event")
 
 
-async def eventually(condition: Callable[[], bool], within: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool]) -> None:
     """Waits for what another process does without an event."""
 
     async def poll() -> None:
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(poll(), within)
+    await asyncio.wait_for(poll(), WITHIN)
 
 
 @pytest.fixture

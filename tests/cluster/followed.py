@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from baton.router.discovery import Discovery
+from tests.within import WITHIN
 
 
 class Follower:
@@ -33,7 +34,7 @@ class Follower:
         await self.until_true(lambda: self.heard[-1:] == [frozenset(addresses)])
 
     async def until_true(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN):
             while not condition():
                 if self._task.done():
                     self._task.result()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 import baton.cluster.autoscaling.autoscaler
-import baton.cluster.autoscaling.balancer
-import baton.cluster.autoscaling.scaling
 from baton.cluster.autoscaling.autoscaler import Autoscaler
 from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.options.pools import PoolOptions, PoolSize
@@ -23,6 +23,7 @@ from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import SECRET, FakeWorker, Lanes
+from tests.within import WITHIN
 
 from .conftest import AnyRole, eventually
 
@@ -82,7 +83,7 @@ class Pools:
         self.router = RouterHandle({"url": "http://127.0.0.1:1"})
         roles = [RoleSpec("prefill", 0, (), {}), RoleSpec("decode", 0, (), {}), RoleSpec("router", 0, (), {})]
         self.supervisor = Supervisor(roles, self.place)
-        pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), ttft_target=1000, shrink_after=1.0)
+        pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), ttft_target=1000, shrink_after=10.0)
         self.autoscaler = Autoscaler(self.supervisor, Balancer(pools, None), SECRET)
         self.tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.autoscaler.run())]
 
@@ -106,14 +107,11 @@ class Pools:
 
 @pytest.fixture
 async def pools(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
-    monkeypatch.setattr(baton.cluster.autoscaling.autoscaler, "INTERVAL", 0.02)
-    for name, seconds in (
-        ("GROW_AFTER", 0.2),
-        ("QUEUE_WINDOW", 0.2),
-        ("ARRIVAL_WINDOW", 0.5),
-        ("SHRINK_EVERY", 0.2),
-    ):
-        monkeypatch.setattr(baton.cluster.autoscaling.scaling, name, seconds)
+    """However long a poll takes, a second passes until the next one."""
+    seconds = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    for name, value in (("INTERVAL", 0.01), ("PATIENCE", WITHIN), ("time", clock)):
+        monkeypatch.setattr(baton.cluster.autoscaling.autoscaler, name, value)
     running = Pools()
     yield running
     running.tasks[1].cancel()
@@ -134,10 +132,7 @@ async def test_each_pool_follows_its_own_signal_and_comes_back(pools: Pools) -> 
     await eventually(lambda: pools.names() == ["decode 0", "prefill 0"])
 
 
-async def test_a_worker_moves_to_the_other_pool_rather_than_one_starting(
-    pools: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(baton.cluster.autoscaling.balancer, "FLIP_EVERY", 0.1)
+async def test_a_worker_moves_to_the_other_pool_rather_than_one_starting(pools: Pools) -> None:
     pools.load("decode", blocks_free=10)
     await eventually(lambda: "decode 1" in pools.names())
     await eventually(lambda: pools.supervisor.pools["decode"]["ready"] == 2)
@@ -155,7 +150,6 @@ async def test_the_last_ready_worker_of_a_pool_does_not_move(
     pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pool has another member, which does not start."""
-    monkeypatch.setattr(baton.cluster.autoscaling.balancer, "FLIP_EVERY", 0.1)
     starts = asyncio.Event()
 
     start = WorkerHandle.start
@@ -202,7 +196,7 @@ async def test_prefill_grows_with_the_queue_in_the_routers(pools: Pools) -> None
     await eventually(lambda: bool(pools.supervisor.pools))
     pools.router.held = 9000
     await eventually(lambda: pools.names() == ["decode 0", "prefill 0", "prefill 1", "prefill 2"])
-    assert "9000 are queued" in pools.supervisor.pools["prefill"]["why"]
+    await eventually(lambda: "9000 are queued" in pools.supervisor.pools["prefill"]["why"])
     pools.router.held = None
     pools.load("decode", blocks_free=10)
     await eventually(lambda: "decode 1" in pools.names())

@@ -22,6 +22,7 @@ from baton.cluster.tools.status import device_of
 from baton.machine.python_path import PACKAGES
 from baton.router.status import _plain
 from baton.rpc import worker_pb2 as pb
+from tests.within import WITHIN
 
 STATUS: dict[str, Any] = {
     "router": {"ready": False},
@@ -161,14 +162,14 @@ def test_ctrl_c_interrupts_the_answer_and_keeps_its_received_part(url: str) -> N
     assert process.stdout is not None
     process.stdin.write("wait\n")
     process.stdin.flush()
-    assert Router.asked.wait(20)
+    assert Router.asked.wait(WITHIN)
     shown = b""
     while b"WAIT" not in shown:
         shown += os.read(process.stdout.fileno(), 4096)
     process.send_signal(signal.SIGINT)
     process.stdin.write("more\n")
     process.stdin.flush()
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=WITHIN)
     assert process.returncode == 0, err
     assert "MORE" in out
     assert [m["content"] for m in Router.requests[1]["messages"]] == ["wait", "WAIT ", "more"]

@@ -6,64 +6,109 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from baton.cluster.supervision import calls
 from baton.cluster.supervision.calls import until_silent
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
-from baton.rpc.channel import cluster_pems, create_server
+from baton.rpc.channel import check_health, cluster_pems, create_server
 from baton.rpc.tls import TlsFiles, add_port
 from tests.conftest import Certificates
+from tests.within import WITHIN
 
 from .conftest import FAKE, until, until_ready
 
 SECRET = b"x" * 32
 
 
+@pytest.fixture
+def interval_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A check comes at once after the one before. While it has no answer, an interval passes with each call
+    of the result."""
+    passed = asyncio.Semaphore(0)
+
+    async def wait(checking: Iterable[Awaitable[object]], timeout: float) -> None:
+        passes = asyncio.ensure_future(passed.acquire())
+        await asyncio.wait([*map(asyncio.ensure_future, checking), passes], return_when="FIRST_COMPLETED")
+        passes.cancel()
+
+    waits = {"sleep": lambda seconds: asyncio.sleep(0), "wait": wait}
+    monkeypatch.setattr(calls, "asyncio", SimpleNamespace(**vars(asyncio) | waits))
+    monkeypatch.setattr(calls, "DEAD_AFTER", WITHIN)
+    return passed.release
+
+
 async def silent(ready: Mapping[str, Any], tls: TlsFiles | None = None) -> str:
-    return await until_silent(ready, SECRET, tls, interval=0.02, patience=0.8)
+    """After three intervals without an answer."""
+    return await until_silent(ready, SECRET, tls, interval=1.0, patience=3.0)
 
 
-async def test_a_role_is_silent_once_it_stops_answering(certificates: Certificates, tmp_path: Path) -> None:
-    """Side by side. Each first answers for longer than the patience."""
-    tls = TlsFiles(*certificates.worker, certificates.ca)
-    await asyncio.gather(worker_stops(None), worker_stops(tls), router_hangs(tmp_path / "admin"))
+@pytest.mark.parametrize("with_tls", [False, True])
+async def test_a_worker_is_silent_once_it_stops(
+    with_tls: bool,
+    certificates: Certificates,
+    monkeypatch: pytest.MonkeyPatch,
+    interval_passes: Callable[[], None],
+) -> None:
+    tls = TlsFiles(*certificates.worker, certificates.ca) if with_tls else None
+    answers = asyncio.Semaphore(0)
 
+    async def check(channel: Any, timeout: float) -> None:
+        await check_health(channel, timeout)
+        answers.release()
 
-async def worker_stops(tls: TlsFiles | None) -> None:
+    monkeypatch.setattr(calls, "check_health", check)
     server = create_server(SECRET, tls)
     port = add_port(server, "127.0.0.1", 0, cluster_pems(SECRET, tls))
     await server.start()
     watching = asyncio.create_task(silent({"address": f"127.0.0.1:{port}"}, tls))
-    await asyncio.sleep(1.2)
-    assert not watching.done(), "it answers"
-    await server.stop(None)
-    assert "gave no answer" in await asyncio.wait_for(watching, 10)
+    async with asyncio.timeout(WITHIN):
+        for _ in range(6):
+            await answers.acquire()
+        assert not watching.done(), "it answers"
+        await server.stop(None)
+        assert await watching == "gave no answer for 3 s"
 
 
-async def router_hangs(path: Path) -> None:
+async def test_a_router_is_silent_once_it_hangs(tmp_path: Path, interval_passes: Callable[[], None]) -> None:
     """It takes connections and says nothing."""
-    hanging = False
+    path, hangs, asked, held = tmp_path / "admin", False, asyncio.Semaphore(0), asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        if not hanging:
-            writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
-            writer.close()
+        if hangs:
+            held.set()
+            return
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        writer.close()
+        asked.release()
 
     server = await asyncio.start_unix_server(answer, path)
     # Clients may have filled its port, and it may ask for certificates.
     watching = asyncio.create_task(silent({"url": "https://127.0.0.1:1", "admin_socket": str(path)}))
-    await asyncio.sleep(1.2)
-    assert not watching.done(), "it answers"
-    hanging = True
-    assert "gave no answer" in await asyncio.wait_for(watching, 10)
+    async with asyncio.timeout(WITHIN):
+        for _ in range(6):
+            await asked.acquire()
+        assert not watching.done(), "it answers"
+        hangs = True
+        await held.wait()
+        for _ in range(3):
+            assert not watching.done(), "it may still answer"
+            interval_passes()
+            for _ in range(10):
+                await asyncio.sleep(0)
+        assert await watching == "gave no answer for 3 s"
     server.close()
 
 
 async def test_a_pause_of_the_supervisor_is_no_silence_of_a_role(tmp_path: Path) -> None:
-    """It was stopped, or its machine was, while a role had to answer."""
+    """It was stopped, or its machine was, while a role had to answer. The role answers in this event loop, so
+    on a slow machine no more intervals pass meanwhile."""
     asked, answered = asyncio.Event(), asyncio.Semaphore(0)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,11 +121,12 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_role(tmp_path: Path)
 
     path = tmp_path / "admin"
     server = await asyncio.start_unix_server(answer, path)
-    watching = asyncio.create_task(silent({"url": "http://127.0.0.1:1", "admin_socket": str(path)}))
+    ready = {"url": "http://127.0.0.1:1", "admin_socket": str(path)}
+    watching = asyncio.create_task(until_silent(ready, SECRET, interval=0.02, patience=0.8))
     await asked.wait()
     time.sleep(1.0)  # noqa: ASYNC251  the pause
     for _ in range(4):
-        await asyncio.wait_for(answered.acquire(), 10)
+        await asyncio.wait_for(answered.acquire(), WITHIN)
     assert not watching.done()
     watching.cancel()
     server.close()
@@ -126,7 +172,7 @@ async def test_a_role_that_drains_is_not_killed_for_its_silence(
     stopping(process)
     process.launch()
     role = await until_ready(process)
-    drained = asyncio.create_task(process.stop(signal.SIGTERM, 600))
+    drained = asyncio.create_task(process.stop(signal.SIGTERM, WITHIN))
     await asyncio.sleep(0)  # the signal is sent
     silent.set()
     await watched.wait()

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -20,11 +21,12 @@ import trustme
 
 from baton.bench.harness.processes import spawn
 from baton.cluster.discovery import kubernetes_discovery
-from baton.cluster.discovery.kubernetes_discovery import KubernetesDiscovery
+from baton.cluster.discovery.kubernetes_discovery import RESYNC_SECONDS, KubernetesDiscovery
 from baton.cluster.model import EMBEDDED_NAME
 from baton.rpc import worker_pb2 as pb
 from tests.fake_kubernetes import NAMESPACE, FakeKubernetes, endpoint
 from tests.fake_worker import SECRET, FakeWorker, Lanes
+from tests.within import WITHIN
 
 from .followed import Follower
 
@@ -34,7 +36,9 @@ SERVICES = ("baton-prefill", "baton-decode")
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes_discovery, "FIRST_BACKOFF", 0.02)
+    """Retries come soon. Only a test ends a watch or a request."""
+    for name, seconds in (("FIRST_BACKOFF", 0.02), ("WATCH_SECONDS", 3600), ("TIMEOUT", WITHIN)):
+        monkeypatch.setattr(kubernetes_discovery, name, seconds)
 
 
 @pytest.fixture
@@ -57,7 +61,7 @@ async def router(server: FakeKubernetes) -> AsyncIterator[Follower]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WITHIN):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -97,18 +101,15 @@ async def test_a_broken_watch_continues_from_its_last_version(
 
 
 async def test_a_watch_that_ends_in_time_goes_on_from_the_last_bookmark(
-    server: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+    server: FakeKubernetes, router: Follower
 ) -> None:
-    monkeypatch.setattr(kubernetes_discovery, "WATCH_SECONDS", 1)
-    server.put("a", "baton-prefill", [endpoint("10.0.0.1")])
-    async with Follower(KubernetesDiscovery(SERVICES, "grpc")) as router:
-        await router.until(A)
-        await watching(server)
-        server.bookmark()
-        await watching(server, after=2)
-        server.put("b", "baton-decode", [endpoint("10.0.0.2")])
-        await router.until(A, B)
-    first, second, *_ = server.watches()
+    server.bookmark()
+    server.end_watches()
+    await watching(server, after=2)
+    server.put("b", "baton-decode", [endpoint("10.0.0.2")])
+    await router.until(A, B)
+    first, second = server.watches()
+    assert {query["timeoutSeconds"] for query in server.asked[1:]} == {"3600"}
     assert int(second) == int(first) + 50
     assert server.lists() == 1
 
@@ -130,16 +131,14 @@ async def test_410_lists_again(server: FakeKubernetes, router: Follower, as_even
 
 
 async def test_a_periodic_list_finds_missed_changes(
-    server: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+    server: FakeKubernetes, router: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kubernetes_discovery, "WATCH_SECONDS", 1)
-    monkeypatch.setattr(kubernetes_discovery, "RESYNC_SECONDS", 0.5)
-    server.put("a", "baton-prefill", [endpoint("10.0.0.1")])
-    async with Follower(KubernetesDiscovery(SERVICES, "grpc")) as router:
-        await router.until(A)
-        server.put("b", "baton-decode", [endpoint("10.0.0.2")], silently=True)
-        server.delete("a", silently=True)
-        await router.until(B)
+    server.put("b", "baton-decode", [endpoint("10.0.0.2")], silently=True)
+    server.delete("a", silently=True)
+    later = time.monotonic() + RESYNC_SECONDS
+    monkeypatch.setattr(kubernetes_discovery, "time", SimpleNamespace(monotonic=lambda: later))
+    server.end_watches()
+    await router.until(B)
 
 
 @pytest.mark.parametrize("code", [401, 403, 429, 500])
@@ -157,14 +156,23 @@ async def test_a_refusal_is_logged_and_keeps_the_last_list(
 
 
 async def test_a_server_that_ends_every_watch_at_once_is_not_asked_in_a_loop(
-    server: FakeKubernetes, router: Follower
+    server: FakeKubernetes, router: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(kubernetes_discovery, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(kubernetes_discovery, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    before = len(server.watches())
     server.hasty = True
     server.cut()
-    started, before = time.monotonic(), len(server.watches())
     await until(lambda: len(server.watches()) >= before + 4)
-    least = 0.5 * sum(kubernetes_discovery.FIRST_BACKOFF * 2**i for i in range(3))
-    assert time.monotonic() - started >= least
+    assert len(pauses) >= len(server.watches()) - before
+    for i, pause in enumerate(pauses[:4]):
+        assert 0.5 <= pause / (kubernetes_discovery.FIRST_BACKOFF * 2**i) <= 1
     server.hasty = False
     server.put("b", "baton-decode", [endpoint("10.0.0.2")])
     await router.until(A, B)
@@ -239,7 +247,7 @@ async def test_a_router_process_uses_the_workers_of_the_services(
     # A timeout of pytest would break into the event loop, and the router could outlive the test.
     with process, told_by:
         try:
-            async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+            async with asyncio.timeout(WITHIN), aiohttp.ClientSession() as http:
                 told = await asyncio.to_thread(told_by.read)
                 url = re.search(r'"url": "([^"]*)"', told)
                 assert url, told

@@ -11,6 +11,7 @@ import pytest
 
 from baton.cluster.supervision.plan import RoleSpec
 from baton.cluster.supervision.runner import Gpus, LocalRole, RoleRunner
+from tests.within import WITHIN
 
 from .conftest import FAKE, until, until_ready
 
@@ -53,8 +54,8 @@ async def test_a_worker_waits_for_the_gpus_of_a_draining_worker(place: Place) ->
     waiting = asyncio.create_task(next_one.start())
     await asyncio.sleep(0)
     assert not waiting.done()
-    await leaving.stop(signal.SIGTERM, 10)
-    await asyncio.wait_for(waiting, 10)
+    await leaving.stop(signal.SIGTERM, WITHIN)
+    await asyncio.wait_for(waiting, WITHIN)
     assert await devices(next_one) == "0,1"
 
 
@@ -63,6 +64,6 @@ async def test_a_worker_that_waits_for_gpus_can_be_stopped(place: Place) -> None
     role = place(1, 1)
     waiting = asyncio.create_task(role.start())
     await asyncio.sleep(0)
-    await role.stop(signal.SIGTERM, 10)
-    await asyncio.wait_for(waiting, 10)
+    await role.stop(signal.SIGTERM, WITHIN)
+    await asyncio.wait_for(waiting, WITHIN)
     assert (await until(role, lambda state: state.phase == "stopped")).pid is None

@@ -13,6 +13,7 @@ from baton.cluster.supervision.rundir import Janitor
 from baton.kv_transfer.spawn import spawn
 from baton.machine.grammars import Trials
 from baton.machine.python_path import PACKAGES, python_path
+from tests.within import WITHIN
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_a_package_of_the_user_hides_none_of_baton(tmp_path: Path) -> None:
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('this is not the package of Baton')")
     modules = "baton.cluster.cli, baton.router.server, baton.worker.config"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, '.'); import {modules}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN)
     assert done.returncode == 0, done.stderr
 
 

@@ -30,6 +30,7 @@ from baton.cluster.tools.top import Page, Scrape, frame, headline, page_text, pa
 from baton.machine.python_path import PACKAGES
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from tests.router.conftest import make_cluster
+from tests.within import WITHIN
 
 TEXT = "w11 w12 w13 w14 w15 w16 w17"
 TTFT = "vllm:time_to_first_token_seconds"
@@ -214,7 +215,7 @@ async def test_a_real_router_and_its_workers(tokenizer: ModelTokenizer, tmp_path
         decode.steps = asyncio.Semaphore(3)
         running = asyncio.create_task(cluster.complete(max_tokens=6))
         decode.status.kv_bytes, decode.status.generation_tokens = 1_000_000_000, 3
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN):
             while True:
                 during = await scrape(endpoint)
                 if during.router["vllm:generation_tokens_total", ""] == 3:
@@ -246,7 +247,7 @@ async def test_a_real_router_and_its_workers(tokenizer: ModelTokenizer, tmp_path
 async def test_in_a_pipe_it_prints_frame_after_frame_until_ctrl_c(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
-    async with make_cluster(tokenizer, tmp_path, text=TEXT) as cluster, asyncio.timeout(60):
+    async with make_cluster(tokenizer, tmp_path, text=TEXT) as cluster, asyncio.timeout(WITHIN):
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "baton.cluster.cli", "top", "--interval", "0.1", "--url", cluster.url,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
