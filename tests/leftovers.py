@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.within import WITHIN
+
 ROOT = Path(__file__).parents[1]
-PATIENCE = 3.0
+PATIENCE = WITHIN
 """Seconds. A child that dies with its parent may outlive it for a moment."""
 HELPERS = ("multiprocessing", "baton tests: fork server", "baton.machine.grammars", " grammars")
 """In the command lines of children of pytest that end with it."""

@@ -13,6 +13,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as stubs
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
+from tests.within import WITHIN
+
 
 @dataclass(frozen=True)
 class Span:
@@ -58,7 +60,7 @@ class Receiver(stubs.TraceServiceServicer):
 
     def trace(self, trace_id: str, spans: int) -> list[Span]:
         """Waits until this trace has so many spans; they leave their processes in batches."""
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + WITHIN
         with self._news:
             while len(found := self._traces.get(trace_id, [])) < spans:
                 assert self._news.wait(deadline - time.monotonic()), f"{len(found)} of {spans}: {found}"

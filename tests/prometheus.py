@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 30.0
+from tests.within import WITHIN
 
 
 def find(program: str) -> str:
@@ -69,12 +69,12 @@ class Prometheus:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(WITHIN)
 
     def wait_for(
         self, condition: Callable[[], bool], what: str, why_not: Callable[[], str] = lambda: ""
     ) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + WITHIN
         while not condition():
             assert self._process.poll() is None, self._log.read_text()
             assert time.monotonic() < deadline, f"{what}: {why_not() or self._log.read_text()[-4000:]}"
@@ -84,7 +84,7 @@ class Prometheus:
         """Of every series that an instant query finds. Raises AssertionError for one that is wrong."""
         data = urllib.parse.urlencode({"query": query}).encode()
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/query", data, timeout=10) as response:
+            with urllib.request.urlopen(f"{self.url}/api/v1/query", data, timeout=WITHIN) as response:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{query}: {error.read().decode()}") from error
@@ -96,7 +96,7 @@ class Prometheus:
 
     def alerts(self) -> list[dict[str, Any]]:
         """Those that are pending or firing."""
-        with urllib.request.urlopen(f"{self.url}/api/v1/alerts", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.url}/api/v1/alerts", timeout=WITHIN) as response:
             return json.load(response)["data"]["alerts"]
 
     def _up(self) -> bool:

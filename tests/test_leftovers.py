@@ -12,8 +12,9 @@ import pytest
 
 from baton.kv_transfer.wait import wait
 from tests import leftovers
+from tests.within import WITHIN
 
-SLEEP = "import time; time.sleep(60)"
+SLEEP = "import time; time.sleep(3600)"
 STARTER = f"""
 import subprocess, sys
 print(subprocess.Popen([sys.executable, "-S", "-c", {SLEEP!r}], stdout=subprocess.DEVNULL).pid)
@@ -29,7 +30,7 @@ def test_an_orphan_of_the_run_is_found_and_ended(monkeypatch: pytest.MonkeyPatch
     assert orphan not in leftovers.left_behind(orphan.create_time()), "it is older than the run"
     ended = os.pidfd_open(orphan.pid)
     assert leftovers.end([orphan]) == [line]
-    assert wait([ended], 5)
+    assert wait([ended], WITHIN)
     os.close(ended)
 
 

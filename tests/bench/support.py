@@ -12,6 +12,7 @@ from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.target.tokenization import WORDS, Tokenization
 from baton.bench.load.traffic.client import Client, ClientConfig
 from baton.bench.load.traffic.workload import Arrivals, Distribution, Synthetic, Workload
+from tests.within import WITHIN
 
 # Words that the mock server counts as one token each.
 SHORT_WORDS = tuple(w for w in WORDS if len(w) <= 5)
@@ -56,8 +57,8 @@ def client_config(url: str, workload: Workload, **more: Any) -> ClientConfig:
         "duration": None,
         "sessions": None,
         "time_scale": 1.0,
-        "timeout": 20.0,
-        "drain": 10.0,
+        "timeout": WITHIN,
+        "drain": WITHIN,
     }
     return ClientConfig(**fields | more)
 

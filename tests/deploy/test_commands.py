@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from baton.cluster.cli import app
 from baton.cluster.options.parameters import ENV_PREFIX, KNOWN
+from tests.within import WITHIN
 
 from .conftest import Object, PodTemplate, of_kind, pod_templates
 
@@ -110,7 +111,7 @@ def test_the_front_of_kuberay_stops_only_a_cluster_with_other_settings(
     baton = f"baton() {{ echo $1 >>ran; [ $1 = stop ] || {told}; }}"
     script = f"{baton}\n{serve['args'][0].replace('sleep infinity & wait', 'exit 0')}"
     done = subprocess.run(
-        [*serve["command"], script], cwd=tmp_path, capture_output=True, timeout=20, check=False
+        [*serve["command"], script], cwd=tmp_path, capture_output=True, timeout=WITHIN, check=False
     )
     assert (tmp_path / "ran").read_text().split() == ran
     assert done.returncode == ends, done.stderr

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cluster.supervision.runner import BATON
 from baton.machine.python_path import PACKAGES
 from tests.fake_kubernetes import FakeKubernetes, endpoint
+from tests.within import WITHIN
 
 from .conftest import Object, PodTemplate, pod_templates
 from .test_commands import environment
@@ -58,7 +59,7 @@ async def pod(
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
-        code = await asyncio.wait_for(process.wait(), 60)
+        code = await asyncio.wait_for(process.wait(), WITHIN)
     assert code == 0, "it drains and ends well"
 
 
@@ -66,7 +67,7 @@ async def ready(address: str, probe: Object, process: asyncio.subprocess.Process
     """As the kubelet probes it."""
     asks = over_grpc if "grpc" in probe else over_http
     port = (probe.get("grpc") or probe["httpGet"])["port"]
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(WITHIN):
         while process.returncode is None:
             with suppress(grpc.aio.AioRpcError, aiohttp.ClientError):
                 if await asks(f"{address}:{port}"):

@@ -19,6 +19,7 @@ from baton.endpoint_picker.server import running
 from baton.router.discovery import StaticDiscovery
 from baton.router.text.tokenizer import load_tokenizer
 from tests.router.conftest import TEXT, Cluster, make_cluster
+from tests.within import WITHIN
 
 EXAMPLE = Path(__file__).parents[2] / "examples/envoy.yaml"
 
@@ -58,7 +59,7 @@ async def envoy(path: Path, http: aiohttp.ClientSession) -> AsyncIterator[str]:
         program, "--config-path", str(path), "--admin-address-path", str(admin), *flags
     )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WITHIN):
             while not admin.exists() or not admin.read_text():
                 assert process.returncode is None
                 await asyncio.sleep(0.02)

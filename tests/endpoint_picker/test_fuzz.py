@@ -21,6 +21,7 @@ from baton.endpoint_picker.routers import Routers, reported_requests
 from baton.endpoint_picker.server import SERVICE
 from baton.router.discovery import StaticDiscovery
 from baton.rpc import ext_proc_pb2 as pb
+from tests.within import WITHIN
 
 from .test_picker import BODY, Gateway, destination, fake_router, picker_for
 
@@ -136,7 +137,7 @@ async def test_streams_of_random_bytes_do_no_harm(count: int, caplog: pytest.Log
 
         async def one() -> None:
             call = process(sent())
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WITHIN):
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     async for _ in call:
                         pass

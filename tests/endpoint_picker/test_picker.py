@@ -22,6 +22,7 @@ from baton.router.discovery import StaticDiscovery
 from baton.router.metrics import Metrics
 from baton.rpc import ext_proc_pb2 as pb
 from baton.rpc.stubs import EXTERNAL_PROCESSOR
+from tests.within import WITHIN
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
 KEY = "x-gateway-destination-endpoint"
@@ -86,7 +87,7 @@ class Gateway:
         return await self.answer()
 
     async def answer(self) -> pb.ProcessingResponse:
-        answer = await asyncio.wait_for(self._call.read(), 10)
+        answer = await asyncio.wait_for(self._call.read(), WITHIN)
         assert isinstance(answer, pb.ProcessingResponse), "the picker ended the stream"
         return answer
 
@@ -137,7 +138,7 @@ async def picker_for(routers: Iterable[str]) -> AsyncIterator[tuple[asyncio.Task
 async def readiness(channel: grpc.aio.Channel, state: int) -> None:
     stub: Any = health_pb2_grpc.HealthStub(channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN):
         async for answer in watch:
             if answer.status == state:
                 break
@@ -273,7 +274,7 @@ async def test_a_router_that_is_gone_gets_nothing_and_a_busy_one_less():
                 await gateway.headers(end=True)
                 return destination(await gateway.answer(), "request_headers")
 
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WITHIN):
                 while {await pick() for _ in range(6)} != {idle}:
                     pass
 

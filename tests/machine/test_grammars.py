@@ -62,7 +62,7 @@ def test_what_exceeds_a_limit_is_refused_and_the_next_text_is_tried() -> None:
     errors = [each.error for each in tried]
     assert errors[:3] == [TOO_MUCH] * 3
     assert [bool(error) for error in errors[3:]] == [True] * 3 + [False]
-    assert all(each.seconds < 2 for each in tried)
+    assert all(each.seconds < 2 for each in tried), "the kernel limits CPU time on any machine"
     process = trials._process
     assert process is not None
     process.kill()

@@ -17,6 +17,7 @@ from typing import TypeVar
 import psutil
 
 from baton.cluster.supervision.processes import alive
+from tests.within import WITHIN
 
 BATON = [sys.executable, "-m", "baton.cluster.cli"]
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class Machine:
         self._shared_memory = set(os.listdir("/dev/shm"))
         self._default_ray = Path("/tmp/ray").exists()
 
-    def baton(self, *args: str, within: float = 60) -> subprocess.CompletedProcess[str]:
+    def baton(self, *args: str, within: float = WITHIN) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
         return self.python("-m", "baton.cluster.cli", *args, within=within)
 
@@ -67,7 +68,7 @@ class Machine:
         left = [str(path.relative_to(self.tmp)) for path in self.tmp.rglob("*")]
         assert left == [], left
         assert [path.name for path in self.home.iterdir()] in ([], [".cache"]), "nothing in ~ but the cache"
-        until(lambda: True if not self._left_shared_memory() else None, 5, "no new name in /dev/shm")
+        until(lambda: True if not self._left_shared_memory() else None, WITHIN, "no new name in /dev/shm")
         assert Path("/tmp/ray").exists() == self._default_ray
         assert str(self.tmp) not in Path("/proc/net/unix").read_text(), "a socket"
 

@@ -14,10 +14,11 @@ import psutil
 from baton.bench.harness.cluster import free_port, leaks_when_idle
 from baton.cluster.supervision.processes import alive
 from tests.forked import FreshPopen
+from tests.within import WITHIN
 
 from .machine import BATON, Machine, answers, command_lines, listening, titled, tree, until
 
-START_S, STOP_S = 120.0, 60.0
+START_S = 300.0
 
 
 class Serve:
@@ -71,7 +72,7 @@ class Serve:
         return dict(found)
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+        with urllib.request.urlopen(self.url + path, timeout=WITHIN) as response:
             return json.load(response)
 
     def incarnations(self) -> dict[str, str]:
@@ -90,7 +91,7 @@ class Serve:
         assert len(processes) >= 7, "two workers of three processes, and a router"
         assert self.port in ports
         self.process.send_signal(signum)
-        assert self.process.wait(STOP_S) == 0, self.output()
+        assert self.process.wait(WITHIN) == 0, self.output()
         assert not any(map(alive, processes)), "no process outlives serve, not even for a moment"
         assert [port for port in ports if answers(port)] == []
         assert self.output().splitlines()[-2:] == ["Stopping …", "Stopped."], "nothing had to be killed"

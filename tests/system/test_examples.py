@@ -19,6 +19,7 @@ from baton.cluster import model
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.router.text.tokenizer import load_tokenizer
 from tests.pages import ROOT, Step, typed
+from tests.within import WITHIN
 
 from .machine import Machine
 from .serve import Serve
@@ -126,7 +127,7 @@ def test_the_quick_start(server: Serve, step: Step) -> None:
         env=server.machine.environment | {"PATH": path, "BATON_URL": server.url},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WITHIN,
     )
     assert done.returncode == 0, done.stderr
     assert step.missing(done.stdout) == [], done.stdout

@@ -31,6 +31,7 @@ from baton.bench.harness.streams import (
     read,
 )
 from baton.kv_transfer import TransferDeadlines
+from tests.within import WITHIN
 
 from .machine import Machine, until
 from .recovery import MIXED
@@ -41,7 +42,7 @@ CLIENTS = 4
 BACK_S = 150.0
 """A worker that was killed often waits for up to 30 s. One that hangs is noticed after 10 s, and a process
 that prepares requests after a minute."""
-WHOLE_S = TransferDeadlines().hold + 5.0
+WHOLE_S = TransferDeadlines().hold + WITHIN
 """A transfer process that hangs sends no ACK for KV that its engine has. The prefill is then held until the
 deadline, since another worker may fetch it."""
 RANKS = 3
@@ -190,7 +191,7 @@ async def test_streams_go_on_and_the_process_comes_back(cluster: Cluster, fault:
     serve, admin = cluster.serve, cluster.admin
     load = Load(serve.url, list(cluster.right), random.Random(0))
     async with load.of(CLIENTS):
-        await asyncio.to_thread(until, lambda: status(admin)["router"]["requests"] or None, 30, "a load")
+        await asyncio.to_thread(until, lambda: status(admin)["router"]["requests"] or None, WITHIN, "a load")
         before, lasting = serve.processes(), cluster.lasting(fault)
         at = time.monotonic()
         with struck(serve, fault):

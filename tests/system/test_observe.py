@@ -23,6 +23,7 @@ from tests.grafana import RULES, expressions, rules
 from tests.otlp import Receiver, Span
 from tests.prometheus import Prometheus
 from tests.shallow import LAYERS
+from tests.within import WITHIN
 
 from .recovery import LONG, SHORT, Broken
 
@@ -60,7 +61,7 @@ def counted(cluster: LocalCluster) -> dict[str, float]:
 
 def losses(cluster: LocalCluster) -> float:
     """Attempts that were replaced because their worker was lost."""
-    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=WITHIN) as page:
         [line] = [
             x for x in page.read().decode().splitlines() if x.startswith('baton:retries_total{cause="lost"')
         ]

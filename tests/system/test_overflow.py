@@ -15,6 +15,7 @@ from baton.bench.harness.cluster import LocalCluster
 from baton.bench.harness.streams import Case, expected
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.placement import SHORT_ANSWER
+from tests.within import WITHIN
 
 from .recovery import FLAGS, SHORT, Broken, each_has, hold, wait_exit
 
@@ -42,7 +43,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[st
 
 
 def overflowed(overflowing: Broken, *reasons: str) -> float:
-    with urllib.request.urlopen(overflowing.cluster.url + "/metrics", timeout=10) as page:
+    with urllib.request.urlopen(overflowing.cluster.url + "/metrics", timeout=WITHIN) as page:
         lines = page.read().decode().splitlines()
     found = [x for x in lines if x.startswith("baton:overflow_total{")]
     return sum(float(x.split()[-1]) for x in found if any(f'reason="{reason}"' in x for reason in reasons))

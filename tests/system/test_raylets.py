@@ -23,6 +23,7 @@ from baton.bench.harness.cluster import free_port, leaks_when_idle
 from baton.bench.harness.streams import Case, Load, cases, expected, judge
 from baton.cluster.on_ray.joined import OtherCluster
 from baton.cluster.supervision.processes import alive
+from tests.within import WITHIN
 
 from .machine import Machine, command_lines, titled, tree, until
 from .raylets import Raylets
@@ -119,7 +120,7 @@ class Joined:
         return self.machine.python("-c", _ON_NODE, front, *command, within=240)
 
     def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self.url + "/status", timeout=30) as response:
+        with urllib.request.urlopen(self.url + "/status", timeout=WITHIN) as response:
             return json.load(response)
 
     def roles(self) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.pages import Step, typed
+from tests.within import WITHIN
 
 from .machine import Machine, until
 
@@ -48,7 +49,7 @@ def test_the_quick_start_for_two_machines(machine: Machine, tmp_path: Path) -> N
             is_role = re.match(r"baton (prefill|decode|router) ", step.command)
             while starting and not is_role:
                 shown = starting.pop()
-                until(lambda shown=shown: None if missing(*shown) else True, 60, f"{shown}")
+                until(lambda shown=shown: None if missing(*shown) else True, WITHIN, f"{shown}")
             command = f"exec {step.command}" if is_role else step.command
             with log.open("wb") as output:
                 process = subprocess.Popen(
@@ -62,12 +63,12 @@ def test_the_quick_start_for_two_machines(machine: Machine, tmp_path: Path) -> N
                 roles.append(process)
                 starting.append((step, log))
             else:
-                assert process.wait(60) == 0, log.read_text()
+                assert process.wait(WITHIN) == 0, log.read_text()
                 assert missing(step, log) == [], log.read_text()
         assert len(roles) == 3
         for process in roles:
             process.send_signal(signal.SIGTERM)
-        assert [process.wait(30) for process in roles] == [0, 0, 0]
+        assert [process.wait(WITHIN) for process in roles] == [0, 0, 0]
         machine.assert_no_trace()
     finally:
         for process in roles:

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 
 from baton.bench.harness.streams import cases, expected
 from baton.cluster.supervision.processes import alive
+from tests.within import WITHIN
 
 from .machine import Machine, command_lines, tree, until
 from .recovery import each_has, ride
@@ -48,7 +48,7 @@ def served(machine: Machine, shallow_model_path: Path) -> Iterator[Serve]:
 
 def test_the_printed_curl_works_when_pasted(served: Serve) -> None:
     command = next(line for line in served.output().splitlines() if line.strip().startswith("curl "))
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=WITHIN, check=True)
     answer = json.loads(done.stdout)
     assert answer["choices"][0]["message"]["content"]
 
@@ -73,12 +73,10 @@ def test_chat_answers_and_shows_its_figures(served: Serve) -> None:
 
 
 def test_a_port_in_use_is_an_error_before_anything_starts(served: Serve) -> None:
-    started = time.monotonic()
     done = served.machine.baton("serve", "--port", str(served.port))
     assert done.returncode == 2
     assert f"--port {served.port}" in done.stderr
     assert done.stdout == ""
-    assert time.monotonic() - started < 10
 
 
 def test_every_process_is_titled_with_the_port_of_its_cluster(served: Serve) -> None:
@@ -114,10 +112,10 @@ async def test_killed_and_hung_workers_come_back_and_streams_wait_for_them(serve
         now = served.incarnations()
         return True if now.keys() == before.keys() and not {*now.values()} & {*before.values()} else None
 
-    await asyncio.to_thread(until, back, 60, "new incarnations of both")
+    await asyncio.to_thread(until, back, WITHIN, "new incarnations of both")
     for process in [*decode, *prefill]:  # those without a parent become children of serve
         proc = Path(f"/proc/{process.pid}")
-        await asyncio.to_thread(until, lambda proc=proc: None if proc.exists() else True, 5, "its end")
+        await asyncio.to_thread(until, lambda proc=proc: None if proc.exists() else True, WITHIN, "its end")
     await asyncio.to_thread(served.assert_whole)
 
 
@@ -149,5 +147,5 @@ def test_a_killed_serve_leaves_nothing(machine: Machine) -> None:
         processes = psutil.Process(serve.process.pid).children(recursive=True)
     finally:
         serve.kill()
-    until(lambda: None if any(map(alive, processes)) else True, 15, "everything dies with serve")
+    until(lambda: None if any(map(alive, processes)) else True, WITHIN, "everything dies with serve")
     machine.assert_no_trace()

@@ -15,6 +15,7 @@ from baton.bench.harness.workers import prompt_of
 from baton.cluster.tools import status
 from tests.kv_transfer.conftest import until
 from tests.mooncake import libraries
+from tests.within import WITHIN
 
 from .machine import Machine
 from .serve import Serve
@@ -62,7 +63,7 @@ async def test_chats_go_on_after_all_workers_and_then_the_store_were_restarted(
         master.kill()
         assert [(await turn(client, model, prompt))[0] for prompt in prompts] == expected
         await asyncio.to_thread(
-            until, lambda: served.output().count("store 0: ready") >= 1, "a store", seconds=60
+            until, lambda: served.output().count("store 0: ready") >= 1, "a store", seconds=WITHIN
         )
         await restart(2)
         assert [(await turn(client, model, prompt))[0] for prompt in prompts] == expected

@@ -21,6 +21,7 @@ from baton.bench.harness.cluster import free_port
 from baton.vllm_worker.transfers import Settings
 from tests.docs.test_commands import wrong
 from tests.pages import ROOT
+from tests.within import WITHIN
 
 EXAMPLES = ROOT / "examples"
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -126,7 +127,7 @@ def running(model: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         yield script
     finally:
         os.killpg(script.pid, signal.SIGTERM)
-        script.wait(60)
+        script.wait(WITHIN)
 
 
 @pytest.mark.long
