@@ -7,6 +7,7 @@ clusters often wait, so with two processes two cores would be idle for a part of
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -94,10 +95,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SCOPES = ("system", "engine", "deploy", "forks")
-"""One process runs all tests of such a package, and they start first, in this order. Tests of `system` share
-clusters, those of `engine` classes of transformers, which take seconds to import, and those of `deploy` what
-kustomize builds. The servers of vLLM come last: they make names in /dev/shm, where tests of `system` look."""
+SCOPES = ("system", "engine", "kernels", "vllm_worker", "deploy", "forks")
+"""One process runs all tests of such a package, and they start first, in this order: the longest first. Tests
+of `system` share clusters, those of `engine` classes of transformers, which take seconds to import, those of
+`vllm_worker` servers, and those of `deploy` what kustomize builds."""
+KERNELS = re.compile(r"tests/engine/test_(exact|mamba2|(\w+_)?kernels)\.py")
+"""Tests of the scope `kernels`: most of their time they are in Triton's interpreter, and few compare with
+transformers."""
 FORKS = ("tests/bench/test_smoke.py", "tests/decode_worker", "tests/worker")
 """Tests of the scope `forks`. They share workers and a fork server (`tests.forked`), which takes seconds to
 start."""
@@ -126,6 +130,8 @@ def _scope(nodeid: str) -> str:
     module = nodeid.partition("::")[0]
     if module.startswith(FORKS):
         return "forks"
+    if KERNELS.match(module):
+        return "kernels"
     package = Path(module).parts[1]
     return package if package in SCOPES else module
 

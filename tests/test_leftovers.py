@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from baton.kv_transfer.wait import wait
 from tests import leftovers
+from tests.system.machine import Machine
 from tests.within import WITHIN
 
 SLEEP = "import time; time.sleep(3600)"
@@ -44,3 +46,29 @@ def test_a_process_that_a_user_started_is_not_found() -> None:
         found = list(leftovers.left_behind(psutil.Process().create_time()))
         children[0].kill()
     assert children[0] not in found
+
+
+def test_names_in_shared_memory_of_vllm_are_no_trace_and_go_with_their_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine()
+    names = [f"{leftovers.SHARED_MEMORY}{run}-{os.urandom(4).hex()}" for run in (os.getpid(), 0)]
+    ours, of_another_run, strange = (
+        Path("/dev/shm", name) for name in (*names, f"psm_{os.urandom(4).hex()}")
+    )
+    try:
+        for path in (ours, of_another_run, strange):
+            path.touch()
+        left = machine._left_shared_memory()
+        assert strange.name in left
+        assert not {ours.name, of_another_run.name} & {*left}
+        monkeypatch.setenv("SHARED_MEMORY_OF_TESTS", f"{leftovers.SHARED_MEMORY}0-")
+        leftovers.remove_shared_memory()
+        assert ours.exists(), "a run within a test removes nothing"
+        monkeypatch.setenv("SHARED_MEMORY_OF_TESTS", f"{leftovers.SHARED_MEMORY}{os.getpid()}-")
+        leftovers.remove_shared_memory()
+        assert (ours.exists(), of_another_run.exists(), strange.exists()) == (False, True, True)
+    finally:
+        for path in (ours, of_another_run, strange):
+            path.unlink(missing_ok=True)
+        machine.remove()

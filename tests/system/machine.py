@@ -17,6 +17,7 @@ from typing import TypeVar
 import psutil
 
 from baton.cluster.supervision.processes import alive
+from tests.leftovers import SHARED_MEMORY
 from tests.within import WITHIN
 
 BATON = [sys.executable, "-m", "baton.cluster.cli"]
@@ -73,8 +74,15 @@ class Machine:
         assert str(self.tmp) not in Path("/proc/net/unix").read_text(), "a socket"
 
     def _left_shared_memory(self) -> list[str]:
-        """New names in /dev/shm whose memory no process maps. Tests that run beside this one map theirs."""
-        new = [entry for entry in os.scandir("/dev/shm") if entry.name not in self._shared_memory]
+        """New names in /dev/shm whose memory no process maps. Tests that run beside this one map theirs. vLLM
+        leaves some; those of its ranks on CPUs end with `cpushm`."""
+        new = [
+            entry
+            for entry in os.scandir("/dev/shm")
+            if entry.name not in self._shared_memory
+            and not entry.name.startswith(SHARED_MEMORY)
+            and not entry.name.endswith("cpushm")
+        ]
         mapped = set()
         for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
             with contextlib.suppress(OSError):  # the process has ended

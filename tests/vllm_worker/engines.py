@@ -19,7 +19,8 @@ import triton
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 """`make venv-vllm` makes it."""
-CHEAPER = Path(__file__).with_name("cheaper")
+PATHS = f"{ROOT}:{Path(__file__).with_name('cheaper')}"
+"""Of vLLM's processes. With `FRESH_VLLM` in their environment they are as users have them."""
 TOKENS = 8
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
 Request = tuple[list[int], dict[str, Any], dict[str, Any] | None]
@@ -35,7 +36,7 @@ def _fork_server(v2: bool, home: Path) -> socket.socket:
     if v2 in _fork_servers:
         return _fork_servers[v2]
     assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{CHEAPER}", "HOME": str(home)}
+    environment = os.environ | {"PYTHONPATH": PATHS, "HOME": str(home)}
     # vLLM keeps there what it knows of each class of models. To learn it, a process imports all of vLLM.
     environment.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
     if v2:

@@ -28,7 +28,7 @@ from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from tests.forked import forking
 from tests.system.machine import titled, tree, until
-from tests.vllm_worker.engines import CHEAPER, PYTHON, ROOT
+from tests.vllm_worker.engines import PATHS, PYTHON
 
 VOCABULARY = 300
 START_S, STOP_S, CALL_S = 500.0, 60.0, 10.0
@@ -158,8 +158,8 @@ class VLLMCluster(Front):
         self._output = directory / "serve.log"
         # vLLM keeps files of one run for the next in its cache.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-        paths = str(ROOT) if fresh else f"{ROOT}:{CHEAPER}"
-        environment |= {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "BATON_CLUSTER_SECRET": SECRET}
+        environment |= {"PYTHONPATH": PATHS, "HF_HUB_OFFLINE": "1", "BATON_CLUSTER_SECRET": SECRET}
+        environment |= {"FRESH_VLLM": "1"} if fresh else {}
         with self._output.open("wb") as out:
             self.process = subprocess.Popen(
                 [

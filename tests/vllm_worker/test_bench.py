@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .engines import PYTHON, ROOT
+from .engines import PATHS, PYTHON
 
 
 @pytest.mark.long
@@ -28,7 +28,7 @@ def test_the_bench_of_vllm(tmp_path: Path) -> None:
         "proxied",
         "workers",
     ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": PATHS, "FRESH_VLLM": "1", "HOME": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())

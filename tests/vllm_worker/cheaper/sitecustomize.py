@@ -1,15 +1,21 @@
-"""Makes vLLM take less CPU time. Python imports this when it starts with this directory in its path.
+"""Python imports this when it starts with this directory in its path: in the processes of vLLM in tests.
 
-On CPUs vLLM spawns processes, and each would import all again, which takes 7 seconds: here they are forks. A
-process would spin for a second after each message: here it sleeps for moments. Nothing is compiled, since
-that takes longer than all that tests compute.
+What they leave in /dev/shm has the prefix of the run of the tests (`tests.leftovers`).
+
+Without `FRESH_VLLM` they take less CPU time, too. On CPUs vLLM spawns processes, and each would import all
+again, which takes 7 seconds: here they are forks. A process would spin for a second after each message: here
+it sleeps for moments. Nothing is compiled, since that takes longer than all that tests compute.
 """
 
 import multiprocessing
 import os
 import time
+from multiprocessing import shared_memory
 from unittest.mock import patch
 
-patch("multiprocessing.get_context", return_value=multiprocessing.get_context("fork")).start()
-patch("os.sched_yield", lambda: time.sleep(0.0005)).start()
-os.environ["TORCH_COMPILE_DISABLE"] = "1"
+prefix = f"/{os.environ['SHARED_MEMORY_OF_TESTS']}"
+patch.multiple(shared_memory, _SHM_NAME_PREFIX=prefix, _SHM_SAFE_NAME_LENGTH=len(prefix) + 8).start()
+if "FRESH_VLLM" not in os.environ:
+    patch("multiprocessing.get_context", return_value=multiprocessing.get_context("fork")).start()
+    patch("os.sched_yield", lambda: time.sleep(0.0005)).start()
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
