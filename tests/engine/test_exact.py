@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -61,14 +62,17 @@ def exact_kernels(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> K
 
 
 def chained_products(patch: pytest.MonkeyPatch) -> None:
-    """NumPy adds in an order that depends on the shapes of both operands."""
+    """NumPy's products add in an order that depends on the shapes of both operands. Its sums over the first
+    axis add one slice after the other, except where a slice has one number."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        total = d.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k, None].astype(total.dtype) * b.data[None, k]
-        return TensorHandle(total, d.dtype.scalar)
+        assert d.data.size > 1
+        terms = np.empty((a.data.shape[1] + 1, *d.data.shape), d.data.dtype)
+        terms[0] = d.data
+        lhs, rhs = (operand.data.astype(terms.dtype) for operand in (a, b))
+        np.multiply(lhs.T[:, :, None], rhs[:, None], out=terms[1:])
+        return TensorHandle(np.add.reduce(terms, axis=0), d.dtype.scalar)
 
     patch.setattr(InterpreterBuilder, "create_dot", dot)
 
