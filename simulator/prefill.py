@@ -79,7 +79,7 @@ class SimWorker:
         chunks = queued.turn.chunks
         self._hit = hit_tokens(queued.turn, self._cache)
         shared = [chunk for chunk in chunks if chunk in self._cache]
-        for chunk in reversed(shared):  # the end of a prefix is evicted before its beginning
+        for chunk in shared:
             self._cache.move_to_end(chunk)
         room = self._capacity - (len(chunks) - len(shared))
         while len(self._cache) > max(room, len(shared)):
@@ -94,7 +94,7 @@ class SimWorker:
         """Returns the prompt that is done, its tokens that were cached, and the chunks evicted and added."""
         queued, self._running = self._running, None
         assert queued is not None
-        chunks = list(reversed(queued.turn.chunks))
+        chunks = list(reversed(queued.turn.chunks))  # the end of a prefix is evicted before its beginning
         added = [chunk for chunk in chunks if chunk not in self._cache]
         for chunk in chunks:
             self._cache[chunk] = None

@@ -218,8 +218,9 @@ def test_clusters_widen_the_interval() -> None:
     values = np.random.default_rng(5).exponential(1.0, 200).tolist()
     assert width([[x] * 50 for x in values]) > 3 * width([[x] for _ in range(50) for x in values])
     # Neighbours in time are alike, too, when the machine is slower for some seconds.
-    slow = [*values[:100], *(10 + x for x in values[100:])]
-    assert width([[x] for x in slow], "p50") > 3 * width([[x] for x in values], "p50")
+    slower = [[float(part)] for part in range(10) for _ in range(20)]
+    mixed = [[float(part)] for _ in range(20) for part in range(10)]
+    assert width(slower, "p50") > 3 * width(mixed, "p50")
 
 
 def test_no_samples_have_no_rows() -> None:

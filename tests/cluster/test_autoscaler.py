@@ -175,6 +175,20 @@ async def test_the_last_ready_worker_of_a_pool_does_not_move(
     await eventually(lambda: len(pools.supervisor.pool("prefill")) == 2)
 
 
+async def test_a_worker_that_does_not_answer_does_not_count_as_one_that_stays(pools: Pools) -> None:
+    pools.load("decode", blocks_free=10)
+    await eventually(lambda: pools.supervisor.pools.get("decode", {}).get("ready") == 2)
+    hangs, answers = (pools.handles[f"decode {index}"].worker for index in range(2))
+    hangs.status.requests_running = 5
+    later = Autoscaler(pools.supervisor, Balancer(PoolOptions(), None), SECRET)
+    await later._ask(hangs.address)
+    await hangs.kill()
+    samples = {worker.address: await later._ask(worker.address) for worker in (hangs, answers)}
+    await later._flip("decode", "prefill", {address: x for address, x in samples.items() if x is not None})
+    assert answers.status.pool == pb.POOL_DECODE
+    await later._forget_all_but(set())
+
+
 async def test_what_a_worker_did_before_its_first_answer_is_no_load(pools: Pools) -> None:
     """As after a restart of the supervisor, when a worker with long work behind it answers late."""
     await eventually(lambda: bool(pools.supervisor.pools))

@@ -19,7 +19,7 @@ from baton.cluster.cli import app
 from baton.cluster.options.clients import DoctorOptions, EndpointOptions, JsonOptions
 from baton.cluster.tools.doctor import command, node
 from baton.cluster.tools.doctor.finding import Finding, bad, good, warning
-from baton.cluster.tools.doctor.running import running, workers
+from baton.cluster.tools.doctor.running import LONGEST_REPORT, running, workers
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
 
@@ -204,10 +204,11 @@ async def front(
     processes: bool = False,
     tls: ssl.SSLContext | None = None,
     hands_over: int = 0,
+    reported: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[str]:
     """The ports of a router: `tokens` of an answer, and `/status` (`admin`; of several `processes`).
 
-    Prompts of `hands_over` words and more are handed over."""
+    Prompts of `hands_over` words and more are handed over. `reported`: whether the router knows that."""
     transfers = 0
 
     async def status(_: web.Request) -> web.Response:
@@ -216,7 +217,7 @@ async def front(
                 {"error": {"message": "/status is on the admin port, http://it"}}, status=404
             )
         found = {"router": {"ready": True}, "workers": [worker("prefill", 0), worker("decode", 0)]}
-        found["workers"][1]["status"] = {"kv_transfers": transfers}  # type: ignore[index]
+        found["workers"][1]["status"] = {"kv_transfers": reported() and transfers}  # type: ignore[index]
         return web.json_response(found | ({"processes": []} if processes else {}))
 
     async def models(_: web.Request) -> web.Response:
@@ -267,6 +268,18 @@ async def test_a_cluster_proves_a_handover(
         *_, found = await looked_at(url)
     assert found.check == "a handover"
     assert f"{found.level}: {found.found}".startswith(expected)
+
+
+async def test_a_router_may_learn_of_a_handover_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("baton.cluster.tools.doctor.running.asyncio.sleep", sleep)
+    async with front(hands_over=100, reported=lambda: LONGEST_REPORT in slept) as url:
+        *_, found = await looked_at(url)
+    assert (found.level, found.found) == ("good", "KV came from another worker")
 
 
 async def test_a_cluster_with_tls(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,16 +16,16 @@ from tests.within import WITHIN
 
 from .conftest import FAKE, until, until_ready
 
-Place = Callable[[int, int], LocalRole]
+Place = Callable[..., LocalRole]
 
 
 @pytest.fixture
 async def place(tmp_path: Path) -> AsyncIterator[Place]:
-    """Makes decode worker `index`, which needs `count` of three GPUs."""
+    """Makes decode worker `index`, which needs `count` of three GPUs, with more variables."""
     gpus, made = Gpus(["0", "1", "2"]), list[LocalRole]()
 
-    def make(index: int, count: int) -> LocalRole:
-        spec = RoleSpec("decode", index, (), {"BATON_CLUSTER_SECRET": "x" * 32}, gpus=count)
+    def make(index: int, count: int, **more: str) -> LocalRole:
+        spec = RoleSpec("decode", index, (), {"BATON_CLUSTER_SECRET": "x" * 32, **more}, gpus=count)
         made.append(LocalRole(spec, tmp_path, tmp_path / "logs", gpus, FAKE))
         return made[-1]
 
@@ -49,12 +50,16 @@ async def test_groups_get_neighbouring_gpus(tmp_path: Path) -> None:
 
 
 async def test_a_worker_waits_for_the_gpus_of_a_draining_worker(place: Place) -> None:
-    leaving, next_one = place(0, 3), place(1, 2)
+    leaving, next_one = place(0, 3, MISBEHAVIOUR="drains"), place(1, 2)
     await leaving.start()
+    pid = (await until_ready(leaving)).pid
     waiting = asyncio.create_task(next_one.start())
-    await asyncio.sleep(0)
+    stopping = asyncio.create_task(leaving.stop(signal.SIGTERM, WITHIN))
+    for _ in range(20):
+        await asyncio.sleep(0)
     assert not waiting.done()
-    await leaving.stop(signal.SIGTERM, WITHIN)
+    os.kill(pid, signal.SIGUSR1)
+    await stopping
     await asyncio.wait_for(waiting, WITHIN)
     assert await devices(next_one) == "0,1"
 

@@ -1,4 +1,4 @@
-"""What the Ray actor of a worker reserves."""
+"""What the Ray actor of a worker reserves, and which actors belong to a cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.on_ray import placement
+from baton.cluster.on_ray import actors, placement
 from baton.cluster.supervision.plan import RoleSpec
 
 WORKER = RoleSpec("decode", 0, (), {}, gpus=2, cpus=2)
@@ -33,3 +33,9 @@ def test_a_pair_reserves_the_gpus_of_both_workers_on_one_machine(monkeypatch: py
     decode = replace(WORKER, placement="pair")
     placement.strategy(decode, [replace(decode, role="prefill"), decode], "front")
     assert made == [([{"CPU": 2, "GPU": 2}, {"CPU": 2, "GPU": 2}], "STRICT_PACK")]
+
+
+def test_a_restarted_supervisor_knows_the_roles_of_the_start_and_those_added_later() -> None:
+    start = [WORKER, replace(WORKER, index=1, gpus=1)]
+    found = actors._all_roles(start, {"supervisor", "decode-0", "decode-1", "decode-3"})
+    assert found == [*start, replace(start[1], index=3)]

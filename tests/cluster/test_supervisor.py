@@ -17,7 +17,7 @@ import pytest
 import baton.cluster.supervision.runner
 import baton.cluster.supervision.supervisor
 from baton.cluster.supervision.plan import RoleName, RoleSpec
-from baton.cluster.supervision.role_process import RestartPolicy, RoleState
+from baton.cluster.supervision.role_process import Phase, RestartPolicy, RoleState
 from baton.cluster.supervision.runner import RoleRunner
 from baton.cluster.supervision.supervisor import Supervisor
 from tests.within import WITHIN
@@ -183,7 +183,7 @@ async def test_a_leaving_worker_is_off_the_list_before_it_is_stopped(tmp_path: P
     supervisor.resize("decode", 1)
     await eventually(lambda: "decode 1 forgotten" in asked)
     of_interest = [what for what in asked if what != "router 0 told"]
-    assert of_interest == ["decode 1 stopped", "decode 1 forgotten"]
+    assert of_interest == ["decode 1 stops", "decode 1 stopped", "decode 1 forgotten"]
     assert asked[0] == "router 0 told"
     assert (tmp_path / "router-0.workers").read_text().split() == list(supervisor.worker_addresses())
     await supervisor.stop(signal.SIGKILL, 0)
@@ -208,6 +208,7 @@ class Watched(RoleRunner):
         await super().set_workers(addresses, report)
 
     async def stop(self, signum: int, grace: float) -> None:
+        self._asked.append(f"{self._name} stops")
         await super().stop(signum, grace)
         self._asked.append(f"{self._name} stopped")
 
@@ -326,6 +327,69 @@ async def test_a_rolling_restart_begins_with_flipped_workers_which_are_in_their_
     order = [name for name, phase in running.events if phase == "ready"]
     assert order == ["decode 1", "prefill 0", "decode 0"]
     assert len(running.supervisor.pool("decode")) == 2
+
+
+class Late(AnyRole):
+    """A worker whose states come when the test says so, like those of an actor on another machine."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.restarts = name, 0
+        self.states: asyncio.Queue[RoleState] = asyncio.Queue()
+
+    def says(self, phase: Phase, pid: int = 0) -> None:
+        ready = {"address": f"{self.name}:{pid}"} if phase == "ready" else None
+        self.states.put_nowait(RoleState(token=f"{phase} {pid}", phase=phase, pid=pid, ready=ready))
+
+    async def changed(self, token: str) -> RoleState:
+        return await self.states.get()
+
+    async def restart(self, signum: int, grace: float) -> None:
+        self.restarts += 1
+
+    async def stop(self, signum: int, grace: float) -> None:
+        self.says("stopped")
+
+
+@pytest.fixture
+async def late(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Supervisor, Late, Late]]:
+    async def ask(*_: object) -> dict[str, str]:
+        return {}
+
+    monkeypatch.setattr(baton.cluster.supervision.supervisor, "ask_pools", ask)
+    workers = {each.name: Late(each.name) for each in (spec("decode"), spec("decode", 1))}
+    supervisor = Supervisor([spec("decode"), spec("decode", 1)], lambda each: workers[each.name])
+    running = asyncio.create_task(supervisor.run())
+    yield supervisor, workers["decode 0"], workers["decode 1"]
+    await supervisor.stop(signal.SIGTERM, 0)
+    await asyncio.wait_for(running, 10)
+
+
+async def test_the_next_worker_restarts_when_the_new_address_of_the_one_before_is_known(
+    late: tuple[Supervisor, Late, Late],
+) -> None:
+    supervisor, first, second = late
+    for worker in (first, second):
+        worker.says("ready", 1)
+    await eventually(lambda: len(supervisor.worker_addresses()) == 2)
+    restarting = asyncio.create_task(supervisor.restart_workers())
+    await eventually(lambda: first.restarts == 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert second.restarts == 0
+    first.says("ready", 2)
+    await eventually(lambda: second.restarts == 1)
+    second.says("ready", 2)
+    await asyncio.wait_for(restarting, 10)
+
+
+async def test_a_smaller_pool_drops_what_is_not_ready_before_the_highest_number(
+    late: tuple[Supervisor, Late, Late],
+) -> None:
+    supervisor, _, second = late
+    second.says("ready", 1)
+    await eventually(lambda: len(supervisor.worker_addresses()) == 1)
+    supervisor.resize("decode", 1)
+    assert [state.phase for state in supervisor.pool("decode")] == ["ready"]
 
 
 async def test_a_stop_ends_a_rolling_restart(running: Cluster) -> None:

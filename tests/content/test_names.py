@@ -15,6 +15,7 @@ from baton.content import (
     name_of_prefix,
     prompt_hints,
     salted,
+    vocabulary_fingerprint,
 )
 
 ROOT = content_root("model", "torch.bfloat16", "torch.bfloat16")
@@ -36,6 +37,13 @@ def test_the_values_never_change():
     ]
     assert name_of_prefix(names(range(130)), range(130), 80, ROOT).hex() == "d1fc3b9ea497ef0f6d44b76d343a4601"
     assert prompt_hints(range(64), ROOT, b"tenant") == [16913475121258198889]
+
+
+def test_a_vocabulary_has_one_fingerprint_in_any_order():
+    tokens = {"a": 0, "b": 1, "c": 2}
+    assert vocabulary_fingerprint(tokens) == "eaad3d466530532800bf414e231c17b4"
+    assert vocabulary_fingerprint(dict(reversed(tokens.items()))) == vocabulary_fingerprint(tokens)
+    assert vocabulary_fingerprint(tokens | {"c": 3}) != vocabulary_fingerprint(tokens)
 
 
 def test_only_full_chunks_have_names():

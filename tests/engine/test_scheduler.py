@@ -230,12 +230,12 @@ def test_a_reservation_alone_may_take_the_whole_pool() -> None:
 
 
 def test_requests_that_are_not_queued_leave_the_first_of_the_queue_its_seat_and_blocks() -> None:
-    scheduler = make(num_blocks=10, seqs=3, budget=100)
+    scheduler = make(num_blocks=11, seqs=3, budget=100)
     add(scheduler, 1, 6 * BLOCK)
     step(scheduler)
     add(scheduler, 2, 2 * BLOCK, handover=True)
     for come_in in (scheduler.reserve, scheduler.start):
-        assert come_in(EngineRequest(b"\3", [0] * (BLOCK + 1))) is None, "only one is free beside them"
+        assert come_in(EngineRequest(b"\3", [0] * (2 * BLOCK + 1))) is None, "only two are free beside them"
         live = come_in(EngineRequest(b"\3", [0]))
         assert live is not None
         assert scheduler.can_admit

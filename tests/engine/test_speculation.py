@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineRequest, SpeculativeConfig, StructuredOutput
+from baton.engine.api.stats import SpeculationStats
 from baton.engine.core.draft_counts import StepCosts, draft_counts
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.speculation import Speculation
 from tests.engine.conftest import MakeEngine, Result, TinyOf, request_of, run
 from tests.engine.drafting import draft_always
 from tests.engine.mixed_requests import mixed_requests
+from tests.engine.scheduling import add, make
 from tests.engine.test_engine import PREEMPTING, PROMPT, crowd, without_repeats
 
 THREE = SpeculativeConfig(num_speculative_tokens=3)
@@ -267,6 +270,15 @@ def test_costs_that_are_not_known_are_tried_and_old_ones_tried_again() -> None:
     for _ in range(65):
         costs.record(4, 1.0)
     assert draft_counts([0.8], [7], 1, costs) == [0], "a step without drafts comes now and then"
+
+
+def test_drafts_behind_a_wrong_one_say_nothing_of_the_drafter() -> None:
+    speculation, live = Speculation(None, 3, [1, 8]), add(make(), 1, 1)
+    speculation.record(live, 3, 1)
+    assert (live.tested, live.accepted) == (2, 1)
+    speculation.record(live, 3, 3)
+    assert (live.tested, live.accepted) == (5, 4)
+    assert speculation.stats == SpeculationStats(2, 6, 4)
 
 
 def test_a_drafter_that_was_always_wrong_is_asked_rarely_and_again_when_it_is_right(

@@ -40,6 +40,7 @@ def test_a_sender_has_a_slot_and_a_credit_for_each_frame() -> None:
     for account in (one, two):
         account.window = 2
         account.grant(3)
+        account.grant(2)  # read late
     assert [slots.take(one), slots.take(two), slots.take(one)] == [0, 1, 2]
     assert (one.has_room, two.has_room) == (False, True), "the window of the first is full"
     slots.give_back(0, unsent=False)

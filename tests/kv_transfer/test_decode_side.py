@@ -349,6 +349,16 @@ def test_a_session_whose_bytes_come_is_not_dry(
     assert not any(isinstance(message, Abort) for message, _ in session.said)
 
 
+def test_a_prefill_that_never_came_is_not_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No frame left before the deadline of the sender."""
+    world = Side(monkeypatch, Network(), progress=10.0)
+    session = committed(world, b"t" * 16)
+    session.kv_moved, world.now = 10.0, 10.0
+    header = Header(FrameType.ABORTED, b"t" * 16)
+    world.side.control(cast("Session", session), header, Aborted("deadline", 0))
+    assert world.told() == [lm.FailedIn(b"t" * 16, "deadline", False)]
+
+
 OLD, NEW = b"o" * 16, b"n" * 16
 
 

@@ -173,7 +173,7 @@ def test_a_second_commit() -> None:
     with pytest.raises(Fault):
         it.commit(Commit(FIRST, 2, 4096))
     with pytest.raises(Fault):
-        it.begin(frames_of([(0, 8)])[3])  # beyond its count
+        it.begin(frames_of([(0, 8)])[2])  # beyond its count
 
 
 # Of 3 layers the first has KV; the others have a state of 1,024 bytes and one of 512 bytes.

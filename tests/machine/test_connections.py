@@ -25,7 +25,8 @@ class Port:
         pytest.param("a a a b c", ["0"], id="the oldest of the address that has most"),
         pytest.param("b a a a b b", ["1", "2"], id="then of the next one that has most"),
         pytest.param("2001:db8::1 2001:db8::2 c d e", ["0"], id="a network of IPv6 counts as one address"),
-        pytest.param("c ::ffff:9.9.9.9 ::ffff:9.9.9.9 d e", ["1"], id="but not that of IPv4 within it"),
+        pytest.param("c ::ffff:9.9.9.9 ::ffff:9.9.9.9 d e", ["1"], id="an address of IPv4 within IPv6, too"),
+        pytest.param("c ::ffff:9.9.9.8 ::ffff:9.9.9.9 d e", ["0"], id="but not all of these"),
     ],
 )
 def test_above_the_bound_the_oldest_idle_one_of_the_busiest_address_ends(

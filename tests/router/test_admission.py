@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, MAX_RETRY_AFTER, Account, ApiKey
-from baton.router.admission.queue import Admission, Turn, TurnResult
+from baton.router.admission.queue import Admission, Entry, Turn, TurnResult
 from baton.router.errors import Overloaded, RateLimited
 from baton.router.policy.decode import FreeCapacity
 
@@ -130,6 +130,9 @@ def test_clients_try_again_when_the_waiting_tokens_will_have_drained():
     clock.now += 1000
     admission.reserve(account, 1600)
     assert admission._retry_after() == pytest.approx(1600 / 100, rel=0.1), "nothing waited meanwhile"
+    [turn] = Entry(admission, account).turns([100_000])
+    turn.end()
+    assert admission._retry_after() == pytest.approx(1600 / 100, rel=0.1), "a cancelled one has not drained"
     clock.now += 60
     assert admission._retry_after() == MAX_RETRY_AFTER
 

@@ -90,7 +90,7 @@ def test_a_pause_gives_a_key_no_advantage():
     assert abs(got["away"] - got["busy"]) <= 100
     # An empty queue in between gives none either.
     served(queue, 10**9)
-    for key in ("busy", "new"):
+    for key in ("new", "busy"):
         for _ in range(30):
             queue.push(key, 0, (key, 100))
     got = served(queue, 2000)

@@ -377,6 +377,9 @@ def test_stored_responses_are_bounded(monkeypatch: pytest.MonkeyPatch):
     assert [has("a", i) for i in ("2", "3", "big")] == [True, True, True]
     put("a", "more", 30)
     assert [has("a", i) for i in ("3", "big", "more")] == [False, False, True], "the bytes"
+    stored.delete("a", "more")
+    put("a", "whole", 100)
+    assert has("a", "whole"), "what was deleted takes no room"
     put("a", "huge", 101)
     assert not has("a", "huge")
     put("b", "b", 100)

@@ -31,6 +31,12 @@ def test_only_workers_with_capacity_are_chosen():
     assert choose([], 1, rng) is None
 
 
+def test_one_request_more_than_a_batch_has_slots_is_sent():
+    """So the worker refuses it, and its report tells the autoscaler."""
+    assert choose([load("a", running=64)], 16, random.Random(0)) == "a"
+    assert choose([load("a", running=65)], 16, random.Random(0)) is None
+
+
 def test_the_only_worker_with_capacity_is_found_among_many():
     loads = [load(str(i), free=0) for i in range(500)]
     loads[321].blocks_free = 10

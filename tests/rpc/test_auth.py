@@ -181,6 +181,11 @@ def test_the_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     path.write_bytes(b"short")
     with pytest.raises(ValueError, match=f"--cluster-secret-file {path}: .*5 bytes"):
         load_secret(path)
+    path.write_bytes(b"s" * 4096)
+    assert load_secret(path) == b"s" * 4096
+    path.write_bytes(b"s" * 4097)
+    with pytest.raises(ValueError, match=f"--cluster-secret-file {path}: .*4097 bytes"):
+        load_secret(path)
     with pytest.raises(ValueError, match=r"--cluster-secret-file .*cannot be read"):
         load_secret(tmp_path / "absent")
     monkeypatch.delenv("BATON_CLUSTER_SECRET")

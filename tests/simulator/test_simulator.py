@@ -9,7 +9,7 @@ from baton.bench.routing_sim.baselines import POLICIES
 from baton.bench.routing_sim.traces import h200, multi_turn, size
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.simulator.prefill import Outcome, Queued, Setting, Simulation, SimWorker
-from baton.simulator.trace import Session, Trace, Turn
+from baton.simulator.trace import Session, Trace, Turn, hit_tokens
 
 
 def simulate(trace: Trace, policy: str, *, workers: int = 8, changes=()) -> Outcome:
@@ -47,6 +47,9 @@ def test_a_worker_computes_one_prompt_after_another_and_evicts_the_least_recentl
     assert changes == [[], [9]]
     assert compute(7, 8) == 0
     assert changes == [[3, 2], [8, 7]], "the unused end of the prefix is evicted first"
+    assert compute(7, 8, 10, 11, 12, 13) == 128
+    assert changes == [[9, 1], [13, 12, 11, 10]], "a prompt that is too long evicts none that it shares"
+    assert hit_tokens(Turn(128, (1, 2), 0.0), {1, 2}) == 127, "the last position is computed"
 
 
 def test_no_policy_finds_more_than_one_cache_of_all_workers_would():
