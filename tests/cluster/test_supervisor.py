@@ -340,6 +340,9 @@ class Late(AnyRole):
         ready = {"address": f"{self.name}:{pid}"} if phase == "ready" else None
         self.states.put_nowait(RoleState(token=f"{phase} {pid}", phase=phase, pid=pid, ready=ready))
 
+    async def start(self) -> RoleState:
+        return RoleState(token="", phase="starting")
+
     async def changed(self, token: str) -> RoleState:
         return await self.states.get()
 

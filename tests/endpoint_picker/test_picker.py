@@ -175,7 +175,7 @@ async def test_a_streamed_body_is_read_before_the_choice_and_comes_back_unchange
 
 
 async def test_a_large_body_is_passed_on_after_its_first_part(channel: grpc.aio.Channel):
-    pieces = [os_piece * 60_000 for os_piece in (b"a", b"b", b"c") for _ in range(8)]
+    pieces = [os_piece * 2 * PIECE_BYTES for os_piece in (b"a", b"b", b"c") for _ in range(8)]
     gateway = Gateway(channel)
     await gateway.headers()
     sent = 0

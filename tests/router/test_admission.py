@@ -97,6 +97,9 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
         with admission.enter(no_limit()) as other:
             other.expect(50)
             with pytest.raises(Overloaded):
+                other.expect(80)
+            other.expect(50)
+            with pytest.raises(Overloaded):
                 other.turns([80])
             assert admission.waiting_tokens == 930
     with admission.enter(account) as unused:

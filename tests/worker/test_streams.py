@@ -137,6 +137,22 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
     attached.cancel()
 
 
+def test_a_snapshot_begins_again_when_events_are_dropped_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next part would have their number, and hide that they are missing."""
+    monkeypatch.setattr(streams, "MAX_UNREAD_CACHE_BYTES", 100)
+    feed, stream, held = CacheFeed(), RouterStream(1), set[int]()
+    feed.changed(dict.fromkeys(range(2 * MAX_CHUNKS), Tier.HOST))
+    stream.put_snapshot(feed.snapshot)
+    parts = [stream.next_message()]  # it is written now, so it counts as unread
+    [evicted] = feed.changed({0: None})
+    stream.put_cache_events(evicted)
+    while (part := stream.next_message()) is not None:
+        parts.append(part)
+    for part in filter(None, parts):
+        held = set(part.cache.host) | (set() if part.cache.reset else held)
+    assert held == {*range(1, 2 * MAX_CHUNKS)}
+
+
 async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
     async def send(message: messages.ToEngine) -> None: ...
 
