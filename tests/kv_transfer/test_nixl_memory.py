@@ -135,10 +135,12 @@ def test_metadata_that_is_not_of_this_peer(pair: tuple[NixlMemory, kv.Arena, Nix
         bad = msgspec.structs.replace(owner.export, handles=(owner.export.handles[0][:size],))
         assert reader.open(2, OWNER, bad) == NOT_SEALED
     plain = SEAL.open(owner.export.handles[0], OWNER_NAME)
+    no_room_for_the_token = (2**64 - 4 * 4096 - 8).to_bytes(8, "little")
     for handle, why in (
         (b"", "NIXL: "),
         (plain[:50], "NIXL: "),
         (b"\xff" * 8 + plain[8:], "4 slots of 4096 bytes do not fit behind their address"),
+        (no_room_for_the_token + plain[8:], "4 slots of 4096 bytes do not fit behind their address"),
     ):
         bad = msgspec.structs.replace(owner.export, handles=(SEAL.seal(handle, OWNER_NAME),))
         assert reader.open(2, OWNER, bad).startswith(why)
