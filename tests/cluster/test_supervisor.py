@@ -364,7 +364,7 @@ async def late(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Superviso
     running = asyncio.create_task(supervisor.run())
     yield supervisor, workers["decode 0"], workers["decode 1"]
     await supervisor.stop(signal.SIGTERM, 0)
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, WITHIN)
 
 
 async def test_the_next_worker_restarts_when_the_new_address_of_the_one_before_is_known(
@@ -382,7 +382,7 @@ async def test_the_next_worker_restarts_when_the_new_address_of_the_one_before_i
     first.says("ready", 2)
     await eventually(lambda: second.restarts == 1)
     second.says("ready", 2)
-    await asyncio.wait_for(restarting, 10)
+    await asyncio.wait_for(restarting, WITHIN)
 
 
 async def test_a_smaller_pool_drops_what_is_not_ready_before_the_highest_number(
