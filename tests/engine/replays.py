@@ -1,12 +1,15 @@
 """Graphs on a CPU: a replay runs again what a capture ran, on the same memory.
 
-So tests see which memory graphs read and write, and what their padding does.
+So tests see which memory graphs read and write, and what their padding does. A graph with chunks is cut in
+each layer, as on a GPU: its pieces are one run, which stops between two replays. Kernels of CPUs get the
+chunks of a step from what graphs of a GPU read of them (`WORK`), and not from the host.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -16,44 +19,117 @@ from baton.engine import Engine
 from baton.engine.execution import graphs
 from baton.engine.execution.inputs import Inputs
 from baton.engine.kernels import Kernels
-from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention import latent as latents
+from baton.engine.kernels.attention.paged import (
+    AttentionMetadata,
+    TorchPlan,
+    _prefill_group,
+    decode_group,
+    plan_attention,
+    prefill_group,
+)
+from baton.engine.kernels.state.mamba2 import Prompt, TorchStatePlan, nonzero
 
 Work = Callable[[graphs.LayerDone], None]
 
 
-class _Replay:
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self.count = 0
+class _Run:
+    """Runs work piece by piece. Its thread waits at each cut for the next replay."""
 
-    @torch.inference_mode()
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self._left = False  # the run under way is not gone on with
+        self._running = False
+        self._error: BaseException | None = None
+
+    def begin(self) -> None:
+        if self._running:  # the step before was given up
+            self._left = True
+            self.go_on()
+        self._next, self._cut = threading.Semaphore(0), threading.Semaphore(0)
+        self._running, self._left = True, False
+        threading.Thread(target=self._main, daemon=True).start()
+        self.go_on()
+
+    def go_on(self) -> None:
+        assert self._running, "a piece is replayed out of order"
+        self._next.release()
+        self._cut.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _main(self) -> None:
+        self._next.acquire()
+        try:
+            with torch.inference_mode():
+                self.work(self._pause)
+        except _Left:
+            pass
+        except BaseException as error:  # noqa: BLE001  it belongs to the thread that replays
+            self._error = error
+        self._running = False
+        self._cut.release()
+
+    def _pause(self, _: int) -> None:
+        self._cut.release()
+        self._next.acquire()
+        if self._left:
+            raise _Left
+
+
+class _Left(Exception):
+    pass
+
+
+class _Replay:
+    """A graph, or a piece of one."""
+
+    def __init__(self, run: _Run, is_first: bool) -> None:
+        self.run = run
+        self.count = 0
+        self._is_first = is_first
+
     def replay(self) -> None:
         self.count += 1
-        self._work(lambda _: None)
+        if self._is_first:
+            self.run.begin()
+        else:
+            self.run.go_on()
 
 
 class _Capture:
     def __call__(self, work: Work) -> list[_Replay]:
-        work(lambda _: None)
-        return [_Replay(work)]
+        cuts: list[int] = []
+        work(cuts.append)
+        run = _Run(work)
+        return [_Replay(run, is_first=not piece) for piece in range(len(cuts) + 1)]
 
 
-def capture_on_cpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, graphs replay steps of the engine that only decode."""
+def capture_on_cpu(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, chunk_sizes: Sequence[int] | None = None
+) -> None:
+    """From now on, graphs replay the steps of the engine. `chunk_sizes`: the rows of graphs with chunks, if
+    fewer than there would be."""
     monkeypatch.setattr(graphs, "Capture", _Capture)
     monkeypatch.setattr(
         graphs, "Inputs", lambda _, **sizes: Inputs(partial(torch.zeros, dtype=torch.uint8), **sizes)
     )
-    monkeypatch.setattr(graphs, "chunk_sizes", lambda most: [])
+    if chunk_sizes is not None:
+        monkeypatch.setattr(graphs, "chunk_sizes", lambda most: list(chunk_sizes))
+    # What is measured chooses between graphs. All of them are replayed here.
+    monkeypatch.setattr(graphs.StepGraphs, "_outlasts_launches", lambda self, rows: False)
+    monkeypatch.setattr(graphs.StepGraphs, "_drop_slow", lambda self: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    _accept_padding(monkeypatch)
+    _read_padded_steps(monkeypatch)
     runner = engine._runner
     runner.table_width = -(-engine.model_config.max_model_len // engine.block_size)
     runner.capture(64, lambda done: None)
+    engine._graph_rows = runner.graph_rows
+    engine._scheduler._mixed_rows = runner.mixed_rows
     if (drafter := runner.drafter) is not None:
         # A real graph does not keep the memory that it reads and writes.
         for graph in (*drafter._of_rows.values(), *drafter._of_guesses.values()):
-            cells = cast(Any, graph)._work.func.__closure__
+            cells = cast(Any, graph).run.work.func.__closure__
             tensors = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, Tensor)]
             assert all(tensor is drafter._hidden for tensor in tensors)
 
@@ -65,11 +141,28 @@ def replayed(engine: Engine) -> int:
     return sum(cast(_Replay, graph).count * each for (_, each), graph in drafter._of_guesses.items())
 
 
-def _accept_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels for CPUs then write nothing for rows with slot −1. Rows without a context attend to
-    something."""
-    write, write_latent, plan = Kernels.rope_and_write, Kernels.write_latent, Kernels.plan
-    plan_latent = Kernels.plan_latent
+def replayed_steps(engine: Engine) -> dict[tuple[bool, bool], int]:
+    """How many steps graphs have replayed, by whether the graphs have decodes, and chunks."""
+    made = engine._runner._graphs
+    assert made is not None
+    counts: dict[tuple[bool, bool], int] = {}
+    for size, pieces in made._forward.items():
+        kind = size.decodes, size.chunks
+        counts[kind] = counts.get(kind, 0) + cast(_Replay, pieces[-1]).count
+    return counts
+
+
+class _Latents(NamedTuple):
+    """What attends in some rows, as kernels of a GPU plan it for latents."""
+
+    rows: slice
+    plan: latents.LatentPlan
+
+
+def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for CPUs then write nothing for rows with slot −1, and take chunks from `tiles` and `scans`.
+    Rows without a context attend to nothing."""
+    write, write_latent, plan_states = Kernels.rope_and_write, Kernels.write_latent, Kernels.plan_states
 
     def rope_and_write(
         self: Kernels, qkv: Tensor, rotary: Tensor, norm: Any, kv: Any, slots: Tensor
@@ -88,14 +181,83 @@ def _accept_padding(monkeypatch: pytest.MonkeyPatch) -> None:
         write_latent(of_used, latent[used], shared[used], norm, rotary[used], kv, slots[used])
         q[used] = of_used
 
-    def seen(metadata: AttentionMetadata) -> AttentionMetadata:
-        return replace(metadata, contexts=metadata.contexts.clamp_min(1))
+    def plan(
+        self: Kernels, metadata: AttentionMetadata, heads: int, kv_heads: int, dtype: Any, span: Any = None
+    ) -> TorchPlan:
+        found = plan_attention(_unpadded(metadata), span, dtype, exact=self.exact)
+        if metadata.tiles is None:
+            return found
+        assert not self.exact, "its chunks and decodes are alike"
+        tiles = (tile[:4] for tile in metadata.tiles.tolist() if tile[2])
+        chunks = [
+            _prefill_group(
+                metadata.block_tables[request],
+                range(position, position + tokens),
+                metadata.block_size,
+                row,
+                span,
+                dtype,
+            )
+            for request, row, tokens, position in tiles
+        ]
+        return TorchPlan(found.decodes, chunks)
+
+    def attention(self: Kernels, q: Tensor, kv: Any, plan: TorchPlan, sinks: Any, scale: float) -> Tensor:
+        out = q.new_zeros(q.shape)
+        for decodes in plan.decodes:
+            out[decodes.rows] = decode_group(q[decodes.rows], kv, decodes, sinks, scale)
+        for chunk in plan.prefills:
+            out[chunk.rows] = prefill_group(q[chunk.rows], kv, chunk, sinks, scale)
+        return out
+
+    def plan_latent(
+        self: Kernels, metadata: AttentionMetadata, heads: int, shape: Any, dtype: Any, *, fp8: bool = False
+    ) -> list[_Latents]:
+        found = plan_attention(_unpadded(metadata), None, dtype)
+        groups = [TorchPlan([group], ()) for group in found.decodes]
+        groups += [TorchPlan((), [group]) for group in found.prefills]
+        return [
+            _Latents((*each.decodes, *each.prefills)[0].rows, latents.LatentPlan(each, shape.least_expanded))
+            for each in groups
+        ]
+
+    def latent_attention(
+        self: Kernels, q: Tensor, kv: Any, plan: Sequence[_Latents], heads: Any, out: Tensor | None = None
+    ) -> Tensor:
+        out = q.new_zeros((*q.shape[:2], heads.values.shape[1])) if out is None else out
+        for part in plan:
+            out[part.rows] = latents.latent_attention(q, kv, part.plan, heads)
+        return out
+
+    def states(self: Kernels, metadata: AttentionMetadata, dtype: torch.dtype) -> TorchStatePlan:
+        if metadata.prefills:
+            return plan_states(self, metadata, dtype)
+        slots, copies = metadata.state_slots, metadata.state_copies
+        assert slots is not None
+        kept = {} if copies is None else nonzero(copies)
+        scans = () if metadata.scans is None else metadata.scans.tolist()
+        prompts = []
+        for request, row, tokens, number, left, at in scans:
+            if tokens and not number:  # the first chunk of a prompt says how many tokens there are
+                own = [(end - row + 1, kept[end] - 1) for end in kept if row <= end < row + left]
+                prompts.append(Prompt(int(slots[request]), at == 0, slice(row, row + left), own))
+        metadata = _unpadded(metadata)
+        used = metadata.num_decodes
+        return TorchStatePlan(slots[:used].long(), metadata.contexts[:used] == 1, prompts)
 
     monkeypatch.setattr(Kernels, "rope_and_write", rope_and_write)
     monkeypatch.setattr(Kernels, "write_latent", staticmethod(latent))
-    monkeypatch.setattr(Kernels, "plan", lambda self, metadata, *of: plan(self, seen(metadata), *of))
-    monkeypatch.setattr(
-        Kernels,
-        "plan_latent",
-        lambda self, metadata, *of, **how: plan_latent(self, seen(metadata), *of, **how),
-    )
+    for name, emulated in (
+        ("plan", plan),
+        ("attention", attention),
+        ("plan_latent", plan_latent),
+        ("latent_attention", latent_attention),
+        ("plan_states", states),
+    ):
+        monkeypatch.setattr(Kernels, name, emulated)
+
+
+def _unpadded(metadata: AttentionMetadata) -> AttentionMetadata:
+    """With the queries that decode, without padding behind them."""
+    used = int((metadata.contexts[: metadata.num_decodes] > 0).sum())
+    return replace(metadata, num_decodes=used)

@@ -119,7 +119,7 @@ def test_an_engine_on_the_kernels_of_a_gpu(
     engine = build_engine(replace(config, overlap=True, cuda_graphs=True, speculative_config=wanted))
     monkeypatch.setattr(engine._runner, "_record", LateEvent)
     monkeypatch.setattr(engine._landings, "expect", lambda event: None)
-    capture_on_cpu(engine, monkeypatch)
+    capture_on_cpu(engine, monkeypatch, chunk_sizes=[64])
     graphs = engine._runner._graphs
     assert graphs is not None
     work = tile_work([(0, 64)], 4, graphs._widths.tile, graphs._widths.programs)

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ from baton.engine.execution.inputs import Inputs, read_by_device
 from baton.engine.kernels import parts
 from baton.engine.layers.ranks import Ranks
 from tests.device import DEVICE
-from tests.engine.conftest import MakeEngine, request_of
+from tests.engine.conftest import MakeEngine, TinyOf, request_of, tokens_of
+from tests.engine.replays import capture_on_cpu, replayed_steps
 from tests.engine.scheduling import hooks_to
 
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 2, 15, 16, 17, 40, 70, 100)]
@@ -169,7 +171,9 @@ class LayersSeen:
 
 
 @pytest.mark.parametrize("budget", [1024, 48])
-def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(tiny_engine: MakeEngine, budget: int) -> None:
+def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
+    tiny_engine: MakeEngine, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With and without graphs, for prompts alone and together, whole and in chunks, beside a decode."""
     seen: list[LayersSeen] = []
     tokens: list[dict[bytes, list[int]]] = []
@@ -183,6 +187,8 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(tiny_engine: Mak
             max_num_batched_tokens=budget,
             max_num_seqs=8,
         )
+        if graphs and DEVICE == "cpu":
+            capture_on_cpu(engine, monkeypatch)
         sink.order.clear()
         found: dict[bytes, list[int]] = {decoding.id: []}
         engine.add(decoding)
@@ -197,6 +203,8 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(tiny_engine: Mak
                         engine.release(output.id)
         engine.cancel(decoding.id)
         engine.assert_whole()
+        if graphs and DEVICE == "cpu":
+            assert all(replayed_steps(engine).values()), "of each kind"
         layers = engine.model_config.num_layers
         assert sink.order == list(range(layers)) * (len(sink.order) // layers)
         seen.append(sink)
@@ -212,3 +220,25 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(tiny_engine: Mak
     for key, value in plain.kv.items():
         # Products of other numbers of rows round differently. KV that is not written yet differs far more.
         torch.testing.assert_close(replayed.kv[key], value, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU all engine tests have graphs")
+@pytest.mark.parametrize("kind", ["Llama", "GptOss", "DeepseekV3", "Bamba"])
+def test_graphs_with_chunks_read_what_the_step_says(
+    tiny_engine: MakeEngine, tiny_of: TinyOf, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts alone, together and beside decodes, in chunks: attention, latents between graphs, states."""
+    requests = [
+        request_of(number, prompt, max_tokens=4, ignore_eos=True) for number, prompt in enumerate(PROMPTS)
+    ]
+    config: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 4}
+    make = partial(
+        tiny_engine, model=str(tiny_of(kind)), num_blocks=160, enable_prefix_caching=True, **config
+    )
+    expected = tokens_of(make(), requests)
+    engine = make()
+    capture_on_cpu(engine, monkeypatch)
+    for _ in range(2):  # then with what the prefix cache has, and with copies of states
+        assert tokens_of(engine, requests) == expected
+    counts = replayed_steps(engine)
+    assert all(counts.values()), counts
