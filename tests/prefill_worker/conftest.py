@@ -1,0 +1,266 @@
+"""The engine process of a prefill worker, as far as its prefill role: the engine, sender, receiver and tables
+are real, and the test plays the service process and the transfer process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from baton.engine import EngineConfig, EngineRequest, SamplingParams, StepResult
+from baton.kv_transfer import Arena, ArenaEnd, Heartbeat, TraceWriter, channel_pair
+from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.endpoint import Transport
+from baton.kv_transfer.protocol import local_messages as local
+from baton.kv_transfer.protocol.frame import Header
+from baton.kv_transfer.wait import wait
+from baton.prefill_worker.role import PrefillRole, SenderSink
+from baton.worker import messages
+from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.loop import Parts, Roles
+from baton.worker.engine_process.paged_kv import paged_kv
+from baton.worker.engine_process.prefix_fetches import PrefixFetches
+from baton.worker.engine_process.start import EngineProcessConfig
+from baton.worker.ipc import ServiceLink
+from baton.worker.messages import Code, Origin, PlanRange, Work
+from tests.cluster_helpers import tiny_model
+from tests.stand_in import stand_in
+
+M = TypeVar("M")
+SLOTS, SLOT_BYTES = 16, 16 << 10
+STREAM = 7
+TURN = 0.001
+"""Seconds of a turn that hears nothing: no descriptor says that the sender's thread has nothing to do."""
+
+
+class Worker:
+    """
+    Attributes:
+        outgoing, incoming: the transfer process's ends of the channels of the sender and of the receiver.
+    """
+
+    def __init__(self, model: Path, incarnation: int = 1, **options: Any) -> None:
+        settings: dict[str, Any] = {
+            "load_format": "dummy",
+            "dtype": "float32",
+            "device": "cpu",
+            "num_blocks": 40,
+            "block_size": 4,
+            "max_num_batched_tokens": 16,
+            "max_num_seqs": 8,
+            "enable_prefix_caching": False,
+        }
+        config = EngineConfig(str(model), **(settings | options))
+        self.incarnation = incarnation
+        self._sent: list[messages.FromEngine] = []
+        self.arena, self.landing = (Arena.create(SLOTS, SLOT_BYTES) for _ in range(2))
+        self._landed = itertools.cycle(range(SLOTS))
+        (sending, outgoing), (receiving, incoming) = channel_pair(), channel_pair()
+        self.outgoing = Channel(outgoing, local.FromSender)
+        self.incoming = Channel(incoming, local.FromReceiver)
+        trace, attempts = TraceWriter(None, ""), Attempts(self._sent.append)
+        self._inbox: list[Any] = []
+        self._slices: list[tuple[Header, bytes]] = []
+        self.parts = Parts(
+            stand_in(EngineProcessConfig, engine=config, files=None, incarnation=incarnation),
+            stand_in(ServiceLink, send=lambda message: None),
+            Heartbeat.create(),
+            Transport(ArenaEnd(sending, self.arena), ArenaEnd(receiving, self.landing), trace),
+            trace,
+            attempts,
+        )
+        sink = SenderSink(trace, attempts)
+        self.engine = self.parts.start_engine(sink.prefill_started, sink.layer_done)
+        self.receiver = self.parts.transport.receiver(paged_kv(self.engine))
+        fetches = PrefixFetches(
+            self.engine, self.receiver, incarnation, self.parts.counts, self.parts.links, trace
+        )
+        self.role = PrefillRole(self.parts, self.engine, sink, self.receiver, fetches)
+        self.roles = Roles(self.engine, [self.role], self.parts)
+
+    # Of the service process
+
+    def prefill(
+        self, prefill_id: bytes, tokens: int, *, max_tokens: int = 8, handover: bool = True, **how: Any
+    ) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        request = EngineRequest(prefill_id, list(range(3, 3 + tokens)), sampling=sampling)
+        work = Work(request, 60.0, Origin(prefill_id, "r", "", 0.0))
+        self.roles.handle(messages.Prefill(STREAM, work, handover, **how))
+
+    def cancel(self, prefill_id: bytes) -> None:
+        self.roles.handle(messages.Cancel(STREAM, prefill_id))
+
+    @property
+    def sent(self) -> list[messages.FromEngine]:
+        """To the service process."""
+        self.parts.attempts.flush()
+        return self._sent
+
+    def of(self, kind: type[M]) -> list[M]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    @property
+    def tokens(self) -> list[tuple[bytes, int, str]]:
+        said = [token for message in self.of(messages.Tokens) for token in message.tokens]
+        return [(token.id, token.output_index, token.finish_reason) for token in said]
+
+    @property
+    def failures(self) -> list[Code]:
+        return [message.code for message in self.of(messages.AttemptFailed)]
+
+    # Of the loop
+
+    def step(self) -> StepResult:
+        result = self.engine.step()
+        self.roles.after_step(result)
+        return result
+
+    def compute(self) -> None:
+        """Steps until there is nothing to compute."""
+        while self.engine.has_work:
+            self.step()
+
+    def move(self) -> None:
+        """Waits for a report of the sender."""
+        assert self.role.kv_fd in wait([self.role.kv_fd], 10.0), "the sender reports nothing"
+        self.roles.move_kv(math.inf)
+
+    def take_in(self, *kinds: type) -> None:
+        """Handles events of these kinds from the receiver, as the decode role does."""
+        left = [*kinds]
+        while left:
+            within = self.receiver.poll_within
+            assert wait([self.receiver.fileno()], within or 10.0) or within, f"no {left}"
+            for event in self.receiver.poll():
+                assert isinstance(event, left.pop(0))
+                assert self.role.fetched(event)
+
+    @property
+    def idle(self) -> bool:
+        return self.engine.idle and not self.parts.attempts and self.role.empty and self.receiver.idle
+
+    # Of the transfer process
+
+    def told(self, kind: type[M]) -> M:
+        """The next message of this kind from the sender. Those of other kinds are dropped."""
+        while True:
+            while self._inbox:
+                if isinstance(message := self._inbox.pop(0), kind):
+                    return message
+            assert self._hear(10.0), f"no {kind.__name__}"
+
+    def slices(self, count: int) -> list[tuple[Header, bytes]]:
+        """That many slices that the sender has handed over."""
+        while len(self._slices) < count:
+            assert self._hear(10.0), f"{len(self._slices)} slices"
+        return [self._slices.pop(0) for _ in range(count)]
+
+    def _hear(self, within: float) -> bool:
+        """Takes what the sender says, and gives it back its slots."""
+        if not wait([self.outgoing.fileno()], within):
+            return False
+        for message in self.outgoing.receive():
+            if isinstance(message, local.SlicesOut):
+                for each in message.slices:
+                    data = bytes(self.arena.slot(each.slot)[: each.header.length])
+                    self._slices.append((each.header, data))
+                    self.outgoing.send(local.SlotFree(each.slot, unsent=False))
+            else:
+                self._inbox.append(message)
+        return True
+
+    def forget(self) -> None:
+        """Drops what the worker has said so far."""
+        while self._hear(0.0):
+            pass
+        for said in (self._sent, self._inbox, self._slices):
+            said.clear()
+
+    def asks(self) -> local.FetchIn:
+        """The next fetch of the receiver."""
+        while True:
+            assert wait([self.incoming.fileno()], 10.0), "no FetchIn"
+            for message in self.incoming.receive():
+                if isinstance(message, local.FetchIn):
+                    return message
+
+    def arrive(self, slices: Sequence[tuple[Header, bytes]]) -> None:
+        """These slices of another worker have come."""
+        for header, data in slices:
+            slot = next(self._landed)
+            self.landing.slot(slot)[: len(data)] = data
+            self.incoming.send(local.Arrived(header, slot, "float32"))
+
+    def complete(self, commit: local.CommitOut) -> None:
+        """So has its COMMIT."""
+        self.incoming.send(
+            local.Complete(
+                commit.transfer_id, commit.first_token, commit.frames, commit.size, 0.5, 1.0, 2.0, 2.5
+            )
+        )
+
+    def settle(self) -> None:
+        """Goes on, as the loop does, until nothing is in use."""
+        until = time.monotonic() + 10.0
+        while not self.idle:
+            assert time.monotonic() < until, "something is left behind"
+            if self.engine.has_work:
+                self.step()
+            self._hear(TURN)
+            self.roles.move_kv(math.inf)
+            for event in self.receiver.poll():
+                assert self.role.fetched(event)
+        self.engine.assert_whole()
+
+    def released(self, prefill_id: bytes, reason: str) -> None:
+        self.outgoing.send(local.ReleasedOut(prefill_id, reason))
+        self.move()
+
+    def fetched(self, prefill_id: bytes, transfer_id: bytes, *ranges: tuple[int, int]) -> None:
+        """Another worker asks for these positions."""
+        self.outgoing.send(
+            local.StartOut(prefill_id, transfer_id, 1, SLOT_BYTES, SLOTS, ranges), local.Granted(1, 99, False)
+        )
+
+    def close(self) -> None:
+        self.role.shutdown()
+        self.receiver.shutdown()
+        self.engine.close()
+        for channel in (self.outgoing, self.incoming):
+            channel.sock.close()
+
+
+def plan(*ranges: tuple[bytes, int, int, int]) -> tuple[PlanRange, ...]:
+    """Of (prefill id, incarnation, start, stop)."""
+    return tuple(PlanRange(of, "127.0.0.1:1", incarnation, *span) for of, incarnation, *span in ranges)
+
+
+@contextmanager
+def workers(model: Path, count: int = 1, **options: Any) -> Iterator[Sequence[Worker]]:
+    """With incarnations from 1 on. All of them must be idle at the end."""
+    made = [Worker(model, number + 1, **options) for number in range(count)]
+    try:
+        yield made
+        for worker in made:
+            worker.settle()
+    finally:
+        for worker in made:
+            worker.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("prefill_worker"))
+
+
+@pytest.fixture
+def worker(model: Path) -> Iterator[Worker]:
+    with workers(model) as [made]:
+        yield made

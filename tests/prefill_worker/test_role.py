@@ -1,0 +1,202 @@
+"""The prefill role: orders of events, cancels, ends, and what it gives to a decode on its worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.content import extend_names, salted
+from baton.kv_transfer.protocol import local_messages as local
+from baton.worker import messages
+from baton.worker.messages import Code
+
+from .conftest import STREAM, Worker, workers
+
+P, Q, D, E, T = (letter * 16 for letter in (b"p", b"q", b"d", b"e", b"t"))
+
+
+def test_a_handover_from_its_queue_to_its_ack(worker: Worker) -> None:
+    worker.prefill(P, 20, report_start=True)
+    assert not worker.sent, "it is queued"
+    assert worker.told(local.Offer) == local.Offer(P), "its FETCH may wait"
+    worker.step()
+    assert worker.sent == [messages.PrefillStarted(STREAM, P)]
+    worker.fetched(P, T, (0, 20))
+    header, _ = worker.slices(1)[0]
+    assert (header.piece.layer, header.piece.token_start) == (0, 0), "before all is computed"
+    worker.compute()
+    assert worker.tokens == [(P, 0, "")]
+    assert [type(message) for message in worker.sent[1:]] == [messages.Tokens, messages.Prefilled]
+    [token] = worker.of(messages.Tokens)[0].tokens
+    assert worker.told(local.CommitOut).first_token.token_id == token.token
+    assert worker.engine.has(P), "another worker may still read its blocks"
+    worker.released(P, "acked")
+    assert worker.idle
+    assert not worker.failures
+
+
+def test_the_first_token_alone_is_no_matter_of_the_sender(worker: Worker) -> None:
+    worker.prefill(P, 20, max_tokens=1, handover=False)
+    worker.compute()
+    assert worker.tokens == [(P, 0, "length")]
+    assert worker.idle
+    assert not worker.outgoing.receive()
+
+
+def test_a_handover_whose_token_is_the_last_is_closed(worker: Worker) -> None:
+    worker.prefill(P, 20, max_tokens=1)
+    worker.compute()
+    assert worker.tokens == [(P, 0, "length")]
+    assert worker.told(local.CloseOut) == local.CloseOut(P, "finished")
+    worker.move()
+    assert worker.idle
+    assert not worker.failures, "its router has the token"
+
+
+CANCELLED: list[tuple[str, Callable[[Worker], object]]] = [
+    ("queued", lambda worker: None),
+    ("between two chunks", Worker.step),
+    ("held", Worker.compute),
+]
+
+
+@pytest.mark.parametrize(("when", "until"), CANCELLED, ids=[when for when, _ in CANCELLED])
+@pytest.mark.parametrize("is_fetched", [False, True], ids=["", "fetched"])
+def test_a_cancel_ends_a_prefill_once(
+    worker: Worker, when: str, until: Callable[[Worker], object], is_fetched: bool
+) -> None:
+    """Its blocks are free when the sender reads them no more, and not before."""
+    worker.prefill(P, 20)
+    worker.told(local.Offer)
+    if is_fetched:
+        worker.fetched(P, T, (0, 20))
+    until(worker)
+    said = len(worker.tokens)
+    worker.cancel(P)
+    worker.cancel(P)
+    assert worker.engine.has(P) is (when != "queued")
+    assert worker.told(local.CloseOut) == local.CloseOut(P, "cancelled")
+    worker.settle()
+    assert len(worker.tokens) == said, "its router needs no more"
+    assert len(worker.of(messages.Cancelled)) == 1
+    assert not worker.failures
+
+
+def test_an_id_is_free_when_the_blocks_are(worker: Worker) -> None:
+    worker.prefill(P, 20)
+    worker.compute()
+    worker.prefill(P, 20)
+    assert worker.failures == [Code.INVALID]
+    worker.cancel(P)
+    worker.prefill(P, 20)
+    assert worker.failures == [Code.INVALID] * 2, "the sender has not released it"
+    worker.settle()
+    worker.prefill(P, 20)
+    worker.cancel(P)
+    assert len(worker.failures) == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "codes"), [("acked", []), ("deadline", [Code.DROPPED]), ("reused", [Code.INVALID])]
+)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_why_a_prefill_was_released(worker: Worker, reason: str, codes: list[Code], chunks: int) -> None:
+    """Also between two chunks, of which the second is then not computed."""
+    worker.prefill(P, 20)
+    for _ in range(chunks):
+        worker.step()
+    worker.released(P, reason)
+    assert worker.failures == codes
+    assert worker.idle
+
+
+def test_the_order_of_a_decode_here_and_its_prefill(worker: Worker) -> None:
+    """The decode gets the blocks when no other worker reads them."""
+    assert worker.role.take(P, D) is None, "there is none"
+    worker.prefill(P, 20)
+    assert worker.role.take(P, D) is False, "it has no token"
+    assert worker.role.take(P, E) is None, "another decode has it"
+    worker.compute()
+    assert worker.told(local.CloseOut) == local.CloseOut(P, "gone"), "no other worker may fetch it"
+    assert worker.role.take(P, D) is False
+    worker.move()
+    assert worker.role.take(P, D) is True
+    worker.role.let_go(P, E, resumed=True)
+    assert worker.role.owns(P), "that was not its decode"
+    assert worker.engine.resume(P, D) is not None
+    worker.role.let_go(P, D, resumed=True)
+    assert not worker.role.owns(P)
+    worker.compute()
+    assert worker.idle
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_decode_here_that_ends_before_it_goes_on(worker: Worker, is_held: bool) -> None:
+    worker.prefill(P, 20)
+    if is_held:
+        worker.compute()
+    worker.role.take(P, D)
+    worker.role.let_go(P, D, resumed=False)
+    worker.settle()
+    assert worker.role.take(P, E) is None
+    assert not worker.failures
+
+
+def test_spare_is_what_no_worker_wants_in_order_of_arrival(worker: Worker) -> None:
+    for prefill_id in (P, Q, D, E):
+        worker.prefill(prefill_id, 8)
+    assert not list(worker.role.spare()), "nothing is computed"
+    worker.compute()
+    worker.outgoing.send(local.FetchWaits(Q))
+    worker.outgoing.send(local.PinOut(T, (), 0))
+    worker.move()  # so Q was heard of, too
+    worker.role.take(E, T)
+    assert worker.role.wanted(Q)
+    assert list(worker.role.spare()) == [P, D]
+    worker.role.drop(P)
+    assert list(worker.role.spare()) == [D]
+    assert worker.failures == [Code.DROPPED]
+    for prefill_id in (Q, D, E):
+        worker.cancel(prefill_id)
+
+
+def test_what_the_prefix_cache_has_is_sent_with_the_first_layer(model: Path) -> None:
+    """Other ranks may compute cached positions until they come to this step."""
+    with workers(model, enable_prefix_caching=True) as [worker]:
+        worker.prefill(P, 20, handover=False)
+        worker.compute()
+        worker.prefill(Q, 21)
+        worker.fetched(Q, T, (0, 21))
+        worker.compute()
+        pieces = [header.piece for header, _ in worker.slices(4)]
+        spans = sorted((p.layer, p.token_start, p.token_start + p.token_count) for p in pieces)
+        assert spans == [(0, 0, 20), (0, 20, 21), (1, 0, 20), (1, 20, 21)]
+        assert worker.told(local.CommitOut).frames == 4
+        assert worker.parts.counts.prompt_tokens_cached == 20
+        worker.released(Q, "acked")
+
+
+def test_a_pin_lasts_until_it_is_released(model: Path) -> None:
+    with workers(model, enable_prefix_caching=True, max_num_batched_tokens=64, num_blocks=200) as [worker]:
+        worker.prefill(P, 130, handover=False)
+        worker.compute()
+        names: list[bytes] = []
+        extend_names(names, list(range(3, 133)), 128, salted(worker.engine.content_root, b""))
+        for pin_id, chunks in ((Q, tuple(names)), (D, (b"x" * 16,))):
+            worker.outgoing.send(local.PinOut(pin_id, chunks, 0))
+            worker.move()
+        assert worker.told(local.Pinned) == local.Pinned(Q, 2)
+        assert worker.told(local.CloseOut) == local.CloseOut(D, "gone")
+        assert not worker.role.empty
+        worker.fetched(Q, T, (0, 128))
+        assert worker.told(local.CommitOut).frames == len(worker.slices(4)), "a slot has 64 positions"
+        worker.released(Q, "acked")
+        assert worker.role.empty
+
+
+def test_a_worker_without_a_cache_has_nothing_to_pin(worker: Worker) -> None:
+    worker.outgoing.send(local.PinOut(Q, (b"x" * 16,), 0))
+    worker.move()
+    assert worker.told(local.CloseOut) == local.CloseOut(Q, "unsupported")

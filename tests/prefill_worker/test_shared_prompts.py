@@ -1,0 +1,239 @@
+"""Parts of a shared prompt: two workers compute one prompt, in all orders of events, and lose each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from baton.kv_transfer import Began, FetchFailed, Injected
+from baton.kv_transfer.protocol import local_messages as local
+from baton.worker import messages
+from baton.worker.engine_process import parts
+from baton.worker.engine_process.parts import pair_id
+from baton.worker.messages import Code
+
+from .conftest import STREAM, Worker, plan, workers
+
+A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
+PAIR = pair_id(A, B)
+PLAN = plan((A, 1, 0, 16), (B, 2, 16, 30))
+
+
+class Pair(NamedTuple):
+    """The workers of a prompt of 30 tokens. The first one computes 16 of them. The second one has asked for
+    their KV, and has the final part."""
+
+    first: Worker
+    last: Worker
+    fetch: local.FetchIn
+
+    def bring(self, layer: int) -> None:
+        """KV of a layer comes to the last worker."""
+        slices = self.first.slices(1)
+        assert [header.piece.layer for header, _ in slices] == [layer]
+        self.last.arrive(slices)
+
+    def commit(self) -> None:
+        self.last.complete(self.first.told(local.CommitOut))
+
+
+@pytest.fixture(scope="module")
+def both(model: Path) -> Iterator[tuple[Worker, Worker]]:
+    with workers(model, 2) as [first, last]:
+        yield first, last
+
+
+@pytest.fixture
+def pair(both: tuple[Worker, Worker]) -> Iterator[Pair]:
+    first, last = both
+    for worker in both:
+        worker.forget()
+    first.prefill(A, 16, plan=PLAN)
+    last.prefill(B, 30, plan=PLAN, report_start=True)
+    fetch = last.asks()
+    assert (fetch.prefill_id, fetch.incarnation, fetch.ranges) == (PAIR, 1, ((0, 16),))
+    first.fetched(PAIR, fetch.transfer_id, *fetch.ranges)
+    yield Pair(first, last, fetch)
+    for worker, attempt_id in ((first, A), (last, B)):
+        if worker.role.owns(attempt_id):
+            worker.cancel(attempt_id)
+        worker.settle()
+
+
+def all_before(pair: Pair) -> None:
+    pair.bring(0)
+    pair.bring(1)
+    pair.commit()
+    pair.last.take_in(Began, Injected)
+    pair.last.compute()
+
+
+def commit_last(pair: Pair) -> None:
+    pair.bring(0)
+    pair.bring(1)
+    pair.last.take_in(Began)
+    pair.last.compute()
+    assert not pair.last.tokens, "its KV may still turn out to be wrong"
+    pair.commit()
+    pair.last.take_in(Injected)
+
+
+def a_layer_within_the_step(pair: Pair) -> None:
+    pair.bring(0)
+    pair.last.take_in(Began)
+    pair.bring(1)
+    pair.commit()
+    pair.last.compute()
+    if not pair.last.tokens:
+        pair.last.take_in(Injected)
+
+
+@pytest.mark.parametrize("order", [all_before, commit_last, a_layer_within_the_step])
+def test_a_shared_prompt_has_the_token_of_one_worker(
+    pair: Pair, order: Callable[[Pair], None], model: Path
+) -> None:
+    first, last, _ = pair
+    first.compute()
+    assert first.tokens == [(A, 0, "length")], "it says that the part is computed"
+    assert not last.engine.has_work, "no step computes the first range, as far as it knows"
+    assert not last.of(messages.PrefillStarted)
+    order(pair)
+    assert last.of(messages.PrefillStarted) == [messages.PrefillStarted(STREAM, B)]
+    assert last.tokens == [(B, 0, "")]
+    last.fetched(B, b"t" * 16, (0, 30))
+    pieces = [header.piece for header, _ in last.slices(2)]
+    assert [(piece.layer, piece.token_start, piece.token_count) for piece in pieces] == [
+        (0, 0, 30),
+        (1, 0, 30),
+    ]
+    assert last.told(local.CommitOut).frames == 2
+    with workers(model) as [alone]:
+        alone.prefill(C, 30, handover=False)
+        alone.compute()
+        tokens = [worker.of(messages.Tokens)[0].tokens[0].token for worker in (alone, last)]
+        assert tokens[0] == tokens[1]
+    last.released(B, "acked")
+    first.released(PAIR, "acked")
+    assert (first.idle, last.idle) == (True, True)
+    assert not first.failures + last.failures
+
+
+@pytest.mark.parametrize("when", ["before its range", "after its step"])
+def test_a_part_fails_with_the_kv_that_it_needs(pair: Pair, when: str) -> None:
+    first, last, fetch = pair
+    first.compute()
+    if when == "after its step":
+        pair.bring(0)
+        pair.bring(1)
+        last.take_in(Began)
+        last.compute()
+    last.incoming.send(local.FailedIn(fetch.transfer_id, "lost", retry=True))
+    last.take_in(FetchFailed)
+    last.settle()
+    assert last.failures == [Code.DROPPED]
+    assert not last.tokens
+    assert last.parts.counts.prompt_parts_failed > 0
+
+
+def test_a_step_waits_for_kv_within_a_bound(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the result of the step is of no use, though the KV comes later."""
+    monkeypatch.setattr(parts, "STEP_WAIT", 0.0)
+    first, last, _ = pair
+    first.compute()
+    pair.bring(0)
+    last.take_in(Began)
+    last.step()
+    assert last.failures == [Code.DROPPED]
+    last.settle()
+    assert not last.tokens
+    assert last.told(local.CloseOut) == local.CloseOut(B, "gone"), "nor does a decode worker get any of it"
+
+
+@pytest.mark.parametrize("when", ["before its range", "begun", "computed", "complete"])
+def test_a_cancel_of_a_part_ends_all_its_transfers(pair: Pair, when: str) -> None:
+    first, last, _ = pair
+    first.compute()
+    moments = ["before its range", "begun", "computed", "complete"]
+    if when != moments[0]:
+        pair.bring(0)
+        pair.bring(1)
+        last.take_in(Began)
+    if when in moments[2:]:
+        last.compute()
+    if when == moments[3]:
+        pair.commit()
+        last.take_in(Injected)
+    last.cancel(B)
+    assert last.told(local.CloseOut) == local.CloseOut(B, "cancelled")
+    last.settle()
+    assert len(last.tokens) == (when == "complete")
+    assert not last.failures
+
+
+@pytest.mark.parametrize(
+    ("reason", "codes"), [("acked", []), ("deadline", [Code.DROPPED]), ("reused", [Code.DROPPED])]
+)
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_a_part_that_another_worker_should_read(
+    pair: Pair, reason: str, codes: list[Code], is_computed: bool
+) -> None:
+    first, _, _ = pair
+    if is_computed:
+        first.compute()
+    first.released(PAIR, reason)
+    first.compute()
+    first.settle()
+    assert first.failures == codes
+
+
+def test_a_decode_here_may_take_the_final_part_alone(pair: Pair) -> None:
+    first, last, _ = pair
+    first.compute()
+    assert first.role.take(A, C) is None, "it has no token"
+    commit_last(pair)
+    assert last.role.take(B, C) is False
+    last.move()
+    assert last.role.take(B, C) is True
+    assert not list(last.role.spare())
+    last.role.let_go(B, C, resumed=False)
+    last.settle()
+
+
+def test_a_part_is_refused_if_its_plan_is_wrong_or_its_blocks_do_not_fit(worker: Worker) -> None:
+    worker.prefill(A, 16, plan=plan((A, 1, 0, 16), (B, 1, 16, 30)))
+    assert worker.failures == [Code.INVALID], "a worker computes one part of a prompt"
+    worker.prefill(B, 300, plan=plan((A, 2, 0, 150), (B, 1, 150, 300)))
+    assert worker.failures == [Code.INVALID, Code.NO_ROOM]
+    assert worker.told(local.CloseOut) == local.CloseOut(pair_id(B, A), "gone")
+    assert not list(worker.role.spare())
+
+
+def test_a_part_with_several_ranges_computes_each_after_the_range_before(model: Path) -> None:
+    """A has positions 0 to 8 and 16 to 24, and B the others. Each range begins with the KV before it."""
+    spans = plan((A, 1, 0, 8), (B, 2, 8, 16), (A, 1, 16, 24), (B, 2, 24, 30))
+    with workers(model, 2, max_num_batched_tokens=64) as [first, last]:
+        first.prefill(A, 24, plan=spans)
+        last.prefill(B, 30, plan=spans)
+        begun: list[tuple[bytes, int, int]] = []
+        fetches = [first.asks(), last.asks()]
+        assert [fetch.ranges for fetch in fetches] == [((8, 16),), ((0, 8), (16, 24))]
+        last.fetched(fetches[0].prefill_id, fetches[0].transfer_id, *fetches[0].ranges)
+        first.fetched(fetches[1].prefill_id, fetches[1].transfer_id, *fetches[1].ranges)
+        for near, far, prefill_id in ((first, last, A), (last, first, B), (first, last, A), (last, first, B)):
+            assert not far.engine.has_work, "no two ranges begin before the KV between them"
+            chunk = near.step().prompts[prefill_id]
+            begun.append((prefill_id, chunk.start, chunk.stop))
+            if chunk.stop < 30:
+                far.arrive(near.slices(2))
+                far.take_in(Began)
+        assert begun == [(A, 0, 8), (B, 8, 16), (A, 16, 24), (B, 24, 30)]
+        for near, far in ((first, last), (last, first)):
+            far.complete(near.told(local.CommitOut))
+            far.take_in(Injected)
+        assert last.tokens == [(B, 0, "")]
+        first.released(pair_id(A, B), "acked")
+        last.released(pair_id(B, A), "acked")
+        last.cancel(B)
