@@ -203,13 +203,15 @@ def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.M
     store.close()
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("dtype", "order"), [*zip(("float32", "bfloat16", FP8), ORDERS, strict=False)])
 def test_the_store_of_a_gpu_without_one(
-    kernel_device: str, dtype: str, order: str, monkeypatch: pytest.MonkeyPatch
+    kernel_device: str, dtype: str, order: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel_device != "cpu":
         pytest.skip("the same is tested on the GPU")
     cuda_on_cpu.use(monkeypatch)
+    cuda_on_cpu.be_late(range(9) if late else ())
     kv = paged(dtype, "cpu", order)
     assert BlockLines(kv).block_bytes == kv.layout.bytes_per_token * BLOCK
     check_copies(kv, CudaStore(kv, 5, lambda: None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,8 +16,8 @@ import torch
 from baton.content.cache_kinds import KINDS, CacheKind, CachePart
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
-from baton.kv_transfer.cuda_memory import DeviceMemory, Slots, copy
-from baton.kv_transfer.device import copy_kernels, cuda_pool
+from baton.kv_transfer.cuda_memory import DeviceMemory, Slots
+from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
@@ -92,7 +91,7 @@ def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str, order: s
     sender, receiver = make(source, arena), make(target, arena)
     tables = sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)
     for few in batches(source.layout, 2048):
-        sender.gather([Staged(piece, slot, tables[0]) for slot, piece in few])
+        assert sender.passed(sender.gather([Staged(piece, slot, tables[0]) for slot, piece in few]))
         for event in receiver.scatter([Staged(piece, slot, tables[1], sent) for slot, piece in few]):
             assert receiver.passed(event)
     return target
@@ -115,7 +114,8 @@ def pulled(
     assert bool(receiver._landings) is (sent != kept), "only what is converted needs them"
     tables, whole = (sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)), []
     for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
-        sender.gather([Staged(piece, slot, tables[0], generation=generation) for slot, piece in few])
+        batch = [Staged(piece, slot, tables[0], generation=generation) for slot, piece in few]
+        assert sender.passed(sender.gather(batch))
         if generation == 1:
             assert sender._exported is not None
             damage(sender._exported)
@@ -150,32 +150,53 @@ def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: str, kept: str) 
             assert torch.equal(tensor, expected)
 
 
-def test_a_token_is_looked_at_after_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_looked_at_after_its_copy() -> None:
     """The look waits for the current stream only."""
-    current: list[Any] = []
-    copied_on: list[Any] = []
-
-    @contextmanager
-    def stream(entered: Any) -> Iterator[None]:
-        current.append(entered)
-        yield
-        current.pop()
-
-    def noted(to: int, source: int, size: int, stream: Any) -> None:
-        copied_on.append(stream)
-        assert current, "the stream of the copy is not the current one"
-        assert current[-1].cuda_stream == stream
-        copy(to, source, size, 0)
-
-    kv = cache("bfloat16", 16, 1)
-    pool = CudaPool(kv, Arena.create(SLOTS, SLOT_BYTES), exported=True)
-    monkeypatch.setattr(pool._pulls, "cuda_stream", 7, raising=False)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(cuda_pool, "copy", noted)
+    cuda_on_cpu.be_late(range(9))
+    pool = CudaPool(cache("bfloat16", 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=True)
     export = DeviceMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, os.urandom(16)).export
     pool.adopt(export)
     pool.open(export, "bfloat16")
-    assert copied_on == [7, 7]
+
+
+@pytest.mark.parametrize("late", [*range(7)])
+@pytest.mark.parametrize(("sent", "kept"), DTYPES[::2])
+def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
+    """Streams of the sender's pool (1 to 3), of the receiver's (4 to 6), or that of the steps. The host waits
+    for nothing until all is launched."""
+    source, target = cache(sent, 16, 1), cache(kept, 32, 2)
+    pools = [CudaPool(kv, Arena.create(SLOTS, SLOT_BYTES), exported=True) for kv in (source, target)]
+    sender, receiver = pools
+    tables = sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)
+    memory = receiver.open(sender.export(), sent)
+    cuda_on_cpu.be_late([late])
+    kv = source.layers[0]
+    few = list(enumerate(pieces(source.layout, SLOT_BYTES)[: staging.LANDINGS + 3]))
+    kv = source.layers[0]
+    computed = torch.randn(kv.shape).to(kv.dtype)
+    cuda_on_cpu.launch(lambda: kv.copy_(computed))
+    after = [sender.record()]
+    written = [sender.gather([Staged(piece, slot, tables[0], generation=1)], after) for slot, piece in few]
+    assert all(map(sender.passed, written))
+    pulls = [receiver.pull(memory, [Staged(piece, slot, tables[1], sent, 1)]) for slot, piece in few]
+    assert all(receiver.passed(event) for event, _ in pulls)
+    assert [rest for _, outcome in pulls for rest in outcome()] == [0] * len(pulls)
+    expected, host = cache(kept, 32, 2), Arena.create(SLOTS, SLOT_BYTES)
+    ours, theirs = HostPool(source, host), HostPool(expected, host)
+    there, here = ours.table(THERE, TOKENS, 2), theirs.table(HERE, TOKENS, 1)
+    for slot, piece in few:
+        ours.gather([Staged(piece, slot, there)])
+        theirs.scatter([Staged(piece, slot, here, sent)])
+    assert all(map(torch.equal, everything(target), everything(expected)))
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_copy_through_the_arena_may_be_late(late: int) -> None:
+    """Of a pool that both gathers and scatters, whose slots are used again."""
+    cuda_on_cpu.be_late([late])
+    right = everything(moved(HostPool, "bfloat16", "bfloat16"))
+    found = everything(moved(partial(CudaPool, exported=False), "bfloat16", "bfloat16"))
+    assert all(map(torch.equal, found, right))
 
 
 def test_an_arena_that_cannot_be_pinned_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +225,11 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
     launch, read = copy_kernels.launch, 0
 
     def counted(table: torch.Tensor, pages: Pages, *args: Any, into_pool: bool, **kwargs: Any) -> None:
-        nonlocal read
-        read += 4 * pages.rows * int((table[:, 4] * table[:, 6]).sum()) if into_pool else 0
+        def count() -> None:
+            nonlocal read
+            read += 4 * pages.rows * int((table[:, 4] * table[:, 6]).sum()) if into_pool else 0
+
+        cuda_on_cpu.launch(count)
         launch(table, pages, *args, into_pool=into_pool, **kwargs)
 
     source, whole_target = cache(sent, 16, 1), cache(kept, 32, 2)
