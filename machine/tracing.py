@@ -158,4 +158,10 @@ def _exporting(
 
 def _time_of_day(at: float) -> int:
     """Converts a time.monotonic() in seconds to nanoseconds since the epoch."""
-    return time.time_ns() - time.monotonic_ns() + int(at * 1e9)  # noqa: TID251 - a timestamp
+    # This process may lose its CPU between two readings, for some milliseconds.
+    readings = [
+        (time.monotonic_ns(), time.time_ns(), time.monotonic_ns())  # noqa: TID251 - a timestamp
+        for _ in range(3)
+    ]
+    before, now, _ = min(readings, key=lambda reading: reading[2] - reading[0])
+    return now - before + int(at * 1e9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,6 +58,16 @@ Tracer({endpoint!r}, "baton", {{}})
     else:
         assert "ValueError: --otlp-endpoint: tracing needs OpenTelemetry" in done.stderr
         assert "pip install -e '.[otel]'" in done.stderr
+
+
+def test_a_time_of_day_is_right_on_a_machine_that_takes_the_cpu_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so within the first and the third reading, for a second."""
+    day, second = 10**18, 10**9
+    seconds = [(0, 1, 1), (2, 2, 2), (3, 3, 4)]
+    readings = iter([n * second + day * (i == 1) for reading in seconds for i, n in enumerate(reading)])
+    clock = SimpleNamespace(monotonic_ns=lambda: next(readings), time_ns=lambda: next(readings))
+    monkeypatch.setattr(tracing, "time", clock)
+    assert tracing._time_of_day(1.5) == day + 1_500_000_000
 
 
 def test_close_waits_at_most_export_seconds_for_a_receiver_that_does_not_answer(
