@@ -33,9 +33,9 @@ from baton.machine.system import free_port
 from baton.rpc.channel import connect
 
 START_S = 300.0
-STOP_S = 30.0
-SET_POOL_S = 10.0
-WHOLE_S = 15.0
+STOP_S = 60.0
+SET_POOL_S = 60.0
+WHOLE_S = 25.0  # less than --hold-timeout, which would hide a leak
 _MUST_BE_ZERO = (
     "requests_running", "requests_waiting", "tokens_waiting", "held_prefills", "reservations",
     "transfers_open",
@@ -308,7 +308,7 @@ def two_workers(
 
 
 def status(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url + "/status", timeout=30) as page:
+    with urllib.request.urlopen(url + "/status", timeout=60) as page:
         return json.load(page)
 
 

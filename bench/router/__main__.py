@@ -36,7 +36,7 @@ import uvloop
 
 import baton.bench.contract as contract
 from baton.bench.contract import MIN_PAIRS, Report, Row
-from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.cluster import START_S, LocalCluster
 from baton.bench.router import ends
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
@@ -192,7 +192,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 async def until_ready(url: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(START_S):
         while True:
             with contextlib.suppress(RuntimeError):
                 async with ends.through(url) as ask:

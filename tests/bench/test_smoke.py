@@ -301,6 +301,14 @@ def test_runs_router(
     monkeypatch.setattr(ends, "SPREAD_S", 0.0)
     with ends.OpenStreams(cluster.url, 1) as load:  # one load for all, since each is a process
         monkeypatch.setattr(ends, "OpenStreams", lambda url, streams: contextlib.nullcontext(load))
+
+        def until_a_token(seconds: float) -> None:
+            before = load.tokens.value
+            while load.tokens.value == before:
+                time.sleep(0.001)
+
+        clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=until_a_token)
+        monkeypatch.setattr(router, "time", clock)
         rows = run("router", "--pairs", "100", "--streams", "1", "--seconds", "0.1")
     assert {"router.decision.w1000", "router.added.p99", "router.processes2.tokens_per_s"} <= {*rows}
     assert rows["router.stall.large_request"] > 0
