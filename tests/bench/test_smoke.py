@@ -481,7 +481,6 @@ def test_runs_flip(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "kv --only tcp", "reuse", "split", "store"])
 def test_the_short_form_runs_with_real_processes(
     bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,9 @@ from baton.bench.harness.cluster import status
 from baton.bench.harness.streams import Case, Stream, cases, new_session, read
 
 from .recovery import Broken
+
+ENDLESS = 500
+"""Tokens of an answer that is not over when its client goes."""
 
 
 @pytest.mark.timeout(900)
@@ -27,8 +31,10 @@ async def test_half_of_all_clients_go_at_random_moments(broken: Broken, requests
     async def client(case: Case) -> Stream | None:
         nonlocal gone
         async with at_once:
+            goes = rng.random() < 0.5
+            case = replace(case, max_tokens=ENDLESS) if goes else case
             reading = asyncio.create_task(read(http, broken.cluster.url, case))
-            if rng.random() < 0.5:
+            if goes:
                 usual = typical.result() if typical.done() else 1.0
                 await asyncio.wait({reading}, timeout=rng.uniform(0, usual))
                 if not reading.done():

@@ -64,7 +64,6 @@ async def total(cluster: LocalCluster, metric: str) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("router_flags", "tiers", "blocks"),
     [(HANDED_OVER, HOST, 80), (HANDED_OVER, (*BOTH, "--block-size", "128"), 12), (ANYWHERE, BOTH, 80)],
@@ -101,7 +100,6 @@ async def test_chats_say_the_same_with_every_cache_on_through_evictions_kills_an
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("router_flags", [HANDED_OVER, ANYWHERE], ids=["handed over", "anywhere"])
 async def test_turns_on_different_workers_compute_little_of_what_is_known(
     reusing: Make, router_flags: tuple[str, ...]
@@ -120,7 +118,6 @@ async def test_turns_on_different_workers_compute_little_of_what_is_known(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 async def test_hits_recover_after_a_restart_of_a_prefill_worker(reusing: Make) -> None:
     """From the other worker of its pool, from decode workers, and from the memory of their hosts: pools are
     smaller than the chats."""

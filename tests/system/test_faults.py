@@ -86,7 +86,6 @@ class Fault:
         return self.process in ("router 0", "router 0.0", "router 0.1")
 
 
-LONG = [pytest.mark.long, pytest.mark.timeout(600)]
 SHORT = (Fault("router 0", STOP), Fault(SERVE, STOP))
 """Those that no other test causes."""
 FAULTS = [Fault(SERVE, STOP)] + [Fault(process, how) for how in (STOP, KILL) for process in PROCESSES]
@@ -144,7 +143,7 @@ def cluster(shallow_model_path: Path) -> Iterator[Cluster]:
     serve = Serve(
         machine, "--model", str(shallow_model_path), "--decode-tensor-parallel-size", str(RANKS),
         "--num-threads", "1", "--num-blocks", "600", "--max-num-batched-tokens", "64",
-        "--router-processes", "2", "--admin-port", str(admin), "--engine-timeout", "4",
+        "--router-processes", "2", "--admin-port", str(admin), "--engine-timeout", "20",
     )  # fmt: skip
     try:
         serve.until_ready()
@@ -184,7 +183,7 @@ async def test_the_table_has_every_process(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault, marks=LONG if fault not in SHORT else ()) for fault in FAULTS],
+    [pytest.param(fault, marks=[pytest.mark.long] * (fault not in SHORT)) for fault in FAULTS],
     ids=lambda fault: f"{fault.process} {fault.how.name}".replace(" ", "-"),
 )
 async def test_streams_go_on_and_the_process_comes_back(cluster: Cluster, fault: Fault) -> None:

@@ -57,7 +57,6 @@ async def until_it_overflows(overflowing: Broken) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)  # with the start of the cluster
 async def test_decode_prefills_and_goes_on_through_kills(overflowing: Broken) -> None:
     prefill, decode = overflowing.cluster.workers
     await until_it_overflows(overflowing)
@@ -74,7 +73,6 @@ async def test_decode_prefills_and_goes_on_through_kills(overflowing: Broken) ->
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 async def test_decode_prefills_the_rest_of_what_it_has_cached(overflowing: Broken) -> None:
     """A prompt of several chunks, whose KV came from a prefill worker the first time."""
     await asyncio.to_thread(overflowing.all_back)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 CASES = cases(8, 24)
 FLAGS = (
     "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600", "--max-num-batched-tokens", "64",
-    "--engine-timeout", "10", "--peer-timeout", "3", "--drain-timeout", "5",
+    "--engine-timeout", "20", "--peer-timeout", "20", "--drain-timeout", "5",
 )  # fmt: skip
 BACK_S = 120.0
 
@@ -242,7 +242,6 @@ def test_an_actor_of_a_role_starts_when_its_disk_has_room_again(machine: Machine
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_one_of_each_over_two_raylets(machine: Machine, raylets: Raylets) -> None:
     raylets.add(4)
     other = raylets.add(2, side="far")
@@ -277,7 +276,6 @@ def test_three_of_each_over_three_raylets(machine: Machine, raylets: Raylets) ->
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_another_command_goes_on_with_the_cluster_whose_front_was_lost(
     machine: Machine, raylets: Raylets
 ) -> None:
@@ -313,7 +311,6 @@ def test_another_command_goes_on_with_the_cluster_whose_front_was_lost(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_pairs_stand_side_by_side(machine: Machine, raylets: Raylets) -> None:
     raylets.add(1)  # the router's
     for _ in range(2):

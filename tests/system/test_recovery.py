@@ -18,10 +18,10 @@ from .recovery import LONGEST, MIXED, SHORT, Broken, each_has, wait_exit
 @pytest.mark.parametrize(
     ("prefill", "decode", "asked", "code"),
     [
-        (lambda worker: worker.kill("transfer"), lambda worker: worker.hang("engine"), MIXED, 1),
+        (lambda worker: worker.kill("transfer"), lambda worker: worker.kill("engine"), MIXED, 1),
         (Worker.terminate, Worker.terminate, MIXED + SHORT[4:], 0),
     ],
-    ids=["killed and hung", "told to stop"],
+    ids=["killed", "told to stop"],
 )
 async def test_streams_go_on_elsewhere(
     broken: Broken, prefill: Callable[[Worker], None], decode: Callable[[Worker], None],
@@ -30,8 +30,8 @@ async def test_streams_go_on_elsewhere(
     """A prefill worker ends while four long prompts stream, then a decode worker under all streams. The
     supervisor starts each again. A worker that is told to stop has 1 s to drain, less than its streams need.
 
-    `tests/worker/test_deaths.py` ends each kind of process. The tests below and `test_continuation.py` kill
-    service and engine processes under streams.
+    `tests/worker/test_deaths.py` ends each kind of process, and lets it hang. The tests below and
+    `test_continuation.py` kill service and engine processes under streams.
     """
     await asyncio.to_thread(broken.all_back)
     struck: list[tuple[Worker, int]] = []

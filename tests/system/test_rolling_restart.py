@@ -18,7 +18,6 @@ CASES = cases(8, 24)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 async def test_every_worker_is_restarted_under_load() -> None:
     machine = Machine()
     served = Serve(machine, "--prefill", "2", "--decode", "2", "--num-blocks", "600", "--num-threads", "1")

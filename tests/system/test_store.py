@@ -30,7 +30,6 @@ async def turn(client: openai.AsyncOpenAI, model: str, prompt: list[int]) -> tup
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 async def test_chats_go_on_after_all_workers_and_then_the_store_were_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,6 @@ def running(model: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_a_proxy_for_nixl_connector(running: subprocess.Popen[bytes], model: Path, port: int) -> None:
     """The decode server computes the same prompt alone, too: it gives the same text."""
     body = {"model": str(model), "prompt": "one two three " * 30, "max_tokens": 16, "temperature": 0}
