@@ -121,6 +121,7 @@ def test_remnants_are_given_out_before_cached_blocks_the_oldest_first() -> None:
     pool.release([old], (old, b"old"))
     pool.release([new], (new, b"new"))
     assert pool.free == 3
+    assert [[*pool.next_evicted(most)] for most in (2, 3)] == [[], [(cached, b"cached")]]
     assert pool.allocate(1) == [old]
     assert not pool.has_remnant(b"old")
     assert pool.adopt(b"new") == new

@@ -1,5 +1,6 @@
 """Structured output: the output has the requested structure, whichever tokens the model prefers."""
 
+import itertools
 import json
 import re
 import threading
@@ -18,10 +19,10 @@ from baton.engine import Engine, Reasoning, StructuredOutput, grammar_compiler
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.step_builder import build_adjustments
 from baton.engine.execution.sampler import adjust
-from baton.engine.grammar import Grammars, too_dear
+from baton.engine.grammar import SPARE_SECONDS, Grammars, Matcher, too_dear
 from baton.engine.grammar_compiler import Compiler, Key, Shared
 from baton.engine.loader.tokenizer_json import tokenizer_json
-from baton.machine.grammars import LIMITS, Alphabet
+from baton.machine.grammars import LIMITS, Alphabet, compiled
 from tests.engine.conftest import MakeEngine, request_of, run, tokens_of
 
 EOS = 2
@@ -266,6 +267,19 @@ def test_grammars_of_one_tenant_leave_room_for_others(monkeypatch: pytest.Monkey
         compiled(b"many", long(9))
     finally:
         compiler.close()
+
+
+def test_quick_tokens_save_no_time_for_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    unshared: Any = None
+    matcher = Matcher(compiled(Alphabet(300).tokenizer(), "regex", "a*"), unshared)
+    monkeypatch.setattr("baton.engine.grammar.time.thread_time", lambda: 0.0)
+    matcher.consume([ord("a")] * 500)
+    matcher.check()
+    passed = itertools.count()
+    monkeypatch.setattr("baton.engine.grammar.time.thread_time", lambda: next(passed) * 1.01 * SPARE_SECONDS)
+    matcher.fill(np.zeros(10, np.uint32))
+    with pytest.raises(ValueError, match="takes more than 2 ms for each token"):
+        matcher.check()
 
 
 def test_the_dear_grammars_of_a_tenant_are_bounded_together() -> None:

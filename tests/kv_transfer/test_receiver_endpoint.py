@@ -252,6 +252,24 @@ def test_it_asks_again_twice_and_drops_late_slices_of_the_old_transfer(receiving
     assert receiver.poll() == [kv.FetchFailed(b"d", "integrity")]
 
 
+def test_what_is_said_of_a_transfer_is_of_no_earlier_one(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    arrive(bench, transfer_id, 1, 0)
+    receiver.poll()
+    pool.go(2)
+    bench.channel.send(lm.FailedIn(transfer_id, "integrity", retry=True))
+    receiver.poll()
+    transfer_id, asked_again = bench.next(until, lm.FetchIn).transfer_id, time.monotonic()
+    for slot, layer in ((2, 0), (3, 1)):
+        arrive(bench, transfer_id, slot, layer)
+    complete(bench, transfer_id)
+    receiver.poll()
+    pool.go(2)
+    (event,) = receiver.poll()
+    assert event.stats.scatter_at > asked_again
+
+
 def share(bench: Bench, until: Any) -> bytes:
     """Asks for two ranges of a shared prompt."""
     bench.endpoint.fetch_ranges(
