@@ -48,12 +48,13 @@ CASES: list[tuple[str, dict[str, str], dict[str, dict[str, str]]]] = [
     ),
     ("one of two routers is gone", {STARTED % A: "1x20 stale", STARTED % B: "1x40"}, {}),
     (
-        "a target is down, and one that is not of Baton",
+        "a target is down, and two that are not of Baton",
         {
             STARTED % B: "1x40",
             f"up{{{A}}}": "1x20 0x20",
             f"baton:tokens_waiting{{{A}}}": "0x20 stale",
-            'up{job="another",instance="c"}': "0x40",
+            'up{job="another",instance="a"}': "0x40",
+            'up{job="baton",instance="c"}': "0x40",
         },
         {"BatonTargetDown": UP},
     ),

@@ -109,6 +109,8 @@ async def test_each_choice_is_a_request_with_its_own_seed(cluster: Cluster):
     assert len({r.request_id for r in requests}) == 4
     assert result["usage"]["prompt_tokens"] == 2
     assert result["usage"]["completion_tokens"] == 4 * len(cluster.output_ids)
+    assert result["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}, "3 of each prompt"
+    assert 'vllm:prompt_tokens_total{model_name="fake",role="router"} 2.0' in await cluster.metrics()
 
 
 async def test_a_request_without_a_seed_gets_a_random_one(cluster: Cluster):

@@ -62,7 +62,7 @@ async def test_echo_with_logprobs_scores_a_prompt_on_the_prefill_worker_alone(cl
 async def test_prompt_logprobs_come_with_an_answer(cluster: Cluster):
     """The prompt is computed without a handover. Then the answer goes on with the ordinary one."""
     more = {"prompt": PROMPT, "logprobs": 1, "prompt_logprobs": 0, "echo": True, "n": 2}
-    result = await cluster.complete(max_tokens=200, **more)
+    result = await cluster.complete(max_tokens=200, min_tokens=2, **more)
     expected = [None, *(of_token(cluster, p, 0) for p in range(1, 11))]
     for choice in result["choices"]:
         assert choice["text"] == cluster.tokenizer.decode(PROMPT) + TEXT
@@ -70,8 +70,8 @@ async def test_prompt_logprobs_come_with_an_answer(cluster: Cluster):
         assert choice["logprobs"]["token_logprobs"][:12] == [None, *(-p for p in range(1, 11)), -0.5]
         assert len(choice["logprobs"]["top_logprobs"][1]) == 2
     sent = [(p.handover, len(p.request.output_ids), p.request.sampling) for p in prefills(cluster)]
-    assert sorted((h, n, s.max_tokens, s.HasField("prompt_logprobs")) for h, n, s in sent) == (
-        [(False, 0, 1, True)] * 2 + [(True, 1, 200, False)] * 2
+    assert sorted((h, n, s.min_tokens, s.max_tokens, s.HasField("prompt_logprobs")) for h, n, s in sent) == (
+        [(False, 0, 1, 1, True)] * 2 + [(True, 1, 2, 200, False)] * 2
     )
     _, chat = await cluster.post("/v1/chat/completions", messages=CHAT, max_tokens=3, prompt_logprobs=3)
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]

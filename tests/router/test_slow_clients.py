@@ -255,6 +255,15 @@ async def test_the_prompts_of_a_slow_reader_do_not_delay_others(
     assert len((await slow)["choices"]) == 3
 
 
+async def test_a_queue_is_full_with_more_than_its_limit():
+    full = asyncio.Event()
+    token_queue = TokenQueue(2, full.set)
+    for is_full in (False, False, True):
+        token_queue.put(0, Token(1, None, ""))
+        await asyncio.sleep(0)
+        assert full.is_set() is is_full
+
+
 async def test_a_long_backlog_is_taken_in_parts():
     """Otherwise writing thousands of tokens for a client that reads again would block the event loop."""
     token_queue, others = TokenQueue(10_000, lambda: None), 0
