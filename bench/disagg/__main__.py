@@ -126,8 +126,10 @@ def requests_of(lines: Path) -> list[Request]:
 
 
 def figure(requests: Sequence[Request], name: str) -> float:
+    """In ms. Tokens that are read together have no gap, and a ratio to none would be infinite."""
     kind, percentile = FIGURES[name]
-    return float(np.percentile(np.concatenate([request[kind] for request in requests]), percentile))
+    found = np.percentile(np.concatenate([request[kind] for request in requests]), percentile)
+    return max(1e-3, float(found))
 
 
 def ratio(ours: Sequence[Request], theirs: Sequence[Request], name: str) -> tuple[float, float, float]:

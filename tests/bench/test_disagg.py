@@ -79,6 +79,11 @@ def test_a_ratio_is_that_of_the_answers_of_both_sides(tmp_path: Path) -> None:
     assert rows["disagg.2000_150.r20.ttft.p50"] == figure(fast, "ttft.p50") / figure(slow, "ttft.p50")
 
 
+def test_tokens_that_are_read_together_have_a_ratio() -> None:
+    requests = [{"ttft": np.array([8.0]), "gap": np.zeros(20)}]
+    assert ratio(requests, requests, "gap.p99") == (1.0, 1.0, 1.0)
+
+
 def test_the_interval_is_wide_for_few_requests_and_holds_the_ratio() -> None:
     rng = np.random.default_rng(1)
 
