@@ -13,7 +13,7 @@ from baton.machine.turns import Turns
 LIMITED = """
 import sys
 from baton.machine import grammars
-grammars._CPU_SECONDS = 0.2
+grammars._CPU_SECONDS = 0.06
 grammars.main(int(sys.argv[1]), sys.argv[2])
 """
 
@@ -34,7 +34,7 @@ grammars.main(int(sys.argv[1]), sys.argv[2])
 
 
 class Limited(Trials):
-    """With limits that texts of a test exceed on any machine."""
+    """Texts of tests need 15 times more or less than this CPU time."""
 
     def _command(self) -> list[str]:
         return [sys.executable, "-c", LIMITED]
@@ -62,7 +62,6 @@ def test_what_exceeds_a_limit_is_refused_and_the_next_text_is_tried() -> None:
     errors = [each.error for each in tried]
     assert errors[:3] == [TOO_MUCH] * 3
     assert [bool(error) for error in errors[3:]] == [True] * 3 + [False]
-    assert all(each.seconds < 2 for each in tried), "the kernel limits CPU time on any machine"
     process = trials._process
     assert process is not None
     process.kill()
