@@ -161,18 +161,25 @@ def alone(tiny_engine: MakeEngine) -> dict[bytes, list[int]]:
 PREEMPTING: dict[str, Any] = {"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 9}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "overlap"),
     [
-        pytest.param({"num_blocks": 99}, id="roomy"),
-        pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 8}, id="small chunks"),
-        pytest.param({"max_num_batched_tokens": 1, "max_num_seqs": 1}, id="one by one"),
-        pytest.param(PREEMPTING, id="preemption"),
-        pytest.param({**PREEMPTING, "enable_prefix_caching": True}, id="preemption with prefix cache"),
-        pytest.param({"enable_prefix_caching": True, "block_size": 2, "num_blocks": 256}, id="prefix cache"),
-        pytest.param({"block_size": 128, "num_blocks": 12}, id="large blocks"),
-        pytest.param({"block_size": 1, "num_blocks": 400}, id="blocks of one"),
+        pytest.param(config, overlap, id=f"{name}{', overlap' * overlap}")
+        for name, config, modes in (
+            ("roomy", {"num_blocks": 99}, (False, True)),
+            ("small chunks", {"max_num_batched_tokens": 8, "max_num_seqs": 8}, (True,)),
+            ("one by one", {"max_num_batched_tokens": 1, "max_num_seqs": 1}, (True,)),
+            ("preemption", PREEMPTING, (False, True)),
+            ("preemption, prefix cache", {**PREEMPTING, "enable_prefix_caching": True}, (False, True)),
+            (
+                "prefix cache",
+                {"enable_prefix_caching": True, "block_size": 2, "num_blocks": 256},
+                (False, True),
+            ),
+            ("large blocks", {"block_size": 128, "num_blocks": 12}, (False,)),
+            ("blocks of one", {"block_size": 1, "num_blocks": 400}, (True,)),
+        )
+        for overlap in modes
     ],
 )
 def test_a_request_in_a_batch_gets_the_same_tokens_as_alone(

@@ -646,7 +646,7 @@ def different_tokens(engine: Engine) -> int:
 
     def asked(i: int, output: Sequence[int] = ()) -> Any:
         sampled = {"temperature": 0.8, "seed": i} if i % 2 else {}
-        return request_of(i, prompts[i], list(output), max_tokens=12, ignore_eos=True, logprobs=1, **sampled)
+        return request_of(i, prompts[i], list(output), max_tokens=9, ignore_eos=True, logprobs=1, **sampled)
 
     alone = [bits(engine, asked(i))[0] for i in range(4)]
     recovered = [asked(i, [token for token, _ in alone[i][: 3 + i]]) for i in range(4)]
