@@ -1,6 +1,7 @@
 # Everything a user or CI runs. Each target prepares what it needs.
-VENV   ?= .venv
 PYTHON ?= python3
+# PYTHON=python3.12 has an environment of its own, .venv-3.12.
+VENV   ?= .venv$(patsubst python%,-%,$(filter-out python python3,$(notdir $(PYTHON))))
 BIN    := $(VENV)/bin
 ARGS   ?=
 # Tests start hundreds of Python processes. Without compiled files, each compiles all modules that it imports.

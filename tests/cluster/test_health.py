@@ -78,10 +78,12 @@ async def test_a_worker_is_silent_once_it_stops(
 async def test_a_router_is_silent_once_it_hangs(tmp_path: Path, interval_passes: Callable[[], None]) -> None:
     """It takes connections and says nothing."""
     path, hangs, asked, held = tmp_path / "admin", False, asyncio.Semaphore(0), asyncio.Event()
+    connected: set[asyncio.StreamWriter] = set()  # from Python 3.13 on, one that nothing names is closed
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         if hangs:
+            connected.add(writer)
             held.set()
             return
         writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
@@ -104,6 +106,8 @@ async def test_a_router_is_silent_once_it_hangs(tmp_path: Path, interval_passes:
                 await asyncio.sleep(0)
         assert await watching == "gave no answer for 3 s"
     server.close()
+    for writer in connected:
+        writer.close()
 
 
 async def test_a_pause_of_the_supervisor_is_no_silence_of_a_role(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ import pytest
 from tests.pages import ROOT, Step, typed
 
 
-def steps_of(command: str, venv: Path) -> list[str]:
+def steps_of(command: str, venv: Path | None) -> list[str]:
+    """In the environment `venv`. None: in that which the command has."""
     # `make test` runs this test: a make within a make would also print its directory.
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    alone = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON", "VENV"))
+    }
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=ROOT,
-        env=alone | {"MAKEFLAGS": f"--dry-run VENV={venv}"},
+        env=alone | {"MAKEFLAGS": "--dry-run" + (f" VENV={venv}" if venv else "")},
         capture_output=True,
         text=True,
         check=True,
@@ -36,6 +39,14 @@ def test_the_first_start_says_that_it_installs_and_shows_what(tmp_path: Path) ->
     installs = [step for step in steps if " pip install " in step]
     assert len(installs) == 4, "pip, our dependencies, torch, Baton"
     assert not [step for step in installs if "quiet" in step or "-q" in step.split()]
+
+
+@pytest.mark.parametrize(
+    ("python", "venv"),
+    [("python3", ".venv"), ("/opt/bin/python3", ".venv"), ("/opt/bin/python3.99", ".venv-3.99")],
+)
+def test_each_python_has_an_environment_of_its_own(python: str, venv: str) -> None:
+    assert steps_of(f"make serve PYTHON={python}", None)[-1] == f"exec {venv}/bin/baton serve "
 
 
 def test_vllm_is_installed_once_and_anew_for_other_pins(tmp_path: Path) -> None:
@@ -77,7 +88,9 @@ case "$*" in *down.example*) exit 1;; esac
     python.chmod(0o755)
     (python.parent / "pip").symlink_to("python")
     no_gpu = "HAS_GPU=false"  # this machine may have one
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    alone = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON", "VENV"))
+    }
     subprocess.run(
         ["make", "install", f"VENV={tmp_path / 'venv'}", no_gpu, *flags],
         cwd=ROOT,

@@ -26,7 +26,7 @@ try:
     try:
         1 / 0
     except ZeroDivisionError as error:
-        raise ValueError("private") from error
+        raise ValueError("pri" + "vate") from error  # Python 3.13 logs the line
 except ValueError:
     logging.getLogger("baton.worker.service_process.service").exception("it broke")
 """
