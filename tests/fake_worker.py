@@ -14,6 +14,7 @@ from baton.bench.router.stand_in import Lanes, Outputs, StandIn
 from baton.content import Tier
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.tls import TlsFiles
+from tests.within import WITHIN
 
 SECRET = b"a secret of the cluster"
 EOS = 2
@@ -111,7 +112,7 @@ class FakeWorker(StandIn):
 
     async def until(self, condition) -> None:
         """Waits for `condition(self)`, which it checks with each message from a router."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN):
             while not condition(self):
                 self.arrived.clear()
                 await self.arrived.wait()

@@ -38,9 +38,9 @@ class JsonText:
         self._due: Literal["key", "colon", "value", "comma"] = "value"  # in the innermost of them
         self._quote = ""  # of the string that is read
         self._escape = ""  # that is read, from its backslash on
-        self._word = ""  # outside of strings
+        self._word: list[str] = []  # outside of strings, in characters
         self._is_key = False  # the string or word that is read is a key
-        self._comma = ""  # held back, with the space behind it
+        self._comma: list[str] = []  # held back, with the space behind it
 
     @property
     def in_string(self) -> bool:
@@ -50,7 +50,7 @@ class JsonText:
         if self._quote:
             return self._take_in_string(character)
         if self._word and character not in '{}[]:,"\r\n':
-            self._word += character
+            self._word.append(character)
             return ""
         word = self._end_word()
         if word and not self._closers:
@@ -68,23 +68,24 @@ class JsonText:
         text = '"' if self._quote else self._end_word()
         text += self._missing() + "".join(reversed(self._closers))
         self._closers.clear()
-        self._quote = self._escape = self._comma = ""
+        self._quote = self._escape = ""
+        self._comma.clear()
         self.done = True
         return text
 
     def held(self) -> str:
         """Returns what is held back, as the model has written it."""
-        return self._comma + self._word + self._escape
+        return "".join(self._comma) + "".join(self._word) + self._escape
 
     def _take_outside(self, character: str) -> str:
         if character in SPACE:
             if not self._comma:
                 return character
-            self._comma += character
+            self._comma.append(character)
         elif character == ",":
             text = self._missing()
             if self._due == "comma" and not self._comma:
-                self._comma = character
+                self._comma.append(character)
             return text
         elif character == ":":
             if self._due == "colon":
@@ -112,7 +113,8 @@ class JsonText:
             return ""
         text = ": " if self._due == "colon" else ""
         if self._due == "comma" and self._closers:
-            text, self._comma = self._comma or ", ", ""
+            text = "".join(self._comma) or ", "
+            self._comma.clear()
         self._is_key, self._due = is_key, "colon" if is_key else "comma"
         if character in QUOTES:
             self._quote = character
@@ -121,11 +123,12 @@ class JsonText:
             self._closers.append(_CLOSERS[character])
             self._due = "key" if character == "{" else "value"
             return text + character
-        self._word = character
+        self._word.append(character)
         return text
 
     def _end_word(self) -> str:
-        word, self._word = self._word, ""
+        word = "".join(self._word)
+        self._word.clear()
         kept = word.rstrip(SPACE)
         if not kept:
             return ""
@@ -137,7 +140,8 @@ class JsonText:
 
     def _close(self, bracket: str) -> str:
         """Closes all brackets up to the last one of this kind. If there is none, it is left out."""
-        space, self._comma = self._comma[1:], ""
+        space = "".join(self._comma[1:])
+        self._comma.clear()
         if bracket not in self._closers:
             return space
         text = self._missing()

@@ -23,7 +23,7 @@ class KimiReader(NamedCallReader):
     def __init__(self, opening: str, tools: Sequence[Tool], ends: Sequence[str]) -> None:
         super().__init__(_HEAD, opening, tools, ends)
         self._number: int | None = None  # of the call, as its id says
-        self._early = ""  # arguments before the name is known
+        self._early: list[str] = []  # arguments before the name is known
 
     def _name(self, found: re.Match[str]) -> None:
         given = found["id"].strip()
@@ -42,12 +42,13 @@ class KimiReader(NamedCallReader):
             self.call_id = f"functions.{name}:{self._number}"
 
     def _new(self, text: str) -> str:
-        self._early += text
+        self._early.append(text)
         if self.name is None and self._arguments is not None and self._arguments.done:
-            self._identify(self._only_fit(self._early))
+            self._identify(self._only_fit("".join(self._early)))
         if self.name is None:
             return ""
-        text, self._early = self._early, ""
+        text = "".join(self._early)
+        self._early.clear()
         return super()._new(text)
 
     def _without_arguments(self, head: str) -> str:

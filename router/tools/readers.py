@@ -102,7 +102,7 @@ class CallReader(Reader):
         self._value = JsonText()  # a key, or a value that is not the arguments
         self._said: list[str] = []  # of this key or of the name
         self._arguments: Arguments | None = None
-        self._early = ""  # arguments before the name
+        self._early: list[str] = []  # arguments before the name
 
     def take(self, character: str) -> str:
         if not self.begun:
@@ -128,11 +128,13 @@ class CallReader(Reader):
 
     def _new(self, arguments: str) -> str:
         """Returns the new part of the arguments, and all earlier ones that waited for the name."""
-        self._early += arguments
+        if arguments:
+            self._early.append(arguments)
         if self.name is None or not self._early:
             return ""
         self.begun = True
-        arguments, self._early = self._early, ""
+        arguments = "".join(self._early)
+        self._early.clear()
         return arguments
 
     def _wrong(self, character: str) -> str:

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import pytest
@@ -26,6 +26,7 @@ from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.tls import TlsFiles
 from tests.fake_worker import SECRET, FakeWorker, Lanes
+from tests.within import WITHIN
 
 NO_DEFAULTS = SamplingDefaults()
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
@@ -176,7 +177,7 @@ class Cluster:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Polls for a state of the router that no event announces."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -219,6 +220,16 @@ class Cluster:
                 and all(load.own == 0 for load in services.pool.decodes)
             )
         )
+
+    async def expire(self, timer: Literal["deadline", "worker"] = "deadline") -> None:
+        """Ends this timer of each generation. "deadline": as soon as a client has had a token."""
+        active = self.router.services.active
+        if timer == "deadline":
+            await self.until(lambda: any(each.usage().completion_tokens for each in active._requests))
+        waits = [generation._waits for each in active._requests for generation in each._generations]
+        handles = [getattr(each, f"_{timer}_timer") for each in waits]
+        for handle in filter(None, handles):
+            handle._run()
 
     @property
     def sent(self) -> pb.Request:

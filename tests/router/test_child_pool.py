@@ -8,13 +8,15 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import uvloop
 
-from baton.router.child_pool import ChildDied, ChildPool, ForkServer
+from baton.router.child_pool import Child, ChildDied, ChildPool, ForkServer
+from tests.within import WITHIN
 
 # Replies with its pid, the state and the request. The request "die" ends it, "wait" takes a while, and
 # "hang PATH" makes this file first.
@@ -44,6 +46,9 @@ def reply(request):
         if request[5:]:
             open(request[5:], "x").close()
         time.sleep(1000)
+    if request[:5] == b"gate ":
+        while not os.path.exists(request[5:]):
+            time.sleep(0.001)
     if request == b"scatter":
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
@@ -52,7 +57,7 @@ def reply(request):
             ctypes.memset(part, 1, 1 << 16)
             libc.free(part)
     if request[:4] == b"wait":
-        time.sleep(0.6 if request == b"wait-long" else 0.2)
+        time.sleep(0.2)
     secret = os.environ.get("BATON_API_KEY", "").encode()
     return b"%d %b %b %b" % (os.getpid(), state, request, secret)
 pipe.fork_children(int(sys.argv[1]), "test", {"test": lambda: pipe.serve(reply, 10.0)}, 1 << 32)
@@ -155,7 +160,14 @@ async def test_a_child_that_hangs_is_replaced_and_the_request_is_not_sent_again(
     """It sleeps, so no limit of its CPU time ends it. Requests behind it must get a child."""
     pool = make()
     first, _ = await call(pool, b"a")
-    monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", 0.2)
+    exchange = Child._exchange
+
+    async def exchanged(child: Child, process: Any, parts: Any) -> bytes:
+        patience = 0.2 if parts == (b"hang",) else WITHIN
+        monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", patience)
+        return await exchange(child, process, parts)
+
+    monkeypatch.setattr(Child, "_exchange", exchanged)
     hangs = asyncio.create_task(call(pool, b"hang"))
     behind = asyncio.create_task(call(pool, b"b"))
     with pytest.raises(ChildDied, match=r"no reply for 0.2 s") as died:
@@ -216,7 +228,7 @@ async def test_a_busy_child_dies_with_its_router(tmp_path: Path):
         await asyncio.sleep(0.01)
     router.kill()
     await router.wait()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=WITHIN)
     assert alive == []
 
 
@@ -233,9 +245,20 @@ async def test_keys_take_turns(make: Make):
     assert order[:6].count("other") == 2
 
 
-async def test_a_key_with_short_requests_that_take_long_waits_for_others(make: Make):
+async def test_a_key_with_short_requests_that_take_long_waits_for_others(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
     pool = make()
     order: list[str] = []
+    now, child_call = 0.0, Child.call
+
+    async def timed(child: Child, parts: Any) -> bytes:
+        nonlocal now
+        now += 1.0 if parts == (b"slow",) else 0.01
+        return await child_call(child, parts)
+
+    monkeypatch.setattr(Child, "call", timed)
+    monkeypatch.setattr("baton.router.child_pool.time", SimpleNamespace(monotonic=lambda: now))
 
     async def add(key: str, request: bytes) -> None:
         await call(pool, request, key=key)
@@ -243,16 +266,19 @@ async def test_a_key_with_short_requests_that_take_long_waits_for_others(make: M
 
     await call(pool, b"a")  # the child is there
     await add("other", bytes(100_000))
-    await asyncio.gather(*(add("slow", b"wait") for _ in range(4)), *(add("other", b"a") for _ in range(2)))
+    await asyncio.gather(*(add("slow", b"slow") for _ in range(4)), *(add("other", b"a") for _ in range(2)))
     assert order == ["other", "slow", "other", "other", "slow", "slow", "slow"]
 
 
-async def test_one_child_stays_free_for_keys_with_short_requests(make: Make):
-    pool = make(count=2)
+async def test_one_child_stays_free_for_keys_with_short_requests(make: Make, tmp_path: Path):
+    pool, opens = make(count=2), tmp_path / "opens"
     await call(pool, b"wait", key="slow")
-    slow = [asyncio.create_task(call(pool, b"wait", key="slow")) for _ in range(4)]
-    await call(pool, b"a", key="other")
-    assert not any(task.done() for task in slow[1:])
+    slow = [asyncio.create_task(call(pool, b"gate " + bytes(opens), key="slow")) for _ in range(4)]
+    while not pool._calls:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    async with asyncio.timeout(WITHIN):
+        await call(pool, b"a", key="other")
+    opens.touch()
     await asyncio.gather(*slow)
 
 
@@ -303,18 +329,24 @@ async def test_children_work_at_the_same_time(make: Make):
     assert first != second
 
 
-async def test_one_child_stays_free_for_short_requests(make: Make):
+async def test_one_child_stays_free_for_short_requests(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """And a long request does not starve."""
-    pool = make(count=2, long_bytes=8)
+    monkeypatch.setattr("baton.router.child_pool._LONG_SECONDS", math.inf)
+    pool, opens = make(count=2, long_bytes=8), tmp_path / "opens"
     order: list[bytes] = []
 
     async def add(request: bytes) -> None:
         order.append((await call(pool, request))[1].split()[1])
 
     # Without the limit, the two long requests, which come first, would occupy both children.
-    requests = [b"wait-long"] * 2 + [b"a"] * 10
-    await asyncio.gather(*map(add, requests))
-    assert order[:10] == [b"a"] * 10
+    requests = [b"gate " + bytes(opens)] * 2 + [b"a"] * 10
+    long = [asyncio.create_task(add(request)) for request in requests[:2]]
+    await asyncio.gather(*map(add, requests[2:]))
+    assert order == [b"a"] * 10
+    opens.touch()
+    await asyncio.gather(*long)
     cancelled = [asyncio.create_task(add(request)) for request in requests]
     await asyncio.sleep(0)
     for task in cancelled:

@@ -9,6 +9,7 @@ import pytest
 
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.stubs import InferenceStub
+from tests.within import WITHIN
 
 from .conftest import Cluster
 
@@ -118,7 +119,7 @@ async def test_grpc_gives_the_response_of_http(cluster: Cluster, path: str, coun
                 body["prompt"] = body["prompt"][0]  # gRPC takes one prompt
             status, whole = await cluster.post(path, **body, return_token_ids=True)
             assert status == 200, whole
-            *messages, last = [message async for message in stub.Generate(_as_grpc(body), timeout=20)]
+            *messages, last = [message async for message in stub.Generate(_as_grpc(body), timeout=WITHIN)]
             used = whole["usage"]
             assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (
                 used["prompt_tokens"],

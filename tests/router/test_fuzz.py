@@ -15,6 +15,7 @@ from baton.router.api.anthropic.body import MessagesBody
 from baton.router.api.openai_responses.body import ResponsesBody
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.stubs import InferenceStub
+from tests.within import WITHIN
 
 from .conftest import Cluster
 
@@ -57,7 +58,7 @@ OVER_GRPC: dict[str, list[Any]] = {
 
 
 async def call(stub: InferenceStub, request: pb.GenerateRequest) -> grpc.StatusCode:
-    result = stub.Generate(request, timeout=10)
+    result = stub.Generate(request, timeout=WITHIN)
     with contextlib.suppress(grpc.aio.AioRpcError):
         async for _ in result:
             pass

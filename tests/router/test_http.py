@@ -13,6 +13,7 @@ import pytest
 from baton.router.api import responses
 from baton.router.text.tokenizer import load_tokenizer
 from baton.rpc import worker_pb2 as pb
+from tests.within import WITHIN
 
 from .conftest import TEXT, Cluster, encode_chat, make_cluster
 
@@ -365,7 +366,7 @@ async def raw(cluster: Cluster, sent: bytes) -> tuple[int, dict[str, str], respo
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port), family=socket.AF_INET)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WITHIN):
             writer.write(sent)
             [status, *headers] = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()[:-1]
             named = dict(header.split(": ", 1) for header in headers)

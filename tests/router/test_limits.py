@@ -73,17 +73,28 @@ async def test_api_keys(tokenizer: ModelTokenizer, tmp_path: Path, caplog):
 
 async def test_a_request_never_runs_past_its_deadline(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, request_timeout=0.5) as cluster:
-        prefill, decode = cluster.prefills[0], cluster.decodes[0]
-        decode.steps = asyncio.Semaphore(0)
+        cluster.decodes[0].steps = asyncio.Semaphore(0)
         status, result = await cluster.post("/v1/completions", prompt="x")
         assert status == 504
         assert result["error"]["code"] == "timeout"
-        await decode.until(lambda w: w.cancelled)
-        await prefill.until(lambda w: w.cancelled)
-        events = await cluster.events("/v1/completions", prompt="x")
-        assert events[0]["choices"][0]["text"] == "The"
-        assert events[-1]["error"]["code"] == "timeout"
         await cluster.idle()
+
+
+async def test_a_request_past_its_deadline_is_cancelled_on_its_workers(cluster: Cluster):
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    decode.steps = asyncio.Semaphore(0)
+    asked = asyncio.create_task(cluster.post("/v1/completions", prompt="x"))
+    await cluster.expire()
+    status, result = await asked
+    assert status == 504
+    assert result["error"]["code"] == "timeout"
+    await decode.until(lambda w: w.cancelled)
+    await prefill.until(lambda w: w.cancelled)
+    reading = asyncio.create_task(cluster.events("/v1/completions", prompt="x"))
+    await cluster.expire()
+    events = await reading
+    assert events[0]["choices"][0]["text"] == "The"
+    assert events[-1]["error"]["code"] == "timeout"
 
 
 async def test_the_client_sets_a_timeout(cluster: Cluster):
@@ -92,14 +103,13 @@ async def test_the_client_sets_a_timeout(cluster: Cluster):
     prefill.steps = asyncio.Semaphore(0)
     path = "/v1/completions"
     for timeout, header in ((0.3, {}), (60, {"x-request-timeout": "0.3"})):
-        status, result = await cluster.post(path, header, prompt="x", timeout=timeout)
-        assert status == 504
-        assert "within 0.3 s" in result["error"]["message"]
+        before = len(prefill.submitted)
+        while len(prefill.submitted) == before:  # a slow machine may need longer to prepare it
+            status, result = await cluster.post(path, header, prompt="x", timeout=timeout)
+            assert (status, result["error"]["code"]) == (504, "timeout")
     assert all(m.prefill.request.timeout_ms <= 300 for m in prefill.submitted)
-    await decode.until(lambda w: len(w.cancelled) == 2)
-    await prefill.until(lambda w: len(w.cancelled) == 2)
-    _, result = await cluster.post(path, prompt="x", timeout=0.04)
-    assert "within 0.04 s" in result["error"]["message"]
+    await decode.until(lambda w: len(w.cancelled) == len(w.submitted) > 0)
+    await prefill.until(lambda w: len(w.cancelled) == len(w.submitted))
     for wrong in ("0", "-1", "nan", "1e9", "soon"):
         status, result = await cluster.post(path, {"x-request-timeout": wrong}, prompt="x")
         assert (status, result["error"]["param"]) == (400, "x-request-timeout")
@@ -113,9 +123,9 @@ async def test_a_deadline_ends_the_wait_for_a_grammar(cluster: Cluster, monkeypa
 
     monkeypatch.setattr(GrammarChecker, "check", hangs)
     body = {"messages": CHAT, "response_format": {"type": "json_object"}, "timeout": 0.3}
-    async with asyncio.timeout(5):
-        status, answer = await cluster.post("/v1/chat/completions", **body)
+    status, answer = await cluster.post("/v1/chat/completions", **body)
     assert (status, answer["error"]["code"]) == (504, "timeout")
+    assert "within 0.3 s" in answer["error"]["message"]
 
 
 async def test_a_deadline_counts_while_a_request_waits_for_its_turn(cluster: Cluster):

@@ -1,5 +1,6 @@
 """/v1/messages, with the official Anthropic client and without."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,9 @@ async def test_harmless_fields_are_accepted(cluster: Cluster):
 async def test_a_failed_stream_ends_with_an_error(cluster: Cluster):
     for worker in cluster.decodes:
         worker.step_seconds = 3600.0
-    events = await cluster.typed_events(PATH, **BODY, timeout=0.3)
+    reading = asyncio.create_task(cluster.typed_events(PATH, **BODY))
+    await cluster.expire()
+    events = await reading
     assert events[-1]["type"] == "error"
     AnthropicErrorResponse.model_validate(events[-1])
     assert events[-1]["error"]["type"] == "timeout_error"

@@ -10,6 +10,7 @@ import pytest
 from baton.router.admission import parked as parked_module
 from baton.router.admission.parked import FLOOR, WINDOW_S, Parked, RetryBudget, Waits
 from baton.router.errors import ApiError
+from tests.within import WITHIN
 
 
 def take_all(budget: RetryBudget, now: float) -> int:
@@ -125,6 +126,15 @@ async def test_a_defect_in_one_generation_does_not_keep_the_others_asleep(
     assert [generation.woken for generation in generations] == [1, 1, 1]
 
 
+@pytest.mark.parametrize(("timeout", "said"), [(0.04, "0.04 s"), (0.31, "0.3 s"), (60.0, "60 s")])
+async def test_the_error_of_a_late_request_names_its_time(timeout: float, said: str) -> None:
+    late = Waiting(Parked(RetryBudget()))
+    late.waits._timed_out(timeout)
+    late.waits.end()
+    [error] = late.errors
+    assert f"was not finished within {said}" in str(error)
+
+
 class Scripted(RetryBudget):
     """Has as many retries as the test sets."""
 
@@ -149,7 +159,7 @@ async def test_parked_generations_retry_in_order_of_arrival() -> None:
     gone.waits.end()
     assert len(parked.without_budget) == 2
     budget.left = 2
-    await asyncio.wait_for(late.done.wait(), 10)
+    await asyncio.wait_for(late.done.wait(), WITHIN)
     assert served == [early, late]
     assert len(parked.without_budget) == 0
 
@@ -176,7 +186,8 @@ async def test_a_worker_that_came_ends_the_wait_for_one_although_the_budget_is_u
         generation.waits.wait_for_worker("decode")
     parked.worker_ready()
     assert parked.without_budget == [without_budget.waits]
-    await asyncio.sleep(0.2)
+    while not without_worker.errors:  # noqa: ASYNC110  its timer began last, and ends last
+        await asyncio.sleep(0.001)
     assert not without_budget.errors
     assert ["no decode worker" in str(error) for error in without_worker.errors] == [True]
     for generation in (without_budget, without_worker):

@@ -41,6 +41,7 @@ from baton.router.text.chat import ChatTemplate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import inference_pb2 as ipb
 from baton.rpc.stubs import InferenceStub
+from tests.within import WITHIN
 
 from .conftest import Cluster, make_cluster
 
@@ -267,7 +268,7 @@ async def test_a_large_body_with_millions_of_errors_gets_its_answer(cluster: Clu
     body = b'{"messages":[0%b]}' % (b",0" * 8_000_000)
     headers = {"Content-Type": "application/json"}
     async with (
-        asyncio.timeout(30),
+        asyncio.timeout(WITHIN),
         cluster.http.post(f"{cluster.url}/v1/chat/completions", data=body, headers=headers) as response,
     ):
         assert response.status == 400

@@ -34,6 +34,7 @@ from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
 from baton.rpc.stubs import InferenceStub
 from tests.fake_worker import SECRET, FakeWorker, Lanes
+from tests.within import WITHIN
 
 from .conftest import TEXT
 
@@ -86,7 +87,7 @@ class Routers:
         draft = Path(path).with_suffix(".new")
         draft.write_text(text)
         draft.replace(path)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN):
             while self.log.read_text().count(logged) == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -105,13 +106,13 @@ class Routers:
         return {process["number"]: process["pid"] for process in status["processes"]}
 
     async def until(self, condition: Callable[[Any], bool]) -> Any:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(WITHIN):
             while not condition(status := await self.get(self.admin + "/status")):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         return status
 
     async def exit_code(self) -> int:
-        return await asyncio.to_thread(self.popen.wait, 30)
+        return await asyncio.to_thread(self.popen.wait, WITHIN)
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
         call = InferenceStub(channel).Generate(
             pb.GenerateRequest(text="Hello", max_tokens=99),
             metadata=(("authorization", f"Bearer {KEY}"),),
-            timeout=20,
+            timeout=WITHIN,
         )
         assert "".join([d.text async for message in call for d in message.deltas]) == TEXT
 
@@ -280,7 +281,7 @@ async def test_one_process_gets_the_reports_for_all_and_another_one_after_its_de
         return {i for i, worker in enumerate(routers.prefills) if len(worker.submitted) > before[i]}
 
     async def until_all_go_to(worker: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN):
             while await went_to() != {worker}:
                 pass
 
@@ -297,7 +298,7 @@ async def test_one_process_gets_the_reports_for_all_and_another_one_after_its_de
         return [int(n) for n in re.findall(r"process (\d) gets the reports", routers.log.read_text())]
 
     await routers.until(lambda s: s["router"]["ready"] and len(s["processes"]) == 3)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN):
         while not all(len(w._outputs) == 3 and w._wanting_cache for w in routers.prefills):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     for worker in routers.prefills:
@@ -311,7 +312,7 @@ async def test_one_process_gets_the_reports_for_all_and_another_one_after_its_de
     killed = (await routers.processes())[writer]
     os.kill(killed, signal.SIGKILL)
     await routers.until(lambda s: killed not in [process["pid"] for process in s["processes"]])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN):
         while len(writers()) < 2:
             assert await went_to(), "the others go on"
     await until_all_go_to(1 - home)
@@ -355,7 +356,7 @@ def test_a_process_without_a_cpu_waits_for_it():
         both = [stack.enter_context(subprocess.Popen([sys.executable, "-S", "-c", busy])) for _ in range(2)]
         for process in both:
             stack.callback(process.kill)
-        until = time.monotonic() + 20
+        until = time.monotonic() + WITHIN
         while any(sockets.waited_for_cpu(process.pid) < 0.05 for process in both):
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -367,7 +368,7 @@ async def test_the_processes_end_with_their_supervisor(start: Callable[..., Any]
     pids = list((await routers.processes()).values())
     routers.popen.kill()
     await routers.exit_code()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN):
         while any(psutil.pid_exists(pid) for pid in pids):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -451,7 +452,7 @@ async def test_a_failed_restart_leaves_the_other_processes(
     monkeypatch.setattr(os, "fork", start)
 
     async def until(condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN):
             while not condition():
                 assert not running.done(), await running
                 await asyncio.sleep(0.005)
@@ -497,9 +498,8 @@ async def test_the_admin_port_answers_from_what_is_known(tmp_path: Path, silent:
         else:
             for process in supervisor._processes.values():
                 process.asked("status")
-        began = time.monotonic()
-        assert await all_answers() == before
-        assert time.monotonic() - began < supervise.ANSWER_SECONDS * 3 + 1
+        async with asyncio.timeout(WITHIN):
+            assert await all_answers() == before
         supervisor._signals.put_nowait(signal.SIGINT)
         for process in supervisor._processes.values():
             process.kill()

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +31,7 @@ from baton.rpc import worker_pb2 as pb
 
 from .conftest import ANSWER, CALL, THINKING_TEMPLATE, THOUGHT, Cluster
 from .test_tools import TOOLS
+from .work import work
 
 CHAT = [{"role": "user", "content": "What does <think> mean?"}]
 SCHEMA = {"type": "object"}
@@ -162,16 +162,14 @@ def test_hostile_output_loses_and_doubles_no_text(
 
 
 @pytest.mark.parametrize("filler", [" ", "<", "x", "</think>"])
-def test_long_output_takes_time_in_proportion_to_its_length(filler: str):
-    def seconds(count: int) -> float:
+def test_long_output_takes_work_in_proportion_to_its_length(filler: str):
+    def parse(count: int):
         parser = ReasoningParser("either")
-        began = time.process_time()
         for _ in range(count):
             parser.push(filler)
         parser.finish()
-        return time.process_time() - began
 
-    assert seconds(100_000) < 25 * min(seconds(10_000) for _ in range(3))
+    assert work(lambda: parse(3_000)) < 25 * work(lambda: parse(300))
 
 
 def test_the_end_of_the_prompt_says_what_the_output_begins_with():

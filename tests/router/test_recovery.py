@@ -191,7 +191,7 @@ async def test_a_failure_of_the_old_source_does_not_count_against_the_new_one(cl
 async def test_each_kv_that_does_not_come_counts_also_without_retargets(cluster: Cluster):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.steps, decode.retargets = asyncio.Semaphore(0), False
-    request = asyncio.create_task(cluster.post("/v1/completions", prompt="Hello", timeout=10))
+    request = asyncio.create_task(cluster.post("/v1/completions", prompt="Hello"))
     for count in range(1, MAX_FAILURES + 1):
         await prefill.until(lambda w: len(prefills(w)) == count)  # noqa: B023
         cluster.lanes.of(prefills(prefill)[-1].prefill_id).settle(False)
@@ -387,12 +387,13 @@ async def test_a_parked_stream_gets_keepalives_and_then_the_error(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("baton.router.endpoints.http_generation.KEEPALIVE_SECONDS", 0.1)
-    async with make_cluster(tokenizer, tmp_path, prefill=0, worker_wait=0.5, overflow=False) as cluster:
+    async with make_cluster(tokenizer, tmp_path, prefill=0, overflow=False) as cluster:
         body = {"prompt": "x", "stream": True}
         async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
             assert response.status == 200
+            assert (await response.content.readuntil(b"\n\n")).startswith(b": ")
+            await cluster.expire("worker")
             events = (await response.read()).split(b"\n\n")
-        assert events[0].startswith(b": ")
         assert json.loads(events[-3].removeprefix(b"data: "))["error"]["code"] == "no_worker"
         assert events[-2] == b"data: [DONE]"
         await cluster.idle()
@@ -402,7 +403,7 @@ async def test_a_stream_whose_first_token_comes_needs_no_other_prefill_worker(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
     """The only prefill worker is lost after its KV was fetched, and before a token came."""
-    async with make_cluster(tokenizer, tmp_path, worker_wait=0.3, overflow=False) as cluster:
+    async with make_cluster(tokenizer, tmp_path, overflow=False) as cluster:
         [prefill], [decode] = cluster.prefills, cluster.decodes
         prefill.steps, decode.steps = asyncio.Semaphore(0), asyncio.Semaphore(0)
         request = asyncio.create_task(answered_whole(cluster))
@@ -410,9 +411,11 @@ async def test_a_stream_whose_first_token_comes_needs_no_other_prefill_worker(
         cluster.lanes.of(prefills(prefill)[0].prefill_id).settle(True)
         await cluster.until(lambda: bool(decode.steps and decode.steps._waiters))
         await prefill.kill()
-        await cluster.until(lambda: bool(cluster.router.services.admission.parked.without_worker))
+        parked = cluster.router.services.admission.parked
+        await cluster.until(lambda: bool(parked.without_worker))
         decode.steps.release()
-        await asyncio.sleep(0.6)
+        await cluster.until(lambda: not parked.without_worker)
+        await cluster.expire("worker")  # no timer runs any more
         for _ in cluster.output_ids:
             decode.steps.release()
         await request

@@ -28,6 +28,7 @@ from baton.rpc.stubs import WorkerStub
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
 from tests.fake_worker import SECRET, FakeWorker, Lanes
+from tests.within import WITHIN
 
 
 def files(pair: tuple[str, str], authority: str) -> TlsFiles:
@@ -93,7 +94,7 @@ async def no_name() -> AsyncIterator[str]:
 async def told(address: str, tls: TlsFiles | None = None, secret: bytes = SECRET) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         async with connect(address, secret, tls) as channel:
-            await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=5)
+            await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=WITHIN)
     return checks.explain(error.value, files=tls is not None)
 
 
@@ -168,7 +169,7 @@ async def test_the_model_is_that_of_the_first_worker_that_answers(
             admin_port=ports[1],
         )
         asking = asyncio.create_task(first_description(config))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN):
             while not caplog.messages:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for port in ports:
@@ -202,7 +203,7 @@ async def test_a_router_that_asks_for_its_model_logs_no_traceback(embedded_model
         )
         assert router.stderr is not None
         lines: list[bytes] = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WITHIN):
             while not lines or b"is ready" not in lines[-1]:
                 lines.append(await router.stderr.readline())
                 assert lines[-1], b"".join(lines).decode()

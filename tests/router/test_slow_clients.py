@@ -19,6 +19,7 @@ from baton.router.generation.output import MAX_TAKEN, Delta, Token, TokenQueue
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.stubs import InferenceStub
+from tests.within import WITHIN
 
 from .conftest import TEXT, Cluster, make_cluster
 
@@ -52,7 +53,7 @@ def request(body: bytes, length: int | None = None, key: str = "") -> bytes:
 async def test_headers_that_do_not_arrive(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, keep_alive=0.3) as cluster:
         for begun in (b"", b"GET /health HTTP/1.1\r\nHost:", request(b"", 0)[:-2]):
-            async with connected(cluster) as (reader, writer), asyncio.timeout(10):
+            async with connected(cluster) as (reader, writer), asyncio.timeout(WITHIN):
                 writer.write(begun)
                 assert await reader.read() == b"", "the router closed the connection"
         assert (await cluster.complete())["choices"][0]["text"] == TEXT
@@ -73,14 +74,14 @@ async def test_a_grpc_message_that_does_not_arrive(
     async with make_cluster(tokenizer, tmp_path, client_timeout=0.1) as cluster:
         assert cluster.router.grpc_address is not None
         async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
-            call = channel.stream_stream(f"/{method}", bytes, bytes)(silence(), timeout=20)
+            call = channel.stream_stream(f"/{method}", bytes, bytes)(silence(), timeout=WITHIN)
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "did not come within 0.1 s" in (await call.details() or "")
 
 
 async def test_a_body_that_does_not_arrive(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path, client_timeout=0.3) as cluster:
-        async with connected(cluster) as (reader, writer), asyncio.timeout(10):
+        async with connected(cluster) as (reader, writer), asyncio.timeout(WITHIN):
             writer.write(request(b'{"prompt": "Hel', length=1000))
             status = await reader.readline()
             assert status == b"HTTP/1.1 408 Request Timeout\r\n"
@@ -149,7 +150,9 @@ async def test_grpc_checks_the_key_before_the_message(tokenizer: ModelTokenizer,
     async with make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("a", "secret"),)) as cluster:
         assert cluster.router.grpc_address is not None
         async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
-            call = channel.stream_stream("/baton.v1.Inference/Generate", bytes, bytes)(silence(), timeout=20)
+            call = channel.stream_stream("/baton.v1.Inference/Generate", bytes, bytes)(
+                silence(), timeout=WITHIN
+            )
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -207,7 +210,7 @@ async def test_a_response_that_the_client_does_not_read(
         ),
     ):
         writer.write(request(json.dumps({**LONG, "stream": False}).encode()))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WITHIN):
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
             read = 0
             await cluster.idle()
@@ -226,7 +229,7 @@ async def test_the_tokens_of_a_text_that_the_client_does_not_read(tokenizer: Mod
     ):
         asked = request(json.dumps({"prompt": "1" * 660_000, "return_token_strs": True}).encode())
         writer.write(asked.replace(b"/v1/completions", b"/tokenize"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WITHIN):
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
             account = cluster.router.frontend.authorize("")
             assert account.body_bytes > 0

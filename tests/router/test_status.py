@@ -13,6 +13,7 @@ from baton.router.workers.checks import RouterModel
 from baton.router.workers.pool import WorkerPool
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import SECRET, FakeWorker
+from tests.within import WITHIN
 
 from .conftest import make_cluster
 
@@ -91,8 +92,8 @@ async def test_a_worker_that_answers_no_question_delays_no_probe(
 
     async with make_cluster(tokenizer, tmp_path) as cluster:
         monkeypatch.setattr(FakeWorker, "GetStatus", get_status)
-        monkeypatch.setattr("baton.router.workers.worker.STATUS_TIMEOUT", 60.0)
-        async with asyncio.timeout(30):
+        monkeypatch.setattr("baton.router.workers.worker.STATUS_TIMEOUT", 10 * WITHIN)
+        async with asyncio.timeout(WITHIN):
             await cluster.get("/ready")
         monkeypatch.setattr("baton.router.workers.worker.STATUS_TIMEOUT", 0.1)
         await cluster.rooms(dict.fromkeys(cluster.workers, 300))

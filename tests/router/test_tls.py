@@ -15,6 +15,7 @@ from baton.rpc.stubs import InferenceStub
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
 from tests.fake_worker import FakeWorker, Lanes
+from tests.within import WITHIN
 
 from .conftest import TEXT, Cluster, make_cluster
 
@@ -40,7 +41,7 @@ async def over_grpc(cluster: Cluster, authority: str, pair: tuple[str, str] | No
     assert cluster.router.grpc_address is not None
     async with grpc.aio.secure_channel(cluster.router.grpc_address, credentials) as channel:
         request = pb.GenerateRequest(text="Hello", max_tokens=200)
-        call = InferenceStub(channel).Generate(request, timeout=20)
+        call = InferenceStub(channel).Generate(request, timeout=WITHIN)
         return "".join([d.text async for message in call for d in message.deltas])
 
 
