@@ -27,7 +27,7 @@ import setproctitle
 
 from baton.kv_transfer.config import NIXL_WHEELS
 from baton.machine.system import die_with_parent
-from tests.forked import popen
+from tests.forked import clock, popen
 
 _MESSAGE = 1 << 18  # bytes, at most: the arguments and the environment
 _MAX_FDS = 64
@@ -181,6 +181,8 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    if clock.VARIABLE in os.environ:
+        clock.follow(os.environ.pop(clock.VARIABLE))
     sys.argv = [*request["command"]]
     tempfile.tempdir = None  # TMPDIR may differ
     command = [*request["command"], ""]

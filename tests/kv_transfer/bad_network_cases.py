@@ -45,7 +45,7 @@ def transfer(pair: Any, network: BadNetwork) -> str:
     ends = ""
     while not ends.endswith("injected"):
         decode_id = pair.decode.fetch(pair.prefill, prefill_id, TOKENS, kv_address=network.address)
-        event = pair.until(lambda i=decode_id: pair.decode.events.get(i), "the fetch to end", seconds=60)
+        event = pair.until(lambda i=decode_id: pair.decode.events.get(i), "the fetch to end")
         if isinstance(event, kv.Injected):
             pair.assert_same(blocks, decode_id, 0, TOKENS)
             ends += "injected"
@@ -99,7 +99,7 @@ def test_what_decode_says_is_lost_or_wrong(network: tuple[Any, BadNetwork], roun
                 bad.fault, bad.back, bad.hits, before = fault, back, len(back), bad.suffered
                 ends = transfer(pair, bad)
                 assert ends.count("injected") == 1, (fault, back, ends)
-                pair.until(lambda: not pair.prefill.held, f"the release after {fault} of {back}", seconds=10)
+                pair.until(lambda: not pair.prefill.held, f"the release after {fault} of {back}")
                 pair.until(lambda n=before: bad.suffered > n, f"a message of {back}")
                 bad.hits = 0
     assert set(pair.prefill.released.values()) == {"acked"}

@@ -14,21 +14,22 @@ import torch
 import baton.kv_transfer as kv
 from baton.kv_transfer.wait import wait
 from tests.device import DEVICE
+from tests.within import WITHIN
 
 from .ranks import Ranks, as_bytes, positions
 from .second_wire import FakePrefill, Lane
-from .transfer_process import TransferProcess
+from .transfer_process import TransferProcess, deadlines
 from .wire_transfers import asked
 
 LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")  # 256 B a position and layer
 NO_TRACE = kv.TraceWriter(None, "")
 
 
-def until(condition: Callable[[], Any], what: str, *waiting: Any, seconds: float = 20.0) -> Any:
+def until(condition: Callable[[], Any], what: str, *waiting: Any) -> Any:
     """The first true value of `condition`, looked at again whenever something in `waiting` is readable."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + WITHIN
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        assert time.monotonic() < deadline, f"waited {WITHIN} s for {what}"
         wait([item.fileno() for item in waiting], 0.02)
     return value
 
@@ -219,12 +220,12 @@ class Pair:
         self.prefill.poll()
         self.decode.poll()
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
         def polled() -> Any:
             self.poll()
             return condition()
 
-        return until(polled, what, self.prefill.sender, self.decode.receiver, seconds=seconds)
+        return until(polled, what, self.prefill.sender, self.decode.receiver)
 
     def event(self, decode_id: bytes) -> Any:
         """How a fetch ended."""
@@ -341,11 +342,10 @@ def fetching(make_decode: Any) -> Any:
     """A decode worker (one lane) that has asked a fake prefill worker for 10 positions."""
 
     def make(
-        ranks: int = 1, about: dict[str, Any] | None = None, device: str = DEVICE, **deadlines: float
+        ranks: int = 1, about: dict[str, Any] | None = None, device: str = DEVICE, **soon: float
     ) -> tuple[Any, FakePrefill, Lane, bytes, bytes]:
         fake = FakePrefill(**(about or {}))
-        limits = kv.TransferDeadlines(**deadlines)
-        decode = make_decode(lanes=1, ranks=ranks, device=device, deadlines=limits, exports=True)
+        decode = make_decode(lanes=1, ranks=ranks, device=device, deadlines=deadlines(**soon), exports=True)
         blocks = decode.reserved[b"d"] = decode.allocate(10)
         decode.receiver.fetch(
             b"d",

@@ -10,10 +10,9 @@ import time
 import baton.kv_transfer as kv
 
 from .conftest import Decode, Pair, Prefill, until
+from .transfer_process import deadlines
 
-DEADLINES = kv.TransferDeadlines(
-    hold=60.0, progress=1.0, peer_dead=1.0, ping=0.2, unreachable=20.0, handshake=2.0
-)
+DEADLINES = deadlines(peer_dead=50.0, handshake=50.0)
 TOKENS = 200
 
 
@@ -39,8 +38,9 @@ def main() -> None:
     link("down")
     pair.prefill.sender.ready(prefill_id, None, TOKENS // 2, TOKENS)
     pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
-    pair.until(lambda: pair.decode.stats().sessions == 0, "decode to give the peer up")
-    pair.until(lambda: pair.prefill.stats().sessions == 0, "prefill to give the peer up")
+    for worker in (pair.decode, pair.prefill):
+        worker.later(50.0)
+        pair.until(lambda worker=worker: worker.stats().sessions == 0, "it to give its peer up")
     assert pair.decode.stats().deadlines["peer_dead"] >= 1
     down_until = time.monotonic() + 0.3  # lanes that are opened meanwhile find no listener
     until(lambda: time.monotonic() > down_until, "the link to stay down")

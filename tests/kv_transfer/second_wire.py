@@ -14,6 +14,8 @@ import xxhash
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from tests.within import WITHIN
+
 SECRET = b"a cluster secret for tests"
 LAYOUT = "kv8 layers=3 kv_heads=2 head_dim=16"
 HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE, *_REST = range(1, 16)
@@ -74,7 +76,7 @@ class Lane:
         self.peer = b""  # its identity, if it is the listener
         self.outgoing: Direction | None = None  # of an encrypted lane, after the handshake
         self.incoming: Direction | None = None
-        sock.settimeout(20)
+        sock.settimeout(WITHIN)
 
     def send(self, frame_type: int, body: bytes = b"", transfer: bytes = bytes(16), **head: Any) -> None:
         self.sent += frame_type == KV
@@ -214,7 +216,7 @@ class FakePrefill:
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
 
     def accept(self) -> Lane:
-        self.listener.settimeout(20)
+        self.listener.settimeout(WITHIN)
         lane = Lane(self.listener.accept()[0])
         _, _, _, opened = lane.read()
         lane.number = unpack(opened)[2]

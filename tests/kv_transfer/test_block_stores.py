@@ -23,6 +23,7 @@ from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.host_store import CpuStore, block_bytes, open_host_store
 from baton.kv_transfer.stores.ranked_store import RankedStore, serve_store
 from baton.kv_transfer.transport import PagedKV
+from tests.within import WITHIN
 
 from . import cuda_on_cpu
 from .ranks import ORDERS, in_memory
@@ -59,7 +60,7 @@ def damage(store: BlockStore, kv: PagedKV, place: int) -> None:
 
 
 def ended(store: BlockStore, count: int) -> list[bool]:
-    whole, deadline = store.ended(), time.monotonic() + 20
+    whole, deadline = store.ended(), time.monotonic() + WITHIN
     while len(whole) < count:
         assert time.monotonic() < deadline
         whole += store.ended()

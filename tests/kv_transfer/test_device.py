@@ -18,6 +18,7 @@ from baton.kv_transfer.device.pool import Pool, Staged
 from baton.kv_transfer.layout import KVLayout, cut
 from baton.kv_transfer.staging import GATHER_BYTES, SCATTER_BYTES, SLACK, at_once, coalesce, landing_bytes
 from baton.kv_transfer.transport import PagedKV
+from tests.within import WITHIN
 
 from . import ranks
 from .ranks import in_memory
@@ -27,7 +28,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def passed(pool: Pool, event: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WITHIN
     while event is not None and not pool.passed(event):
         assert time.monotonic() < deadline, "an event never passed"
 

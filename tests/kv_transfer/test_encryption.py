@@ -17,6 +17,7 @@ from baton.kv_transfer.protocol.frame import DirectionKey, FrameType, Header, La
 from .conftest import Pair
 from .second_wire import COMMIT, CREDIT, FETCH, KV, Direction, connect, frame
 from .test_lane import OutgoingFrame, Owner, connected, receiving, sending
+from .transfer_process import deadlines
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 
@@ -47,11 +48,13 @@ def test_as_a_decode_worker(make_prefill: Any, movers: int) -> None:
 @pytest.mark.parametrize("encrypts", ["prefill", "decode"])
 def test_a_peer_in_plain_text_is_refused(make_prefill: Any, make_decode: Any, encrypts: str) -> None:
     prefill = make_prefill(encrypt=encrypts == "prefill")
-    quick = kv.TransferDeadlines(unreachable=0.3)
-    decode = make_decode(encrypt=encrypts == "decode", deadlines=quick)
+    decode = make_decode(encrypt=encrypts == "decode", deadlines=deadlines(unreachable=50.0))
     prefill_id = prefill.hold(10)
     decode_id = decode.fetch(prefill, prefill_id, 10)
-    event = Pair(prefill, decode).event(decode_id)
+    pair = Pair(prefill, decode)
+    pair.until(lambda: prefill.stats().refused and decode.stats().refused, "the refusal")
+    decode.later(50.0)
+    event = pair.event(decode_id)
     assert event == kv.FetchFailed(decode_id, "unreachable")
     assert (prefill.stats().refused.keys(), decode.stats().refused.keys()) == ({"encryption"}, {"by_peer"})
     assert prefill.stats().bytes_sent == 0

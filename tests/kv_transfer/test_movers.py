@@ -23,8 +23,10 @@ from baton.kv_transfer.process.tcp_session import Sessions
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.wait import wait
 from tests.stand_in import stand_in
+from tests.within import WITHIN
 
 from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack, unpack
+from .transfer_process import deadlines
 
 TWO: dict[str, Any] = {"movers": 2}
 
@@ -54,7 +56,7 @@ def watched(worker: Any) -> list[int]:
 
 def assert_gone(watches: list[int]) -> None:
     for watch in watches:
-        assert wait([watch], 10), "it lives on"
+        assert wait([watch], WITHIN), "it lives on"
         os.close(watch)
 
 
@@ -316,6 +318,14 @@ def test_a_session_that_ends_while_frames_wait_for_a_mover(make_prefill: Any, un
 # ---------------------------------------------------------------- silent and slow lanes
 
 
+def unread(lane: Lane) -> int:
+    """Bytes that a process of this machine has not taken from the other end of a connection."""
+    ends = [f"0100007F:{port:04X}" for _, port in (lane.sock.getpeername(), lane.sock.getsockname())]
+    rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines())
+    [queues] = [row[4] for row in rows if row[1:3] == ends]
+    return int(queues.partition(":")[2], 16)
+
+
 def lane_1_at(process_count: int, worker: Any, until: Any) -> None:
     """Once it is with its mover, where there is one."""
     if process_count:
@@ -327,13 +337,14 @@ def gives_up(worker: Any, control: Any) -> bool:
     if not worker.stats().deadlines:
         with contextlib.suppress(OSError):  # closed meanwhile
             control.send(PING, pack([0]))
+        worker.later(20.0)
     return worker.stats().deadlines == {"peer_dead": 1}
 
 
 @pytest.mark.parametrize("movers", [0, 1])
 def test_one_lane_that_falls_silent_ends_its_session(make_prefill: Any, until: Any, movers: int) -> None:
     """As over a network that has lost one way of several: lane 0 is heard all the time."""
-    prefill = make_prefill(movers=movers, deadlines=kv.TransferDeadlines(peer_dead=1.0, ping=0.1))
+    prefill = make_prefill(movers=movers, deadlines=deadlines(peer_dead=50.0))
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     lane_1_at(movers, prefill, until)
     until(lambda: gives_up(prefill, control), "prefill to notice")
@@ -345,7 +356,7 @@ def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, mov
     """Before COMMIT, so that nothing else is due; lane 0 is heard all the time. The slot comes home."""
     decode = make_decode(
         lanes=1 if movers else 2, movers=movers,
-        deadlines=kv.TransferDeadlines(peer_dead=1.0, ping=0.1),
+        deadlines=deadlines(peer_dead=50.0),
     )  # fmt: skip
     peers = Peers(decode, until, [b"a"])
     control, data, transfer = peers.asked(b"a")
@@ -358,7 +369,7 @@ def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, mov
 
 @pytest.mark.parametrize("movers", [0, 1])
 def test_every_lane_is_pinged(make_prefill: Any, until: Any, movers: int) -> None:
-    prefill = make_prefill(movers=movers, deadlines=kv.TransferDeadlines(ping=0.05))
+    prefill = make_prefill(movers=movers, deadlines=deadlines(ping=0.05))
     both = [connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1)]
     lane_1_at(movers, prefill, until)
     for lane in both:
@@ -375,10 +386,7 @@ def test_every_lane_is_pinged(make_prefill: Any, until: Any, movers: int) -> Non
 @pytest.mark.parametrize("movers", [0, 1])
 def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(make_decode: Any, until: Any, movers: int) -> None:
     """Longer than every deadline, on a lane of either kind."""
-    decode = make_decode(
-        lanes=1 if movers else 2, movers=movers,
-        deadlines=kv.TransferDeadlines(progress=1.0),
-    )  # fmt: skip
+    decode = make_decode(lanes=1 if movers else 2, movers=movers, deadlines=deadlines(progress=50.0))
     peers = Peers(decode, until, [b"a"])
     control, data, transfer = peers.asked(b"a")
     control.say(COMMIT, [[7, None, [], []], 3, 3 * 2560], transfer)
@@ -386,8 +394,10 @@ def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(make_decode: Any, unt
     slow = frame(KV, body, transfer, head_count=2, token_count=10)
     for at in range(0, len(slow), 132):
         data.sock.sendall(slow[at : at + 132])
-        decode.poll()
-        wait([decode.receiver.fileno()], 0.1)  # nothing is to be told before all of it came
+        until(lambda: not unread(data), "them to be taken")
+        for _ in range(2):  # it hears of what a mover took with the bytes before, if not of these
+            decode.stats()
+        decode.later(15.0)
     for layer in (1, 2):
         data.send(KV, body, transfer, layer=layer, head_count=2, token_count=10, seq=layer)
     until(lambda: decode.poll() or b"a" in decode.events, "the fetch to end", decode.receiver)
@@ -405,7 +415,7 @@ def test_without_one_of_its_movers_a_transfer_process_ends(make_pair: Any, role:
     worker = getattr(pair, role)
     watches = watched(worker)
     movers(worker)[1].kill()
-    assert worker.process.wait(10) == 1
+    assert worker.process.wait(WITHIN) == 1
     assert_gone(watches)
 
 
@@ -417,14 +427,14 @@ def test_movers_die_with_the_transfer_process(make_pair: Any) -> None:
     assert_gone(watches)
 
 
-def test_a_mover_that_hangs_ends_its_transfer_process(make_pair: Any) -> None:
+def test_a_mover_that_hangs_ends_its_transfer_process(make_pair: Any, until: Any) -> None:
     """Its sessions fall silent and end, but what its lanes hold never comes back."""
-    quick = TWO | {"deadlines": kv.TransferDeadlines(ping=0.1, peer_dead=0.5)}
-    pair = make_pair(quick, quick)
+    pair = make_pair(TWO, TWO | {"deadlines": deadlines(peer_dead=50.0)})
     transferred(pair, 50)
     watches = watched(pair.decode)
     movers(pair.decode)[0].suspend()
-    assert pair.decode.process.wait(20) == 1
+    until(lambda: pair.decode.later(20.0) or pair.decode.process.poll() is not None, "its end")
+    assert pair.decode.process.wait() == 1
     assert_gone(watches)
 
 
@@ -434,7 +444,7 @@ def test_a_mover_that_hangs_does_not_hold_up_the_end(make_pair: Any) -> None:
     watches = watched(pair.decode)
     movers(pair.decode)[0].suspend()
     pair.decode.process.terminate()
-    assert pair.decode.process.wait(10) == 0
+    assert pair.decode.process.wait(WITHIN) == 0
     assert_gone(watches)
 
 
@@ -450,6 +460,6 @@ def test_signals_to_all_of_them(make_pair: Any, until: Any) -> None:
             process.send_signal(number)
     transferred(pair, 50)
     pair.decode.process.terminate()
-    assert pair.decode.process.wait(10) == 0
+    assert pair.decode.process.wait(WITHIN) == 0
     assert_gone(watches)
     until(lambda: pair.prefill.stats().lanes == 0, "the lanes to close")

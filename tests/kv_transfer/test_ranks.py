@@ -24,6 +24,7 @@ from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
 from baton.kv_transfer.protocol.local_messages import Copied, Copy, Opened
 from baton.kv_transfer.transport import PagedKV
 from tests.stand_in import stand_in
+from tests.within import WITHIN
 
 from .ranks import Ranks, mapped
 
@@ -36,7 +37,7 @@ def layout_of(heads: int) -> KVLayout:
 
 
 def until_passed(pool: Pool, event: Event) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WITHIN
     while event is not None and not pool.passed(event):
         assert time.monotonic() < deadline, "copies never end"
         time.sleep(0.0002)
@@ -163,7 +164,7 @@ def test_a_rank_reports_all_copies_to_a_rank_0_that_reads_late(
     monkeypatch: pytest.MonkeyPatch, group: Group
 ) -> None:
     """Its reports then have no room in the channel for a while."""
-    monkeypatch.setattr(ranked_pool, "SILENCE", 2.0)
+    monkeypatch.setattr(ranked_pool, "SILENCE", WITHIN)
     group.others[0].channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is
     table, done = group.gathers.table([3], 10), None
     [piece] = cut(layout_of(4), 0, (0, 10), (2, 4), SLOT)

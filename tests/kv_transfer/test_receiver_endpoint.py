@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
+from baton.kv_transfer.endpoint import receiver as receiver_module
 from baton.kv_transfer.endpoint.live_fetch import LayerPace
 from baton.kv_transfer.endpoint.receiver import Receiver
 from baton.kv_transfer.layout import Slice
@@ -26,8 +26,25 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
     return late_pools(monkeypatch)
 
 
+class Now:
+    """The receiver's clock. It stands still until the test changes it."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
 @pytest.fixture
-def receiving(late: list[LatePool]) -> Iterator[tuple[Bench, Receiver, LatePool]]:
+def now(monkeypatch: pytest.MonkeyPatch) -> Now:
+    made = Now()
+    monkeypatch.setattr(receiver_module, "time", made)
+    return made
+
+
+@pytest.fixture
+def receiving(late: list[LatePool], now: Now) -> Iterator[tuple[Bench, Receiver, LatePool]]:
     bench = Bench(Receiver, lm.FromReceiver)
     yield bench, bench.endpoint, late[0]
     bench.endpoint.shutdown()
@@ -94,7 +111,7 @@ def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> Non
 
 @pytest.mark.parametrize("how", ["injected", "cancelled", "asked again"])
 def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
-    receiving: Any, until: Any, how: str
+    receiving: Any, until: Any, now: Now, how: str
 ) -> None:
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
@@ -103,9 +120,8 @@ def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
     receiver.poll()
     assert receiver.next_injection == math.inf, "one of two layers, and the first tokens of the other"
     bench.channel.send(arrived(transfer_id, 3, 1, 12, 8))
-    before = time.monotonic()
     receiver.poll()
-    assert before <= receiver.next_injection <= time.monotonic()
+    assert receiver.next_injection == now.seconds
     if how == "injected":
         bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
     elif how == "cancelled":
@@ -138,14 +154,18 @@ def test_layers_that_are_taken_together_do_not_tell_how_fast_they_come() -> None
     assert pace.ends_at == 114.0, "2 seconds for layer 3, and for each of layers 4 to 9"
 
 
-def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any) -> None:
+def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any, now: Now) -> None:
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
     arrive(bench, transfer_id, 4, 0)
     assert receiver.poll(spare=0.0) == []
     assert receiver.poll_within is not None
     assert not receiver.idle
-    until(lambda: receiver.poll(spare=1.0) or pool.work, "it to have waited for others", seconds=5)
+    assert receiver.poll(spare=1.0) == []
+    assert not pool.work, "it waits for others"
+    now.seconds += 2 * receiver_module.HOLD
+    assert receiver.poll(spare=1.0) == []
+    assert len(pool.work) == 2
     arrive(bench, transfer_id, 2, 1)
     complete(bench, transfer_id)
     assert receiver.poll(spare=0.0) == []
@@ -158,14 +178,19 @@ def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any) -> None:
     assert receiver.idle
 
 
-def test_where_a_launch_is_always_due_slices_do_not_wait_for_ever(receiving: Any, until: Any) -> None:
+def test_where_a_launch_is_always_due_slices_do_not_wait_for_ever(
+    receiving: Any, until: Any, now: Now
+) -> None:
     """The device is done before the host has launched the next step: else no request would ever join."""
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
     for layer in range(2):
         arrive(bench, transfer_id, layer, layer)
     complete(bench, transfer_id)
-    until(lambda: receiver.poll(spare=0.0) or pool.work, "it to lose patience")
+    assert receiver.poll(spare=0.0) == []
+    assert not pool.work
+    now.seconds += 1.1 * receiver_module.PATIENCE
+    assert receiver.poll(spare=0.0) == []
     pool.go(2)
     (event,) = receiver.poll(spare=0.0)
     assert isinstance(event, kv.Injected)
@@ -252,7 +277,7 @@ def test_it_asks_again_twice_and_drops_late_slices_of_the_old_transfer(receiving
     assert receiver.poll() == [kv.FetchFailed(b"d", "integrity")]
 
 
-def test_what_is_said_of_a_transfer_is_of_no_earlier_one(receiving: Any, until: Any) -> None:
+def test_what_is_said_of_a_transfer_is_of_no_earlier_one(receiving: Any, until: Any, now: Now) -> None:
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
     arrive(bench, transfer_id, 1, 0)
@@ -260,7 +285,8 @@ def test_what_is_said_of_a_transfer_is_of_no_earlier_one(receiving: Any, until: 
     pool.go(2)
     bench.channel.send(lm.FailedIn(transfer_id, "integrity", retry=True))
     receiver.poll()
-    transfer_id, asked_again = bench.next(until, lm.FetchIn).transfer_id, time.monotonic()
+    transfer_id, asked_again = bench.next(until, lm.FetchIn).transfer_id, now.seconds
+    now.seconds += 1.0
     for slot, layer in ((2, 0), (3, 1)):
         arrive(bench, transfer_id, slot, layer)
     complete(bench, transfer_id)
@@ -287,7 +313,7 @@ def share(bench: Bench, until: Any) -> bytes:
 
 def has(receiver: Receiver, layer: int, stop: int) -> bool:
     """Whether a step may go on now."""
-    return receiver.wait_for_layer([b"f"], layer, stop, time.monotonic(), lambda: None)
+    return receiver.wait_for_layer([b"f"], layer, stop, -math.inf, lambda: None)
 
 
 def test_a_layer_is_there_when_its_last_scatter_is_over(receiving: Any, until: Any) -> None:
@@ -335,8 +361,8 @@ def test_what_ends_during_a_wait_is_reported_once_and_by_the_next_poll(receiving
         ticks.append(1)
         pool.go(len(pool.work))
 
-    assert receiver.wait_for_layer([b"f"], 1, 40, time.monotonic() + 10, tick)
-    assert receiver.wait_for_layer([b"f"], 0, 40, time.monotonic() + 10, tick)
+    assert receiver.wait_for_layer([b"f"], 1, 40, math.inf, tick)
+    assert receiver.wait_for_layer([b"f"], 0, 40, math.inf, tick)
     assert ticks
     pool.go(len(pool.work))
     events = receiver.poll()
@@ -351,7 +377,7 @@ def test_what_ends_during_a_wait_is_reported_once_and_by_the_next_poll(receiving
 @pytest.mark.parametrize("ended", ["failed", "injected"])
 @pytest.mark.parametrize("then", ["cancelled", "fetched again"])
 def test_what_a_wait_finds_of_another_fetch_may_be_taken_back(
-    receiving: Any, until: Any, ended: str, then: str
+    receiving: Any, until: Any, now: Now, ended: str, then: str
 ) -> None:
     """A step waits for a part of a prompt, and routers say meanwhile what becomes of other requests."""
     bench, receiver, pool = receiving
@@ -365,10 +391,11 @@ def test_what_a_wait_finds_of_another_fetch_may_be_taken_back(
         complete(bench, transfer_id)
 
     def tick() -> None:
+        now.seconds += 0.02
         pool.go(len(pool.work))
 
     for _ in range(2):
-        assert not receiver.wait_for_layer([b"f"], 0, 40, time.monotonic() + 0.05, tick)
+        assert not receiver.wait_for_layer([b"f"], 0, 40, now.seconds + 0.05, tick)
     assert receiver.poll_within, "an end is known"
     if then == "cancelled":
         receiver.cancel(b"d")
@@ -385,12 +412,14 @@ def test_what_a_wait_finds_of_another_fetch_may_be_taken_back(
 
 
 @pytest.mark.parametrize("how", ["failed", "late"])
-def test_a_wait_ends_with_its_fetch_or_its_time(receiving: Any, until: Any, how: str) -> None:
+def test_a_wait_ends_with_its_fetch_or_its_time(receiving: Any, until: Any, now: Now, how: str) -> None:
     bench, receiver, _ = receiving
     transfer_id = share(bench, until)
-    began = time.monotonic()
+
+    def tick() -> None:
+        now.seconds += 0.02 if how == "late" else 0.0
+
     if how == "failed":
         bench.channel.send(lm.FailedIn(transfer_id, "gone", retry=True))
-    assert not receiver.wait_for_layer([b"f"], 0, 40, began + (10 if how == "failed" else 0.05), lambda: None)
-    assert time.monotonic() - began < 5
+    assert not receiver.wait_for_layer([b"f"], 0, 40, now.seconds + 0.05, tick)
     assert [type(event) for event in receiver.poll()] == ([kv.FetchFailed] if how == "failed" else [])

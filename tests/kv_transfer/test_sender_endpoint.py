@@ -17,6 +17,7 @@ from baton.kv_transfer.endpoint.sender import Sender
 from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.protocol import local_messages as lm
 from baton.kv_transfer.protocol.frame import FrameType, Header
+from tests.within import WITHIN
 
 from .late_pool import Bench, LatePool, late_pools
 
@@ -148,7 +149,7 @@ def test_commit_does_not_wait_for_the_pump(sending: Any, until: Any, monkeypatch
 
     monkeypatch.setattr("baton.kv_transfer.endpoint.pump.wait", sleep)
     sender.expect(b"q")  # ends the wait that is under way
-    assert sleeps.wait(20)
+    assert sleeps.wait(WITHIN)
     sender.commit(b"p", kv.FirstToken(1))
     bench.next(until, lm.Offer)
     assert bench.next(until, lm.CommitOut).first_token == kv.FirstToken(1)

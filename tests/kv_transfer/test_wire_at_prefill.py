@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-import baton.kv_transfer as kv
-
 from . import second_wire as wire
 from .conftest import Prefill
+from .transfer_process import deadlines
 from .wire_transfers import refused
 
 
@@ -75,9 +74,10 @@ def test_idle_connections_keep_no_peer_out(make_prefill: Any) -> None:
 
 
 def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
-    prefill = make_prefill(max_handshakes=3, deadlines=kv.TransferDeadlines(handshake=0.7))
+    prefill = make_prefill(max_handshakes=3, deadlines=deadlines(handshake=50.0))
     lanes = [wire.Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(5)]
     refused(prefill, until, "handshakes", 2)
+    prefill.later(50.0)
     assert [lane.read()[0] for lane in lanes] == [0] * 5, "all are closed, the silent ones by their deadline"
     assert prefill.stats().deadlines == {"handshake": 3}
     until(lambda: prefill.stats().lanes == 0, "the lanes to be gone")
@@ -151,13 +151,14 @@ def test_an_authenticated_peer_that_breaks_the_protocol(
 
 def test_sessions_of_two_lanes(make_prefill: Any, until: Any) -> None:
     """Control goes down lane 0 only; without all its lanes a session ends; a new one ends the old."""
-    prefill = make_prefill(deadlines=kv.TransferDeadlines(handshake=1.0))
+    prefill = make_prefill(deadlines=deadlines(handshake=50.0))
     first, second = (wire.connect(prefill.port, session=b"a" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: prefill.stats().sessions == 1, "the session")
     second.say(wire.FETCH, [b"p" * 16, 0, [[0, 10]]], os.urandom(16))
     refused(prefill, until, "order")
     assert [first.read()[0], second.read()[0]] == [0, 0]
     alone = wire.connect(prefill.port, session=b"b" * 16, lanes=2)
+    prefill.later(50.0)
     assert alone.read()[0] == 0
     assert prefill.stats().deadlines == {"handshake": 1}
     old, new = wire.connect(prefill.port), wire.connect(prefill.port, session=b"c" * 16)

@@ -11,6 +11,7 @@ import torch
 import baton.kv_transfer as kv
 
 from . import second_wire as wire
+from .transfer_process import deadlines
 from .wire_transfers import ended
 
 
@@ -59,14 +60,14 @@ def test_at_most_two_prefixes_leave_at_a_time(make_prefill: Any, until: Any) -> 
 def test_a_pin_ends_at_its_deadline_also_if_its_peer_takes_a_byte_now_and_then(
     make_prefill: Any, until: Any
 ) -> None:
-    prefill = make_prefill(deadlines=kv.TransferDeadlines(pin=0.5))
+    prefill = make_prefill(deadlines=deadlines(pin=50.0))
     [name] = prefill.cache(1)
     lane, transfer = wire.connect(prefill.port), os.urandom(16)
     lane.say(wire.FETCH_CONTENT, [[name], 0], transfer)
     until(lambda: prefill.poll() or prefill.held, "the engine to be asked", prefill.sender)
     for total in range(1, 6):
         lane.say(wire.CREDIT, [total, False])
-    until(lambda: prefill.poll() or prefill.released, "the deadline", prefill.sender)
+    until(lambda: prefill.later(20.0) or prefill.poll() or prefill.released, "the deadline", prefill.sender)
     assert prefill.released == {pin_of(transfer): "deadline"}
     assert prefill.stats().deadlines == {"pin": 1}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import subprocess
@@ -13,9 +14,18 @@ import pytest
 import baton.kv_transfer as kv
 from baton.kv_transfer import spawn, staging
 from tests.forked import ForkedPopen
+from tests.forked.clock import VARIABLE, Clock
+from tests.within import WITHIN
 
 SECRET = b"a cluster secret for tests"
 MODEL = "model of the tests"
+NEVER = 1e9  # seconds
+
+
+def deadlines(**soon: float) -> kv.TransferDeadlines:
+    """Deadlines that no machine is too slow for, but those in `soon`: these pass by `later`."""
+    waits = {*kv.TransferDeadlines.__struct_fields__} - {"ping"}
+    return kv.TransferDeadlines(**dict.fromkeys(waits, NEVER) | soon)
 
 
 class TransferProcess:
@@ -36,14 +46,16 @@ class TransferProcess:
         self.receiving, receiving = kv.ArenaEnd.pair(slots, slot_bytes)
         self.heartbeat = kv.Heartbeat.create()
         self.service, service = kv.channel_pair()
+        self.clock = Clock()
         # On every machine the same; tests of what it changes say otherwise.
         default: Any = {
-            "name": "worker 0", "model_fingerprint": MODEL, "movers": 0,
+            "name": "worker 0", "model_fingerprint": MODEL, "movers": 0, "deadlines": deadlines(),
             "exported_slot_bytes": staging.EXPORTED_SLOT_BYTES,  # which a test may have changed
         }  # fmt: skip
         settings = default | config
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(spawn, "subprocess", SimpleNamespace(Popen=self.popen, PIPE=subprocess.PIPE))
+            patch.setenv(VARIABLE, self.clock.path)
             self.process = kv.spawn_transfer(
                 kv.TransferConfig(
                     incarnation=self.incarnation, layout=layout, num_slots=slots,
@@ -56,7 +68,7 @@ class TransferProcess:
     @functools.cached_property
     def port(self) -> int:
         """Waits until the process is up: others start meanwhile."""
-        self.service.settimeout(20)
+        self.service.settimeout(WITHIN)
         ready = spawn.decode_from_transfer(self.service.recv(1 << 16))
         assert isinstance(ready, spawn.Ready)
         return ready.port
@@ -74,16 +86,24 @@ class TransferProcess:
                 assert self.service.recv(1 << 16), "the transfer process is gone"
             except BlockingIOError:
                 break
-        self.service.settimeout(20)
+        self.service.settimeout(WITHIN)
         self.service.send(spawn.encode(spawn.StatsRequest()))
         while True:
             message = spawn.decode_from_transfer(self.service.recv(1 << 16))
             if isinstance(message, kv.TransferStats):
                 return message
 
+    def later(self, seconds: float) -> None:
+        """Lets so much time pass at once for the process, if it runs, and makes it look at its clock."""
+        assert self.port >= 0
+        self.clock.later(seconds)
+        with contextlib.suppress(OSError):
+            self.service.send(spawn.encode(spawn.StatsRequest()))
+
     def stop(self) -> None:
         self.service.close()
-        self.process.wait(10)
+        self.process.wait(WITHIN)
+        self.clock.close()
         for end in (self.sending, self.receiving):
             end.channel.close()
             end.arena.close()

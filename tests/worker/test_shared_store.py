@@ -28,6 +28,7 @@ from tests.cluster_helpers import (
 from tests.engine.conftest import save_tiny
 from tests.kv_transfer.conftest import until
 from tests.mooncake import Mooncake, libraries, mooncake
+from tests.within import WITHIN
 
 ENGINE = {"load_format": "dummy", "num_blocks": 80, "block_size": 16, "enable_prefix_caching": True}
 
@@ -54,7 +55,7 @@ def worker(model: Path, directory: Path, store: Mooncake | None, **settings: Any
     try:
         started.wait_ready()
         if store is not None:
-            until(lambda: " is open" in started.log.read_text(), "the store to be open", seconds=60)
+            until(lambda: " is open" in started.log.read_text(), "the store to be open")
         yield started
     finally:
         started.popen.kill()
@@ -71,7 +72,9 @@ async def generate(stream: WorkerStream, prompt: list[int]) -> tuple[list[int], 
 
 def keys(store: Mooncake) -> list[str]:
     """What the store has."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{store.metrics_port}/get_all_keys", timeout=10) as found:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{store.metrics_port}/get_all_keys", timeout=WITHIN
+    ) as found:
         return found.read().decode().split()
 
 
@@ -209,7 +212,7 @@ async def test_a_store_that_comes_back_is_used_again(
             assert await answers(stream, 7) == expected[:7]
             with mooncake(tmp_path, port=store.port) as again:
                 opened = first.log.read_text().count(" is open")
-                until(lambda: first.log.read_text().count(" is open") > opened, "the new store", seconds=60)
+                until(lambda: first.log.read_text().count(" is open") > opened, "the new store")
                 assert await asyncio.to_thread(first.stop) == 0, "it writes again what its cache has"
                 with worker(model, tmp_path / "2", again) as second:
                     async with attached(second) as other:
@@ -282,7 +285,7 @@ def test_the_client_loads_its_library_before_the_engine_is_ready(store: Mooncake
     client = ClientProcess(store.url, "client of a test")
     try:
         maps = Path(f"/proc/{client._popen.pid}/maps")
-        until(lambda: "mooncake/store" in maps.read_text(), "the library", seconds=60)
+        until(lambda: "mooncake/store" in maps.read_text(), "the library")
         client.open(1 << 20)
         assert client.reason() == ""
         assert client.call(0, "exists", ["baton-none"]) == [False]

@@ -18,6 +18,7 @@ from baton.kv_transfer.device.pool import Staged
 from baton.kv_transfer.peer_memory import Unreachable
 from tests.device import DEVICE
 from tests.kv_transfer.conftest import Pair, Prefill, until
+from tests.kv_transfer.transfer_process import deadlines
 
 from .conftest import EXPORTED, Kind
 
@@ -63,7 +64,7 @@ def unreachable(*_: Any) -> Any:
 def test_it_is_withdrawn_after_a_wrong_slice_and_closed_with_its_session(
     make_pair: Any, transport: Kind
 ) -> None:
-    pair = make_pair(decode={"deadlines": kv.TransferDeadlines(idle_close=0.3)})
+    pair = make_pair(decode={"deadlines": deadlines(idle_close=0.3)})
     assert readers(pair.prefill) == (DEVICE == "cpu")  # a GPU's memory is no mapping here
     assert pulled(pair) == 12
     with transport.bent(pair):
@@ -140,7 +141,7 @@ def test_a_slice_that_only_another_rank_finds_wrong(
     make_pair: Any, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     """The KV is fetched again, over TCP. Then all ranks close the memory."""
-    ranks = {"ranks": 2, "deadlines": kv.TransferDeadlines(idle_close=0.3)}
+    ranks = {"ranks": 2, "deadlines": deadlines(idle_close=0.3)}
     pair = make_pair(ranks, ranks)
     assert readers(pair.prefill) == 2 * (DEVICE == "cpu"), "each rank reads one rank"
     with monkeypatch.context() as patch:

@@ -9,13 +9,13 @@ import pytest
 
 import baton.kv_transfer as kv
 from tests.kv_transfer.conftest import Pair, until
+from tests.kv_transfer.transfer_process import deadlines
 
 from .conftest import EVERY_KIND
 
 pytestmark = pytest.mark.parametrize("transport", EVERY_KIND, indirect=True, ids=str)
 
 TOKENS = 64
-QUICK = kv.TransferDeadlines(ping=0.1, peer_dead=0.6, engine_dead=0.5, unreachable=0.6)
 STATES = pytest.mark.parametrize("state", ["asked", "receiving", "committed"])
 
 
@@ -68,7 +68,7 @@ def test_prefill_is_killed_and_comes_back_under_its_address(
     make_prefill: Any, make_decode: Any, state: str
 ) -> None:
     """The fetch fails. The new incarnation serves, and nothing of the old one is taken for its KV."""
-    prefill, decode = make_prefill(), make_decode(deadlines=QUICK, slots=8)  # not all frames fit
+    prefill, decode = make_prefill(), make_decode(slots=8)  # not all frames fit
     prefill_id, decode_id = bring(Pair(prefill, decode), state)
     port, old = prefill.port, prefill.incarnation
     prefill.process.kill()
@@ -85,10 +85,11 @@ def test_prefill_is_killed_and_comes_back_under_its_address(
 
 @pytest.mark.parametrize("hangs", ["prefill", "decode"])
 def test_a_transfer_process_hangs_and_goes_on(make_pair: Any, hangs: str) -> None:
-    pair = make_pair({"deadlines": QUICK}, {"deadlines": QUICK})
+    pair = make_pair(*({"deadlines": deadlines(peer_dead=50.0)} for _ in range(2)))
     prefill_id, decode_id = bring(pair, "receiving")
     process, peer = (pair.prefill, pair.decode) if hangs == "prefill" else (pair.decode, pair.prefill)
     process.process.send_signal(signal.SIGSTOP)
+    peer.later(50.0)
     until(lambda: peer.stats().deadlines.get("peer_dead"), "its peer to notice")
     process.process.send_signal(signal.SIGCONT)
     compute(pair, prefill_id, TOKENS // 2)
@@ -101,16 +102,17 @@ def test_a_transfer_process_hangs_and_goes_on(make_pair: Any, hangs: str) -> Non
 @pytest.mark.parametrize("hangs", ["prefill", "decode"])
 def test_an_engine_that_hangs_is_told_to_its_peer(make_pair: Any, hangs: str) -> None:
     """Its own transfer process is well, and says so in PING; the other side ends the session."""
-    pair = make_pair({"deadlines": QUICK}, {"deadlines": QUICK})
+    pair = make_pair(*({"deadlines": deadlines(engine_dead=50.0)} for _ in range(2)))
     worker, peer = getattr(pair, hangs), pair.decode if hangs == "prefill" else pair.prefill
     worker.heartbeat.tick()  # and never again
     prefill_id = pair.prefill.open(20)
     pair.decode.fetch(pair.prefill, prefill_id, 20)
-    pair.until(lambda: peer.stats().deadlines.get("engine_dead"), "its peer to notice")
+    pair.until(lambda: worker.later(20.0) or peer.stats().deadlines.get("engine_dead"), "its peer to notice")
     assert worker.stats().deadlines == {}
 
 
 def test_no_listener(make_pair: Any) -> None:
-    pair = make_pair(decode={"deadlines": QUICK})
+    pair = make_pair(decode={"deadlines": deadlines(unreachable=50.0)}, connected=False)
     decode_id = pair.decode.fetch(pair.prefill, bytes(16), 10, kv_address="127.0.0.1:1")
+    pair.until(lambda: pair.decode.later(20.0) or pair.decode.events, "the fetch to end")
     assert pair.event(decode_id) == kv.FetchFailed(decode_id, "unreachable")

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ import baton.kv_transfer as kv
 from baton.kv_transfer import spawn
 from baton.kv_transfer.wait import wait
 from tests.kv_transfer.conftest import Pair, until
+from tests.kv_transfer.transfer_process import deadlines
+from tests.within import WITHIN
 
 from .conftest import EVERY_KIND, TCP, TCP_WITH_MOVERS, Kind
 
 GROUPS = pytest.mark.parametrize("ranks", [(1, 1), (2, 4)], ids=["one rank", "2 to 4 ranks"])
 """Ranks of the prefill worker and of the decode worker. 4 ranks share 2 KV heads."""
-FAST = kv.TransferDeadlines(fetch_wait=0.5, hold=0.6, progress=2.0, unreachable=0.6, tombstone=30.0)
 
 
 def test_layers_stream_while_the_prefill_computes(make_pair: Any) -> None:
@@ -88,7 +88,7 @@ def test_traces_have_each_frame(make_pair: Any, tmp_path: Path) -> None:
     pair.assert_whole()
     for process in (pair.prefill.process, pair.decode.process):
         process.terminate()
-        process.wait(10)
+        process.wait(WITHIN)
     for name, path in traces.items():
         spans = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()[1:]]
         frames = [span["args"]["seq"] for span in spans if span["name"] == name]
@@ -218,13 +218,14 @@ def test_a_new_fetch_supersedes(
 
 
 def test_fetch_before_the_prefill_is_known(make_pair: Any) -> None:
-    pair = make_pair({"deadlines": FAST})
+    pair = make_pair({"deadlines": deadlines(fetch_wait=50.0)})
     early, queued = os.urandom(16), os.urandom(16)
     fetch = pair.decode.fetch(pair.prefill, early, 30)
     pair.until(lambda: pair.prefill.sender.has_fetch(early), "the FETCH to wait")
     pair.prefill.sender.expect(queued)
     patient = pair.decode.fetch(pair.prefill, queued, 30)
     pair.until(lambda: pair.prefill.sender.has_fetch(queued), "the second FETCH")
+    pair.prefill.later(50.0)
     # Only the one that no prefill answers runs into the deadline.
     assert pair.event(fetch) == kv.FetchFailed(fetch, "deadline")
     assert pair.prefill.stats().deadlines == {"fetch_wait": 1}
@@ -255,11 +256,12 @@ def test_the_senders_own_end(pair: Pair, reason: Any, when: str) -> None:
 
 
 def test_after_the_ack_and_after_the_hold_deadline_it_is_gone(make_pair: Any) -> None:
-    pair = make_pair({"deadlines": FAST})
+    pair = make_pair({"deadlines": deadlines(hold=50.0)})
     acked = pair.prefill.hold(20)
     pair.event(pair.decode.fetch(pair.prefill, acked, 20))
     unwanted = pair.prefill.hold(20)
-    pair.until(lambda: len(pair.prefill.released) == 2, "the hold deadline")
+    pair.until(lambda: pair.prefill.released, "the ACK")
+    pair.until(lambda: pair.prefill.later(20.0) or len(pair.prefill.released) == 2, "the hold deadline")
     assert pair.prefill.released == {acked: "acked", unwanted: "deadline"}
     assert pair.prefill.stats().deadlines == {"hold": 1}
     for prefill_id in (acked, unwanted):
@@ -292,11 +294,12 @@ def test_cancel_at_random_moments(make_pair: Any, count: int, ranks: tuple[int, 
     )
     rng = random.Random(3)
     running: dict[bytes, tuple[bytes, int, list[int]]] = {}
-    cancel_at: dict[bytes, float] = {}
-    ended = 0
+    cancel_at: dict[bytes, int] = {}
+    ended = looks = started = 0
     while ended < count:
         wait([pair.prefill.sender.fileno(), pair.decode.receiver.fileno()], 0.001)
         pair.poll()
+        looks += 1
         if len(running) < 6 and len(pair.decode.free) > 8 and len(pair.prefill.free) > 8:
             n = rng.randrange(1, 120)
             prefill_id = pair.prefill.open(n)
@@ -306,9 +309,12 @@ def test_cancel_at_random_moments(make_pair: Any, count: int, ranks: tuple[int, 
             pair.prefill.sender.ready(prefill_id, None, cut, n)
             pair.prefill.sender.commit(prefill_id, kv.FirstToken(n))
             running[decode_id] = (prefill_id, n, pair.prefill.held[prefill_id])
-            if rng.random() < 0.5:
-                cancel_at[decode_id] = time.monotonic() + rng.random() * 0.02
-        for decode_id in [d for d in running if cancel_at.get(d, math.inf) < time.monotonic()]:
+            started += 1
+            if started % 4 == 0:  # before anything can have come
+                pair.decode.receiver.cancel(decode_id)
+            elif started % 2 == 0:
+                cancel_at[decode_id] = looks + rng.randrange(20)
+        for decode_id in [d for d in running if cancel_at.get(d, math.inf) <= looks]:
             if rng.random() < 0.5:
                 pair.decode.receiver.cancel(decode_id)
             pair.prefill.sender.close(running[decode_id][0], "cancelled")
