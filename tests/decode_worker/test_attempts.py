@@ -8,6 +8,7 @@ import pytest
 
 from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import Pair, assert_whole, metrics, paired, request, sampling
+from tests.within import WITHIN
 
 from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status
 
@@ -140,7 +141,7 @@ async def test_cancel_of_the_decode_alone_leaves_the_prefill_held(workers: Worke
     await pair.decode.cancel(decode_id)
     await assert_whole(workers[1])
     await pair.prefill.token(prefill_id)
-    end = time.monotonic() + 10
+    end = time.monotonic() + WITHIN
     while not (await status(pair.prefill)).held_prefills:  # a status may be older than the token
         assert time.monotonic() < end, "the prefill ended with the decode"
     await pair.prefill.cancel(prefill_id)
@@ -268,8 +269,12 @@ async def test_without_room_a_request_is_refused_and_counted(pair: Pair) -> None
 
 async def test_a_reservation_without_kv_is_handed_back_at_the_deadline(pair: Pair) -> None:
     late = request(prompt(10), sampling(), timeout_ms=300)
-    decode_id = await pair.decode.reserve(late, pair.source(os.urandom(16)))
-    assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_HANDED_BACK
+    decode_id = await pair.decode.submit_decode(late, pair.source(os.urandom(16)))
+    message = (await pair.decode.next(decode_id)).message
+    if isinstance(message, pb.Reserved):  # a slow machine may be later than the deadline
+        message = (await pair.decode.next(decode_id)).message
+    assert isinstance(message, pb.AttemptFailed)
+    assert message.code == pb.FAILURE_CODE_HANDED_BACK
 
 
 @pytest.mark.long  # the lanes retry for five seconds; tests/kv_transfer has a shorter variant

@@ -8,6 +8,7 @@ import pytest
 
 from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import Pair, assert_whole, attached, request, sampling
+from tests.within import WITHIN
 
 from .conftest import BLOCKS, Workers, prompt
 
@@ -37,7 +38,7 @@ async def persistent(pair: Pair, token_ids: list[int]) -> list[int]:
         prefill_id, decode_id = await pair.submit(request(token_ids, GREEDY))
         tokens: list[int] = []
         while True:
-            message = (await pair.decode.next(decode_id, timeout=60)).message
+            message = (await pair.decode.next(decode_id)).message
             if isinstance(message, pb.AttemptFailed):
                 break
             if isinstance(message, pb.TokenEvent):
@@ -91,7 +92,7 @@ async def test_blocks_of_two_workers_run_out_in_both_directions_at_once(pairs: D
     expected = [(await pairs["forth"].generate(token_ids, GREEDY)).tokens for token_ids in prompts]
     asked = [(pair, i) for i in range(len(prompts)) for pair in pairs.values()]
     answers = await asyncio.wait_for(
-        asyncio.gather(*(persistent(pair, prompts[i]) for pair, i in asked)), timeout=100
+        asyncio.gather(*(persistent(pair, prompts[i]) for pair, i in asked)), timeout=WITHIN
     )
     assert answers == [expected[i] for _, i in asked]
 

@@ -14,6 +14,7 @@ from tests.cluster_helpers import (
     request,
     sampling,
 )
+from tests.within import WITHIN
 
 from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status
 
@@ -76,7 +77,7 @@ async def test_fetched_kv_is_cached_and_reported(pair: Pair) -> None:
     reported: set[int] = set()
     cached = await pair.decode.hints(computed)
     while not reported.issuperset(cached):
-        reported.update((await asyncio.wait_for(pair.decode.caches.get(), 30)).added)
+        reported.update((await asyncio.wait_for(pair.decode.caches.get(), WITHIN)).added)
     params = sampling(max_tokens=5, ignore_eos=True)
     here = await pair.decode.reserve(request(second, params))
     tokens = [token for token, _ in await pair.decode.tokens(here)]

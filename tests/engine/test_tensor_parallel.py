@@ -32,6 +32,7 @@ from baton.engine.step import NOT_SCORED, Draws, Scored, Step, Variant, arrange
 from tests.engine.checkpoints import assert_refused
 from tests.engine.conftest import request_of, run, save_tiny, tokens_of
 from tests.engine.mixed_requests import SMALL_POOL, mixed_requests
+from tests.within import WITHIN
 
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
 FAMILIES = [
@@ -278,7 +279,7 @@ def test_a_rank_goes_on_with_a_layer_when_rank_0_does() -> None:
             order.append(f"rank 1, layer {layer}")
 
     def wait_for_kv(layer: int) -> None:
-        assert arrived.acquire(timeout=10)
+        assert arrived.acquire(timeout=WITHIN)
         order.append(f"KV of layer {layer}")
 
     thread = threading.Thread(target=compute)

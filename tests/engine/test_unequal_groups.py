@@ -39,6 +39,7 @@ from tests.engine.scheduling import hooks_to
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
 from tests.kv_transfer.transfer_process import TransferProcess
+from tests.within import WITHIN
 
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="two ranks cannot share a GPU")
 
@@ -238,7 +239,7 @@ class Pair:
     def arrives(self, chunk: range) -> None:
         """Waits in mid-step until decode has the first layer of a chunk, and all layers of the tokens before
         it. Only then is more computed."""
-        layout, deadline = self.prefill.transfer.layout, time.monotonic() + 20
+        layout, deadline = self.prefill.transfer.layout, time.monotonic() + WITHIN
         positions = chunk.start * layout.num_layers + chunk.stop - chunk.start
         while self.decode.transfer.stats().bytes_received < positions * layout.bytes_per_token_layer:
             assert time.monotonic() < deadline, "the first layer does not leave before the step is over"

@@ -30,11 +30,16 @@ KINDS = {
     "baton.kv_transfer.process": "transfers",
     "baton.router.preparation.child": "roles",
     "tests.decode_worker.engine_process": "roles",
+    "tests.worker.patient_engine": "roles",
     "tests.worker_process": "roles",
     "baton.worker.engine_process.rank_process": "roles",
 }
 """The fork server of each module, which is named after `-m`. That of `roles` has torch."""
-LAST = ("baton.cluster.engine_process", "tests.decode_worker.engine_process")
+LAST = (
+    "baton.cluster.engine_process",
+    "tests.decode_worker.engine_process",
+    "tests.worker.patient_engine",
+)
 """A worker starts no fork after one of these."""
 ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that a program ignores if the process that starts it does."""

@@ -46,6 +46,7 @@ _PRELOADED = {
         "baton.router.preparation.child",
         "baton.router.server",
         "tests.decode_worker.engine_process",
+        "tests.worker.patient_engine",
         "tests.worker_process",
         "baton.worker.engine_process.loop",
         "baton.worker.engine_process.offload",

@@ -13,6 +13,7 @@ from baton.rpc.channel import MAX_MESSAGE_BYTES, cluster_pems, connect, create_s
 from baton.rpc.stubs import WORKER, WorkerStub, add_service
 from baton.rpc.tls import add_port
 from baton.rpc.worker_pb2 import DescribeRequest, WorkerDescription, WorkerMessage
+from tests.within import WITHIN
 
 SECRET = b"a secret of the cluster"
 
@@ -64,10 +65,10 @@ async def test_a_stream_to_a_stalled_peer_ends_within_the_keepalive_time(monkeyp
         address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         async with connect(address, SECRET) as connected:
             call = WorkerStub(connected).Attach(None)
-            assert await asyncio.wait_for(call.read(), 5) == WorkerMessage()
+            assert await asyncio.wait_for(call.read(), WITHIN) == WorkerMessage()
             stalled.set()
             with pytest.raises(grpc.aio.AioRpcError) as failure:
-                await asyncio.wait_for(call.read(), 15)
+                await asyncio.wait_for(call.read(), WITHIN)
             assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
         listener.close()
 
@@ -76,15 +77,17 @@ async def test_a_stream_to_a_stalled_peer_ends_within_the_keepalive_time(monkeyp
 async def test_a_connection_without_a_call_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes):
     """One connection sends nothing. The other one sends an empty HTTP/2 SETTINGS frame and makes no call."""
     monkeypatch.setattr(channel, "_IDLE", [(name, 200) for name, _ in channel._IDLE])
+    never = [(name, 10**6 if value > 1_000 else value) for name, value in channel._KEEPALIVE]
+    monkeypatch.setattr(channel, "_KEEPALIVE", never)
     async with serving() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
-        await asyncio.wait_for(reader.read(), 4)  # keepalive would close the connection only after 5 s
+        await asyncio.wait_for(reader.read(), WITHIN)
         writer.close()
 
 
 async def test_an_oversized_message_is_refused():
     async with serving() as port, connect(f"127.0.0.1:{port}", SECRET) as connected:
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await WorkerStub(connected).Describe(DescribeRequest(), timeout=10)
+            await WorkerStub(connected).Describe(DescribeRequest(), timeout=WITHIN)
         assert failure.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

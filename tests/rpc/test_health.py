@@ -12,6 +12,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from baton.rpc import health
 from baton.rpc.channel import create_public_server
 from baton.rpc.health import HealthServicer
+from tests.within import WITHIN
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 
@@ -28,7 +29,7 @@ async def test_the_number_of_watches_is_bounded_and_stop_ends_serving(
         stub: Any = HealthStub(channel)
         watches = [stub.Watch(HealthCheckRequest()) for _ in range(2)]
         assert [(await watch.read()).status for watch in watches] == [SERVING] * 2
-        one_more = stub.Watch(HealthCheckRequest(), timeout=5)
+        one_more = stub.Watch(HealthCheckRequest(), timeout=WITHIN)
         assert await one_more.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         servicer.stop()
         assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * 2

@@ -26,10 +26,10 @@ from baton.vllm_worker.attachment import Close, Computed, ConnectorLink, Costs, 
 from baton.vllm_worker.mixed_steps import StepCosts
 from tests.vllm_worker.arenas import make_arenas
 from tests.vllm_worker.engines import GREEDY, Request, Server, generated, prompts_of, save_model
+from tests.within import WITHIN
 
 SLOTS, SLOT_BYTES = 16, 1 << 20
 TICK = 0.25
-WITHIN = 30.0
 
 
 class Worker:

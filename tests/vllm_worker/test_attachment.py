@@ -21,13 +21,13 @@ from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker import attachment
 from baton.vllm_worker.attachment import Attach, Close, ConnectorLink, WorkerLink
 from tests.vllm_worker.arenas import make_arenas
+from tests.within import WITHIN
 
 SLOTS, SLOT_BYTES = 2, 1 << 16
 SAYS = Attach(0, KVLayout(3, 2, 8, "float32"), 16, 40, "model")
 SAYS_2 = Attach(2, SAYS.layout, SAYS.block_size, SAYS.num_blocks, SAYS.model_fingerprint)
 FIRST = FirstToken(7, -0.5, (7,), (-0.5,))
 STATS = InjectStats(1, 2, 3, *map(float, range(7)))
-WITHIN = 20.0
 MESSAGES = 20_000
 # A fork of the test's own process would hold its descriptors, and locks of its threads.
 processes = multiprocessing.get_context("forkserver")

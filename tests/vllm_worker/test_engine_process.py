@@ -20,8 +20,8 @@ from baton.worker.ipc import EngineLink
 from baton.worker.messages import EngineReady, Origin, Work
 from tests.stand_in import stand_in
 from tests.vllm_worker.played import played
+from tests.within import WITHIN
 
-WITHIN = 5.0
 D = b"d" * 16
 READY = EngineReady("model", b"", KVLayout(3, 2, 8, "float32"), 500, 100, 16, 40, 0, "")
 

@@ -31,12 +31,12 @@ from baton.vllm_worker.attachment import Close, Commit, FromConnector, ToConnect
 from baton.vllm_worker.caches import paged_kv
 from baton.vllm_worker.plan import Chunk, Fetch, Plan, Planner, Source
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
+from tests.within import WITHIN
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
 VOCABULARY = 500
 KINDS = ToConnector, FromConnector
 SECRET = b"a secret of these two servers"
-WITHIN = 20.0
 
 
 class Server:

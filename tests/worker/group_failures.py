@@ -22,6 +22,7 @@ from tests.cluster_helpers import (
     request,
     sampling,
 )
+from tests.within import WITHIN
 
 Side = Literal["prefill", "decode"]
 State = Literal["queued", "streaming", "committed", "decoding"]
@@ -51,7 +52,7 @@ def prompt_of(length: int) -> list[int]:
 
 def assert_nothing_left(worker: WorkerProcess, others: list[psutil.Process]) -> None:
     """Neither a process nor a file. Shared memory has no name, so it is gone with the processes."""
-    _, alive = psutil.wait_procs(others, timeout=5)
+    _, alive = psutil.wait_procs(others, timeout=WITHIN)
     assert alive == []
     assert list(worker.run_dir.iterdir()) == []
 
@@ -78,8 +79,8 @@ async def tokens_despite(
         emitted = await _strike(failure, pair, rank, held, (prefill_id, decode_id))
         if failure.side == "decode":
             if failure.how == signal.SIGKILL:
-                await asyncio.to_thread(victim.popen.wait, 30)
-                await asyncio.wait_for(pair.decode.ended.wait(), 20)
+                await asyncio.to_thread(victim.popen.wait, WITHIN)
+                await asyncio.wait_for(pair.decode.ended.wait(), WITHIN)
             emitted += _rest(pair.decode, decode_id)
         if failure.side == "prefill":
             source = pb.PrefillSource(
@@ -107,7 +108,7 @@ async def tokens_despite(
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 stream = pair.prefill if failure.side == "prefill" else pair.decode
                 await stream.submit_prefill(request([5], sampling(max_tokens=1)), handover=False)
-        assert await asyncio.to_thread(victim.popen.wait, 30) == 1
+        assert await asyncio.to_thread(victim.popen.wait, WITHIN) == 1
         await assert_whole(survivor, spare)
     assert_nothing_left(victim, others)
     return emitted + tokens

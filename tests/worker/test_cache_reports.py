@@ -17,6 +17,7 @@ from tests.cluster_helpers import (
     start_worker,
     tiny_model,
 )
+from tests.within import WITHIN
 
 ONE = sampling(max_tokens=1)
 
@@ -50,7 +51,7 @@ def worker(tmp_path: Path, request: pytest.FixtureRequest):
 async def test_every_router_gets_the_changes_in_order_and_a_snapshot_when_it_asks(worker):
     first, second = [1] * 200, [2] * 600
     async with attached(worker) as stream, attached(worker) as other:
-        assert await asyncio.wait_for(stream.caches.get(), 10) == pb.CacheEvents(reset=True)
+        assert await asyncio.wait_for(stream.caches.get(), WITHIN) == pb.CacheEvents(reset=True)
         events, _ = await compute(stream, first)
         assert (events.sequence, [*events.added], [*events.evicted]) == (1, await stream.hints(first), [])
         assert await compute(stream, first) == (pb.CacheEvents(), 192)
@@ -59,12 +60,12 @@ async def test_every_router_gets_the_changes_in_order_and_a_snapshot_when_it_ask
         assert {*events.added} == {*await stream.hints(second)}
         assert {*events.evicted} == {*await stream.hints(first)}
         await other.send(cache_resync=pb.CacheResync())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN):
             received = [await other.caches.get() for _ in range(4)]
         assert [(e.sequence, e.reset) for e in received] == [(0, True), (1, False), (2, False), (2, True)]
         assert {*received[-1].added} == {*await stream.hints(second)}
     async with attached(worker) as late:
-        snapshot = await asyncio.wait_for(late.caches.get(), 10)
+        snapshot = await asyncio.wait_for(late.caches.get(), WITHIN)
         assert (snapshot.sequence, {*snapshot.added}) == (2, {*await late.hints(second)})
 
 
@@ -89,7 +90,7 @@ async def test_what_a_tier_below_the_device_keeps_counts_as_cached(worker, tier)
     async with attached(worker) as stream:
         [chunk] = await stream.hints(prompts[0])
         for number, prompt in enumerate(prompts):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WITHIN):
                 while await saved(worker, stream, tier) < 6 * number + 8 - 40:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             events, _ = await compute(stream, prompt)

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -33,19 +32,20 @@ from tests.cluster_helpers import (
     tiny_model,
 )
 from tests.device import DEVICE
+from tests.within import WITHIN
 
 TINY = {"load_format": "dummy", "num_blocks": 300, "max_num_batched_tokens": 64}
 ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
 
 
 def assert_nothing_left(worker: WorkerProcess, tree: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(tree[1:], timeout=5)
+    _, alive = psutil.wait_procs(tree[1:], timeout=WITHIN)
     assert alive == []
     assert list(worker.run_dir.iterdir()) == []
 
 
 async def exit_code(worker: WorkerProcess) -> int:
-    return await asyncio.to_thread(worker.popen.wait, 15.0)
+    return await asyncio.to_thread(worker.popen.wait, WITHIN)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_sigterm_during_the_start_leaves_nothing(tmp_path: Path) -> None:
 def ending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
     """Workers that the tests end."""
     workers = {
-        "drains prefill": {"role": "prefill", "engine": TINY, "deadlines": {"fetch_wait": 1.0, "hold": 1.0}},
+        "drains prefill": {"role": "prefill", "engine": TINY, "deadlines": {"hold": 3.0}},
         "drains decode": {"role": "decode", "engine": TINY},
         "hurried": {"role": "prefill", "engine": TINY, "drain_timeout": 0.5},
     }
@@ -185,7 +185,7 @@ async def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
             "not fetched before the hold deadline",
         )
         assert [await exit_code(worker) for worker in started] == [0, 0]
-        await asyncio.wait_for(pair.decode.ended.wait(), 5)
+        await asyncio.wait_for(pair.decode.ended.wait(), WITHIN)
     for worker, tree in zip(started, trees, strict=True):
         assert_nothing_left(worker, tree)
 
@@ -193,7 +193,9 @@ async def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
 def probed(worker: WorkerProcess) -> int:
     """The status that a kubelet gets: it has no certificate."""
     try:
-        with urllib.request.urlopen(f"http://{worker.ready['metrics_address']}/health", timeout=5) as answer:
+        with urllib.request.urlopen(
+            f"http://{worker.ready['metrics_address']}/health", timeout=WITHIN
+        ) as answer:
             return answer.status
     except urllib.error.HTTPError as refused:
         return refused.code
@@ -253,7 +255,7 @@ async def test_a_broken_protocol_ends_that_stream_alone(
     async with attached(prefill) as other, attached(prefill) as stream:
         await stream.submit_prefill(request(range(100), sampling()), handover=True)
         await stream.send(**message)
-        await asyncio.wait_for(stream.ended.wait(), 5)
+        await asyncio.wait_for(stream.ended.wait(), WITHIN)
         assert await stream.call.code() is grpc.StatusCode.INVALID_ARGUMENT
         await assert_whole(prefill)
         prefill_id = await other.submit_prefill(request([1], sampling(max_tokens=1)), handover=False)
@@ -273,9 +275,9 @@ async def test_the_stream_of_a_router_that_does_not_read_is_ended(prefill: Worke
                 await stream.submit_prefill(biased, handover=True)
 
         flooding = asyncio.create_task(flood())
-        await assert_whole(prefill, within=60.0)
+        await assert_whole(prefill, within=WITHIN)
         stream.may_read.set()
-        await asyncio.wait_for(stream.ended.wait(), 30)
+        await asyncio.wait_for(stream.ended.wait(), WITHIN)
         assert await stream.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         flooding.cancel()  # not earlier: a write that is cancelled cancels the stream
         await asyncio.gather(flooding, return_exceptions=True)
@@ -290,9 +292,9 @@ async def test_ctrl_c_ends_the_worker_without_a_drain(prefill: WorkerProcess) ->
     async with attached(worker) as stream:
         source = pb.PrefillSource(prefill_id=os.urandom(16), kv_address="127.0.0.1:9", incarnation=1)
         await stream.reserve(request([1], ENDLESS), source)
-        began = time.monotonic()
         for process in tree:
             process.send_signal(signal.SIGINT)
         assert await exit_code(worker) == 0
-        assert time.monotonic() - began < 5
+    assert "interrupted: stopping" in worker.log.read_text()
+    assert "draining, for" not in worker.log.read_text()
     assert_nothing_left(worker, tree)

@@ -16,6 +16,7 @@ from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStat
 from baton.kv_transfer import TransferStats
 from baton.worker.messages import EngineStatus, RequestCounts
 from baton.worker.service_process.metrics import Metrics
+from tests.within import WITHIN
 
 # The Accept headers of Prometheus 2.42 and 3.5.
 ACCEPTED = (
@@ -76,6 +77,14 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
 
 async def test_idle_connections_take_no_threads_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.worker.service_process.metrics.ANSWER_SECONDS", 1.0)
+    begun, answer = 0, Metrics._answer
+
+    async def counted(*of: Any) -> None:
+        nonlocal begun
+        begun += 1
+        await answer(*of)
+
+    monkeypatch.setattr(Metrics, "_answer", counted)
     metrics = Metrics("decode", "m")
     port = await metrics.listen("127.0.0.1", 0, lambda: True)
     threads = threading.active_count()
@@ -83,12 +92,15 @@ async def test_idle_connections_take_no_threads_and_are_closed(monkeypatch: pyte
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
         for number, (_, writer) in enumerate(idle):
             writer.write((b"", b"GET / HTTP/1.1\r\n", bytes(1 << 20))[number % 3])
+        while begun < 50:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr("baton.worker.service_process.metrics.ANSWER_SECONDS", WITHIN)
         page = await asyncio.to_thread(get, f"http://127.0.0.1:{port}/metrics")
         assert "vllm:request_queue_time_seconds_count" in page
         assert threading.active_count() <= threads + 2, "those of `to_thread`"
         for reader, writer in idle:
             with contextlib.suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), 10) == b""
+                assert await asyncio.wait_for(reader.read(), WITHIN) == b""
             writer.close()
     finally:
         metrics.close()
@@ -104,7 +116,7 @@ async def test_idle_connections_have_a_bound(monkeypatch: pytest.MonkeyPatch) ->
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
         for reader, _ in idle[:6]:
             with contextlib.suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), 10) == b""
+                assert await asyncio.wait_for(reader.read(), WITHIN) == b""
         assert await asyncio.to_thread(get, f"http://127.0.0.1:{port}/health") == ""
         for _, writer in idle:
             writer.close()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from baton.kv_transfer import Receiver, Sender, TraceWriter
 from baton.prefill_worker.role import PrefillAttempt, PrefillRole, SenderSink
 from baton.rpc import worker_pb2 as pb
 from baton.worker.engine_process.attempts import Attempts
-from baton.worker.engine_process.parts import STEP_WAIT, LayerWaits, Part
+from baton.worker.engine_process.parts import LayerWaits, Part
 from baton.worker.messages import Origin
 from tests.bad_network import BadNetwork
 from tests.cluster_helpers import (
@@ -37,6 +36,7 @@ from tests.device import DEVICE
 from tests.engine.checkpoints import edit_json
 from tests.kv_transfer import second_wire
 from tests.stand_in import stand_in
+from tests.within import WITHIN
 from tests.worker.test_states import HYBRID, LATENTS
 
 PARAMS = sampling(max_tokens=8, ignore_eos=True)
@@ -246,15 +246,18 @@ async def test_each_kind_of_kv_is_shared(
 
 
 @contextmanager
-def behind_a_network(path: Path, **waiting: Any) -> Iterator[tuple[Workers, BadNetwork]]:
+def behind_a_network(path: Path, *, patient: bool, **waiting: Any) -> Iterator[tuple[Workers, BadNetwork]]:
     """Two that share prompts, and one that decodes. KV of the second layer from the first one passes a
-    network. `waiting`: what the engine of the second one has beside `ENGINE`."""
+    network. `patient`: no step gives up by itself. `waiting`: what the engine of the second one has beside
+    `ENGINE`."""
     roles = dict(enumerate(("prefill", "prefill", "decode")))
     given = {
         number: {"role": role, "index": number, "engine": ENGINE, "kv_connector": "tcp"}
         for number, role in roles.items()
     }
     given[1]["engine"] = ENGINE | waiting
+    if patient:
+        given[1]["engine_module"] = "tests.worker.patient_engine"
     with side_by_side(path, given) as started:
         workers = [started[number].wait_ready() for number in roles]
         port = int(workers[0].ready["kv_address"].rpartition(":")[2])
@@ -263,29 +266,23 @@ def behind_a_network(path: Path, **waiting: Any) -> Iterator[tuple[Workers, BadN
             yield workers, network
 
 
-ENDS = {
-    "deadline": STEP_WAIT,
-    "deadline of two ranks": STEP_WAIT,
-    "cancel": STEP_WAIT / 2,
-    "broken lanes": STEP_WAIT / 2,
-    "kill -9 of the engine": STEP_WAIT / 2,
-    "kill -9 of the transfer process": STEP_WAIT / 2,
-    "stop": STEP_WAIT,
-}
+AT_DEADLINE = ("deadline", "deadline of two ranks", "stop")
+EARLY = ("cancel", "broken lanes", "kill -9 of the engine", "kill -9 of the transfer process")
 LONG = ("deadline of two ranks", "broken lanes", "kill -9 of the transfer process", "stop")
 
 
-@pytest.mark.parametrize("how", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in ENDS])
+@pytest.mark.parametrize(
+    "how", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in (*AT_DEADLINE, *EARLY)]
+)
 async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(tmp_path: Path, how: str) -> None:
     """No block is left behind."""
     async with AsyncExitStack() as stack:
         waiting = TWO_RANKS if "ranks" in how else {}
-        workers, network = stack.enter_context(behind_a_network(tmp_path, **waiting))
+        workers, network = stack.enter_context(behind_a_network(tmp_path, patient=how in EARLY, **waiting))
         first = workers[0]
         a, b, d = [await stack.enter_async_context(attached(worker)) for worker in workers]
         streams = Streams(workers, (a, b, d))
         asked = await lost(streams, network, "cut" if how == "broken lanes" else "lose")
-        began = time.monotonic()
         if how == "cancel":
             await a.cancel(asked.parts[0])
         elif how == "stop":
@@ -294,7 +291,6 @@ async def test_a_step_waits_for_a_lost_worker_no_longer_than_it_may(tmp_path: Pa
             first.child("engine" if "engine" in how else "transfer").kill()
         failure = await b.failure(asked.parts[1])
         assert failure.code == pb.FAILURE_CODE_DROPPED, failure.message
-        assert time.monotonic() - began < ENDS[how] + 1
         is_there = "kill" not in how and how != "stop"
         if is_there:
             await a.cancel(asked.parts[0])
@@ -308,7 +304,7 @@ async def lost(streams: Streams, network: BadNetwork, fault: str) -> Submitted:
     """Shares a prompt of which a slice of KV does not come."""
     network.fault, network.hits = fault, 1
     asked = await streams.share(prompt(300, seed=1), [(0, 192), (1, 300)], 2)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN):
         while not network.suffered:  # noqa: ASYNC110  a thread counts it
             await asyncio.sleep(0.001)
     return asked
@@ -318,7 +314,7 @@ async def test_decodes_do_not_wait_for_other_workers(tmp_path: Path) -> None:
     """KV of a shared prompt does not come. Requests that decode beside it get their tokens meanwhile."""
     beside = request(prompt(40, seed=2), ENDLESS)
     async with AsyncExitStack() as stack:
-        workers, network = stack.enter_context(behind_a_network(tmp_path))
+        workers, network = stack.enter_context(behind_a_network(tmp_path, patient=True))
         a, b, d = [await stack.enter_async_context(attached(worker)) for worker in workers]
         other = await b.reserve(beside)
         before = [(await b.token(other))[0].token_id]
@@ -338,7 +334,7 @@ async def test_decodes_do_not_wait_for_other_workers(tmp_path: Path) -> None:
 
 
 async def test_a_slow_worker_only_delays_the_first_token(tmp_path: Path) -> None:
-    with behind_a_network(tmp_path) as (workers, network):
+    with behind_a_network(tmp_path, patient=True) as (workers, network):
         network.fault, network.hits = "delay", 1000
         async with AsyncExitStack() as stack:
             attach = [await stack.enter_async_context(attached(worker)) for worker in workers]

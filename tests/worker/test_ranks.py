@@ -23,8 +23,10 @@ from tests.cluster_helpers import (
     side_by_side,
 )
 from tests.device import DEVICE
+from tests.within import WITHIN
 
 from .group_failures import Failure, assert_nothing_left, prompt_of, tokens_despite
+from .test_deaths import stop_in_step
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs two devices")
 
@@ -144,10 +146,12 @@ async def fails(worker: WorkerProcess, how: signal.Signals) -> None:
         ids = [await stream.submit_decode(request(PROMPT, sampling())) for _ in range(6)]
         while (await stream.stub.GetStatus(pb.StatusRequest())).tokens_waiting == 0:
             pass
-        await asyncio.sleep(0.02)  # the status came between two steps; now a step runs
-        worker.child("rank 1").send_signal(how)
-        assert await asyncio.to_thread(worker.popen.wait, 20) == 1
-        await asyncio.wait_for(stream.ended.wait(), 20)
+        engine, rank = worker.child("engine"), worker.child("rank 1")
+        stop_in_step(engine)
+        rank.send_signal(how)
+        engine.resume()
+        assert await asyncio.to_thread(worker.popen.wait, WITHIN) == 1
+        await asyncio.wait_for(stream.ended.wait(), WITHIN)
         seen = [stream.events[i].get_nowait().message for i in ids for _ in range(stream.events[i].qsize())]
     failed = [message for message in seen if isinstance(message, pb.AttemptFailed)]
     assert 1 <= len(failed) < len(ids), "only those of the step"

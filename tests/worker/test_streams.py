@@ -19,6 +19,7 @@ from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.streams import MAX_UNREAD_BYTES, Routers, RouterStream
 from tests.stand_in import stand_in
+from tests.within import WITHIN
 
 
 class SlowContext:
@@ -83,7 +84,7 @@ async def test_finish_writes_the_queued_messages() -> None:
     stream.finish()
     for _ in range(3):
         context.gate.release()
-    await asyncio.wait_for(stream.write_to(as_context), 5)
+    await asyncio.wait_for(stream.write_to(as_context), WITHIN)
     assert len(context.written) == 3
 
 
@@ -119,7 +120,7 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
     async def read() -> pb.WorkerMessage:
         context.gate.release()
         reading = asyncio.create_task(context.reading.acquire())
-        await asyncio.wait({reading, attached}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading, attached}, timeout=WITHIN, return_when=asyncio.FIRST_COMPLETED)
         assert not attached.done(), attached
         return context.written[-1]
 
