@@ -156,8 +156,9 @@ class PrefixExchange:
         hits = self._pool.lookup(names.blocks[:known])
         first_chunk = known * self._block_size // CHUNK_TOKENS
         end = usable * self._block_size // CHUNK_TOKENS
-        if remnant and known < usable and self._cache.copies is None:
-            end = (len(tokens) - 1) // CHUNK_TOKENS
+        last = (len(tokens) - 1) // CHUNK_TOKENS
+        if remnant and last and known < usable and self._cache.copies is None:
+            end = last
             names.of_chunk(tokens, end * CHUNK_TOKENS)
         stop = min(first_chunk + most, end)
         chunks = names.chunks[first_chunk:stop]

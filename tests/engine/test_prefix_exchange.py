@@ -327,6 +327,14 @@ def test_the_next_turn_goes_on_in_the_last_block_of_the_turn_before() -> None:
     worker.scheduler.assert_whole()
 
 
+@pytest.mark.parametrize("remnant", [False, True])
+@pytest.mark.parametrize("tokens", [1, 17, 64, 65])
+def test_a_prompt_without_a_full_chunk_lacks_nothing_that_travels(tokens: int, remnant: bool) -> None:
+    """Though it has full blocks."""
+    missing = Worker(16).exchange.missing(EngineRequest(b"r", text(tokens)), 99, remnant=remnant)
+    assert (missing is not None) is (tokens > CHUNK_TOKENS)
+
+
 def test_the_last_chunk_of_a_prompt_travels_without_the_rest_of_its_block() -> None:
     holder, asker = Worker(128), Worker(128)
     kept: list[tuple[bytes, bytes, int]] = []

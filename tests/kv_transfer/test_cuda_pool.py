@@ -181,6 +181,7 @@ def test_any_stream_may_be_late(sent: str, kept: str, late: int) -> None:
     pulls = [receiver.pull(memory, [Staged(piece, slot, tables[1], sent, 1)]) for slot, piece in few]
     assert all(receiver.passed(event) for event, _ in pulls)
     assert [rest for _, outcome in pulls for rest in outcome()] == [0] * len(pulls)
+    torch.cuda.synchronize()
     expected, host = cache(kept, 32, 2), Arena.create(SLOTS, SLOT_BYTES)
     ours, theirs = HostPool(source, host), HostPool(expected, host)
     there, here = ours.table(THERE, TOKENS, 2), theirs.table(HERE, TOKENS, 1)
