@@ -33,8 +33,9 @@ from tests.cluster_helpers import tiny_model
 from tests.stand_in import stand_in
 
 M = TypeVar("M")
-SLOTS, SLOT_BYTES = 16, 16 << 10
+SLOTS, SLOT_BYTES = 16, 64 << 10
 STREAM = 7
+CREDIT = 1 << 20  # frames, of all transfers together
 TURN = 0.001
 """Seconds of a turn that hears nothing: no descriptor says that the sender's thread has nothing to do."""
 
@@ -226,7 +227,8 @@ class Worker:
     def fetched(self, prefill_id: bytes, transfer_id: bytes, *ranges: tuple[int, int]) -> None:
         """Another worker asks for these positions."""
         self.outgoing.send(
-            local.StartOut(prefill_id, transfer_id, 1, SLOT_BYTES, SLOTS, ranges), local.Granted(1, 99, False)
+            local.StartOut(prefill_id, transfer_id, 1, SLOT_BYTES, SLOTS, ranges),
+            local.Granted(1, CREDIT, False),
         )
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,13 +12,19 @@ from baton.kv_transfer import Began, FetchFailed, Injected
 from baton.kv_transfer.protocol import local_messages as local
 from baton.worker import messages
 from baton.worker.engine_process import parts
+from baton.worker.engine_process.paged_kv import kv_layout
 from baton.worker.engine_process.parts import pair_id
 from baton.worker.messages import Code
+from tests.cluster_helpers import tiny_model
+from tests.engine.checkpoints import edit_json
+from tests.worker.test_states import HYBRID
 
 from .conftest import STREAM, Worker, plan, workers
 
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 PAIR = pair_id(A, B)
+KINDS = {"attention": {}, "states": HYBRID}
+"""Changes of the tiny model."""
 PLAN = plan((A, 1, 0, 16), (B, 2, 16, 30))
 
 
@@ -29,20 +35,45 @@ class Pair(NamedTuple):
     first: Worker
     last: Worker
     fetch: local.FetchIn
+    slices: Sequence[int]
+    """Of each layer."""
 
-    def bring(self, layer: int) -> None:
-        """KV of a layer comes to the last worker."""
-        slices = self.first.slices(1)
-        assert [header.piece.layer for header, _ in slices] == [layer]
-        self.last.arrive(slices)
+    def bring(self, *layers: int) -> None:
+        """KV or states of the next layers come to the last worker."""
+        for layer in layers:
+            found = self.first.slices(self.slices[layer])
+            assert {header.piece.layer for header, _ in found} == {layer}
+            self.last.arrive(found)
+
+    def bring_all(self) -> None:
+        self.bring(*range(len(self.slices)))
 
     def commit(self) -> None:
         self.last.complete(self.first.told(local.CommitOut))
 
 
+def slices_of(worker: Worker) -> list[int]:
+    """The slices of each layer, after a range: each part of its cache is one."""
+    layout = kv_layout(worker.engine)
+    layers = [layer for number in range(len(layout.parts)) for layer in layout.layers_of(number)]
+    return [layers.count(layer) for layer in range(layout.num_layers)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def both(model: Path) -> Iterator[tuple[Worker, Worker]]:
-    with workers(model, 2) as [first, last]:
+def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tiny_model(tmp_path_factory.mktemp(kind))
+    edit_json(model / "config.json", **KINDS[kind])
+    return model
+
+
+@pytest.fixture(scope="module")
+def both(path: Path) -> Iterator[tuple[Worker, Worker]]:
+    with workers(path, 2) as [first, last]:
         yield first, last
 
 
@@ -56,7 +87,7 @@ def pair(both: tuple[Worker, Worker]) -> Iterator[Pair]:
     fetch = last.asks()
     assert (fetch.prefill_id, fetch.incarnation, fetch.ranges) == (PAIR, 1, ((0, 16),))
     first.fetched(PAIR, fetch.transfer_id, *fetch.ranges)
-    yield Pair(first, last, fetch)
+    yield Pair(first, last, fetch, slices_of(first))
     for worker, attempt_id in ((first, A), (last, B)):
         if worker.role.owns(attempt_id):
             worker.cancel(attempt_id)
@@ -64,16 +95,14 @@ def pair(both: tuple[Worker, Worker]) -> Iterator[Pair]:
 
 
 def all_before(pair: Pair) -> None:
-    pair.bring(0)
-    pair.bring(1)
+    pair.bring_all()
     pair.commit()
     pair.last.take_in(Began, Injected)
     pair.last.compute()
 
 
 def commit_last(pair: Pair) -> None:
-    pair.bring(0)
-    pair.bring(1)
+    pair.bring_all()
     pair.last.take_in(Began)
     pair.last.compute()
     assert not pair.last.tokens, "its KV may still turn out to be wrong"
@@ -81,21 +110,21 @@ def commit_last(pair: Pair) -> None:
     pair.last.take_in(Injected)
 
 
-def a_layer_within_the_step(pair: Pair) -> None:
+def layers_within_the_step(pair: Pair) -> None:
     pair.bring(0)
     pair.last.take_in(Began)
-    pair.bring(1)
+    pair.bring(*range(1, len(pair.slices)))
     pair.commit()
     pair.last.compute()
     if not pair.last.tokens:
         pair.last.take_in(Injected)
 
 
-@pytest.mark.parametrize("order", [all_before, commit_last, a_layer_within_the_step])
+@pytest.mark.parametrize("order", [all_before, commit_last, layers_within_the_step])
 def test_a_shared_prompt_has_the_token_of_one_worker(
-    pair: Pair, order: Callable[[Pair], None], model: Path
+    pair: Pair, order: Callable[[Pair], None], path: Path
 ) -> None:
-    first, last, _ = pair
+    first, last, *_ = pair
     first.compute()
     assert first.tokens == [(A, 0, "length")], "it says that the part is computed"
     assert not last.engine.has_work, "no step computes the first range, as far as it knows"
@@ -104,13 +133,11 @@ def test_a_shared_prompt_has_the_token_of_one_worker(
     assert last.of(messages.PrefillStarted) == [messages.PrefillStarted(STREAM, B)]
     assert last.tokens == [(B, 0, "")]
     last.fetched(B, b"t" * 16, (0, 30))
-    pieces = [header.piece for header, _ in last.slices(2)]
-    assert [(piece.layer, piece.token_start, piece.token_count) for piece in pieces] == [
-        (0, 0, 30),
-        (1, 0, 30),
-    ]
-    assert last.told(local.CommitOut).frames == 2
-    with workers(model) as [alone]:
+    pieces = [header.piece for header, _ in last.slices(sum(pair.slices))]
+    assert {piece.layer for piece in pieces} == {*range(len(pair.slices))}
+    assert {piece.token_start + piece.token_count for piece in pieces} == {30}
+    assert last.told(local.CommitOut).frames == len(pieces)
+    with workers(path) as [alone]:
         alone.prefill(C, 30, handover=False)
         alone.compute()
         tokens = [worker.of(messages.Tokens)[0].tokens[0].token for worker in (alone, last)]
@@ -123,11 +150,10 @@ def test_a_shared_prompt_has_the_token_of_one_worker(
 
 @pytest.mark.parametrize("when", ["before its range", "after its step"])
 def test_a_part_fails_with_the_kv_that_it_needs(pair: Pair, when: str) -> None:
-    first, last, fetch = pair
+    first, last, fetch, _ = pair
     first.compute()
     if when == "after its step":
-        pair.bring(0)
-        pair.bring(1)
+        pair.bring_all()
         last.take_in(Began)
         last.compute()
     last.incoming.send(local.FailedIn(fetch.transfer_id, "lost", retry=True))
@@ -138,12 +164,15 @@ def test_a_part_fails_with_the_kv_that_it_needs(pair: Pair, when: str) -> None:
     assert last.parts.counts.prompt_parts_failed > 0
 
 
-def test_a_step_waits_for_kv_within_a_bound(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the result of the step is of no use, though the KV comes later."""
+@pytest.mark.parametrize("missing", ["all but the first layer", "the last layer"])
+def test_a_step_waits_for_kv_within_a_bound(
+    pair: Pair, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for states. Then the result of the step is of no use, though they come later."""
     monkeypatch.setattr(parts, "STEP_WAIT", 0.0)
-    first, last, _ = pair
+    first, last, *_ = pair
     first.compute()
-    pair.bring(0)
+    pair.bring(*range(1 if missing.startswith("all") else len(pair.slices) - 1))
     last.take_in(Began)
     last.step()
     assert last.failures == [Code.DROPPED]
@@ -154,12 +183,11 @@ def test_a_step_waits_for_kv_within_a_bound(pair: Pair, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("when", ["before its range", "begun", "computed", "complete"])
 def test_a_cancel_of_a_part_ends_all_its_transfers(pair: Pair, when: str) -> None:
-    first, last, _ = pair
+    first, last, *_ = pair
     first.compute()
     moments = ["before its range", "begun", "computed", "complete"]
     if when != moments[0]:
-        pair.bring(0)
-        pair.bring(1)
+        pair.bring_all()
         last.take_in(Began)
     if when in moments[2:]:
         last.compute()
@@ -180,7 +208,7 @@ def test_a_cancel_of_a_part_ends_all_its_transfers(pair: Pair, when: str) -> Non
 def test_a_part_that_another_worker_should_read(
     pair: Pair, reason: str, codes: list[Code], is_computed: bool
 ) -> None:
-    first, _, _ = pair
+    first = pair.first
     if is_computed:
         first.compute()
     first.released(PAIR, reason)
@@ -190,7 +218,7 @@ def test_a_part_that_another_worker_should_read(
 
 
 def test_a_decode_here_may_take_the_final_part_alone(pair: Pair) -> None:
-    first, last, _ = pair
+    first, last, *_ = pair
     first.compute()
     assert first.role.take(A, C) is None, "it has no token"
     commit_last(pair)
@@ -211,10 +239,10 @@ def test_a_part_is_refused_if_its_plan_is_wrong_or_its_blocks_do_not_fit(worker:
     assert not list(worker.role.spare())
 
 
-def test_a_part_with_several_ranges_computes_each_after_the_range_before(model: Path) -> None:
+def test_a_part_with_several_ranges_computes_each_after_the_range_before(path: Path) -> None:
     """A has positions 0 to 8 and 16 to 24, and B the others. Each range begins with the KV before it."""
     spans = plan((A, 1, 0, 8), (B, 2, 8, 16), (A, 1, 16, 24), (B, 2, 24, 30))
-    with workers(model, 2, max_num_batched_tokens=64) as [first, last]:
+    with workers(path, 2, max_num_batched_tokens=64) as [first, last]:
         first.prefill(A, 24, plan=spans)
         last.prefill(B, 30, plan=spans)
         begun: list[tuple[bytes, int, int]] = []
@@ -227,7 +255,7 @@ def test_a_part_with_several_ranges_computes_each_after_the_range_before(model: 
             chunk = near.step().prompts[prefill_id]
             begun.append((prefill_id, chunk.start, chunk.stop))
             if chunk.stop < 30:
-                far.arrive(near.slices(2))
+                far.arrive(near.slices(sum(slices_of(near))))
                 far.take_in(Began)
         assert begun == [(A, 0, 8), (B, 8, 16), (A, 16, 24), (B, 24, 30)]
         for near, far in ((first, last), (last, first)):
