@@ -8,6 +8,7 @@ from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
 from baton.engine.model_config import FULL_STEP
 
@@ -24,6 +25,7 @@ def make(
     full_step: int = FULL_STEP,
     states: int = 0,
     block_size: int = BLOCK,
+    speculation: Speculation | None = None,
     **cache: Any,
 ) -> Scheduler:
     """`cache`: options of the prefix cache."""
@@ -36,6 +38,7 @@ def make(
         full_step=full_step,
         cache=PrefixCache(pool, ROOT, **cache) if prefix_cache else None,
         states=StatePool(states) if states else None,
+        speculation=speculation,
     )
 
 
@@ -55,7 +58,8 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     scheduler.landed(plan.chunks)
     for live, positions in plan.chunks.items():
         if live.num_left == 0:
-            scheduler.memory.publish(live, positions.stop)
+            if not live.unverified:
+                scheduler.memory.publish(live, positions.stop)
             live.alone = False
             live.token_ids.append(7)
             if live.handover:
