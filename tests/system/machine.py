@@ -108,7 +108,7 @@ def command_lines(pid: int) -> dict[psutil.Process, str]:
     for process in tree(pid):
         with contextlib.suppress(OSError):  # gone
             lines[process] = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
-    return lines
+    return {process: line for process, line in lines.items() if line}  # one that ends has none
 
 
 def titled(pid: int, title: str) -> psutil.Process | None:

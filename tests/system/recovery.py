@@ -134,8 +134,15 @@ class Broken:
 
     def tokens_prefilled(self) -> float:
         """By the present incarnations, up to now."""
+        return self._counted("prefill", "vllm:prompt_tokens_total")
+
+    def tokens_decoded(self) -> float:
+        """The same."""
+        return self._counted("decode", "vllm:generation_tokens_total")
+
+    def _counted(self, role: str, name: str) -> float:
         status(self.cluster.url)  # a scrape shows the last report, and this makes one
-        return sum(worker.metric("vllm:prompt_tokens_total") for worker in self.cluster.of("prefill"))
+        return sum(worker.metric(name) for worker in self.cluster.of(role))
 
     def _seen(self, role: str) -> list[dict[str, Any]]:
         return [w for w in status(self.cluster.url)["workers"] if w["role"] == role and w["state"] == "ready"]
