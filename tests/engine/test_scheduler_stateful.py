@@ -1,23 +1,14 @@
 """The scheduler under random operations: its accounts are right after each of them."""
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+import pytest
 
 from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
@@ -32,9 +23,9 @@ from baton.engine.core.step_builder import Schedule, build_step
 from baton.engine.step import Step
 from tests.engine.scheduling import make
 
-T = TypeVar("T")
 DRAFTS = 2
 SLOTS, COPIES = 6, 4
+SEEDS, OPERATIONS = 10, 200
 
 
 class Sevens(PromptLookup):
@@ -81,36 +72,22 @@ class Import:
     slot: int | None
 
 
-which = st.integers(0, 7)
-"""Of several."""
+class Operations:
+    """All that may be done to a scheduler, in random order."""
 
-
-def pick(some: Sequence[T], which: int) -> T:
-    return some[which % len(some)]
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    imports = Bundle("imports")
-    pins = Bundle("pins")
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int, *, states: bool, cache: bool, drafts: bool, scale: int) -> None:
+        """With a prefix cache, or with a slot for each request, or with both: more slots than seats, as some
+        requests are held, and drafts take a second one. `scale`: of all sizes. Chunks of the larger blocks
+        travel between caches."""
         self.numbers = iter(range(1 << 20))
-        self.rng = random.Random(0)
+        self.rng = random.Random(seed)
         self.flights: list[Flight] = []
         self.unverified: set[bytes] = set()  # parts with KV of other workers
         self.begun: dict[bytes, range] = {}  # of parts, the ranges that steps may compute
         self.waiting_for: set[bytes] = set()  # parts before whose range KV of other workers is to come
         self.importing: dict[bytes, Import] = {}
         self.pinned: set[bytes] = set()
-
-    @initialize(
-        states=st.booleans(), cache=st.booleans(), drafts=st.booleans(), scale=st.sampled_from([1, 8])
-    )
-    def begin(self, states: bool, cache: bool, drafts: bool, scale: int) -> None:
-        """With a prefix cache, or with a slot for each request, or with both: more slots than seats, as some
-        requests are held, and drafts take a second one. `scale`: of all sizes. Chunks of the larger blocks
-        travel between caches."""
+        self.done = Counter[str]()
         self.block, self.scale = 4 * scale, scale
         options: dict[str, Any] = {}
         if states and cache:
@@ -126,6 +103,45 @@ class SchedulerMachine(RuleBasedStateMachine):
             **options,
         )
 
+    def operate(self) -> None:
+        """Does one of what is possible now. Steps come most often."""
+        rng, scheduler = self.rng, self.scheduler
+        number, chance = rng.randrange, rng.random
+        cuts = sorted(rng.sample(range(31), 2 + 2 * number(2)))
+        possible: list[tuple[int, Callable[[], None]]] = [
+            (2, lambda: self.add(number(1, 31), number(2), chance() < 0.5, number(-1, 2), chance() < 0.1)),
+            (1, lambda: self.reserve(number(1, 31), number(2))),
+            (1, lambda: self.start(number(1, 31), number(2), chance() < 0.1)),
+            (1, lambda: self.start_part(cuts, number(2))),
+            (1, lambda: self.start_import(number(8, 51), number(2), number(1, 5))),
+            (1, lambda: self.pin(number(8, 31), number(2))),
+        ]
+        if not self.flights or (len(self.flights) == 1 and scheduler.may_look_ahead):
+            possible.append((8, lambda: self.launch(None if chance() < 0.5 else number(1, 10) * self.scale)))
+        if self.flights:
+            possible.append((6, lambda: self.land(number(DRAFTS + 1))))
+        if lives := list(scheduler.requests.values()):
+            possible.append((1, lambda: scheduler.drop(rng.choice(lives))))
+        if held := self.some(Phase.HELD, is_part=False):
+            possible.append((1, lambda: self.resume(rng.choice(held))))
+        if reserved := self.some(Phase.RESERVED, is_part=False):
+            possible += [
+                (1, lambda: self.extend(rng.choice(reserved), number(10))),
+                (2, lambda: self.join(rng.choice(reserved))),
+            ]
+        if parts := self.some(Phase.RESERVED, is_part=True):
+            possible.append((4, lambda: self.begin_range(rng.choice(parts), waits=chance() < 0.5)))
+        if computed := self.some(Phase.HELD, is_part=True):
+            possible.append((2, lambda: self.verify(rng.choice(computed))))
+        if self.waiting_for:
+            possible.append((2, lambda: self.waiting_for.remove(min(self.waiting_for))))
+        if imports := list(self.importing):
+            possible.append((2, lambda: self.end_import(rng.choice(imports), number(5))))
+        if pins := sorted(self.pinned):
+            possible.append((2, lambda: self.unpin(rng.choice(pins))))
+        weights, operations = zip(*possible, strict=True)
+        rng.choices(operations, weights)[0]()
+
     def request(self, length: int, family: int, priority: int = 0, alone: bool = False) -> EngineRequest:
         # Requests of one family share prefixes.
         prompt = [family * 1000 + i for i in range(length * self.scale)]
@@ -135,18 +151,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             number.to_bytes(4), prompt, [], sampling, priority, alone, tenant=bytes([number % 3])
         )
 
-    @rule(
-        length=st.integers(1, 30),
-        family=st.integers(0, 1),
-        handover=st.booleans(),
-        priority=st.integers(-1, 1),
-        alone=st.booleans(),
-    )
     def add(self, length: int, family: int, handover: bool, priority: int, alone: bool) -> None:
         request = self.request(length, family, priority, alone)
         self.scheduler.add(request, handover=handover)
 
-    @rule(length=st.integers(1, 30), family=st.integers(0, 1))
     def reserve(self, length: int, family: int) -> None:
         request = self.request(length, family)
         tokens = len(request.prompt_ids)
@@ -159,7 +167,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert self.scheduler.pool.free == free
 
-    @rule(length=st.integers(1, 30), family=st.integers(0, 1), alone=st.booleans())
     def start(self, length: int, family: int, alone: bool) -> None:
         request = self.request(length, family, alone=alone)
         live = self.scheduler.start(request)
@@ -174,19 +181,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         found = self.scheduler.requests.values()
         return [live for live in found if live.phase is phase and (live.id in self.unverified) is is_part]
 
-    @precondition(lambda self: self.some(Phase.HELD, is_part=False))
-    @rule(which=which)
-    def resume(self, which: int) -> None:
-        live = pick(self.some(Phase.HELD, is_part=False), which)
+    def resume(self, live: LiveRequest) -> None:
         blocks, resumed_id = list(live.blocks), b"resumed" + live.id
         if self.scheduler.resume(live, resumed_id):
             assert self.scheduler.requests[resumed_id] is live
             assert (list(live.blocks), live.num_left) == (blocks, 1)
 
-    @precondition(lambda self: self.some(Phase.RESERVED, is_part=False))
-    @rule(which=which, more=st.integers(0, 9))
-    def extend(self, which: int, more: int) -> None:
-        live = pick(self.some(Phase.RESERVED, is_part=False), which)
+    def extend(self, live: LiveRequest, more: int) -> None:
         before = list(live.blocks), list(live.token_ids)
         output = [7] * (len(live.token_ids) - len(live.request.prompt_ids) + more)
         if self.scheduler.extend_reservation(live, output):
@@ -195,22 +196,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert (list(live.blocks), list(live.token_ids)) == before
 
-    @precondition(lambda self: self.some(Phase.RESERVED, is_part=False))
-    @rule(which=which)
-    def join(self, which: int) -> None:
-        live = pick(self.some(Phase.RESERVED, is_part=False), which)
+    def join(self, live: LiveRequest) -> None:
         self.scheduler.join(live)
         live.token_ids.append(7)
 
-    @precondition(lambda self: self.scheduler.requests)
-    @rule(which=which)
-    def end(self, which: int) -> None:
-        self.scheduler.drop(pick(list(self.scheduler.requests.values()), which))
-
-    @rule(cuts=st.lists(st.integers(0, 30), min_size=2, max_size=4, unique=True), family=st.integers(0, 1))
     def start_part(self, cuts: list[int], family: int) -> None:
         """Of a shared prompt: it computes every second range, and the last one."""
-        cuts = sorted(cuts)[len(cuts) % 2 :]
         request = self.request(cuts[-1], family)
         stops = [self.scale * cut for cut in cuts]
         ranges = list(starmap(range, zip(stops[::2], stops[1::2], strict=True)))
@@ -225,79 +216,61 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert live.num_left == sum(map(len, live.ranges)) > 0
         self.unverified.add(live.id)
 
-    @precondition(lambda self: self.some(Phase.RESERVED, is_part=True))
-    @rule(which=which, waits=st.booleans())
-    def begin_range(self, which: int, waits: bool) -> None:
-        live = pick(self.some(Phase.RESERVED, is_part=True), which)
+    def begin_range(self, live: LiveRequest, *, waits: bool) -> None:
         first = self.begun[live.id] = live.ranges[0]
         (self.waiting_for.add if waits else self.waiting_for.discard)(live.id)
         self.scheduler.begin_range(live, lambda: live.id in self.waiting_for)
         assert (live.phase, live.num_computed) == (Phase.RUNNING, first.start)
 
-    @precondition(lambda self: self.waiting_for)
-    @rule()
-    def kv_comes(self) -> None:
-        self.waiting_for.remove(min(self.waiting_for))
-
-    @precondition(lambda self: self.some(Phase.HELD, is_part=True))
-    @rule(which=which)
-    def verify(self, which: int) -> None:
+    def verify(self, live: LiveRequest) -> None:
         """As `Engine.verified`."""
-        live = pick(self.some(Phase.HELD, is_part=True), which)
         live.unverified = False
         self.unverified.remove(live.id)
         self.scheduler.memory.publish(live, live.num_computed)
 
-    @rule(target=imports, length=st.integers(8, 50), family=st.integers(0, 1), most=st.integers(1, 4))
-    def start_import(self, length: int, family: int, most: int) -> bytes:
+    def start_import(self, length: int, family: int, most: int) -> None:
         """KV, and states, of another worker or a store, which are written beside the steps under way."""
         exchange, import_id = self.scheduler.store_exchange, next(self.numbers).to_bytes(4)
         if exchange is None:
-            return import_id
+            return
         free = self.scheduler.pool.free
         missing = exchange.missing(self.request(length, family), most, remnant=bool(length % 2))
         assert self.scheduler.pool.free == free, "it takes no block"
         blocks = None if missing is None else exchange.start_import(import_id, missing)
         if missing is None or blocks is None:
             assert self.scheduler.pool.free == free
-            return import_id
+            return
         first = missing.first_chunk * CHUNK_TOKENS // self.block
         assert len(blocks) * self.block >= (missing.first_chunk + len(missing.chunks)) * CHUNK_TOKENS
         self.importing[import_id] = Import(missing, blocks[first:], exchange.state_slot(import_id))
-        return import_id
+        self.done["imports"] += 1
 
-    @rule(import_id=consumes(imports), chunks=st.integers(0, 4))
     def end_import(self, import_id: bytes, chunks: int) -> None:
         """With so many of its chunks."""
-        exchange = self.scheduler.store_exchange
-        if (ended := self.importing.pop(import_id, None)) is not None and exchange is not None:
-            come = min(chunks, len(ended.missing.chunks))
-            if ended.slot is not None and come < len(ended.missing.chunks):
-                come = 0  # the states are those after the last chunk
-            exchange.end_import(import_id, come and (ended.missing.first_chunk + come) * CHUNK_TOKENS)
+        ended, exchange = self.importing.pop(import_id), self.scheduler.store_exchange
+        assert exchange is not None
+        come = min(chunks, len(ended.missing.chunks))
+        if ended.slot is not None and come < len(ended.missing.chunks):
+            come = 0  # the states are those after the last chunk
+        exchange.end_import(import_id, come and (ended.missing.first_chunk + come) * CHUNK_TOKENS)
 
-    @rule(target=pins, length=st.integers(8, 30), family=st.integers(0, 1))
-    def pin(self, length: int, family: int) -> bytes:
+    def pin(self, length: int, family: int) -> None:
         """Another worker reads what the cache has."""
         pin_id, scheduler = next(self.numbers).to_bytes(4), self.scheduler
         if scheduler.prefix_exchange is None or scheduler.cache is None:
-            return pin_id
+            return
         request = self.request(length, family)
         names = scheduler.cache.names(request)
         names.extend(request.prompt_ids, len(request.prompt_ids))
         if scheduler.prefix_exchange.pin(pin_id, names.chunks, 0)[0]:
             self.pinned.add(pin_id)
-        return pin_id
+            self.done["pins"] += 1
 
-    @rule(pin_id=consumes(pins))
     def unpin(self, pin_id: bytes) -> None:
-        if pin_id in self.pinned:
-            self.pinned.remove(pin_id)
-            assert self.scheduler.prefix_exchange is not None
-            self.scheduler.prefix_exchange.unpin(pin_id)
+        self.pinned.remove(pin_id)
+        assert self.scheduler.prefix_exchange is not None
+        self.scheduler.prefix_exchange.unpin(pin_id)
 
-    @precondition(lambda self: not self.flights or (len(self.flights) == 1 and self.scheduler.may_look_ahead))
-    @rule(chunk_limit=st.none() | st.integers(1, 9))
     def launch(self, chunk_limit: int | None) -> None:
         scheduler = self.scheduler
         had_work = scheduler.has_next
@@ -349,9 +322,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for live, row, count in plan.requests():
             live.promise(row, count)
         self.flights.append(Flight(plan, step))
+        self.done["steps"] += 1
+        self.done["drafts"] += bool(plan.drafts)
+        self.done["waits"] += bool(awaiting)
+        self.done["restores"] += len(step.restores)
 
-    @precondition(lambda self: self.flights)
-    @rule(right=st.integers(0, DRAFTS))
     def land(self, right: int) -> None:
         """As the engine's loop does, with at most `right` drafts of each request that are right."""
         scheduler, plan = self.scheduler, self.flights.pop(0).plan
@@ -375,7 +350,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler.memory.choose_states(live, newest=verified > live.num_computed)
             live.num_computed = min(live.num_computed, verified)
 
-    @invariant()
     def accounts_are_right(self) -> None:
         scheduler = self.scheduler
         scheduler.pool.assert_consistent()
@@ -432,19 +406,35 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert blocks.isdisjoint(live.blocks[live.num_cached // self.block :])
                 assert scheduler.states is None or live.state_slot not in slots
 
-    def teardown(self) -> None:
+    def end(self) -> None:
         for live in list(self.scheduler.requests.values()):
             self.scheduler.drop(live)
         for flight in self.flights:
             self.scheduler.landed(flight.plan.chunks)
-        for import_id in self.importing:
-            assert self.scheduler.store_exchange is not None
-            self.scheduler.store_exchange.end_import(import_id, 0)
-        for pin_id in self.pinned:
-            assert self.scheduler.prefix_exchange is not None
-            self.scheduler.prefix_exchange.unpin(pin_id)
+        for import_id in list(self.importing):
+            self.end_import(import_id, 0)
+        for pin_id in list(self.pinned):
+            self.unpin(pin_id)
         self.scheduler.assert_whole()
 
 
-TestAccounts = SchedulerMachine.TestCase
-TestAccounts.settings = settings(max_examples=80, stateful_step_count=50)
+@pytest.mark.parametrize("scale", [1, 8])
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+@pytest.mark.parametrize(
+    ("states", "cache"), [(False, True), (True, False), (True, True)], ids=["cache", "states", "both"]
+)
+def test_accounts_are_right(states: bool, cache: bool, drafts: bool, scale: int) -> None:
+    done = Counter[str]()
+    for seed in range(SEEDS):
+        operations = Operations(seed, states=states, cache=cache, drafts=drafts, scale=scale)
+        for _ in range(OPERATIONS):
+            operations.operate()
+            operations.accounts_are_right()
+        operations.end()
+        done += operations.done
+    expected = {"steps", "waits"}
+    expected |= {"drafts"} if drafts else set()
+    expected |= {"imports"} if cache and scale > 1 else set()
+    expected |= {"pins"} if cache and not states and scale > 1 else set()
+    expected |= {"restores"} if cache and states else set()
+    assert expected <= done.keys(), done
