@@ -40,7 +40,7 @@ def _patch_the_language_once(patch: pytest.MonkeyPatch) -> None:
         return patch_language(function)
 
     def set_attribute(scope: Any, owner: Any, name: str, value: Any) -> None:
-        patch.setattr(owner, name, value, raising=False)
+        patch.setattr(owner, name, _itself if name == "to_ir" else value, raising=False)
 
     patch.setattr(interpreter, "_patch_lang", patched_once)
     patch.setattr(scope_type, "set_attr", set_attribute)
@@ -87,6 +87,11 @@ def _call_builtins_directly(patch: pytest.MonkeyPatch) -> None:
 
 def _nothing() -> None:
     pass
+
+
+def _itself(dtype: Any, builder: Any) -> Any:
+    """The interpreter has no other representation of a type."""
+    return dtype
 
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -258,10 +263,12 @@ def _keep_types(patch: pytest.MonkeyPatch) -> None:
             make_block_type(self, element_ty, list(shape))
             if shape not in shapes:
                 shapes[shape] = constexpr(self.numel), core.tuple([constexpr(size) for size in shape])
-            block_types[key] = {**self.__dict__, "of_tensors": shapes[shape]}
+            block_types[key] = {**self.__dict__, "sizes": shape, "of_tensors": shapes[shape]}
         self.__dict__.update(block_types[key])
 
     patch.setattr(block_type, "__init__", init_block_type)
+    patch.setattr(block_type, "with_element_ty", lambda self, dtype: block_type(dtype, self.sizes))
+    patch.setattr(block_type, "to_ir", _itself)
 
     of_one = constexpr(1), core.tuple([])
 
@@ -290,6 +297,14 @@ def _keep_numbers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(semantic, "scalar_constant", scalar_constant)
 
 
+_WHOLE = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_CASTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("int1", *_WHOLE), (*_WHOLE, "fp16", "fp32", "fp64")),
+    "fp32": (*_WHOLE, "fp16", "fp64"), "fp16": ("fp32",),
+}  # fmt: skip
+"""The casts that NumPy makes as Triton does, by the type before."""
+
+
 def _convert_rarely(patch: pytest.MonkeyPatch) -> None:
     """Operands that have the type and the shape of each other, or of the result, are used as they are."""
     from triton.language import core
@@ -305,7 +320,12 @@ def _convert_rarely(patch: pytest.MonkeyPatch) -> None:
         return x if type(x) is block else to_tensor(self, x, check_type)
 
     def cast_to_another(self: Any, x: Any, dtype: Any, rounding: str | None = None) -> Any:
-        return x if x.dtype is dtype else cast(self, x, dtype, rounding)
+        if x.dtype is dtype:
+            return x
+        if rounding is not None or dtype.name not in _CASTS.get(x.dtype.name, ()):
+            return cast(self, x, dtype, rounding)
+        values = x.handle.data.astype(interpreter._get_np_dtype(dtype))
+        return block(interpreter.TensorHandle(values, dtype), x.type.with_element_ty(dtype))
 
     def load_alike(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
         *unusual, cache, eviction, volatile = options
