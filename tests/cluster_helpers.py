@@ -28,10 +28,13 @@ from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from tests.device import DEVICE, environment
 from tests.forked import FreshPopen
+from tests.within import WITHIN
 
 K = TypeVar("K")
 SECRET = b"a secret of the tests, no other"
 DEADLINE_MS = 60_000
+WHOLE_S = 25.0
+"""Seconds until the pools of an idle worker are whole: less than the hold deadline, which hides a leak."""
 ENGINE: dict[str, Any] = {"dtype": "float32", "device": DEVICE, "num_blocks": 512, "num_threads": 1}
 
 
@@ -74,11 +77,11 @@ class WorkerProcess:
         service = psutil.Process(self.popen.pid)
         return [service, *service.children(recursive=True)]
 
-    def stop(self, how: signal.Signals = signal.SIGTERM, timeout: float = 30.0) -> int:
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Signals the service process if it still runs; returns its exit code."""
         if self.popen.poll() is None:
             self.popen.send_signal(how)
-        return self.popen.wait(timeout)
+        return self.popen.wait(WITHIN)
 
 
 def start_worker(
@@ -279,8 +282,8 @@ class WorkerStream:
     async def cancel(self, attempt_id: bytes) -> None:
         await self.send(cancel=pb.Cancel(attempt_id=attempt_id))
 
-    async def next(self, attempt_id: bytes, timeout: float = 30.0) -> Seen:
-        return await asyncio.wait_for(self.events[attempt_id].get(), timeout)
+    async def next(self, attempt_id: bytes) -> Seen:
+        return await asyncio.wait_for(self.events[attempt_id].get(), WITHIN)
 
     async def token(self, attempt_id: bytes) -> tuple[pb.TokenEvent, float]:
         """The attempt's next message, which must be a token, and when it came."""
@@ -307,7 +310,7 @@ class WorkerStream:
 
     async def next_status(self) -> pb.WorkerStatus:
         """What the worker says of itself about once a second."""
-        return await asyncio.wait_for(self.statuses.get(), 30)
+        return await asyncio.wait_for(self.statuses.get(), WITHIN)
 
     async def failure(self, attempt_id: bytes) -> pb.AttemptFailed:
         """The attempt's next message, which must be its failure."""
@@ -451,8 +454,8 @@ def not_whole(status: pb.WorkerStatus) -> list[str]:
     return wrong
 
 
-async def assert_whole(*workers: WorkerProcess, within: float = 10.0) -> None:
-    """All pools of these idle workers become whole, and soon."""
+async def assert_whole(*workers: WorkerProcess, within: float = WHOLE_S) -> None:
+    """All pools of these idle workers become whole."""
     for worker in workers:
         async with connect(worker.address, SECRET) as channel:
             end = time.monotonic() + within
@@ -463,7 +466,8 @@ async def assert_whole(*workers: WorkerProcess, within: float = 10.0) -> None:
 
 def metrics(worker: WorkerProcess) -> dict[str, float]:
     """Name with labels (all but model_name and role) → value, as of the last status (`assert_whole` asks)."""
-    with urllib.request.urlopen(f"http://{worker.ready['metrics_address']}/metrics", timeout=10) as response:
+    url = f"http://{worker.ready['metrics_address']}/metrics"
+    with urllib.request.urlopen(url, timeout=WITHIN) as response:
         families = text_string_to_metric_families(response.read().decode())
     found: dict[str, float] = {}
     for family in families:

@@ -19,6 +19,7 @@ import pytest
 
 from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import WorkerStream, assert_whole, attached, paired, request, sampling
+from tests.within import WITHIN
 
 from .conftest import Workers, prompt, status
 
@@ -212,7 +213,7 @@ async def test_no_signed_message_stops_a_worker(workers: Workers, count: int) ->
         await routers.ask_status()
         await routers.close_all()
         assert (await pair.generate(prompt(100), params)).tokens == right
-        await assert_whole(*workers, within=30.0)
+        await assert_whole(*workers, within=WITHIN)
     after = [{process.pid for process in worker.tree()} for worker in workers]  # grammars start processes
     assert all(pids.issuperset(before) for pids, before in zip(after, trees, strict=True))
     reached = {"TokenEvent", "Reserved", "FAILURE_CODE_INVALID"}

@@ -131,7 +131,7 @@ class Side:
         def follow(rank: int, files: RankFiles, *arenas: kv.ArenaEnd) -> None:
             followers[rank] = follower = Follower(settings, rank, files)
             copier = RankCopier(paged_kv(follower), *arenas, exports=exports)
-            started.wait(20)
+            started.wait(WITHIN)
             follower.run(lambda step: copier.layer_done if step.hands_over else lambda layer: None)
 
         self._threads = [
@@ -141,7 +141,7 @@ class Side:
         for thread in self._threads:
             thread.start()
         self.engine = build_engine(settings, files=self._files, hooks=hooks_to(self.sink))
-        started.wait(20)
+        started.wait(WITHIN)
         assert kv_layout(self.engine) == layout
         transport = kv.Transport(ends[0][0], ends[1][0], NO_TRACE, exports)
         self.sender = self.sink.sender = transport.sender(

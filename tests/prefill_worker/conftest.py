@@ -31,6 +31,7 @@ from baton.worker.ipc import ServiceLink
 from baton.worker.messages import Code, Origin, PlanRange, Work
 from tests.cluster_helpers import tiny_model
 from tests.stand_in import stand_in
+from tests.within import WITHIN
 
 M = TypeVar("M")
 SLOTS, SLOT_BYTES = 16, 64 << 10
@@ -209,7 +210,7 @@ class Worker:
 
     def settle(self) -> None:
         """Goes on, as the loop does, until nothing is in use."""
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + WITHIN
         while not self.idle:
             assert time.monotonic() < until, "something is left behind"
             if self.engine.has_work:

@@ -29,6 +29,7 @@ from baton.rpc.stubs import WorkerStub
 from tests.forked import forking
 from tests.system.machine import titled, tree, until
 from tests.vllm_worker.engines import PATHS, PYTHON
+from tests.within import WITHIN
 
 VOCABULARY = 300
 START_S, STOP_S, CALL_S = 500.0, 60.0, 10.0
@@ -138,7 +139,7 @@ class Front:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """Their reports, by role."""
-        with urllib.request.urlopen(f"{self.url}/status", timeout=30) as response:
+        with urllib.request.urlopen(f"{self.url}/status", timeout=WITHIN) as response:
             found = json.load(response)["workers"]
         return {worker["role"]: worker for worker in found}
 

@@ -13,6 +13,7 @@ import pytest
 
 from baton.bench.harness.cluster import free_port
 from tests.system.machine import until
+from tests.within import WITHIN
 
 from .engines import PYTHON, ROOT
 from .served import START_S, STOP_S, Front, Reference, prompts_of, save_model
@@ -40,7 +41,7 @@ def test_a_proxy_that_was_made_for_nixl(tmp_path: Path) -> None:
     def answers() -> bool | None:
         assert script.poll() is None, (tmp_path / "log").read_text()
         try:
-            return urllib.request.urlopen(f"{front.url}/healthcheck", timeout=5).status == 200
+            return urllib.request.urlopen(f"{front.url}/healthcheck", timeout=WITHIN).status == 200
         except urllib.error.URLError:
             return None
 

@@ -126,7 +126,7 @@ def test_a_wrong_setting_ends_the_start_with_a_message_and_no_traceback(
     worker, taken = mistaken[0][number], mistaken[1]
     worker.wait_told()
     assert reason.replace("TAKEN", str(taken)) in worker.told[-1]["error"]
-    assert worker.popen.wait(10) != 0
+    assert worker.popen.wait(WITHIN) != 0
     assert list(worker.run_dir.iterdir()) == []
     assert "Traceback" not in worker.log.read_text()
 

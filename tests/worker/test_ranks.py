@@ -168,5 +168,5 @@ def test_a_size_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
         assert worker.told[-1]["error"].startswith(
             "--tensor-parallel-size 3: the model has 4 query heads and 2 KV heads; choose one of 1, 2, 4"
         )
-        assert worker.popen.wait(10) == 1
+        assert worker.popen.wait(WITHIN) == 1
         assert list(worker.run_dir.iterdir()) == []

@@ -15,6 +15,7 @@ from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.layout import KVLayout
 from tests.device import DEVICE
 from tests.kv_transfer.ranks import as_bytes
+from tests.within import WITHIN
 
 from .conftest import EXPORTED, TCP, Kind
 
@@ -116,7 +117,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         def gated(pool: Any, *args: Any) -> Any:
             if threading.current_thread().name == "kv copies":
                 gate.reached = True
-                assert gate.wait(20)
+                assert gate.wait(WITHIN)
             return copy(pool, *args)
 
         return gated
