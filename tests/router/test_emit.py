@@ -177,3 +177,4 @@ def test_a_prefill_has_one_token_and_one_index(index):
     assert second.base == 1
     assert emit.offer(second, index, 6) is Verdict.DROP
     assert emit.offer(second, 1, 6) is Verdict.EMIT
+    assert emit.offer(second, 2, 7) is Verdict.DROP
