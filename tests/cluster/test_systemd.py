@@ -46,6 +46,7 @@ def test_a_unit(unit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         assert options.secret.cluster_secret_file == tmp_path / "cluster-secret"
         assert float(service["TimeoutStopSec"]) > options.drain.drain_timeout, "else systemd cuts a drain off"
+        assert service["KillMode"] == "mixed", "else the children of a process that drains end, too"
     if started == "router":  # a credential would stay as it was at the start
         assert options.front.api_key_file == tmp_path / "api-keys.toml"
         assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"

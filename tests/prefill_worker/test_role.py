@@ -132,15 +132,19 @@ def test_the_order_of_a_decode_here_and_its_prefill(worker: Worker) -> None:
     assert worker.idle
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-def test_a_decode_here_that_ends_before_it_goes_on(worker: Worker, is_held: bool) -> None:
+@pytest.mark.parametrize(("when", "until"), CANCELLED, ids=[when for when, _ in CANCELLED])
+def test_a_decode_here_that_ends_before_it_goes_on(
+    worker: Worker, when: str, until: Callable[[Worker], object]
+) -> None:
     worker.prefill(P, 20)
-    if is_held:
-        worker.compute()
+    until(worker)
+    said = len(worker.tokens)
     worker.role.take(P, D)
     worker.role.let_go(P, D, resumed=False)
+    worker.compute()
     worker.settle()
     assert worker.role.take(P, E) is None
+    assert len(worker.tokens) == said, "its router needs no more"
     assert not worker.failures
 
 
