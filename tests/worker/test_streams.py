@@ -1,6 +1,7 @@
 """The output queue of a router, and the conversion of tokens and failures."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any, cast
@@ -213,6 +214,33 @@ async def test_a_process_gets_reports_if_no_other_one_passes_them_on() -> None:
     await service._read(reads, sent())
     routers.report(pb.WorkerStatus())
     assert (unread(writes), unread(reads)) == (["status"], ["status", "cache"]), "the other one has ended"
+
+
+async def test_routers_learn_at_once_that_a_worker_drains() -> None:
+    routers = Routers()
+    router = routers.open(1.0)
+    last = pb.WorkerStatus(blocks_free=7)
+    await Backend.drain(stand_in(Backend, _routers=routers, _last_status=last, draining=False))
+    told = router.next_message()
+    assert told is not None
+    assert told.status == pb.WorkerStatus(blocks_free=7, health=pb.WorkerStatus.HEALTH_DRAINING)
+
+
+async def test_a_question_to_the_engine_is_forgotten_with_the_call_that_asks() -> None:
+    """The engine may be gone, and answer no more."""
+    asked: list[messages.ToEngine] = []
+
+    async def send(message: messages.ToEngine) -> None:
+        asked.append(message)
+
+    answers: dict[int, asyncio.Future[messages.EngineStatus]] = {}
+    backend = stand_in(Backend, send=send, _questions=itertools.count(), _status_answers=answers)
+    asking = asyncio.create_task(Backend.engine_status(backend))
+    await asyncio.sleep(0)
+    assert (asked, [*answers]) == ([messages.AskStatus(0)], [0])
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert not answers
 
 
 async def test_an_unchanged_status_is_reported_each_second_although_timers_fire_early(
