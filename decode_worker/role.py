@@ -272,7 +272,7 @@ class DecodeRole(Role):
         self._prefix_fetches.expire()
         self.engine.joins_at = self._receiver.next_injection
         now = time.monotonic()
-        for attempt in [of for of in self._table.values() if of.phase in _WAITING and not of.closed]:
+        for attempt in [of for of in self._table.values() if of.phase in _WAITING]:
             if attempt.deadline < now:
                 text = "the KV did not arrive before the request's deadline"
                 self._end(attempt, Code.HANDED_BACK, text)

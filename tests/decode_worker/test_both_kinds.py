@@ -6,8 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from baton.decode_worker.role import DecodeAttempt, DecodeRole, Phase
+from baton.kv_transfer import Receiver
 from baton.rpc import worker_pb2 as pb
+from baton.worker.messages import Origin
 from tests.cluster_helpers import Pair, assert_whole, attached, request, sampling
+from tests.stand_in import stand_in
 from tests.within import WITHIN
 
 from .conftest import BLOCKS, Workers, prompt
@@ -110,6 +114,25 @@ async def test_a_prompt_takes_the_blocks_of_reservations_whose_kv_has_not_begun(
     assert (await back.decode.failure(waiting[0])).code == pb.FAILURE_CODE_HANDED_BACK
     for decode_id in waiting[1:]:
         await back.decode.cancel(decode_id)
+
+
+def test_no_reservation_is_dropped_whose_kv_comes() -> None:
+    waiting = {b"waits": Phase.FETCHING, b"begun": Phase.FETCHING, b"ends": Phase.FETCHING}
+    table = {
+        name: DecodeAttempt(
+            stream=1,
+            origin=Origin(name, "", "", 0.0),
+            tokens=1,
+            prompt_tokens=1,
+            source=None,
+            deadline=0.0,
+            phase=phase,
+            closed=name == b"ends",
+        )
+        for name, phase in (waiting | {b"failed": Phase.FAILED, b"runs": Phase.RUNNING}).items()
+    }
+    receiver = stand_in(Receiver, began=lambda decode_id: decode_id == b"begun")
+    assert [*DecodeRole.spare(stand_in(DecodeRole, _table=table, _receiver=receiver))] == [b"waits", b"failed"]
 
 
 async def test_a_worker_changes_its_pool(pairs: Directions) -> None:

@@ -183,6 +183,18 @@ async def test_a_request_that_ends_while_its_prefix_is_fetched_leaves_nothing(
     await assert_whole(*caching_workers)
 
 
+async def test_a_request_that_ends_before_its_prefix_has_come_is_not_computed(
+    caching_workers: Workers,
+) -> None:
+    content = pb.ContentSource(kv_address="127.0.0.1:1", incarnation=7)  # nothing listens there
+    async with attached(caching_workers[1]) as decode:
+        before = await status(decode)
+        decode_id = await decode.submit_decode(request(text(1500, 31), SHORT), content=content)
+        await decode.cancel(decode_id)
+        await assert_whole(caching_workers[1])
+        assert (await status(decode)).prefix_cache_queries == before.prefix_cache_queries
+
+
 @pytest.mark.parametrize("wrong", ["nothing cached", "another incarnation", "no listener", "itself"])
 async def test_a_stale_hint_costs_time_alone(caching_workers: Workers, pair: Pair, wrong: str) -> None:
     prefill, decode = caching_workers
