@@ -132,7 +132,8 @@ def test_no_reservation_is_dropped_whose_kv_comes() -> None:
         for name, phase in (waiting | {b"failed": Phase.FAILED, b"runs": Phase.RUNNING}).items()
     }
     receiver = stand_in(Receiver, began=lambda decode_id: decode_id == b"begun")
-    assert [*DecodeRole.spare(stand_in(DecodeRole, _table=table, _receiver=receiver))] == [b"waits", b"failed"]
+    role = stand_in(DecodeRole, _table=table, _receiver=receiver)
+    assert [*DecodeRole.spare(role)] == [b"waits", b"failed"]
 
 
 async def test_a_worker_changes_its_pool(pairs: Directions) -> None:

@@ -1,5 +1,8 @@
 """What a process may use of its machine, as the files of a container, a service or a plain machine say it."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,3 +169,12 @@ def test_older_samples_of_an_average_weigh_less() -> None:
     assert speed.value == (25 + 100) / (0.5 + 1)
     speed.add(0.0, 0.0)
     assert speed.value == (25 + 100) / (0.5 + 1)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_process_does_not_outlive_a_parent_that_ended_early(ended: bool) -> None:
+    """The kernel tells it of no end before it asks."""
+    parent = 1 if ended else os.getpid()
+    code = f"from baton.machine.system import die_with_parent as tie; tie({parent}); print('it lives')"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.stdout, ran.returncode) == ("" if ended else "it lives\n", ended)
