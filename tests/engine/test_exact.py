@@ -8,7 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from baton.engine.kernels import (
     LatentHeads,
     LatentNorm,
     LayerState,
+    exact_linear,
 )
 from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.linear import PlainLinear
@@ -180,6 +181,13 @@ class Latents(Sequences):
         fp8 = isinstance(self.kv, Fp8KV)
         plan = kernels.plan_latent(metadata, self.heads[0], self.shape, self.dtype, fp8=fp8)
         return kernels.latent_attention(q, self.kv, plan, self.up)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_no_sum_is_cut_into_parts(itemsize: int) -> None:
+    """The order of its additions would then depend on the number of rows."""
+    shapes = product((1, 16, 64, 65, 500), (512, 4096, 14336), (64, 1024, 128256))
+    assert {exact_linear.tiling(*shape, itemsize, 132).splits for shape in shapes} == {1}
 
 
 @pytest.mark.parametrize("dtype", HALVES)

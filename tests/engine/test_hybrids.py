@@ -396,6 +396,17 @@ def test_no_copy_is_taken_where_states_of_another_worker_come_meanwhile() -> Non
     scheduler.assert_whole()
 
 
+def test_a_part_computes_the_states_that_other_workers_need() -> None:
+    """A step hands over the states at its end. The cache has those after 8 positions, too."""
+    scheduler = Steps().scheduler
+    for stop, computed in ((8, 0), (12, 8)):
+        live = scheduler.start_part(EngineRequest(b"part", list(range(24))), [range(stop)])
+        assert live is not None
+        assert [*live.ranges] == [range(computed, stop)]
+        scheduler.drop(live)
+    scheduler.assert_whole()
+
+
 @pytest.mark.parametrize("steps_until_it_ends", [0, 1])
 def test_no_step_copies_states_of_a_request_that_it_does_not_compute(steps_until_it_ends: int) -> None:
     """Such a request may end while the step is under way, and another one gets its slot at once."""
