@@ -24,7 +24,7 @@ from baton.engine.step import Step
 from tests.engine.scheduling import make
 
 DRAFTS = 2
-SLOTS, COPIES = 6, 4
+SLOTS, COPIES = 6, 2
 SEEDS, OPERATIONS = 10, 200
 
 
@@ -130,7 +130,7 @@ class Operations:
                 (2, lambda: self.join(rng.choice(reserved))),
             ]
         if parts := self.some(Phase.RESERVED, is_part=True):
-            possible.append((4, lambda: self.begin_range(rng.choice(parts), waits=chance() < 0.5)))
+            possible.append((4, lambda: self.begin_range(rng.choice(parts), waits=chance() < 0.8)))
         if computed := self.some(Phase.HELD, is_part=True):
             possible.append((2, lambda: self.verify(rng.choice(computed))))
         if self.waiting_for:
