@@ -98,10 +98,15 @@ class Cluster:
     right: dict[Case, list[int]]
 
     def lasting(self, fault: Fault) -> dict[str, set[int]]:
-        """The processes that the fault leaves alone."""
-        found = self.serve.processes().items()
+        """The processes that the fault leaves alone, one of each title."""
         children = (*CHILDREN, sys.executable)  # the last is one that has just been started
-        return {title: pids for title, pids in found if not fault.ends(title) and title not in children}
+
+        def found() -> dict[str, set[int]] | None:
+            now = self.serve.processes().items()
+            lasting = {title: pids for title, pids in now if not fault.ends(title) and title not in children}
+            return lasting if all(len(pids) == 1 for pids in lasting.values()) else None
+
+        return until(found, WITHIN, "titles of children, which have that of their parent at first")
 
     async def until_back(self, fault: Fault, before: dict[str, set[int]]) -> None:
         """Another process is there for each that ended, and workers and routers serve."""
@@ -191,7 +196,7 @@ async def test_streams_go_on_and_the_process_comes_back(cluster: Cluster, fault:
     load = Load(serve.url, list(cluster.right), random.Random(0))
     async with load.of(CLIENTS):
         await asyncio.to_thread(until, lambda: status(admin)["router"]["requests"] or None, WITHIN, "a load")
-        before, lasting = serve.processes(), cluster.lasting(fault)
+        before, lasting = serve.processes(), await asyncio.to_thread(cluster.lasting, fault)
         at = time.monotonic()
         with struck(serve, fault):
             async with asyncio.timeout(BACK_S):
