@@ -10,6 +10,7 @@ import torch
 
 from baton.engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams, build_engine
 from baton.engine.api.request import NO_HOOKS, Hooks
+from baton.engine.execution import draft_runner, runner, sampler
 from baton.engine.execution.events import record
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
@@ -340,11 +341,37 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
     return make
 
 
+class LateCopies:
+    """Copies to the host that have come when a later `LateEvent` has passed, and have other values before."""
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.enqueued = self._come = 0
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = tensor.clone()
+        self._under_way.append((there := torch.full_like(value, 2), value))
+        self.enqueued += 1
+        return there
+
+    @torch.inference_mode()
+    def come(self, count: int) -> None:
+        """The first `count` since the start."""
+        for _ in range(count - self._come):
+            there, value = self._under_way.pop(0)
+            there.copy_(value)
+            self._come += 1
+
+
+COPIES = LateCopies()
+
+
 class LateEvent:
     """An event of a device that is late: it has passed only after a call of `synchronize`."""
 
     def __init__(self) -> None:
         self._event = record(torch.device(DEVICE))
+        self._copies = COPIES.enqueued
         self._passed = False
 
     def query(self) -> bool:
@@ -352,6 +379,7 @@ class LateEvent:
 
     def synchronize(self) -> None:
         self._event.synchronize()
+        COPIES.come(self._copies)
         self._passed = True
 
     def elapsed_time(self, later: "LateEvent", /) -> float:
@@ -359,12 +387,23 @@ class LateEvent:
 
 
 @pytest.fixture
-def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
-    """Makes engines with overlap. Their device finishes a step only when the engine waits for it."""
+def late_engine(tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """Makes engines with overlap. Their device finishes a step only when the engine waits for it. On a CPU,
+    the host then gets what the step has sampled, too."""
 
     def make(**config: Any) -> Engine:
         engine = tiny_engine(**{"overlap": True, "cuda_graphs": True, **config})
         engine._runner._record = LateEvent
+        if DEVICE == "cpu":
+            sample = engine._runner.sample
+
+            def sample_late(*args: Any) -> Any:
+                with monkeypatch.context() as patch:
+                    for module in (runner, draft_runner, sampler):
+                        patch.setattr(module, "to_host", COPIES.to_host)
+                    return sample(*args)
+
+            monkeypatch.setattr(engine._runner, "sample", sample_late)
         # The real method would start a thread that waits for the event.
         engine._landings.expect = lambda event: None
         return engine
