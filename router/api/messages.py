@@ -25,7 +25,7 @@ def _arguments(value: Any) -> str:
     return value if isinstance(value, str) else "{}" if value is None else json.dumps(value)
 
 
-Arguments = Annotated[str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any] | None)]
+Arguments = Annotated[str, BeforeValidator(_arguments, json_schema_input_type=Any)]
 """The arguments of a call in an earlier message. The model may have written anything: if the request were
 refused, each later turn of the conversation would fail, too."""
 

@@ -46,7 +46,7 @@ Text = Annotated[str, BeforeValidator(text, json_schema_input_type=TextInput)]
 ReasoningText = Annotated[
     str,
     BeforeValidator(
-        partial(text, kinds=_TO_REASONING), json_schema_input_type=str | list[ReasoningTextPart] | None
+        partial(text, kinds=_TO_REASONING), json_schema_input_type=str | list[str | ReasoningTextPart] | None
     ),
 ]
 
