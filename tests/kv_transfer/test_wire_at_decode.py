@@ -192,7 +192,7 @@ def test_a_transfer_that_stalls_beside_one_that_does_not(fetching: Any, until: A
     decode.later(30.0)
     lane.send(wire.KV, body, other, **head)
     until(lambda: decode.stats().frames_received, "the frame")
-    decode.later(30.0)
+    decode.later(50.0)
     assert lane.expect(wire.ABORT) == (transfer, ["deadline"])
     assert decode.stats().sessions == 1
 
