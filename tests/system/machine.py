@@ -34,11 +34,9 @@ def until(what: Callable[[], T | None], within: float, why: str) -> T:
 
 
 def resident_bytes(pid: int) -> int:
-    """The private memory of a process. Shared pages, such as the arena, do not count."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise ProcessLookupError(pid)
+    """The private memory of a process. Shared pages do not count, such as the arena and what a fork has not
+    changed."""
+    return psutil.Process(pid).memory_full_info().uss
 
 
 class Machine:
