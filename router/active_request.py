@@ -17,7 +17,7 @@ from baton.machine.tracing import Attributes, Span, Tracer
 from baton.router.admission.queue import Admission, Entry
 from baton.router.api.jobs import Job, SamplingDefaults
 from baton.router.config import RouterConfig
-from baton.router.errors import ApiError, TooSlow
+from baton.router.errors import ApiError, Overloaded, RateLimited, TooSlow
 from baton.router.generation.generation import Generation
 from baton.router.generation.output import Choice, Delta, Token, TokenQueue
 from baton.router.metrics import Metrics
@@ -284,6 +284,15 @@ class ActiveRequest:
             "tokens_per_second": count / max(1e-9, seconds.first_token + seconds.later_tokens),
         }
         return found if count < 2 else found | {"mean_itl_ms": 1e3 * seconds.later_tokens / (count - 1)}
+
+    def keep(self, size: int) -> None:
+        """Counts bytes of the answer that wait for its end, like those of bodies. If there are too many of
+        them, the request ends."""
+        try:
+            self._entry.receive(size)
+        except (Overloaded, RateLimited) as error:
+            text = f"{error.message}; log probabilities count, too, until they are sent: use stream"
+            self.abort(type(error)(text, retry_after=error.retry_after))
 
     def abort(self, error: ApiError) -> None:
         """Ends every generation that has not finished with this error."""

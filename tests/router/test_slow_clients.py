@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -122,6 +123,30 @@ async def test_bodies_that_arrive_have_a_bound_in_all_and_for_each_key(
             assert response.status == 200, "another key is served"
         await clients.aclose()
         await cluster.until(lambda: admission.body_bytes == account.body_bytes == account.requests == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_log_probabilities_that_wait_for_the_end_of_an_answer_count_as_bodies(
+    tokenizer: ModelTokenizer, tmp_path: Path, path: str
+):
+    """Else the answers of one key would take the router's memory. A stream keeps none."""
+    asked: dict[str, Any] = {
+        "/v1/completions": {"prompt": "x", "logprobs": 2, "max_tokens": 60, "n": 8},
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2,
+            "max_tokens": 60, "n": 8,
+        },
+    }[path]  # fmt: skip
+    async with make_cluster(tokenizer, tmp_path, max_body_bytes=300) as cluster:
+        admission = cluster.router.services.admission
+        status, answer = await cluster.post(path, **asked, ignore_eos=True)
+        assert status == 429, answer
+        assert "log probabilities count" in answer["error"]["message"]
+        await cluster.until(lambda: admission.body_bytes == 0)
+        async with cluster.http.post(cluster.url + path, json={**asked, "stream": True}) as response:
+            assert response.status == 200
+            assert "log probabilities count" not in await response.text()
+        await cluster.until(lambda: admission.body_bytes == 0)
 
 
 async def test_grpc_messages_that_take_long_count_as_the_largest(tokenizer: ModelTokenizer, tmp_path: Path):

@@ -35,7 +35,10 @@ class LogprobEntries:
     To encode all of a response at once would take seconds and block the event loop.
     """
 
-    def __init__(self, request: ActiveRequest) -> None:
+    def __init__(self, request: ActiveRequest, *, kept: bool) -> None:
+        """`kept`: the router has the entries until the end of the answer."""
+        self._request = request
+        self._kept = kept
         self._tokenizer = request.services.tokenizer
         by_default = request.services.config.return_tokens_as_token_ids
         self._as_ids = request.body.return_tokens_as_token_ids or by_default
@@ -52,7 +55,7 @@ class LogprobEntries:
             **self._entry(token, logprobs.logprob),
             "top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in top],
         }
-        return msgspec.Raw(encode(entry))
+        return self._encoded(entry, kept=self._kept)
 
     def of_completion(
         self, token_id: int, logprob: float, top: Iterable[tuple[int, float]], name: str
@@ -62,7 +65,8 @@ class LogprobEntries:
         logprob = max(logprob, LOWEST_LOGPROB)
         # As in OpenAI's API, the token itself is always among them. As in vLLM, it is the first one.
         names.pop(name, None)
-        return name, logprob, msgspec.Raw(encode({name: logprob, **names}))
+        raw = self._encoded({name: logprob, **names}, kept=self._kept)
+        return name, logprob, raw
 
     def of_prompt(self, token_id: int, logprob: PromptLogprob, top: int) -> msgspec.Raw:
         """Returns vLLM's entry for a token of the prompt: the token and `top` alternatives by their ids."""
@@ -72,7 +76,13 @@ class LogprobEntries:
             str(i): {"logprob": max(value, LOWEST_LOGPROB), "rank": rank, "decoded_token": self.spelled(i)}
             for i, value, rank in ranked
         }
-        return msgspec.Raw(encode(entry))
+        return self._encoded(entry, kept=True)
+
+    def _encoded(self, entry: dict[str, Any], *, kept: bool) -> msgspec.Raw:
+        raw = encode(entry)
+        if kept:
+            self._request.keep(len(raw))
+        return msgspec.Raw(raw)
 
     def spelled(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")

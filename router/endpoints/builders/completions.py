@@ -45,7 +45,7 @@ class ChoicesBuilder:
 
     def __init__(self, request: ActiveRequest) -> None:
         self._request = request
-        self._entries = LogprobEntries(request)
+        self._entries = LogprobEntries(request, kept=not request.body.stream)
         self._token_ids = request.body.return_token_ids
         model, now = request.services.config.model_name, int(time.time())  # noqa: TID251 - a timestamp
         self._frame = {"id": f"{self.prefix}{request.name}", "created": now, "model": model}

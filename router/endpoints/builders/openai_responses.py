@@ -35,7 +35,7 @@ class OpenAIResponsesBuilder(BlocksBuilder):
         super().__init__(request)
         self.id = id
         self._on_end = on_end
-        self._entries = LogprobEntries(request)
+        self._entries = LogprobEntries(request, kept=True)
         self._logprobs = request.body.logprobs_wanted is not None
         self._pending: list[tuple[str, Any]] = []  # tokens that may be in a message: text and logprobs
         self._sequence_number = 0
