@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,20 +51,28 @@ def test_the_quick_start_for_two_machines(machine: Machine, tmp_path: Path) -> N
                 shown = starting.pop()
                 until(lambda shown=shown: None if missing(*shown) else True, WITHIN, f"{shown}")
             command = f"exec {step.command}" if is_role else step.command
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    ["bash", "-ec", command.replace("10.0.0.", network)],
-                    cwd=tmp_path,
-                    env=machine.environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
+
+            def begun(command: str = command, log: Path = log) -> subprocess.Popen[bytes]:
+                with log.open("wb") as output:
+                    return subprocess.Popen(
+                        ["bash", "-ec", command.replace("10.0.0.", network)],
+                        cwd=tmp_path,
+                        env=machine.environment,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+
+            def shows(
+                begun: Callable[[], subprocess.Popen[bytes]] = begun, step: Step = step, log: Path = log
+            ) -> bool | None:
+                assert begun().wait(WITHIN) == 0, log.read_text()
+                return None if missing(step, log) else True
+
             if is_role:
-                roles.append(process)
+                roles.append(begun())
                 starting.append((step, log))
-            else:
-                assert process.wait(WITHIN) == 0, log.read_text()
-                assert missing(step, log) == [], log.read_text()
+            else:  # on a busy machine the router may have one worker do what the page shows on two
+                until(shows, WITHIN, f"what the page shows: {step}")
         assert len(roles) == 3
         for process in roles:
             process.send_signal(signal.SIGTERM)
