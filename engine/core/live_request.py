@@ -214,7 +214,12 @@ class LiveRequest:
         """Tokens that a step may compute now: `num_left`, or one less while the grammar compiles. Computing
         the last one would sample the next token."""
         left = self.num_left if self.range_stop is None else self.range_stop - self.num_computed
-        return left if self.grammar is None or self.grammar.ready else min(left, self.num_left - 1)
+        return left if self.may_sample else min(left, self.num_left - 1)
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether no grammar is being compiled for the next token."""
+        return self.grammar is None or self.grammar.ready
 
     @property
     def num_generated(self) -> int:

@@ -104,12 +104,12 @@ class RequestLives:
     def await_grammar(self, live: LiveRequest) -> None:
         """Takes a request of `add` out of the queue until its grammar is ready. Until then it needs no
         blocks (as in vLLM and SGLang). One of `reserve` or `start` has its blocks already."""
-        if live.phase is Phase.WAITING and live.grammar is not None and not live.grammar.ready:
+        if live.phase is Phase.WAITING and not live.may_sample:
             self._move(live, Phase.COMPILING)
 
     def queue_compiled(self) -> None:
         """Requests with grammars that are ready join the queue, at their places in the order."""
-        for live in [live for live in self.compiling if live.grammar is None or live.grammar.ready]:
+        for live in [live for live in self.compiling if live.may_sample]:
             self._move(live, Phase.WAITING)
 
     def reserve(self, request: EngineRequest) -> LiveRequest | None:

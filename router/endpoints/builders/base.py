@@ -65,8 +65,7 @@ class LogprobEntries:
         logprob = max(logprob, LOWEST_LOGPROB)
         # As in OpenAI's API, the token itself is always among them. As in vLLM, it is the first one.
         names.pop(name, None)
-        raw = self._encoded({name: logprob, **names}, kept=self._kept)
-        return name, logprob, raw
+        return name, logprob, self._encoded({name: logprob, **names}, kept=self._kept)
 
     def of_prompt(self, token_id: int, logprob: PromptLogprob, top: int) -> msgspec.Raw:
         """Returns vLLM's entry for a token of the prompt: the token and `top` alternatives by their ids."""
