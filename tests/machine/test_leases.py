@@ -1,0 +1,73 @@
+"""Leases: an object is over once, when it is closed and its last lease has ended."""
+
+import gc
+import weakref
+from itertools import permutations
+
+import pytest
+
+from baton.machine.leases import Leases
+
+
+@pytest.mark.parametrize("order", list(permutations(["close", "end step", "end transfer"])))
+def test_an_object_is_over_with_the_last_of_its_end_and_its_leases(order: tuple[str, ...]) -> None:
+    ended: list[str] = []
+    leases = Leases[str](lambda: ended.append("over"))
+    leases.begin("step", "reads")
+    leases.begin("transfer")
+    for event in order:
+        assert not ended
+        assert not leases.is_over
+        if event == "close":
+            leases.close()
+        else:
+            leases.end(event.removeprefix("end "))
+    assert ended == ["over"]
+    assert leases.is_over
+    assert leases.closed
+
+
+def test_holders_are_found_by_kind_in_the_order_of_their_beginning() -> None:
+    leases = Leases[bytes](lambda: None)
+    for holder, kind in ((b"a", "reads"), (b"b", "writes"), (b"c", "reads")):
+        leases.begin(holder, kind)
+    assert leases.of_kind("reads") == [b"a", b"c"]
+    leases.end(b"a")
+    leases.begin(b"a", "reads")  # another lease of the same holder
+    assert (leases.of_kind("reads"), list(leases), len(leases)) == ([b"c", b"a"], [b"b", b"c", b"a"], 3)
+    assert b"a" in leases
+
+
+def test_a_lease_ends_once_and_none_begins_after_the_end() -> None:
+    leases = Leases[str](lambda: None)
+    leases.begin("step")
+    with pytest.raises(AssertionError, match="'step' has this lease already"):
+        leases.begin("step")
+    leases.end("step")
+    with pytest.raises(KeyError):
+        leases.end("step")
+    assert not leases.is_over, "it is open"
+    leases.close()
+    with pytest.raises(AssertionError, match="'step' wants to use what has ended"):
+        leases.begin("step")
+    with pytest.raises(AssertionError, match="ends once"):
+        leases.close()
+
+
+def test_what_is_over_is_freed_without_a_collection() -> None:
+    class Attempt:
+        def __init__(self) -> None:
+            self.leases = Leases[str](self.over)
+
+        def over(self) -> None:
+            pass
+
+    gc.disable()
+    try:
+        attempt = Attempt()
+        attempt.leases.close()
+        gone = weakref.ref(attempt)
+        del attempt
+        assert gone() is None
+    finally:
+        gc.enable()
