@@ -238,7 +238,8 @@ async def trace(serving: Cluster, around: float, device: str, name: str, report:
             turns.append(turn := await serving.turn(text))
             text = [*turn.text, *prompt_of(NEW, next(numbers))]
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ends.wait(), PAUSE_S)
+                async with asyncio.timeout(PAUSE_S):
+                    await ends.wait()
 
     async with asyncio.TaskGroup() as chats:
         for number in range(TRACE_CHATS):

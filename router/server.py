@@ -304,4 +304,5 @@ async def _cut(services: Services) -> None:
     """Ends running requests with an error, and waits until clients have it."""
     services.active.abort(ShuttingDown("the router is shutting down", retry_after=1))
     with contextlib.suppress(TimeoutError):  # a client that does not read gets no error
-        await asyncio.wait_for(services.active.none.wait(), ERROR_SECONDS)
+        async with asyncio.timeout(ERROR_SECONDS):
+            await services.active.none.wait()

@@ -28,7 +28,7 @@ from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from tests.device import DEVICE, environment
 from tests.forked import FreshPopen
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 K = TypeVar("K")
 SECRET = b"a secret of the tests, no other"
@@ -283,7 +283,7 @@ class WorkerStream:
         await self.send(cancel=pb.Cancel(attempt_id=attempt_id))
 
     async def next(self, attempt_id: bytes) -> Seen:
-        return await asyncio.wait_for(self.events[attempt_id].get(), WITHIN)
+        return await within(self.events[attempt_id].get())
 
     async def token(self, attempt_id: bytes) -> tuple[pb.TokenEvent, float]:
         """The attempt's next message, which must be a token, and when it came."""
@@ -310,7 +310,7 @@ class WorkerStream:
 
     async def next_status(self) -> pb.WorkerStatus:
         """What the worker says of itself about once a second."""
-        return await asyncio.wait_for(self.statuses.get(), WITHIN)
+        return await within(self.statuses.get())
 
     async def failure(self, attempt_id: bytes) -> pb.AttemptFailed:
         """The attempt's next message, which must be its failure."""

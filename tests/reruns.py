@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-RERUNS: dict[str, str] = {
-    "tests/system/test_attack.py::test_known_streams_go_on[0]": (
-        "2026-11-26: in one of ten runs it got no further for ten minutes. Whether a stream or a blow of the "
-        "attack stood still is not known yet."
-    ),
-}
+RERUNS: dict[str, str] = {}
 """By id, why a test may fail though nothing is wrong, and since when: "2026-11-26: the reason"."""
 MOST = 5
 AGAIN = 2

@@ -1,5 +1,15 @@
 """How long tests wait for what must come."""
 
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
 WITHIN = 100.0
 """Seconds. Only a test that hangs waits so long, on any machine: the error then says what never came. Pytest
 ends a test after 600 s."""
+
+
+async def within(awaitable: Awaitable[T]) -> T:
+    async with asyncio.timeout(WITHIN):
+        return await awaitable

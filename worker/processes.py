@@ -50,7 +50,8 @@ class ChildProcess:
     async def end(self, timeout: float) -> int:
         """Waits `timeout` seconds for the process to exit, then kills it. Returns the exit code."""
         try:
-            return await asyncio.wait_for(self.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                return await self.wait()
         except TimeoutError:
             self.kill()
             return await self.wait()

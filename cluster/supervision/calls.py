@@ -148,7 +148,8 @@ async def _check_of(
         host, _, port = ready["store"].rpartition(":")
 
         async def connected() -> None:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), DEAD_AFTER)
+            async with asyncio.timeout(DEAD_AFTER):
+                _, writer = await asyncio.open_connection(host, int(port))
             writer.close()
 
         return connected

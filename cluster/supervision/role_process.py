@@ -151,7 +151,8 @@ class RoleProcess:
                 self._signal(signum)
             try:
                 pid = self.state.pid
-                await asyncio.wait_for(self._until(lambda state: state.pid != pid), grace)
+                async with asyncio.timeout(grace):
+                    await self._until(lambda state: state.pid != pid)
             except TimeoutError:
                 self._kill_tree()
         await self._until(lambda s: s.phase == "stopped" or (s.phase == "ready" and not self._restarting))
@@ -183,7 +184,8 @@ class RoleProcess:
             loop = self._policy.crash_loop(now)
             self._set(phase="waiting", ready=None, pid=None, error=why, restarts=restarts, crash_loop=loop)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self._stopping.wait()
         self._set(phase="stopped", ready=None, pid=None)
 
     async def _run_once(self, restarts: int) -> tuple[int, str]:

@@ -189,7 +189,8 @@ async def follow_keys(
             else:
                 log.info("%d API keys", len(keys))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(signalled.wait(), POLL_SECONDS)
+            async with asyncio.timeout(POLL_SECONDS):
+                await signalled.wait()
 
 
 def _version(path: str) -> tuple[int, ...]:

@@ -80,7 +80,8 @@ class _Events:
     async def wait(self) -> bool:
         """Waits for the next event. Returns False if none came for some seconds."""
         try:
-            return await asyncio.wait_for(self._new.wait(), http.KEEPALIVE_SECONDS)
+            async with asyncio.timeout(http.KEEPALIVE_SECONDS):
+                return await self._new.wait()
         except TimeoutError:
             return False
 

@@ -15,7 +15,7 @@ import typer.testing
 
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
 from baton.machine.python_path import PACKAGES
-from tests.within import WITHIN
+from tests.within import within
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 
@@ -37,7 +37,7 @@ async def until(changing: RoleProcess, condition: Callable[[RoleState], bool]) -
             state = await changing.changed(state.token)
         return state
 
-    return await asyncio.wait_for(wait(), WITHIN)
+    return await within(wait())
 
 
 class AnyRole:
@@ -125,7 +125,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(poll(), WITHIN)
+    await within(poll())
 
 
 @pytest.fixture

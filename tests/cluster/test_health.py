@@ -19,7 +19,7 @@ from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
 from baton.rpc.channel import check_health, cluster_pems, create_server
 from baton.rpc.tls import TlsFiles, add_port
 from tests.conftest import Certificates
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 from .conftest import FAKE, until, until_ready
 
@@ -130,7 +130,7 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_role(tmp_path: Path)
     await asked.wait()
     time.sleep(1.0)  # noqa: ASYNC251  the pause
     for _ in range(4):
-        await asyncio.wait_for(answered.acquire(), WITHIN)
+        await within(answered.acquire())
     assert not watching.done()
     watching.cancel()
     server.close()

@@ -12,7 +12,7 @@ import pytest
 
 from baton.cluster.supervision.plan import RoleSpec
 from baton.cluster.supervision.runner import Gpus, LocalRole, RoleRunner
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 from .conftest import FAKE, until, until_ready
 
@@ -60,7 +60,7 @@ async def test_a_worker_waits_for_the_gpus_of_a_draining_worker(place: Place) ->
     assert not waiting.done()
     os.kill(pid, signal.SIGUSR1)
     await stopping
-    await asyncio.wait_for(waiting, WITHIN)
+    await within(waiting)
     assert await devices(next_one) == "0,1"
 
 
@@ -70,5 +70,5 @@ async def test_a_worker_that_waits_for_gpus_can_be_stopped(place: Place) -> None
     waiting = asyncio.create_task(role.start())
     await asyncio.sleep(0)
     await role.stop(signal.SIGTERM, WITHIN)
-    await asyncio.wait_for(waiting, WITHIN)
+    await within(waiting)
     assert (await until(role, lambda state: state.phase == "stopped")).pid is None

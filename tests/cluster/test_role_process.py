@@ -15,7 +15,7 @@ import pytest
 
 import baton.machine.system
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 from .conftest import FAKE, Clock, eventually, forever, gone, until, until_ready
 
@@ -205,7 +205,7 @@ async def test_a_stop_ends_a_restart(start: Start) -> None:
     restarting = asyncio.create_task(process.restart(signal.SIGTERM, WITHIN))
     await asyncio.sleep(0)
     await process.stop(signal.SIGKILL, 0.0)
-    await asyncio.wait_for(restarting, WITHIN)
+    await within(restarting)
     assert process.state.phase == "stopped"
 
 

@@ -20,7 +20,7 @@ from baton.cluster.supervision.plan import RoleName, RoleSpec
 from baton.cluster.supervision.role_process import Phase, RestartPolicy, RoleState
 from baton.cluster.supervision.runner import RoleRunner
 from baton.cluster.supervision.supervisor import Supervisor
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 from .conftest import FAKE, AnyRole, Up, eventually, gone, until_ready, up
 
@@ -252,7 +252,7 @@ async def test_a_worker_that_ray_has_not_placed_can_be_stopped(
         await eventually(lambda: len(supervisor.states()) == 2)
         assert supervisor.worker_addresses(), "the one that serves stays"
     await supervisor.stop(signal.SIGTERM, WITHIN)
-    await asyncio.wait_for(running, WITHIN)
+    await within(running)
     assert unplaced.ended.is_set()
 
 
@@ -264,7 +264,7 @@ async def test_routers_stop_before_workers(tmp_path: Path) -> None:
     await eventually(lambda: all(state.phase == "ready" for _, state in supervisor.states()))
     asked.clear()
     await supervisor.stop(signal.SIGTERM, WITHIN)
-    await asyncio.wait_for(running, WITHIN)
+    await within(running)
     stopped = [what for what in asked if what.endswith("stopped")]
     assert stopped[0] == "router stopped"
     assert set(stopped[1:]) == {"prefill stopped", "decode stopped"}
@@ -364,7 +364,7 @@ async def late(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Superviso
     running = asyncio.create_task(supervisor.run())
     yield supervisor, workers["decode 0"], workers["decode 1"]
     await supervisor.stop(signal.SIGTERM, 0)
-    await asyncio.wait_for(running, WITHIN)
+    await within(running)
 
 
 async def test_the_next_worker_restarts_when_the_new_address_of_the_one_before_is_known(
@@ -382,7 +382,7 @@ async def test_the_next_worker_restarts_when_the_new_address_of_the_one_before_i
     first.says("ready", 2)
     await eventually(lambda: second.restarts == 1)
     second.says("ready", 2)
-    await asyncio.wait_for(restarting, WITHIN)
+    await within(restarting)
 
 
 async def test_a_smaller_pool_drops_what_is_not_ready_before_the_highest_number(
@@ -400,4 +400,4 @@ async def test_a_stop_ends_a_rolling_restart(running: Cluster) -> None:
     restarting = asyncio.create_task(running.supervisor.restart_workers())
     await eventually(lambda: any(phase == "starting" for _, phase in running.events))
     await running.supervisor.stop(signal.SIGKILL, 0)
-    await asyncio.wait_for(restarting, WITHIN)
+    await within(restarting)

@@ -12,7 +12,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import Origin
 from tests.cluster_helpers import Pair, assert_whole, attached, request, sampling
 from tests.stand_in import stand_in
-from tests.within import WITHIN
+from tests.within import within
 
 from .conftest import BLOCKS, Workers, prompt
 
@@ -95,9 +95,7 @@ async def test_blocks_of_two_workers_run_out_in_both_directions_at_once(pairs: D
     assert 4 * sum(map(len, prompts)) > 2 * 16 * BLOCKS, "more than both workers have room for"
     expected = [(await pairs["forth"].generate(token_ids, GREEDY)).tokens for token_ids in prompts]
     asked = [(pair, i) for i in range(len(prompts)) for pair in pairs.values()]
-    answers = await asyncio.wait_for(
-        asyncio.gather(*(persistent(pair, prompts[i]) for pair, i in asked)), timeout=WITHIN
-    )
+    answers = await within(asyncio.gather(*(persistent(pair, prompts[i]) for pair, i in asked)))
     assert answers == [expected[i] for _, i in asked]
 
 

@@ -1,7 +1,5 @@
 """A decode worker prefills requests without a source, with the same tokens. Tiny model."""
 
-import asyncio
-
 import pytest
 
 from baton.rpc import worker_pb2 as pb
@@ -14,7 +12,7 @@ from tests.cluster_helpers import (
     request,
     sampling,
 )
-from tests.within import WITHIN
+from tests.within import within
 
 from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status
 
@@ -77,7 +75,7 @@ async def test_fetched_kv_is_cached_and_reported(pair: Pair) -> None:
     reported: set[int] = set()
     cached = await pair.decode.hints(computed)
     while not reported.issuperset(cached):
-        reported.update((await asyncio.wait_for(pair.decode.caches.get(), WITHIN)).added)
+        reported.update((await within(pair.decode.caches.get())).added)
     params = sampling(max_tokens=5, ignore_eos=True)
     here = await pair.decode.reserve(request(second, params))
     tokens = [token for token, _ in await pair.decode.tokens(here)]

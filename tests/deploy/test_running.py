@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cluster.supervision.runner import BATON
 from baton.machine.python_path import PACKAGES
 from tests.fake_kubernetes import FakeKubernetes, endpoint
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 from .conftest import Object, PodTemplate, pod_templates
 from .test_commands import environment
@@ -59,7 +59,7 @@ async def pod(
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
-        code = await asyncio.wait_for(process.wait(), WITHIN)
+        code = await within(process.wait())
     assert code == 0, "it drains and ends well"
 
 

@@ -22,7 +22,7 @@ from baton.router.discovery import StaticDiscovery
 from baton.router.metrics import Metrics
 from baton.rpc import ext_proc_pb2 as pb
 from baton.rpc.stubs import EXTERNAL_PROCESSOR
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
 KEY = "x-gateway-destination-endpoint"
@@ -87,7 +87,7 @@ class Gateway:
         return await self.answer()
 
     async def answer(self) -> pb.ProcessingResponse:
-        answer = await asyncio.wait_for(self._call.read(), WITHIN)
+        answer = await within(self._call.read())
         assert isinstance(answer, pb.ProcessingResponse), "the picker ended the stream"
         return answer
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from baton.router.admission.keys import api_keys
 from baton.router.text.tokenizer import ModelTokenizer
 from tests.browser import browser
-from tests.within import WITHIN
+from tests.within import within
 
 from .conftest import TEXT, make_cluster
 
@@ -37,7 +37,7 @@ async def test_the_client_of_the_page_yields_choices(tokenizer: ModelTokenizer, 
     async with make_cluster(tokenizer, tmp_path, api_keys=KEYS) as cluster:
         flags = ["--input-type=module", "-e", found[1] + call, cluster.url]
         node = await asyncio.create_subprocess_exec("node", *flags, stdout=asyncio.subprocess.PIPE)
-        printed, _ = await asyncio.wait_for(node.communicate(), WITHIN)
+        printed, _ = await within(node.communicate())
         texts, error, cut, gone = json.loads(printed)
         assert "".join(texts) == TEXT
         assert len(texts) > 10

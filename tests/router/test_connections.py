@@ -17,7 +17,7 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import channel
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 from .conftest import TEXT, make_cluster
 
@@ -149,7 +149,7 @@ async def test_grpc_connections_have_a_bound(
                 stack.callback(writer.close)
                 readers.append(reader)
             ended = [asyncio.create_task(reader.read()) for reader in readers]
-            await asyncio.wait_for(asyncio.gather(*ended), WITHIN)
+            await within(asyncio.gather(*ended))
             async with grpc.aio.insecure_channel(address) as client:
-                await asyncio.wait_for(client.channel_ready(), WITHIN)
+                await within(client.channel_ready())
                 await channel.check_health(client, WITHIN)

@@ -1,5 +1,7 @@
 """API keys: key files, errors in key files, and authorization."""
 
+import asyncio
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -11,11 +13,13 @@ from baton.router.admission.keys import (
     ApiKey,
     KeyRing,
     api_keys,
+    follow_keys,
     from_json,
     read_key_file,
     to_json,
 )
 from baton.router.errors import RateLimited, Unauthorized
+from tests.within import within
 
 from .conftest import Cluster
 
@@ -152,3 +156,24 @@ def test_two_equal_keys_are_refused(tmp_path: Path):
         KeyRing([ApiKey.of("a", "one"), ApiKey.of("a", "two")])
     with pytest.raises(ValueError, match="empty"):
         api_keys(["one", ""], None)
+
+
+async def test_a_cancel_in_the_moment_of_a_signal_ends_the_look_at_keys(tmp_path: Path):
+    """In Python 3.11 `asyncio.wait_for` swallows a cancel in the moment in which what it awaits has come."""
+    looked = asyncio.Event()
+
+    async def use(keys: tuple[ApiKey, ...]) -> None:
+        looked.set()
+
+    for moment in range(4):
+        signalled = asyncio.Event()
+        following = asyncio.create_task(follow_keys(tuple, write(tmp_path, FILE), use, signalled))
+        await within(looked.wait())
+        looked.clear()
+        await asyncio.sleep(0)  # it waits for the signal
+        signalled.set()
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await within(following)

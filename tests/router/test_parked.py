@@ -10,7 +10,7 @@ import pytest
 from baton.router.admission import parked as parked_module
 from baton.router.admission.parked import FLOOR, WINDOW_S, Parked, RetryBudget, Waits
 from baton.router.errors import ApiError
-from tests.within import WITHIN
+from tests.within import within
 
 
 def take_all(budget: RetryBudget, now: float) -> int:
@@ -159,7 +159,7 @@ async def test_parked_generations_retry_in_order_of_arrival() -> None:
     gone.waits.end()
     assert len(parked.without_budget) == 2
     budget.left = 2
-    await asyncio.wait_for(late.done.wait(), WITHIN)
+    await within(late.done.wait())
     assert served == [early, late]
     assert len(parked.without_budget) == 0
 

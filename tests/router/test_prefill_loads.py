@@ -20,7 +20,7 @@ from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process.cache_feed import CacheFeed
-from tests.within import WITHIN
+from tests.within import within
 
 SPEED = 1000.0
 
@@ -258,7 +258,7 @@ async def test_a_process_that_stands_still_while_it_takes_a_row_stops_no_other_l
         await asyncio.sleep(host_rows.LOOK)
     assert not taken
     holder.kill()
-    await asyncio.wait_for(taking, WITHIN)
+    await within(taking)
     assert taken == [0]
 
 

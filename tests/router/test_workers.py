@@ -21,7 +21,7 @@ from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import SendQueue, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 from tests.fake_worker import FakeWorker
-from tests.within import WITHIN
+from tests.within import within
 
 from .conftest import TEXT, Cluster, make_cluster
 
@@ -203,7 +203,7 @@ async def test_a_connection_closes_if_its_stream_breaks_at_the_same_time(
     monkeypatch.setattr(WorkerStream, "_serve", breaks)
     made = open_stream(cluster.pool)
     await waits.wait()
-    await asyncio.wait_for(made.close(), WITHIN)
+    await within(made.close())
 
 
 async def test_an_unknown_failure_code_fails_only_the_attempt(cluster: Cluster):

@@ -16,7 +16,7 @@ from baton.rpc.stubs import WORKER, WorkerStub, add_service
 from baton.rpc.tls import Pems, TlsFiles, add_port
 from baton.rpc.worker_pb2 import DescribeRequest, RouterHello, RouterMessage, WorkerDescription, WorkerMessage
 from tests.conftest import Certificates
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 SECRET, ANOTHER = b"a secret of the cluster", b"another secret, as long"
 
@@ -83,7 +83,7 @@ async def test_unary_and_stream_calls_pass():
         call = stub.Attach(None)
         for _ in range(3):
             await call.write(RouterMessage(hello=RouterHello(router_id=bytes(16))))
-            assert await asyncio.wait_for(call.read(), WITHIN) == WorkerMessage()
+            assert await within(call.read()) == WorkerMessage()
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF  # pyrefly: ignore[missing-attribute]
         options = [("grpc.ssl_target_name_override", "baton-worker")]
@@ -105,7 +105,7 @@ async def test_a_caller_that_does_not_prove_the_secret_is_refused(tmp_path: Path
             reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
             writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
             with contextlib.suppress(OSError):  # the alert
-                assert await asyncio.wait_for(reader.read(), WITHIN) == b"", "no frame of HTTP/2"
+                assert await within(reader.read()) == b"", "no frame of HTTP/2"
             writer.close()
         await refused(grpc.aio.insecure_channel(address))
     assert echo.told == 0
@@ -144,7 +144,7 @@ async def test_a_relay_sees_only_ciphertext():
             async with connect(f"{host}:{port}", SECRET) as channel:
                 call = WorkerStub(channel).Attach(None)
                 await call.write(RouterMessage(hello=RouterHello(router_id=told)))
-                assert await asyncio.wait_for(call.read(), WITHIN) == WorkerMessage()
+                assert await within(call.read()) == WorkerMessage()
     assert len(seen) > len(told)
     assert told not in seen
     assert b"baton.v1.Worker" not in seen, "nor the names of calls"
@@ -161,7 +161,7 @@ async def test_certificates_of_the_user_need_the_secret_too(certificates: Certif
         without = grpc.aio.secure_channel(address, router.pems().channel_credentials(), options)
         async with without:  # which writes nothing, because the refusal must not wait for a message
             with pytest.raises(grpc.aio.AioRpcError) as stream:
-                await asyncio.wait_for(WorkerStub(without).Attach(None).read(), WITHIN)
+                await within(WorkerStub(without).Attach(None).read())
             assert stream.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert echo.told == 0
         assert await describe(connect(address, SECRET, router)) == 7

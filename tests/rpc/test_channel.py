@@ -13,7 +13,7 @@ from baton.rpc.channel import MAX_MESSAGE_BYTES, cluster_pems, connect, create_s
 from baton.rpc.stubs import WORKER, WorkerStub, add_service
 from baton.rpc.tls import add_port
 from baton.rpc.worker_pb2 import DescribeRequest, WorkerDescription, WorkerMessage
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 SECRET = b"a secret of the cluster"
 
@@ -65,10 +65,10 @@ async def test_a_stream_to_a_stalled_peer_ends_within_the_keepalive_time(monkeyp
         address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         async with connect(address, SECRET) as connected:
             call = WorkerStub(connected).Attach(None)
-            assert await asyncio.wait_for(call.read(), WITHIN) == WorkerMessage()
+            assert await within(call.read()) == WorkerMessage()
             stalled.set()
             with pytest.raises(grpc.aio.AioRpcError) as failure:
-                await asyncio.wait_for(call.read(), WITHIN)
+                await within(call.read())
             assert failure.value.code() == grpc.StatusCode.UNAVAILABLE
         listener.close()
 
@@ -82,7 +82,7 @@ async def test_a_connection_without_a_call_is_closed(monkeypatch: pytest.MonkeyP
     async with serving() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
-        await asyncio.wait_for(reader.read(), WITHIN)
+        await within(reader.read())
         writer.close()
 
 

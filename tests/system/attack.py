@@ -413,8 +413,9 @@ class Attack:
             reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
             writer.write(PREFACE + bytes(3) + b"\x04" + bytes(5))
             with contextlib.suppress(OSError):  # the alert
-                if await asyncio.wait_for(reader.read(1), 10):
-                    self.believed["stranger"] += 1
+                async with asyncio.timeout(10):
+                    if await reader.read(1):
+                        self.believed["stranger"] += 1
             writer.close()
 
     # ---------------------------------------------------------------- KV

@@ -195,7 +195,8 @@ async def test_prometheus_finds_data_for_every_query(broken: Broken, tmp_path: P
         while not loaded.is_set():
             await broken.ride([LONG[0], SHORT[0]])
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(loaded.wait(), 0.5)
+                async with asyncio.timeout(0.5):
+                    await loaded.wait()
 
     def look() -> None:
         with Prometheus(tmp_path, RULES, cluster.url.removeprefix("http://")) as prometheus:

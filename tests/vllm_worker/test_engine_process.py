@@ -20,7 +20,7 @@ from baton.worker.ipc import EngineLink
 from baton.worker.messages import EngineReady, Origin, Work
 from tests.stand_in import stand_in
 from tests.vllm_worker.played import played
-from tests.within import WITHIN
+from tests.within import within
 
 D = b"d" * 16
 READY = EngineReady("model", b"", KVLayout(3, 2, 8, "float32"), 500, 100, 16, 40, 0, "")
@@ -71,10 +71,7 @@ def test_the_service_reads_what_vllm_computed(which: str, error: Exception, code
             getattr(process, which).set_exception(error)
             return await running
 
-    async def within() -> int:
-        return await asyncio.wait_for(main(), WITHIN)
-
     ends = pytest.raises(ValueError, match="broken") if code is None else nullcontext()
     with closing(EngineLink(None)) as service, asyncio.Runner() as runner, ends:
-        assert runner.run(within()) == code
+        assert runner.run(within(main())) == code
     assert heartbeat.step == [D]

@@ -22,7 +22,7 @@ from tests.cluster_helpers import (
     request,
     sampling,
 )
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 Side = Literal["prefill", "decode"]
 State = Literal["queued", "streaming", "committed", "decoding"]
@@ -80,7 +80,7 @@ async def tokens_despite(
         if failure.side == "decode":
             if failure.how == signal.SIGKILL:
                 await asyncio.to_thread(victim.popen.wait, WITHIN)
-                await asyncio.wait_for(pair.decode.ended.wait(), WITHIN)
+                await within(pair.decode.ended.wait())
             emitted += _rest(pair.decode, decode_id)
         if failure.side == "prefill":
             source = pb.PrefillSource(

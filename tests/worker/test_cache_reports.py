@@ -17,7 +17,7 @@ from tests.cluster_helpers import (
     start_worker,
     tiny_model,
 )
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 ONE = sampling(max_tokens=1)
 
@@ -51,7 +51,7 @@ def worker(tmp_path: Path, request: pytest.FixtureRequest):
 async def test_every_router_gets_the_changes_in_order_and_a_snapshot_when_it_asks(worker):
     first, second = [1] * 200, [2] * 600
     async with attached(worker) as stream, attached(worker) as other:
-        assert await asyncio.wait_for(stream.caches.get(), WITHIN) == pb.CacheEvents(reset=True)
+        assert await within(stream.caches.get()) == pb.CacheEvents(reset=True)
         events, _ = await compute(stream, first)
         assert (events.sequence, [*events.added], [*events.evicted]) == (1, await stream.hints(first), [])
         assert await compute(stream, first) == (pb.CacheEvents(), 192)
@@ -65,7 +65,7 @@ async def test_every_router_gets_the_changes_in_order_and_a_snapshot_when_it_ask
         assert [(e.sequence, e.reset) for e in received] == [(0, True), (1, False), (2, False), (2, True)]
         assert {*received[-1].added} == {*await stream.hints(second)}
     async with attached(worker) as late:
-        snapshot = await asyncio.wait_for(late.caches.get(), WITHIN)
+        snapshot = await within(late.caches.get())
         assert (snapshot.sequence, {*snapshot.added}) == (2, {*await late.hints(second)})
 
 

@@ -24,7 +24,7 @@ from tests.cluster_helpers import (
     sampling,
     side_by_side,
 )
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 # One prompt is one step. All of them take so long that the signal comes before they are over.
 ENGINE = {"load_format": "dummy", "num_blocks": 5000, "max_num_batched_tokens": 3900}
@@ -111,7 +111,7 @@ async def test_all_processes_end_and_routers_learn_the_attempts_of_the_crashed_s
             stop_in_step(victim)
         victim.send_signal(death.how)
         code = await asyncio.to_thread(worker.popen.wait, WITHIN)
-        await asyncio.wait_for(stream.ended.wait(), WITHIN)
+        await within(stream.ended.wait())
         failed = failures(stream, ids)
     assert code == (-signal.SIGKILL if death.kind == "service" else 1)
     _, alive = psutil.wait_procs(others, timeout=WITHIN)

@@ -32,7 +32,7 @@ from tests.cluster_helpers import (
     tiny_model,
 )
 from tests.device import DEVICE
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 TINY = {"load_format": "dummy", "num_blocks": 300, "max_num_batched_tokens": 64}
 ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
@@ -185,7 +185,7 @@ async def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
             "not fetched before the hold deadline",
         )
         assert [await exit_code(worker) for worker in started] == [0, 0]
-        await asyncio.wait_for(pair.decode.ended.wait(), WITHIN)
+        await within(pair.decode.ended.wait())
     for worker, tree in zip(started, trees, strict=True):
         assert_nothing_left(worker, tree)
 
@@ -255,7 +255,7 @@ async def test_a_broken_protocol_ends_that_stream_alone(
     async with attached(prefill) as other, attached(prefill) as stream:
         await stream.submit_prefill(request(range(100), sampling()), handover=True)
         await stream.send(**message)
-        await asyncio.wait_for(stream.ended.wait(), WITHIN)
+        await within(stream.ended.wait())
         assert await stream.call.code() is grpc.StatusCode.INVALID_ARGUMENT
         await assert_whole(prefill)
         prefill_id = await other.submit_prefill(request([1], sampling(max_tokens=1)), handover=False)
@@ -277,7 +277,7 @@ async def test_the_stream_of_a_router_that_does_not_read_is_ended(prefill: Worke
         flooding = asyncio.create_task(flood())
         await assert_whole(prefill, within=WITHIN)
         stream.may_read.set()
-        await asyncio.wait_for(stream.ended.wait(), WITHIN)
+        await within(stream.ended.wait())
         assert await stream.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         flooding.cancel()  # not earlier: a write that is cancelled cancels the stream
         await asyncio.gather(flooding, return_exceptions=True)

@@ -16,7 +16,7 @@ from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStat
 from baton.kv_transfer import TransferStats
 from baton.worker.messages import EngineStatus, RequestCounts
 from baton.worker.service_process.metrics import Metrics
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 # The Accept headers of Prometheus 2.42 and 3.5.
 ACCEPTED = (
@@ -100,7 +100,7 @@ async def test_idle_connections_take_no_threads_and_are_closed(monkeypatch: pyte
         assert threading.active_count() <= threads + 2, "those of `to_thread`"
         for reader, writer in idle:
             with contextlib.suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), WITHIN) == b""
+                assert await within(reader.read()) == b""
             writer.close()
     finally:
         metrics.close()
@@ -116,7 +116,7 @@ async def test_idle_connections_have_a_bound(monkeypatch: pytest.MonkeyPatch) ->
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
         for reader, _ in idle[:6]:
             with contextlib.suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), WITHIN) == b""
+                assert await within(reader.read()) == b""
         assert await asyncio.to_thread(get, f"http://127.0.0.1:{port}/health") == ""
         for _, writer in idle:
             writer.close()

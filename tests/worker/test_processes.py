@@ -23,7 +23,7 @@ from baton.worker.messages import EngineReady
 from baton.worker.processes import ChildProcess, TreeError, Watchdog
 from baton.worker.service_process import tree
 from tests.stand_in import stand_in
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 # A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
 _PARENT = """
@@ -100,7 +100,7 @@ async def test_every_waiting_task_gets_the_exit_code() -> None:
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     child.kill()
-    assert await asyncio.wait_for(asyncio.gather(*waiting), WITHIN) == [-9, -9]
+    assert await within(asyncio.gather(*waiting)) == [-9, -9]
     child.kill()
     assert await child.end(1) == -9
 
@@ -118,7 +118,7 @@ def test_an_exit_code_is_described_in_words(code: int, text: str) -> None:
 
 async def test_a_counter_that_stands_still_raises() -> None:
     with pytest.raises(TreeError, match="the engine gave no sign of life for 0"):
-        await asyncio.wait_for(Watchdog("the engine", lambda: 7, 0.2).watch(), WITHIN)
+        await within(Watchdog("the engine", lambda: 7, 0.2).watch())
 
 
 async def test_a_counter_that_moves_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tests.cluster_helpers import (
     side_by_side,
 )
 from tests.device import DEVICE
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 from .group_failures import Failure, assert_nothing_left, prompt_of, tokens_despite
 from .test_deaths import stop_in_step
@@ -151,7 +151,7 @@ async def fails(worker: WorkerProcess, how: signal.Signals) -> None:
         rank.send_signal(how)
         engine.resume()
         assert await asyncio.to_thread(worker.popen.wait, WITHIN) == 1
-        await asyncio.wait_for(stream.ended.wait(), WITHIN)
+        await within(stream.ended.wait())
         seen = [stream.events[i].get_nowait().message for i in ids for _ in range(stream.events[i].qsize())]
     failed = [message for message in seen if isinstance(message, pb.AttemptFailed)]
     assert 1 <= len(failed) < len(ids), "only those of the step"

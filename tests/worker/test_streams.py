@@ -20,7 +20,7 @@ from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.streams import MAX_UNREAD_BYTES, Routers, RouterStream
 from tests.stand_in import stand_in
-from tests.within import WITHIN
+from tests.within import WITHIN, within
 
 
 class SlowContext:
@@ -85,7 +85,7 @@ async def test_finish_writes_the_queued_messages() -> None:
     stream.finish()
     for _ in range(3):
         context.gate.release()
-    await asyncio.wait_for(stream.write_to(as_context), WITHIN)
+    await within(stream.write_to(as_context))
     assert len(context.written) == 3
 
 

@@ -183,7 +183,8 @@ class AttachService:
 async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> tuple[str, pb.RouterHello]:
     """Reads the RouterHello that every stream begins with. Returns the router's name for logs, too."""
     try:
-        first = await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT)
+        async with asyncio.timeout(HELLO_TIMEOUT):
+            first = await anext(request_iterator)
     except (TimeoutError, StopAsyncIteration) as error:
         raise StreamError("a stream begins with a RouterHello") from error
     if first.WhichOneof("kind") != "hello":

@@ -57,7 +57,8 @@ class TransferLink:
         """Waits up to `timeout` seconds for open transfers to end, then closes the lanes."""
         with contextlib.suppress(TimeoutError, OSError):
             await self._send(Drain(timeout))
-            await asyncio.wait_for(self._drained.wait(), timeout + 1.0)
+            async with asyncio.timeout(timeout + 1.0):
+                await self._drained.wait()
 
     def close(self) -> None:
         """Closes the socket, which makes the transfer process exit."""

@@ -300,7 +300,8 @@ class WorkerTree:
         if cause := causes.get((child, code)):
             # If the end of the other process is seen in time, its own watcher reports it first.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(cause.wait(), CAUSE_SOON)
+                async with asyncio.timeout(CAUSE_SOON):
+                    await cause.wait()
                 await asyncio.sleep(0)
         error = TreeError if child is self._transfer else EngineError
         raise error(f"{child.name} (pid {child.pid}) {describe_exit(code)}")
@@ -325,7 +326,8 @@ class WorkerTree:
             self.transfer_link.close()
             await self._transfer.end(STOP_TIMEOUT)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.engine_link.send(messages.Exit()), STOP_TIMEOUT)
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await self.engine_link.send(messages.Exit())
         for child in (self._engine, *self._ranks):
             await child.end(STOP_TIMEOUT)
 

@@ -122,7 +122,8 @@ class Fleet:
             _in(process).close()
         for process in self._processes:
             try:
-                await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await process.wait()
             except TimeoutError:
                 process.kill()
                 await process.wait()
