@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from baton.machine.logs import of_request
 from baton.machine.tracing import Attributes, Span, Tracer
+from baton.router.admission.parked import Deadline
 from baton.router.admission.queue import Admission, Entry
 from baton.router.api.jobs import Job, SamplingDefaults
 from baton.router.config import RouterConfig
@@ -116,7 +117,7 @@ class ActiveRequest:
         entry: Entry,
         *,
         name: str,
-        deadline: float,
+        deadline: Deadline,
         traceparent: str,
     ) -> None:
         self.services = services

@@ -13,6 +13,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton.router.errors import ApiError, NoWorker, TimedOut
 
@@ -134,6 +135,19 @@ class Parked:
             self._timer = asyncio.get_running_loop().call_later(delay, self._retry)
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a request must be finished: `seconds` after `began` (time.monotonic())."""
+
+    began: float
+    seconds: float
+
+    @property
+    def seconds_left(self) -> float:
+        """Negative when it has passed."""
+        return self.began + self.seconds - time.monotonic()
+
+
 def _over(*_: object) -> None:
     """The generation has ended."""
 
@@ -141,7 +155,7 @@ def _over(*_: object) -> None:
 class Waits:
     """What one generation waits for outside the queue: a worker, retry budget, and its own deadline.
 
-    Owns two timers: one until `deadline` (time.monotonic()), and `worker_wait` seconds while no worker is
+    Owns two timers: one until `deadline`, and `worker_wait` seconds while no worker is
     available.
 
     Attributes:
@@ -157,7 +171,7 @@ class Waits:
         on_worker: Callable[[], None],
         on_retry: Callable[[], None],
         on_deadline: Callable[[ApiError], None],
-        deadline: float,
+        deadline: Deadline,
         worker_wait: float,
     ) -> None:
         """`on_worker`: a worker became ready. A generation that still lacks one parks again. `on_retry`: the
@@ -173,14 +187,13 @@ class Waits:
         self._has_retry = False  # taken from the budget and not used yet
         self._began = time.monotonic()
         self._deadline = deadline
-        timeout = max(0.0, self.seconds_left)
         loop = asyncio.get_running_loop()
-        self._deadline_timer = loop.call_later(timeout, self._timed_out, timeout)
+        self._deadline_timer = loop.call_later(max(0.0, self.seconds_left), self._timed_out)
         self._worker_timer: asyncio.TimerHandle | None = None
 
     @property
     def seconds_left(self) -> float:
-        return self._deadline - time.monotonic()
+        return self._deadline.seconds_left
 
     @property
     def waited(self) -> float:
@@ -235,6 +248,6 @@ class Waits:
         text = f"no {pool} worker became available within {self._worker_wait:g} s"
         self._on_deadline(NoWorker(text, retry_after=max(1, round(self._worker_wait))))
 
-    def _timed_out(self, timeout: float) -> None:
-        seconds = f"{round(timeout, 1):g}" if timeout >= 0.1 else f"{timeout:.1g}"
-        self._on_deadline(TimedOut(f"request {self._name} was not finished within {seconds} s"))
+    def _timed_out(self) -> None:
+        text = f"request {self._name} was not finished within {self._deadline.seconds:g} s"
+        self._on_deadline(TimedOut(text))

@@ -13,6 +13,7 @@ from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.key_counts import KeyCounts
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
+from baton.router.admission.parked import Deadline
 from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.jobs import Job, make_jobs
@@ -131,15 +132,15 @@ class Frontend:
         entry.expect(max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity)))
         with self._services.active.counting():
             limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
-            async with _deadline(limit, began):
+            async with _until(Deadline(began, limit)):
                 prepared = await self._preparer.prepare(
                     kind, raw, self._served, entry.key, history, entry.expect
                 )
             assert isinstance(prepared, Prepared)
             body = prepared.options
-            limit = min(limit, math.inf if body.timeout is None else body.timeout)
+            deadline = Deadline(began, min(limit, math.inf if body.timeout is None else body.timeout))
             with named_as_in(kind):
-                async with _deadline(limit, began):
+                async with _until(deadline):
                     structure = await self._structure(body, entry.key.name)
                 jobs: list[Job] = []
                 for made in make_jobs(
@@ -165,7 +166,7 @@ class Frontend:
             jobs,
             entry,
             name=name,
-            deadline=began + limit,
+            deadline=deadline,
             traceparent=valid_traceparent(headers.get("traceparent")),
         )
 
@@ -174,7 +175,7 @@ class Frontend:
     ) -> bytes:
         """Returns the response to an endpoint that only counts or converts, or to a peek. Raises ApiError."""
         entry.receive(len(history))
-        async with _deadline(self._services.config.request_timeout, time.monotonic()):
+        async with _until(Deadline(time.monotonic(), self._services.config.request_timeout)):
             response = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
         assert isinstance(response, bytes)
         entry.receive(len(response))  # until the client has it
@@ -217,10 +218,10 @@ def _salt(of_key: bytes, sent: str | None) -> bytes:
 
 
 @asynccontextmanager
-async def _deadline(seconds: float, began: float) -> AsyncIterator[None]:
-    """Raises TimedOut at `began` (time.monotonic()) + `seconds`."""
+async def _until(deadline: Deadline) -> AsyncIterator[None]:
+    """Raises TimedOut then."""
     try:
-        async with asyncio.timeout(began + seconds - time.monotonic()):
+        async with asyncio.timeout(deadline.seconds_left):
             yield
     except TimeoutError:
-        raise TimedOut(f"the request was not prepared within {seconds:g} s") from None
+        raise TimedOut(f"the request was not prepared within {deadline.seconds:g} s") from None

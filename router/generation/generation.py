@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from baton.machine.logs import of_request
 from baton.machine.tracing import Span
 from baton.router import prompt_logprobs
-from baton.router.admission.parked import Parked, Waits
+from baton.router.admission.parked import Deadline, Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
 from baton.router.api.jobs import Job
 from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
@@ -64,7 +64,7 @@ class Generation:
         index: int,
         name: str,
         span: Span,
-        deadline: float,
+        deadline: Deadline,
         worker_wait: float,
     ) -> None:
         self.name = name

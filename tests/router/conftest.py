@@ -221,11 +221,13 @@ class Cluster:
             )
         )
 
-    async def expire(self, timer: Literal["deadline", "worker"] = "deadline") -> None:
-        """Ends this timer of each generation. "deadline": as soon as a client has had a token."""
+    async def expire(self, timer: Literal["deadline", "worker"] = "deadline", *, tokens: int = 1) -> None:
+        """Ends this timer of each generation. "deadline": as soon as a client has had so many tokens."""
         active = self.router.services.active
         if timer == "deadline":
-            await self.until(lambda: any(each.usage().completion_tokens for each in active._requests))
+            await self.until(
+                lambda: any(each.usage().completion_tokens >= tokens for each in active._requests)
+            )
         waits = [generation._waits for each in active._requests for generation in each._generations]
         handles = [getattr(each, f"_{timer}_timer") for each in waits]
         for handle in filter(None, handles):
@@ -313,7 +315,7 @@ async def make_cluster(
         await worker.start()
     workers_file = tmp_path / "workers"
     workers_file.write_text("".join(f"{worker.address}\n" for worker in workers))
-    config = {"request_timeout": 60.0, "grpc_port": 0, "forks_fd": _forks.get(id(tokenizer)), **config}
+    config = {"grpc_port": 0, "forks_fd": _forks.get(id(tokenizer)), **config}
     made = RouterConfig(model="fake", secret=secret, port=0, workers_file=str(workers_file), **config)
     async with running(made, tokenizer, defaults) as router, aiohttp.ClientSession() as http:
         cluster = Cluster(router, http, tokenizer, lanes, output_ids, workers)
