@@ -236,8 +236,8 @@ def _steady(engine: Engine, *, batch: int, steps: int) -> tuple[float, float]:
         count += done.seconds > 0
         tokens += len(done.outputs)
     seconds = time.perf_counter() - began
-    for live in list(engine._scheduler.requests.values()):
-        engine.cancel(live.id)
+    for live in list(engine._scheduler):
+        engine.cancel(live)
     drain(engine)
     return tokens / seconds, seconds / steps
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from baton.engine import Engine, EngineRequest, Output, StepResult
+from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer import Began, Closed, FetchFailed, Injected, Receiver
 from baton.kv_transfer.endpoint.receiver import Event
 from baton.worker import messages
@@ -57,7 +58,7 @@ class DecodeRole(Role):
         engine: Engine,
         receiver: Receiver,
         prefix_fetches: PrefixFetches,
-        take: Callable[[bytes, bytes], bool | None],
+        take: Callable[[bytes, bytes], LiveRequest | bool | None],
         let_go: Callable[..., None],
         fetched: Callable[[Event], bool],
     ) -> None:
@@ -115,15 +116,16 @@ class DecodeRole(Role):
             source=source,
             deadline=time.monotonic() + message.work.timeout,
         )
-        if not self._attempts.open(attempt, used=self.engine.has(request.id)):
+        if not self._attempts.open(attempt):
             return
         self._trace.instant("taken", attempt=request.id.hex())
         if source is None:
             self._compute(request, attempt, message.content)
         elif source.incarnation == self._incarnation:
             self._take_here(attempt, source.prefill_id)
-        elif reservation := self.engine.reserve(request):
-            attempt.block_ids, attempt.cached, attempt.state_slot = reservation
+        elif live := self.engine.reserve(request, owner=attempt):
+            attempt.live, attempt.cached, attempt.state_slot = live, live.num_cached, live.state_slot
+            attempt.block_ids = tuple(live.blocks)
             self._attempts.reserved(attempt)
             self._fetch(attempt)
         else:
@@ -137,7 +139,8 @@ class DecodeRole(Role):
         def start(fetched: int) -> None:
             attempt.fetched = fetched
             self._trace.instant("added", attempt=request.id.hex())
-            if self.engine.start(request):
+            attempt.live = self.engine.start(request, owner=attempt)
+            if attempt.live is not None:
                 attempt.phase = Phase.RUNNING
                 self._attempts.reserved(attempt)
             else:
@@ -170,10 +173,13 @@ class DecodeRole(Role):
         """Resumes the prefill that the attempt takes, if it is ready and there is a seat."""
         assert attempt.source is not None, "it takes a prefill"
         prefill_id = attempt.source.prefill_id
-        ready = self._take(prefill_id, attempt.id)
-        if ready is None:
+        live = self._take(prefill_id, attempt.id)
+        if live is None:
             self._end(attempt, Code.HANDED_BACK, "the prefill has ended before")
-        elif ready and (output := self.engine.resume(prefill_id, attempt.id)) is not None:
+        elif isinstance(live, LiveRequest) and (
+            output := self.engine.resume(live, attempt.id, owner=attempt)
+        ):
+            attempt.live = live
             self._let_go(prefill_id, attempt.id, resumed=True)
             attempt.phase = Phase.RUNNING
             attempt.joined_at = time.monotonic()
@@ -186,15 +192,17 @@ class DecodeRole(Role):
         if message.source.incarnation == self._incarnation:
             self._end(attempt, Code.HANDED_BACK, "the new prefill is on this worker: submit again")
             return
+        live = attempt.live
+        assert live is not None, "it is a reservation"
         try:
-            block_ids = self.engine.extend_reservation(attempt.id, message.output_ids)
+            extended = self.engine.extend_reservation(live, message.output_ids)
         except ValueError as error:
             self._end(attempt, Code.INVALID, str(error))
             return
-        if block_ids is None:
+        if not extended:
             self._end(attempt, Code.NO_ROOM, self._no_room())
             return
-        attempt.block_ids = block_ids
+        attempt.block_ids = tuple(live.blocks)
         attempt.tokens = attempt.prompt_tokens + len(message.output_ids)
         attempt.source = message.source
         self._fetch(attempt)
@@ -243,9 +251,10 @@ class DecodeRole(Role):
 
     def _forget(self, decode_id: bytes) -> None:
         """Removes an attempt when the receiver no longer writes into its blocks."""
-        del self._table[decode_id]
+        attempt = self._table.pop(decode_id)
         self._prefix_fetches.cancel(decode_id)
-        self.engine.cancel(decode_id)
+        if attempt.live is not None:
+            self.engine.cancel(attempt.live)
 
     # ------------------------------------------------------------ KV
 
@@ -279,15 +288,15 @@ class DecodeRole(Role):
             elif attempt.phase is Phase.TAKING:
                 self._resume(attempt)
 
-    def spare(self) -> Iterator[bytes]:
+    def spare(self) -> Iterator[DecodeAttempt]:
         """Reservations whose KV has not begun to come."""
         for decode_id, attempt in self._table.items():
             waits = attempt.phase is Phase.FETCHING and not self._receiver.began(decode_id)
             if not attempt.closed and (waits or attempt.phase is Phase.FAILED):
-                yield decode_id
+                yield attempt
 
-    def drop(self, decode_id: bytes) -> None:
-        self._end(self._table[decode_id], Code.HANDED_BACK, "prompts on this worker need its blocks")
+    def drop(self, attempt: DecodeAttempt) -> None:
+        self._end(attempt, Code.HANDED_BACK, "prompts on this worker need its blocks")
 
     def _join(self, attempt: DecodeAttempt, event: Injected) -> None:
         stats, first, vocabulary = event.stats, event.first_token, self.engine.model_config.vocab_size
@@ -302,7 +311,8 @@ class DecodeRole(Role):
             text = f"COMMIT names token {largest}, beyond the vocabulary of {vocabulary}"
             self._end(attempt, Code.ENGINE, text)
             return
-        output = self.engine.join(event.decode_id, first.token_id, logprobs_of(first))
+        assert attempt.live is not None, "its KV came into its blocks"
+        output = self.engine.join(attempt.live, first.token_id, logprobs_of(first))
         # This repeats prefill's token. The router emits each index once, from the worker that sends it first.
         self._send(attempt, output)
 

@@ -3,7 +3,7 @@
 The life of a request:
 
     add ──▶ waiting ──▶ running: prefill in chunks ──▶ first token ──▶ decode … ──▶ finished
-               │ ▲      ▲     (handover=True)              └──▶ held until release, or
+               │ ▲      ▲     (handover=True)              └──▶ held until cancel, or
                ▼ │      │                                       resume ──▶ running: decode … ──▶ finished
              loading ───┘
     reserve ──▶ reserved (KV arrives from outside) ──▶ join ──▶ running: decode … ──▶ finished
@@ -11,9 +11,9 @@ The life of a request:
 
 README.md has the layers.
 
-A request ends in exactly one way (finished, released, cancelled, handed back, failed), and its blocks go back
-to the pool at that moment: an idle engine has a whole pool. The package has no sockets, no processes, and
-nothing that pickles.
+A request ends in exactly one way (finished, cancelled, handed back, failed). Its blocks go back to the pool
+then, or with the last lease on it: an idle engine has a whole pool. The package has no sockets, no processes,
+and nothing that pickles.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ from baton.engine.api.request import (
     Logprobs,
     Output,
     PromptLogprobs,
-    Reservation,
     StepResult,
     check_request,
 )

@@ -5,9 +5,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, Reservation
+from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import ChunkLimit
@@ -166,125 +167,107 @@ class Engine(StepLoop):
 
     # The life of a request
 
-    def add(self, request: EngineRequest, *, handover: bool = False) -> None:
+    def add(self, request: EngineRequest, *, handover: bool = False, owner: Any = None) -> LiveRequest:
         """Queues a request for prefill. With `handover` the request is held after its first token: its blocks
-        keep the KV of prompt and given output until `release` or `resume`.
+        keep the KV of prompt and given output until `cancel` or `resume`.
 
-        For `add`, `reserve` and `start` the request must have passed `check_request`, and no other request in
-        the engine has its id."""
-        self._prepare(self._scheduler.add(request, handover=handover))
+        For `add`, `reserve` and `start` the request must have passed `check_request`. Hooks name it by
+        `owner`, without one by its id. Whatever uses the blocks of the request or its states has a lease on
+        it (`LiveRequest.leases`): they are free when it has ended and the last lease has ended."""
+        return self._prepare(self._scheduler.add(request, handover=handover, owner=owner), None)
 
-    def reserve(self, request: EngineRequest) -> Reservation | None:
+    def reserve(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Reserves blocks for prompt + output + 1 positions. The caller writes the KV of all but the last one
-        into `kv_cache`, except for KV that the prefix cache has. It writes the states after these positions
-        into `states`. Returns None if there is no room now."""
-        return self._reserved(self._scheduler.reserve(request), None)
+        into `kv_cache`, except for the first `LiveRequest.num_cached`: other requests may read these blocks.
+        It writes the states after these positions into `states`. Returns None if there is no room now."""
+        live = self._scheduler.reserve(request, owner)
+        return None if live is None else self._prepare(live, None)
 
-    def start(self, request: EngineRequest) -> Reservation | None:
+    def start(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Gives a request its blocks at once, prefills it here, and then decodes it. Returns None if there is
         no room now."""
-        return self._reserved(self._scheduler.start(request), time.monotonic())
+        live = self._scheduler.start(request, owner)
+        return None if live is None else self._prepare(live, time.monotonic())
 
-    def start_part(self, request: EngineRequest, ranges: Sequence[range]) -> Reservation | None:
+    def start_part(
+        self, request: EngineRequest, ranges: Sequence[range], owner: Any = None
+    ) -> LiveRequest | None:
         """Reserves blocks for a prompt that this engine shares with others, as for `add` with handover. It
         computes these ranges, each after `begin_range`. The caller writes the KV of the positions between
         them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. It writes
         the states after the position before a range earlier: before `Hooks.layer_done` of the layer before
         returns, those of the first layer before `begin_range`. Returns None if there is no room now."""
-        return self._reserved(self._scheduler.start_part(request, ranges), time.monotonic())
+        live = self._scheduler.start_part(request, ranges, owner)
+        return None if live is None else self._prepare(live, time.monotonic())
 
-    def _reserved(self, live: LiveRequest | None, started: float | None) -> Reservation | None:
-        if live is None:
-            return None
-        live.started = started
-        self._prepare(live)
-        return Reservation(tuple(live.blocks), live.num_cached, live.state_slot)
-
-    def next_range(self, request_id: bytes) -> range | None:
+    def next_range(self, live: LiveRequest) -> range | None:
         """The range of `start_part` that comes next. None: steps compute one, or all are computed."""
-        live = self._scheduler.requests[request_id]
         return live.ranges[0] if live.phase is Phase.RESERVED else None
 
-    def begin_range(self, request_id: bytes, awaits: Callable[[], bool] | None = None) -> None:
+    def begin_range(self, live: LiveRequest, awaits: Callable[[], bool] | None = None) -> None:
         """Lets steps compute the next range. They may wait in `Hooks.layer_done` for the KV before it, as
         long as `awaits` says that some is still to come. Such a step has no decodes, comes when none may join
         it, and waits for one prompt only."""
-        self._scheduler.begin_range(self._scheduler.requests[request_id], awaits)
+        self._scheduler.begin_range(live, awaits)
 
-    def verified(self, request_id: bytes) -> None:
+    def verified(self, live: LiveRequest) -> None:
         """All KV that came for a request of `start_part` was complete, so the prefix cache may share it. The
         request is held."""
-        live = self._scheduler.requests[request_id]
         live.unverified = False
         self._scheduler.memory.publish(live, live.num_computed)
 
-    def extend_reservation(self, request_id: bytes, output_ids: Sequence[int]) -> Sequence[int] | None:
-        """Extends a reservation to a longer output. Returns its block table, which begins with the old one.
-        None: no room, the reservation is unchanged. Raises `ValueError` if the output does not begin with the
-        one before, whose blocks may have names already, or leaves no token to generate."""
-        live = self._scheduler.requests[request_id]
+    def extend_reservation(self, live: LiveRequest, output_ids: Sequence[int]) -> bool:
+        """Extends a reservation to a longer output. Its new block table begins with the old one.
+        False: no room, the reservation is unchanged. Raises `ValueError` if the output does not begin with
+        the one before, whose blocks may have names already, or leaves no token to generate."""
         prompt = len(live.request.prompt_ids)
         least, limit = len(live.token_ids) - prompt, live.longest - prompt
         if not least <= len(output_ids) < limit:
             raise ValueError(f"{len(output_ids)} output_ids, but {least} to {limit - 1} are possible")
         if list(output_ids[:least]) != list(live.token_ids[prompt:]):
             raise ValueError(f"the first {least} output_ids are not those of the reservation")
-        extended = self._scheduler.extend_reservation(live, list(output_ids))
-        return tuple(live.blocks) if extended else None
+        return self._scheduler.extend_reservation(live, list(output_ids))
 
-    def join(self, request_id: bytes, token: int, logprobs: Logprobs | None = None) -> Output:
+    def join(self, live: LiveRequest, token: int, logprobs: Logprobs | None = None) -> Output:
         """Starts decoding a reservation after the caller wrote its KV. `token`, the first one sampled from
         this KV, is the input of the next step. Returns the output for this token, which may be the last."""
-        live = self._scheduler.requests[request_id]
         self._scheduler.join(live)
         self._joined = True
         live.token_ids.append(token)
         # The prefill said how much of the prompt it found in its cache.
         return self._emit(live, len(live.token_ids) - 1, logprobs)._replace(cached_tokens=0)
 
-    def resume(self, prefill_id: bytes, request_id: bytes) -> Output | None:
-        """Starts decoding a held request here, under the id `request_id`, which must be new in the engine.
+    def resume(self, live: LiveRequest, request_id: bytes, owner: Any = None) -> Output | None:
+        """Starts decoding a held request here, under the id `request_id` and for a new owner.
 
         Its KV stays where it is, and nothing is computed again. If it is preempted it is handed back, like a
-        request of `join`. No transfer may read its blocks any more, since they are free when it ends. Returns
-        the output for its first token again, which may be the last. None: the batch has no seat now, and the
-        request stays held. A step may free a seat. Between two steps this call takes it before the queue."""
-        live = self._scheduler.requests[prefill_id]
-        if not self._scheduler.resume(live, request_id):
+        request of `join`. No transfer may read its blocks any more. Returns the output for its first token
+        again, which may be the last. None: the batch has no seat now, and the request stays held. A step may
+        free a seat. Between two steps this call takes it before the queue."""
+        if not self._scheduler.resume(live, request_id, owner):
             return None
         live.started = None  # the first output said how long the prefill took
         return self._emit(live, len(live.token_ids) - 1, live.first_logprobs)
 
-    def has(self, request_id: bytes) -> bool:
-        """Whether a request with this id is in the engine, in any phase."""
-        return request_id in self._scheduler.requests
-
-    def release(self, request_id: bytes) -> None:
-        """Frees the blocks of a held request, which was handed over or never will be. Ignores unknown ids."""
-        live = self._scheduler.requests.get(request_id)
-        if live is not None:
-            assert live.phase is Phase.HELD, f"only a held request is released, this one is {live.phase.name}"
-            self._scheduler.drop(live)
-
-    def cancel(self, request_id: bytes) -> None:
-        """Ends a request in any phase. Its blocks are free as soon as no step under way uses them. Ignores
-        unknown ids."""
-        live = self._scheduler.requests.get(request_id)
-        if live is not None:
+    def cancel(self, live: LiveRequest) -> None:
+        """Ends a request in any phase, also one that was handed over. Ignores one that has ended."""
+        if live.phase is not Phase.GONE:
             self._scheduler.drop(live)
 
     def to_drop(
-        self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
-    ) -> list[bytes]:
+        self, wanted: Callable[[Any], bool], spare: Iterable[LiveRequest], closing: Iterable[LiveRequest] = ()
+    ) -> list[LiveRequest]:
         """As `RequestLives.to_drop`. Spare are held requests that no transfer reads, and, after them,
         reservations with a prefill that has not started."""
-        return self._scheduler.to_drop(wanted, closing, spare)
+        return self._scheduler.to_drop(wanted, spare, closing)
 
-    def _prepare(self, live: LiveRequest) -> None:
+    def _prepare(self, live: LiveRequest, started: float | None) -> LiveRequest:
+        live.started = started
         live.longest = min(live.longest, self.model_config.max_model_len)
         if live.request.sampling.has_grammar:
             live.grammar = self._grammars.compile(live.request)
             self._scheduler.await_grammar(live)
+        return live
 
     def close(self) -> None:
         """Computes nothing more, and ends the other ranks."""
@@ -309,10 +292,9 @@ class Engine(StepLoop):
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request in any phase, no step under way and no block that the host tier
-        fills."""
+        """Whether there is no request in any phase, no lease on one, and no block that a tier fills."""
         loading = any(tier.loading for tier in self.offload)
-        return not self._scheduler.requests and not self._flights and not loading
+        return not self._scheduler.some and not self._flights and not loading
 
     def assert_whole(self) -> None:
         """Proves, when idle, that no block and no other part of a request was left behind."""

@@ -102,7 +102,7 @@ class StepLoop:
             live.started = live.started or started
             if live.handover:
                 self._hooks.prefill_started(
-                    live.id, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
+                    live.owner, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
                 )
         if not plan.chunks:
             if not self._flights:
@@ -118,7 +118,7 @@ class StepLoop:
             block_size=self._runner.block_size,
             table_width=self._runner.table_width,
             has_states=self._scheduler.states is not None,
-            restores=memory.take_restores(plan.chunks),
+            restores=memory.take_restores(plan),
             saves=memory.saves(plan.chunks),
             ahead=self._runner.ahead,
             draft_head=self._runner.drafter is not None,
@@ -131,7 +131,7 @@ class StepLoop:
             self._hooks.tick()
             if handed:
                 # A draft head computes its layer when the step is sampled. A prompt may have ended by then.
-                moved = {live.id: plan.prompts[live] for live in handed if live.phase is not Phase.GONE}
+                moved = {live.owner: plan.prompts[live] for live in handed if live.phase is not Phase.GONE}
                 called = time.monotonic()
                 is_useless = self._hooks.layer_done(layer, moved)
                 plan.waited += (time.monotonic() - called) * step.awaits_kv
@@ -141,6 +141,7 @@ class StepLoop:
         try:
             launched = self._runner.run(step, layer_done)
         except StepGivenUp:
+            plan.end_leases()
             self._hooks.computing(frozenset().union(*(earlier.ids for earlier, _ in self._flights)))
             result.prompts.update(_by_id(plan))
             return False
@@ -202,7 +203,7 @@ class StepLoop:
         if plan.waited <= MOST_WAITED * seconds:
             self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds, plan.prompt_position)
         self._hooks.computing(frozenset().union(*(later.ids for later, _ in self._flights)))
-        self._scheduler.landed(plan.chunks)
+        plan.end_leases()
         if launched.scored is not None:
             result.prompt_logprobs = _of_prompts(plan.scored, launched.scored)
         logprobs = _of_outputs(plan.sampled, launched.logprobs)
@@ -277,7 +278,7 @@ class StepLoop:
 
     def _leave_batch(self, live: LiveRequest) -> None:
         """Nothing more is computed for this request. With handover, KV transfer may still read its blocks,
-        even if the first token was the last: only `release` says that the transfer is over."""
+        even if the first token was the last: only the caller knows when the transfer is over."""
         if live.handover:
             self._scheduler.hold(live)
         else:

@@ -9,7 +9,8 @@ from typing import Literal
 import baton.kv_transfer as kv
 from baton.content import CHUNK_TOKENS
 from baton.engine import Engine, Output, StepResult
-from baton.engine.core.prefix_exchange import PrefixExchange
+from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.prefix_exchange import Pin, PrefixExchange
 from baton.kv_transfer.endpoint.pump import NO_TOKEN
 from baton.kv_transfer.endpoint.receiver import Event
 from baton.worker import messages
@@ -68,47 +69,50 @@ class SenderSink:
     def __init__(self, trace: kv.TraceWriter, attempts: Attempts) -> None:
         self._trace = trace
         self._attempts = attempts
-        self._prefills = attempts.table(PrefillAttempt)
         self.layers_ready = 0
         """Layers of all steps that hand over KV. With several ranks, all ranks count the same."""
         self._cached: list[tuple[bytes, int]] = []  # prefills of the next step: positions in the prefix cache
 
     def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
+        self,
+        prefill: PrefillAttempt,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        num_cached: int,
+        state_slot: int,
     ) -> None:
-        prefill = self._prefills[request_id]
-        prefill.opened.add(request_id)
-        self.sender.open(request_id, block_ids, num_tokens, state_slot)
+        prefill.opened.add(prefill.id)
+        self.sender.open(prefill.id, block_ids, num_tokens, state_slot)
         if num_cached:
-            self._cached.append((request_id, num_cached))
+            self._cached.append((prefill.id, num_cached))
         if prefill.awaited:
             prefill.awaited = False
             self._attempts.prefill_started(prefill)
 
-    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> bool:
+    def layer_done(self, layer: int, chunks: Mapping[PrefillAttempt, range]) -> bool:
         """As in `Hooks`: True if the KV that all these prompts await will not come."""
         self.layers_ready += 1
         # Not before: another rank may still be computing cached positions until it comes to this step.
         for request_id, num_cached in self._cached:
             self.sender.ready(request_id, None, 0, num_cached)
         self._cached.clear()
-        for prefill_id, chunk in chunks.items():
-            for opened_id in self._prefills[prefill_id].sent_at_once:
+        for prefill, chunk in chunks.items():
+            for opened_id in prefill.sent_at_once:
                 self.sender.ready(opened_id, layer, chunk.start, chunk.stop)
         if layer == 0:
             self.waits.step_begins()
         is_useless = True
-        for prefill_id, chunk in chunks.items():
-            part = self._prefills[prefill_id].part
+        for prefill, chunk in chunks.items():
+            part = prefill.part
             # A decode worker gets all positions from the final part, which has those before the chunk now.
             if part is not None and self.waits.wait(part, layer, chunk.start) and part.is_final:
                 start = part.gaps.get(chunk.start, chunk.start)
-                self.sender.ready(prefill_id, layer, start, chunk.stop)
+                self.sender.ready(prefill.id, layer, start, chunk.stop)
             is_useless &= part is not None and bool(part.failed)
         if self._trace.enabled:
-            for prefill_id, chunk in chunks.items():
+            for prefill, chunk in chunks.items():
                 self._trace.instant(
-                    "layer", prefill=prefill_id.hex(), layer=layer, start=chunk.start, stop=chunk.stop
+                    "layer", prefill=prefill.id.hex(), layer=layer, start=chunk.start, stop=chunk.stop
                 )
         return is_useless
 
@@ -145,7 +149,7 @@ class PrefillRole(Role):
         self._shared: dict[bytes, PrefillAttempt] = {}  # by the id of each transfer of a part
         self._prefix_fetches = prefix_fetches
         self._prefills = parts.attempts.table(PrefillAttempt)
-        self._pins: set[bytes] = set()  # what transfers read of the prefix cache
+        self._pins: dict[bytes, Pin] = {}  # what transfers read of the prefix cache
 
     def owns(self, attempt_id: bytes) -> bool:
         return attempt_id in self._prefills
@@ -171,7 +175,7 @@ class PrefillRole(Role):
             handover=message.handover,
             awaited=message.handover and message.report_start,
         )
-        if not self._attempts.open(prefill, used=self.engine.has(prefill_id)):
+        if not self._attempts.open(prefill):
             return
         self._trace.instant("taken", attempt=prefill_id.hex())
         if message.plan:
@@ -183,7 +187,7 @@ class PrefillRole(Role):
         def add(fetched: int) -> None:
             prefill.fetched = fetched
             self._trace.instant("added", attempt=prefill_id.hex())
-            self.engine.add(request, handover=message.handover)
+            prefill.live = self.engine.add(request, handover=message.handover, owner=prefill)
 
         if not self._prefix_fetches.get(request, message.content, add):
             add(0)
@@ -196,7 +200,7 @@ class PrefillRole(Role):
             del self._prefills[prefill.id]
             self._attempts.fail(prefill, Code.INVALID, text)
             return
-        part = start_part(engine, self._receiver, self._sender, request, message.plan)
+        part = start_part(engine, self._receiver, self._sender, prefill, request, message.plan)
         if part is None:
             del self._prefills[prefill.id]
             self._attempts.fail(prefill, Code.NO_ROOM, "no room for a part of a prompt now")
@@ -209,9 +213,11 @@ class PrefillRole(Role):
 
     def _advance(self, prefill: PrefillAttempt, part: Part) -> None:
         """Computes the next range, if steps of other workers compute all earlier ones."""
-        found = None if prefill.closed else self.engine.next_range(prefill.id)
+        if prefill.closed or prefill.live is None:
+            return
+        found = self.engine.next_range(prefill.live)
         if found is not None and all(stop > found.start for stop in part.not_begun):
-            self.engine.begin_range(prefill.id, partial(self._sink.waits.may_wait, part, found.start))
+            self.engine.begin_range(prefill.live, partial(self._sink.waits.may_wait, part, found.start))
             if prefill.awaited:
                 prefill.awaited = False
                 self._attempts.prefill_started(prefill)
@@ -254,7 +260,8 @@ class PrefillRole(Role):
         output = part.output
         if prefill.closed or prefill.held or not part.complete or output is None:
             return
-        self.engine.verified(prefill.id)
+        assert prefill.live is not None, "its part has blocks"
+        self.engine.verified(prefill.live)
         self._counts.prompt_parts_waited += part.waited
         self._trace.instant("part", prefill=prefill.id.hex(), tokens=part.tokens, waited_us=part.waited * 1e6)
         if part.is_final:
@@ -293,24 +300,19 @@ class PrefillRole(Role):
     def _forget(self, prefill: PrefillAttempt) -> None:
         self._prefix_fetches.cancel(prefill.id)
         del self._prefills[prefill.id]
-        if prefill.held:
-            self.engine.release(prefill.id)
-        else:
-            self.engine.cancel(prefill.id)
+        if prefill.live is not None:
+            self.engine.cancel(prefill.live)
 
     # ------------------------------------------------------------ KV
 
     def move_kv(self, spare: float) -> None:
-        exchange = self.engine.prefix_exchange
         for event in self._sender.poll():
             if isinstance(event, kv.ContentWanted):
                 self._serve(event)
             elif event.prefill_id in self._shared:
                 self._part_released(event)
-            elif event.prefill_id in self._pins:
-                assert exchange is not None, "it pinned"
-                self._pins.remove(event.prefill_id)
-                exchange.unpin(event.prefill_id)
+            elif (pin := self._pins.pop(event.prefill_id, None)) is not None:
+                pin.end()
             else:
                 self._released(event)
 
@@ -324,40 +326,40 @@ class PrefillRole(Role):
 
     def _pin(self, exchange: PrefixExchange, wanted: kv.ContentWanted) -> None:
         pin_id, first = wanted.pin_id, wanted.first_chunk
-        count, block_ids = exchange.pin(pin_id, wanted.chunks, first)
-        if not count:
+        pin = exchange.pin(wanted.chunks, first)
+        if pin is None:
             self._sender.close(pin_id, "gone")
             return
-        self._trace.instant("pinned", chunks=count)
-        self._pins.add(pin_id)
-        start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + count))
-        self._sender.serve(pin_id, block_ids, start, stop)
+        self._trace.instant("pinned", chunks=pin.num_chunks)
+        self._pins[pin_id] = pin
+        start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + pin.num_chunks))
+        self._sender.serve(pin_id, pin.table, start, stop)
 
-    def wanted(self, prefill_id: bytes) -> bool:
-        return self._sender.has_fetch(prefill_id)
+    def wanted(self, attempt: Attempt) -> bool:
+        return self._sender.has_fetch(attempt.id)
 
-    def spare(self) -> Iterator[bytes]:
+    def spare(self) -> Iterator[PrefillAttempt]:
         """Held prefills that no decode worker fetches, in order of arrival."""
-        for prefill_id, prefill in self._prefills.items():
+        for prefill in self._prefills.values():
             # A part that is not the last one is held only while other workers read it.
             free = prefill.held and not prefill.closed and prefill.taker is None and prefill.gives_token
-            if free and not self.wanted(prefill_id):
-                yield prefill_id
+            if free and not self.wanted(prefill):
+                yield prefill
 
-    def drop(self, prefill_id: bytes) -> None:
+    def drop(self, prefill: PrefillAttempt) -> None:
         text = "prefill %s is dropped: no decode worker has fetched it, and its blocks are needed"
-        log.warning(text, prefill_id.hex()[:8])
-        prefill = self._prefills[prefill_id]
+        log.warning(text, prefill.id.hex()[:8])
         self._attempts.fail(prefill, Code.DROPPED, "not fetched, and its blocks were needed")
         self._close(prefill, "gone")
 
     # ------------------------------------------------------------ decoding here
 
-    def take(self, prefill_id: bytes, decode_id: bytes) -> bool | None:
+    def take(self, prefill_id: bytes, decode_id: bytes) -> LiveRequest | bool | None:
         """Keeps a prefill for a decode on this worker, instead of other workers.
 
-        Returns True when the prefill is held and no transfer reads its blocks: the engine can resume it then.
-        Returns False before that. None: there is no such prefill, it has ended, or another decode took it.
+        Returns its request when the prefill is held and no transfer reads its blocks: the engine can resume
+        it then. Returns False before that. None: there is no such prefill, it has ended, or another decode
+        took it.
         """
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.closed or not prefill.gives_token:
@@ -368,7 +370,7 @@ class PrefillRole(Role):
                 self._sender.close(prefill_id, "gone")
         if prefill.taker != decode_id:
             return None
-        return prefill.held and not prefill.in_use
+        return prefill.held and not prefill.in_use and prefill.live
 
     def let_go(self, prefill_id: bytes, decode_id: bytes, *, resumed: bool) -> None:
         """The engine has resumed the prefill under the id of its decode, or the decode has ended before."""

@@ -206,7 +206,7 @@ class Roles:
 
     def _open(self, attempt: VLLMAttempt) -> bool:
         """As `Attempts.open`."""
-        is_new = self._attempts.open(attempt, used=False)
+        is_new = self._attempts.open(attempt)
         if is_new:
             self._needed.came(attempt)
         return is_new

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from baton.content import Tier
 from baton.engine.api.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ class EngineRequest:
     """One request. Owned by the caller; the engine never changes it."""
 
     id: bytes
-    """Unique among the requests that are in the engine at the same time."""
+    """Names it in outputs and results."""
     prompt_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
     """Tokens that earlier attempts generated. They are prefilled like the prompt and count as generated."""
@@ -127,7 +127,7 @@ class StepResult:
     """The result of one call of `Engine.step`.
 
     Requests in `preempted`, `failed` and `refused` have left the engine. Exception: requests that were added
-    with handover and fail or are refused before their first token are held until `Engine.release`."""
+    with handover and fail or are refused before their first token are held until `Engine.cancel`."""
 
     outputs: list[Output] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -145,18 +145,6 @@ class StepResult:
     """Requests that this step decoded."""
     prompts: dict[bytes, range] = field(default_factory=dict)
     """The positions of prompts that this step computed, or that a step gave up, by request id."""
-
-
-class Reservation(NamedTuple):
-    """The blocks and the state slot of a request whose KV comes from another worker."""
-
-    block_ids: Sequence[int]
-    """Its block table."""
-    num_cached: int
-    """Positions [0, num_cached) have their KV already. Other requests may read these blocks, so nothing may
-    write them. It is a multiple of the block size."""
-    state_slot: int = 0
-    """Where its states belong, if the model has state layers."""
 
 
 class CachedBlock(NamedTuple):
@@ -178,7 +166,7 @@ def _nothing(*_: object) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
     """What an engine tells its caller, in the thread of its calls. No hook may block or call the engine, but
-    for what `layer_done` says."""
+    for what `layer_done` says. An *owner* is what the caller gave with a request, else the request's id."""
 
     progress: Callable[[str, float], None] = _nothing
     """(stage, fraction): how far the start is."""
@@ -189,12 +177,13 @@ class Hooks:
     a step that crashed."""
 
     # Of requests that were added with handover, so that KV can leave layer by layer
-    prefill_started: Callable[[bytes, Sequence[int], int, int, int], None] = _nothing
-    """(request id, block ids, tokens, cached tokens, state slot): the request got its blocks. They hold the
-    positions of all tokens and stay the request's until its release. Cached positions, the first ones, have
-    their KV already. The slot is where its states are, if the model has state layers."""
-    layer_done: Callable[[int, Mapping[bytes, range]], bool | None] = _nothing
-    """(layer, positions by request id): K and V of the layer, or its states, are written for these (on CUDA:
+    prefill_started: Callable[[Any, Sequence[int], int, int, int], None] = _nothing
+    """(owner, block ids, tokens, cached tokens, state slot): the request got its blocks. They hold the
+    positions of all tokens and stay the request's until its end and that of all leases on it. Cached
+    positions, the first ones, have their KV already. The slot is where its states are, if the model has
+    state layers."""
+    layer_done: Callable[[int, Mapping[Any, range]], bool | None] = _nothing
+    """(layer, positions by owner): K and V of the layer, or its states, are written for these (on CUDA:
     enqueued on the current stream). Called between the launches of two layers, before the attention. The
     layer of a draft head comes with the sampling of the step: prompts that have ended by then are left out.
     This hook may block while it writes the KV of the layer, and the states of the next one, that other

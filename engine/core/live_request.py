@@ -4,16 +4,19 @@ tenants equal shares. Pure."""
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import numpy as np
 
 from baton.content import packed
 from baton.engine.api.request import EngineRequest, Logprobs
 from baton.engine.core.prefix_cache import PrefixNames
+from baton.engine.core.state_copies import CopyLease
 from baton.engine.grammar import CompiledGrammar
+from baton.machine.leases import Leases
 
 PENDING = -1
 """Placeholder in `LiveRequest.token_ids`: a launched step samples this token; the host does not know it
@@ -49,9 +52,14 @@ class LiveRequest:
     """One request in the engine. Owned by the scheduler."""
 
     request: EngineRequest
-    phase: Phase
     arrival: int
     """Serial number of the request in this engine."""
+    owner: Any = None
+    """What the caller knows the request by. Hooks name it."""
+    leases: "Leases[Hashable]" = field(init=False)
+    """Of launched steps, of a load from a tier and of transfers: they use its blocks and its states. These
+    are free when the request has ended and the last lease has ended. Set by `RequestLives`."""
+    phase: Phase = Phase.WAITING
     tag: int = 0
     """Set by `FairShares`, to order the requests of several tenants."""
     handover: bool = False
@@ -74,9 +82,6 @@ class LiveRequest:
     """Drafts that were compared with their tokens, recent ones. Kept by the `Speculation`."""
     accepted: float = 0.0
     """How many of these were right."""
-    flights: int = 0
-    """Number of launched steps and of loads from the host tier that use the request's blocks and are not
-    over."""
     longest: int = field(init=False)
     """Number of tokens, prompt included, at which the request ends."""
     plain_from: float = field(init=False)
@@ -94,11 +99,11 @@ class LiveRequest:
     blocks."""
     kept_slot: int | None = None
     """Slot with its states before the step under way, which has drafts. None: the step has none."""
+    copy: CopyLease | None = None
+    """On the cached copy of states with which the next step begins. That step ends it."""
     begins_with: int | None = None
-    """Slot of the states that its next step copies to `state_slot` first: `lent_slot`, or `kept_slot`. None:
-    the states are there."""
-    lent_slot: int | None = None
-    """Slot of a cached copy. Nothing writes to it until the step that begins with it is over."""
+    """Slot of the states that its next step copies to `state_slot` first: of a cached copy, or `kept_slot`.
+    None: the states are there."""
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     """Copies of its states that launched steps write and that have no name yet: position, slot."""
     decodes: bool = False

@@ -1,8 +1,9 @@
 """Prefixes that travel between the caches of two workers. Pure.
 
     brought     blocks that get KV from a tier below, so that another worker can read it
-    pinned      cached blocks that another worker reads
+    pinned      cached blocks that another worker reads (`Pin`)
     importing   new blocks that get the KV of another worker's cache, beside the cached blocks before them
+                (`Import`)
 
 An import begins with `missing`, which takes no block: the caller may still decide to compute the prompt.
 
@@ -22,6 +23,7 @@ from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
+from baton.engine.core.state_copies import CopyLease
 
 PINNED_SHARE = 4
 """One in so many blocks may be pinned."""
@@ -42,30 +44,80 @@ class MissingPrefix:
     """The position from which the prompt would be computed now."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Import:
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """Cached KV that another worker or a store reads. It stays in its blocks until `end`."""
+
+    num_chunks: int
+    table: Sequence[int]
+    """A block table up to the end of the chunks. Its entries before the first chunk mean nothing."""
+    blocks: Sequence[int]
+    """Those with the chunks."""
+    exchange: "PrefixExchange"
+    remnant: bytes | None = None
+    """The name of the chunk, if it is in a block that is not full."""
+
+    def end(self) -> None:
+        """Nothing reads the blocks any more."""
+        remnant = None if self.remnant is None else (self.blocks[0], self.remnant)
+        self.exchange.ended(self, self.blocks, remnant)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Import:
+    """New blocks, and a slot if the model has states, for KV that comes from another worker or a store."""
+
     missing: MissingPrefix
-    blocks: list[int]  # the table, with its new blocks from `first` on
-    first: int
-    state_slot: int | None  # for the states after its last chunk. None: the model has none
+    """What comes."""
+    table: Sequence[int]
+    """A block table up to the end of the last chunk. Its entries before the first chunk mean nothing."""
+    blocks: Sequence[int]
+    """Those that get KV."""
+    state_slot: int | None
+    """For the states after the last chunk. None: the model has none."""
+    exchange: "PrefixExchange"
+
+    def end(self, num_tokens: int) -> None:
+        """Nothing is written into the blocks any more. The cache gets what is complete among the first
+        `num_tokens` positions: their KV is verified. 0: nothing. The pool keeps a block that is not full as a
+        remnant."""
+        self.exchange.imported(self, num_tokens)
 
 
 class PrefixExchange:
-    """Owns pins and imports, by the ids that their callers draw."""
+    """Makes pins and imports. Each ends once."""
 
     def __init__(self, pool: BlockPool, cache: PrefixCache, spare_blocks: Callable[[], int]) -> None:
         """`spare_blocks`: how many of the free blocks an import or a pin may take."""
+        self._block_size = pool.block_size
         self._pool = pool
         self._cache = cache
-        self._block_size = pool.block_size
         self._spare_blocks = spare_blocks
-        self._pins: dict[bytes, list[int]] = {}
-        self._imports: dict[bytes, _Import] = {}
+        self._open = set[Pin | Import]()
         self._brought = 0
 
     @property
     def empty(self) -> bool:
-        return not self._pins and not self._imports and not self._brought
+        return not self._open and not self._brought
+
+    def ended(self, lease: Pin | Import, blocks: Sequence[int], remnant: tuple[int, bytes] | None) -> None:
+        """A pin or an import has ended, which happens once. The rest is as in `BlockPool.release`."""
+        self._open.remove(lease)
+        self._pool.release(blocks, remnant)
+
+    def imported(self, ended: Import, num_tokens: int) -> None:
+        """As `Import.end`."""
+        names, (last, rest) = ended.missing.names, divmod(num_tokens, self._block_size)
+        self._cache.publish(names, ended.table, len(ended.table) - len(ended.blocks), last)
+        if (slot := ended.state_slot) is not None:
+            assert self._cache.copies is not None, "it gave the slot"
+            if num_tokens:
+                self._cache.publish_states(names, num_tokens, slot)
+            else:
+                self._cache.copies.release(slot)
+        has_remnant = slot is None and rest
+        remnant = (ended.table[last], names.chunks[num_tokens // CHUNK_TOKENS - 1]) if has_remnant else None
+        self.ended(ended, [*ended.missing.hits, *ended.blocks], remnant)
 
     def last_used(self) -> Iterator[tuple[bytes, list[bytes]]]:
         """As `PrefixCache.last_used`."""
@@ -96,36 +148,42 @@ class PrefixExchange:
 
     @property
     def _may_pin(self) -> int:
-        return self._pool.num_blocks // PINNED_SHARE - sum(map(len, self._pins.values()))
+        return self._pool.num_blocks // PINNED_SHARE - sum(
+            len(lease.blocks) for lease in self._open if isinstance(lease, Pin)
+        )
 
-    def pin(self, pin_id: bytes, chunks: Sequence[bytes], first_chunk: int) -> tuple[int, list[int]]:
-        """Keeps the cached KV of these chunks in its blocks, until `unpin`.
+    def pin(self, chunks: Sequence[bytes], first_chunk: int) -> Pin | None:
+        """Keeps the cached KV of these chunks in its blocks, from the first one on. None: no chunk is cached,
+        or there is no room beside the queue.
 
-        `first_chunk`: the position of the first one in its prompt, in chunks. Returns how many chunks are
-        pinned, from the first on, and a block table up to their end. Its entries before the first chunk mean
-        nothing. If no chunk is pinned, `unpin` must not be called."""
-        assert pin_id not in self._pins, "ids are unique"
+        `first_chunk`: the position of the first one in its prompt, in chunks."""
         count, blocks = self._cache.table(chunks, first_chunk, self._may_pin)
         # Otherwise pins could delay the first request of the queue forever.
         if not count or self._pool.unreferenced(blocks) > self._spare_blocks():
-            return 0, []  # not the table: `first_chunk` comes from a peer, and may be any number
+            return None  # without the table: `first_chunk` comes from a peer, and may be any number
         self._pool.share(blocks)
-        self._pins[pin_id] = blocks
-        return count, [*[0] * (first_chunk * CHUNK_TOKENS // self._block_size), *blocks]
+        pin = Pin(count, [*self._before(first_chunk), *blocks], blocks, self)
+        self._open.add(pin)
+        return pin
 
-    def unpin(self, pin_id: bytes) -> None:
-        """Nothing reads the pinned blocks any more."""
-        self._pool.release(self._pins.pop(pin_id))
+    def pin_remnant(self, chunk: bytes, position: int) -> Pin | None:
+        """Keeps this chunk, if it is the only one in a block that is not full. `position`: in its prompt, in
+        chunks. None: there is none, or no room beside the queue."""
+        if not self._pool.has_remnant(chunk) or not self._spare_blocks():
+            return None
+        block = self._pool.adopt(chunk)
+        pin = Pin(1, [*self._before(position), block], [block], self, chunk)
+        self._open.add(pin)
+        return pin
 
-    def lend_states(self, chunk: bytes) -> int | None:
-        """The slot with the states after this chunk, which nothing writes until `take_back_states`. None:
-        they are gone."""
+    def _before(self, chunk: int) -> list[int]:
+        """The entries of a block table before this chunk of a prompt, which mean nothing."""
+        return [0] * (chunk * CHUNK_TOKENS // self._block_size)
+
+    def lend_states(self, chunk: bytes) -> CopyLease | None:
+        """On the states after this chunk. None: they are gone."""
         assert self._cache.copies is not None, "the model has states"
         return self._cache.copies.lend(chunk)
-
-    def take_back_states(self, slot: int) -> None:
-        assert self._cache.copies is not None, "it has lent this slot"
-        self._cache.copies.take_back(slot)
 
     def has(self, name: bytes, chunk: int) -> bool:
         """Whether the pool has this chunk, at this position in its prompt, whether it may be kept or not."""
@@ -167,10 +225,9 @@ class PrefixExchange:
             return None
         return MissingPrefix(chunks, first_chunk, names, hits, computed_from)
 
-    def start_import(self, import_id: bytes, missing: MissingPrefix) -> Sequence[int] | None:
-        """Reserves blocks for what is missing, and `state_slot` if the model has states. The caller writes KV
-        into them. Returns a block table up to the end of the last chunk. Its entries before the first chunk
-        mean nothing. None: there is no room."""
+    def start_import(self, missing: MissingPrefix) -> Import | None:
+        """Reserves blocks for what is missing, and a slot if the model has states. The caller writes KV into
+        them. None: there is no room."""
         start, stop = missing.first_chunk, missing.first_chunk + len(missing.chunks)
         # A chunk may begin with cached blocks, which nothing may write: such blocks are fetched again, as a
         # whole, since a chunk begins where a block does, or in a block that the cache lacks.
@@ -182,27 +239,7 @@ class PrefixExchange:
         if copies is not None and (slot := copies.allocate()) is None:
             return None
         self._pool.share(missing.hits)
-        blocks = [*[0] * first, *self._pool.allocate(last - first)]
-        self._imports[import_id] = _Import(missing, blocks, first, slot)
-        return blocks
-
-    def state_slot(self, import_id: bytes) -> int | None:
-        """Where the states of an import go. None: the model has none."""
-        return self._imports[import_id].state_slot
-
-    def end_import(self, import_id: bytes, num_tokens: int) -> None:
-        """Nothing is written into the blocks of an import any more. The cache gets what is complete among its
-        first `num_tokens` positions: their KV is verified. 0: nothing. The pool keeps a block that is not
-        full as a remnant."""
-        ended = self._imports.pop(import_id)
-        names, last = ended.missing.names, num_tokens // self._block_size
-        self._cache.publish(names, ended.blocks, ended.first, last)
-        if (slot := ended.state_slot) is not None:
-            assert self._cache.copies is not None, "it gave the slot"
-            if num_tokens:
-                self._cache.publish_states(names, num_tokens, slot)
-            else:
-                self._cache.copies.release(slot)
-        has_remnant = slot is None and num_tokens and num_tokens % self._block_size
-        remnant = (ended.blocks[last], names.chunks[num_tokens // CHUNK_TOKENS - 1]) if has_remnant else None
-        self._pool.release([*ended.missing.hits, *ended.blocks[ended.first :]], remnant)
+        blocks = self._pool.allocate(last - first)
+        started = Import(missing, [*[0] * first, *blocks], blocks, slot, self)
+        self._open.add(started)
+        return started

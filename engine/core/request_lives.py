@@ -34,6 +34,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from typing import Any
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool, StatePool
@@ -42,14 +44,19 @@ from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.request_memory import RequestMemory
+from baton.machine.leases import Leases
+
+LOADING = "a load from a tier"
+"""Holds a lease on the request that waits for it."""
 
 
 class RequestLives:
     """Owns all requests, each in the list of its phase, and the pools of blocks and states.
 
+    Iteration gives all but those that have ended.
+
     Attributes:
-        requests: by id, all but those that have ended.
-        leaving: requests that have ended while a launched step or a load uses their blocks.
+        leaving: requests that have ended while a step, a load or a transfer uses their blocks.
     """
 
     def __init__(
@@ -78,7 +85,6 @@ class RequestLives:
         # Transfers between workers carry no states, and without states a prefix is of no use.
         self.prefix_exchange = self.store_exchange if states is None else None
         self.memory = RequestMemory(pool, states, cache)
-        self.requests: dict[bytes, LiveRequest] = {}
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
         self.waiting = self._of_phase[Phase.WAITING]
         self.compiling = self._of_phase[Phase.COMPILING]
@@ -91,13 +97,23 @@ class RequestLives:
         self._arrivals = 0
         self._shares = FairShares()
 
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return chain.from_iterable(of for phase, of in self._of_phase.items() if phase is not Phase.GONE)
+
+    @property
+    def some(self) -> bool:
+        """Whether there is a request in any phase, or one that has ended with leases on it."""
+        return any(self._of_phase.values())
+
     # Coming in
 
-    def add(self, request: EngineRequest, *, handover: bool) -> LiveRequest:
+    # In all of these, `owner` is what hooks name the request by.
+
+    def add(self, request: EngineRequest, *, handover: bool, owner: Any = None) -> LiveRequest:
         """Queues a request for prefill."""
-        live = self._new(request)
+        live = self._new(request, owner)
         live.handover = handover
-        self._register(live, self._tag(live))
+        live.tag = self._tag(live)
         self._enter(live, Phase.WAITING)
         return live
 
@@ -112,35 +128,37 @@ class RequestLives:
         for live in [live for live in self.compiling if live.may_sample]:
             self._move(live, Phase.WAITING)
 
-    def reserve(self, request: EngineRequest) -> LiveRequest | None:
+    def reserve(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Gives a request blocks for KV that comes from another worker, and for one more token. None: no
         room."""
-        live = self._new(request)
+        live = self._new(request, owner)
         live.phase = Phase.RESERVED
         tokens, hits = len(live.token_ids) + 1, self.memory.hits(live)
         if not self._has_room_beside_queue(self.memory.need(tokens, hits)):
             return None
-        self._register(live, self._shares.now)  # nothing of its prompt is computed here
+        live.tag = self._shares.now  # nothing of its prompt is computed here
         live.hand_back = True
         self.memory.take(live, tokens, hits)
         self._enter(live, Phase.RESERVED)
         return live
 
-    def start(self, request: EngineRequest) -> LiveRequest | None:
+    def start(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
-        live = self._new(request)
+        live = self._new(request, owner)
         hits = self.memory.hits(live)
         if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
             return None
-        self._register(live, self._tag(live))
+        live.tag = self._tag(live)
         live.hand_back = True
         self._begin(live, hits)
         return live
 
-    def start_part(self, request: EngineRequest, ranges: Sequence[range]) -> LiveRequest | None:
+    def start_part(
+        self, request: EngineRequest, ranges: Sequence[range], owner: Any = None
+    ) -> LiveRequest | None:
         """Gives a request its blocks at once. These ranges of its prompt are computed here, each after
         `begin_range`, and the caller writes the KV of the other positions. None: no room."""
-        live = self._new(request)
+        live = self._new(request, owner)
         hits = self.memory.hits(live, before=ranges[0].stop)
         if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
             return None
@@ -149,7 +167,7 @@ class RequestLives:
         live.num_computed = live.num_cached
         uncached = (range(max(found.start, live.num_cached), found.stop) for found in ranges)
         live.ranges = deque(filter(None, uncached))
-        self._register(live, self._shares.tag(request.tenant, live.num_left))
+        live.tag = self._shares.tag(request.tenant, live.num_left)
         if live.ranges and live.ranges[0].start > live.num_cached:
             self.memory.forget_restore(live)  # the states come from the worker of the range before
         self._enter(live, Phase.RESERVED)
@@ -182,34 +200,30 @@ class RequestLives:
         live.decodes = True
         self._move(live, Phase.RUNNING)
 
-    def resume(self, live: LiveRequest, request_id: bytes) -> bool:
-        """Moves a held request back to the batch, under a new id. It keeps its blocks and tokens. If it is
-        preempted it is handed back. False: no seat is free, and nothing changes."""
+    def resume(self, live: LiveRequest, request_id: bytes, owner: Any = None) -> bool:
+        """Moves a held request back to the batch, under a new id, for a new owner. It keeps its blocks and
+        tokens. If it is preempted it is handed back. False: no seat is free, and nothing changes."""
         assert live.phase is Phase.HELD
         assert not live.pending, "a request that failed has no token to go on from"
         if self.seats <= 0:
             return False
-        del self.requests[live.id]
         live.request = replace(live.request, id=request_id)
         live.id = request_id
-        self._register(live, live.tag)
+        live.owner = request_id if owner is None else owner
         live.handover, live.hand_back = False, True
         self._move(live, Phase.RUNNING)
         return True
 
-    def _new(self, request: EngineRequest) -> LiveRequest:
+    def _new(self, request: EngineRequest, owner: Any) -> LiveRequest:
         self._arrivals += 1
-        return LiveRequest(request, Phase.WAITING, self._arrivals)
+        live = LiveRequest(request, self._arrivals, request.id if owner is None else owner)
+        live.leases = Leases(partial(self._over, live))
+        return live
 
     def _tag(self, live: LiveRequest) -> int:
         """The tag of a request whose prompt is computed here, as far as it is not cached."""
         cached = self.memory.known(live) * self.pool.block_size
         return self._shares.tag(live.request.tenant, live.num_left - cached)
-
-    def _register(self, live: LiveRequest, tag: int) -> None:
-        assert live.id not in self.requests, "ids are unique"
-        self.requests[live.id] = live
-        live.tag = tag
 
     def _enter(self, live: LiveRequest, phase: Phase) -> None:
         live.phase = phase
@@ -248,14 +262,14 @@ class RequestLives:
         what the tiers below have of it is loaded."""
         self.memory.take(live, len(live.token_ids), hits)
         if self.memory.load(live, partial(self._load_ended, live)):
-            live.flights += 1
+            live.leases.begin(LOADING)
             self._enter(live, Phase.LOADING)
         else:
             live.num_computed = live.num_cached
             self._enter(live, Phase.RUNNING)
 
     def _load_ended(self, live: LiveRequest, whole: bool) -> None:
-        self.landed([live])
+        live.leases.end(LOADING)
         if live.phase is Phase.GONE:
             return
         if whole:
@@ -303,45 +317,41 @@ class RequestLives:
 
     # Going out
 
-    def landed(self, requests: Iterable[LiveRequest]) -> None:
-        """Notes that a step or a load of these requests is over and uses their blocks no more."""
-        for live in requests:
-            live.flights -= 1
-            self.memory.restored(live)
-            if live.phase is Phase.GONE and not live.flights:
-                self.leaving.remove(live)
-                self.memory.free(live)
-
     def hold(self, live: LiveRequest) -> None:
         """Takes a prefilled request out of the batch. It keeps its blocks."""
         self._move(live, Phase.HELD)
 
     def drop(self, live: LiveRequest) -> None:
-        """Ends a request in any phase. Its blocks are free at once, or when the last launched step and the
-        load that use them are over. No request owns them meanwhile."""
-        assert live.phase is not Phase.GONE, "a request ends once"
+        """Ends a request in any phase. Its blocks are free at once, or with the last lease on it. No request
+        owns them meanwhile."""
         if live.grammar is not None:
             live.grammar.abandon()
-        del self.requests[live.id]
         self._move(live, Phase.GONE)
-        if not live.flights:
-            self.leaving.remove(live)
-            self.memory.free(live)
+        live.leases.close()
+
+    def _over(self, live: LiveRequest) -> None:
+        """The request has ended, and nothing uses its memory."""
+        self.leaving.remove(live)
+        self.memory.free(live)
+        live.owner = None  # which mostly names the request
 
     def to_drop(
-        self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
-    ) -> list[bytes]:
+        self,
+        wanted: Callable[[Any], bool],
+        spare: Iterable[LiveRequest],
+        closing: Iterable[LiveRequest] = (),
+    ) -> list[LiveRequest]:
         """The `spare` requests, in their order, that must be dropped so that a waiting request can start.
 
-        This is the first waiting request that is `wanted`; the requests before it in the queue start before
-        it. If there is not enough room for all of these, as many start as can, and no request is dropped for
-        the others. Spare requests are held or reserved. Reserved ones stay while a request is running, since
-        that one leaves its seat and its blocks. The caller drops the `closing` requests in any case."""
-        if not any(wanted(live.id) for live in self.waiting):
+        This is the first waiting request with an owner that is `wanted`; the requests before it in the queue
+        start before it. If there is not enough room for all of these, as many start as can, and no request is
+        dropped for the others. Spare requests are held or reserved. Reserved ones stay while a request is
+        running, since that one leaves its seat and its blocks. The caller drops the `closing` requests in any
+        case."""
+        if not any(wanted(live.owner) for live in self.waiting):
             return []
         pool, memory, states = self.pool, self.memory, self.states
-        ending = [self.requests[request_id] for request_id in closing]
-        droppable = [self.requests[request_id] for request_id in spare]
+        ending, droppable = list(closing), list(spare)
         if self.running or self.loading:
             droppable = [live for live in droppable if live.phase is Phase.HELD]
         seats = self.seats + sum(live.phase is Phase.RESERVED for live in ending)
@@ -374,14 +384,13 @@ class RequestLives:
             if not is_enough(len(droppable)):
                 break
             dropped = bisect_left(range(len(droppable)), True, lo=max(least, dropped), key=is_enough)
-            if wanted(live.id):
+            if wanted(live.owner):
                 break
-        return [live.id for live in droppable[:dropped]]
+        return droppable[:dropped]
 
     def assert_whole(self) -> None:
         """Asserts, when idle, that no request and no block was left behind."""
-        assert not any(self._of_phase.values()), f"requests left behind: {self._of_phase}"
-        assert not self.requests, f"requests left behind: {self.requests}"
+        assert not self.some, f"requests left behind: {self._of_phase}"
         exchange = self.store_exchange
         assert exchange is None or exchange.empty, "a pin or an import was left behind"
         for tier in self.offload:

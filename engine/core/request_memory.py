@@ -1,7 +1,7 @@
 """What requests hold: blocks of KV, and a state slot if the model has state layers. Pure."""
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.content import CHUNK_TOKENS
 from baton.engine.core.block_pool import BlockPool, StatePool
@@ -9,6 +9,7 @@ from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 from baton.engine.core.state_copies import Save
+from baton.engine.core.step_builder import Schedule
 
 
 class RequestMemory:
@@ -90,7 +91,8 @@ class RequestMemory:
             assert live.names is not None, "hits are found by names"
             name = live.names.blocks[len(hits) - 1]
             self._copies.use(name)
-            live.begins_with = live.lent_slot = self._copies.lend(name)
+            live.copy = self._copies.lend(name)
+            live.begins_with = None if live.copy is None else live.copy.slot
         live.num_cached = known
         live.num_verified = 0
         live.num_published = len(hits)
@@ -227,24 +229,22 @@ class RequestMemory:
     def forget_restore(self, live: LiveRequest) -> None:
         """The states of a request come from elsewhere, and not from a copy. Or it has ended."""
         live.begins_with = None
-        self.restored(live)
+        if live.copy is not None:
+            live.copy.end()
+            live.copy = None
 
-    def take_restores(self, chunks: Iterable[LiveRequest]) -> list[tuple[int, int]]:
-        """(from, to): the slots of states to copy before the step of these requests, which is launched now.
-        They keep both slots until it is over, whenever they end."""
+    def take_restores(self, plan: Schedule) -> list[tuple[int, int]]:
+        """(from, to): the slots of states to copy before the step, which is launched now. The step takes the
+        leases on the copies, and has leases on its requests. So both slots stay until it is over."""
         restores: list[tuple[int, int]] = []
-        for live in chunks:
+        for live in plan.chunks:
             if live.begins_with is not None:
                 restores.append((live.begins_with, live.state_slot))
                 live.begins_with = None
+                if live.copy is not None:
+                    plan.copies.append(live.copy)
+                    live.copy = None
         return restores
-
-    def restored(self, live: LiveRequest) -> None:
-        """A step of the request is over."""
-        if live.lent_slot is not None:
-            assert self._copies is not None
-            self._copies.take_back(live.lent_slot)
-            live.lent_slot = None
 
     def saves(self, chunks: Mapping[LiveRequest, range]) -> list[Save]:
         """The copies of states that the step of these chunks makes, which is launched now. None at the end of

@@ -60,7 +60,8 @@ class Scheduler(RequestLives):
 
     def schedule(self, chunk_limit: int | None = None) -> Schedule:
         """Plans the next step and gives its requests their blocks. Decodes go first, so that no prompt delays
-        them. Then prompts go in order, those that have begun and those of the queue, while there is room.
+        them. Then prompts go in order, those that have begun and those of the queue, while there is room. The
+        step has leases on its requests, which the caller ends.
 
         `chunk_limit`: most prompt tokens of a step while requests decode or are reserved. Reserved requests
         count because they may join during the step and then wait for its end."""
@@ -83,6 +84,7 @@ class Scheduler(RequestLives):
         self._admit(budget, alone, plan)
         if self.speculation is not None:
             self.speculation.draft(plan, self.memory)
+        plan.lease()
         if plan.decodes:
             self._mixed_steps = self._mixed_steps + 1 if plan.prompts else 0
         return plan
@@ -221,7 +223,6 @@ class Scheduler(RequestLives):
         for live, positions in plan.chunks.items():
             live.num_computed = positions.stop
             live.decodes = positions.stop == len(live.token_ids)  # the step samples its next token
-            live.flights += 1
             if live.range_stop is not None:
                 live.awaits = None  # the step has waited for all KV before the range
                 if positions.stop == live.range_stop:
@@ -243,7 +244,7 @@ class Scheduler(RequestLives):
         return True
 
     def _preempt(self, victim: LiveRequest, plan: Schedule) -> None:
-        assert not victim.flights, "no request is preempted while a step that uses its blocks is under way"
+        assert not victim.leases, "no request is preempted while a step that uses its blocks is under way"
         self.preemptions += 1
         plan.preempted.append(victim)
         if victim.hand_back:

@@ -15,7 +15,7 @@ one there is no copy.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 END_TOKENS = 512
@@ -30,6 +30,21 @@ class Save(NamedTuple):
     """Of the request."""
     position: int
     to: int
+
+
+class CopyLease:
+    """Nothing writes to a copy, in `slot`, until `end`."""
+
+    __slots__ = ("_give_back", "slot")
+
+    def __init__(self, slot: int, give_back: Callable[[int], None]) -> None:
+        self.slot = slot
+        self._give_back: Callable[[int], None] | None = give_back
+
+    def end(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        assert give_back is not None, "a lease ends once"
+        give_back(self.slot)
 
 
 class StateCopies:
@@ -114,14 +129,15 @@ class StateCopies:
         if slot is not None and slot not in self._lent:
             self._free.append(slot)
 
-    def lend(self, name: bytes) -> int | None:
-        """The slot of a cached copy, which nothing writes until `take_back`. None: there is no such copy."""
+    def lend(self, name: bytes) -> CopyLease | None:
+        """A lease on a cached copy, which may be dropped meanwhile. None: there is no such copy."""
         slot = self._slot_of.get(name)
-        if slot is not None:
-            self._lent[slot] += 1
-        return slot
+        if slot is None:
+            return None
+        self._lent[slot] += 1
+        return CopyLease(slot, self._take_back)
 
-    def take_back(self, slot: int) -> None:
+    def _take_back(self, slot: int) -> None:
         self._lent[slot] -= 1
         if not self._lent[slot]:
             del self._lent[slot]

@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 
 from baton.engine.core.live_request import DRAW, PENDING, LiveRequest
-from baton.engine.core.state_copies import Save
+from baton.engine.core.state_copies import CopyLease, Save
 from baton.engine.step import (
     NOT_SCORED,
     Adjustments,
@@ -39,9 +39,9 @@ as those of a prompt do."""
 _Chunk = tuple[LiveRequest, range]  # with the positions that a step computes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Schedule:
-    """One step, from its plan until its tokens are known.
+    """One step, from its plan until its tokens are known. Until then it has leases on its requests.
 
     launched ──▶ sampled ──▶ over (the device has computed all of it) ──▶ landed: its tokens are known
 
@@ -62,6 +62,8 @@ class Schedule:
     """Seconds in which the host waited for KV from other workers, so that it could go on."""
     ids: frozenset[bytes] = frozenset()
     """The requests that it computes. This and the rest is known from the launch on."""
+    copies: list[CopyLease] = field(default_factory=list)
+    """On the copies of states with which its requests begin."""
     drafts: dict[LiveRequest, Draft] = field(default_factory=dict)
     """Of the requests that have some, or come after some."""
     guesses: int = 0
@@ -72,6 +74,18 @@ class Schedule:
     """The positions that predict a token of a prompt with log probabilities."""
     refused: dict[int, str] = field(default_factory=dict)
     """By row, what is wrong with a request's grammar."""
+
+    def lease(self) -> None:
+        """The step is planned, so it uses the blocks and the states of its requests."""
+        for live in self.chunks:
+            live.leases.begin(self)
+
+    def end_leases(self) -> None:
+        """The device computes nothing of the step any more."""
+        for live in self.chunks:
+            live.leases.end(self)
+        for copy in self.copies:
+            copy.end()
 
     @property
     def decodes(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
+from baton.engine import Engine
 from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.live_request import LiveRequest
@@ -47,15 +48,25 @@ def add(
 ) -> LiveRequest:
     """`options`: as in `EngineRequest`."""
     request = EngineRequest(bytes([number]), list(range(prompt)), **options)
-    scheduler.add(request, handover=handover)
-    return scheduler.requests[request.id]
+    return scheduler.add(request, handover=handover)
+
+
+def live_of(engine: Engine, request_id: bytes) -> LiveRequest:
+    """The request with this id, which has not ended."""
+    return next(live for live in engine._scheduler if live.id == request_id)
+
+
+def end(engine: Engine, request_id: bytes) -> None:
+    """Ends the request with this id, if there is one."""
+    for live in [live for live in engine._scheduler if live.id == request_id]:
+        engine.cancel(live)
 
 
 def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     """Runs a step like the engine, but without a model: every sampled token is 7."""
     plan = scheduler.schedule(chunk_limit)
     scheduler.launched(plan)
-    scheduler.landed(plan.chunks)
+    plan.end_leases()
     for live, positions in plan.chunks.items():
         if live.num_left == 0:
             if not live.unverified:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.engine import EngineRequest
-from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.step_builder import Schedule, build_step
 from baton.engine.execution.inputs import attention_metadata, read_by_device
 from baton.engine.kernels import Kernels
@@ -51,7 +51,7 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
     cache = torch.full((2, num_blocks, block_size, KV_HEADS, DIM), torch.nan)
     plan, sequences = Schedule(), []
     for start, stop in spans:
-        live = LiveRequest(EngineRequest(b"", list(range(stop))), Phase.RUNNING, 0)
+        live = LiveRequest(EngineRequest(b"", list(range(stop))), 0)
         live.blocks = array("i", [free.pop() for _ in range(-(-stop // block_size))])
         keys_values = torch.randn(2, stop, KV_HEADS, DIM, generator=generator)
         for position in range(start):
@@ -125,7 +125,7 @@ def plain(
 
 def test_only_tokens_that_complete_their_request_are_sampled() -> None:
     def live(tokens: int) -> LiveRequest:
-        result = LiveRequest(EngineRequest(b"", list(range(tokens))), Phase.RUNNING, 0)
+        result = LiveRequest(EngineRequest(b"", list(range(tokens))), 0)
         result.blocks = array("i", [0, 1, 2])
         return result
 

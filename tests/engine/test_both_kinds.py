@@ -12,7 +12,7 @@ import pytest
 
 from baton.engine import Engine, EngineRequest, Output
 from tests.engine.conftest import MakeEngine, request_of, run
-from tests.engine.scheduling import hooks_to
+from tests.engine.scheduling import end, hooks_to, live_of
 from tests.engine.test_disaggregation import LIST, copy_kv
 
 WAYS = ("add", "start", "resume", "join")
@@ -55,7 +55,7 @@ class Everything:
                     continue
                 if output.finish_reason:
                     self.emit(output._replace(id=output.id.removeprefix(b"prefill")))
-                    engine.release(output.id)
+                    end(engine, output.id)
                 else:
                     held.append(output)
             for request_id in result.preempted:
@@ -85,15 +85,15 @@ class Everything:
         engine, request = self.engine, current[first.id.removeprefix(b"prefill")]
         target = engine.reserve(request) if way_of[request.id] == "join" else None
         if target is None:
-            again = engine.resume(first.id, request.id)
+            again = engine.resume(live_of(engine, first.id), request.id)
             if again is None:
                 return False
         else:
             self.joined += 1
             count = len(request.prompt_ids) + len(request.output_ids)
             copy_kv(engine, self.tables[first.id], engine, target, count)
-            engine.release(first.id)
-            again = engine.join(request.id, first.token, first.logprobs)
+            end(engine, first.id)
+            again = engine.join(live_of(engine, request.id), first.token, first.logprobs)
         assert again[:5] == (request.id, *first[1:5]), "index, token, log probabilities and the reason to end"
         assert (again.queue_seconds, again.prefill_seconds) == (0, 0)
         self.emit(again)
@@ -169,9 +169,8 @@ def test_nothing_is_computed_twice_for_a_resumed_request(tiny_engine: MakeEngine
     engine = tiny_engine(enable_prefix_caching=True)
     engine.add(replace(request, id=b"prefill"), handover=True)
     (first,) = engine.step().outputs
-    again = engine.resume(b"prefill", request.id)
+    again = engine.resume(live_of(engine, b"prefill"), request.id)
     assert again == Output(request.id, 0, first.token)
-    engine.release(b"prefill")  # the id is unknown now
     computed: list[tuple[int, int]] = []
     run_step = engine._runner.run
 
@@ -191,7 +190,7 @@ def test_resuming_ends_a_request_with_its_last_token(tiny_engine: MakeEngine) ->
     engine = tiny_engine()
     engine.add(request_of(1, [3, 4, 5], max_tokens=1), handover=True)
     (first,) = engine.step().outputs
-    again = engine.resume(first.id, b"decode")
+    again = engine.resume(live_of(engine, first.id), b"decode")
     assert again == Output(b"decode", 0, first.token, finish_reason="length")
     engine.assert_whole()
 

@@ -18,15 +18,15 @@ from baton.engine import (
     Engine,
     EngineRequest,
     Output,
-    Reservation,
     SpeculativeConfig,
     StructuredOutput,
 )
+from baton.engine.core.live_request import LiveRequest
 from baton.engine.kernels import parts
 from baton.worker.engine_process.paged_kv import paged_kv
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, run
 from tests.engine.draft_checkpoints import random_eagle
-from tests.engine.scheduling import hooks_to
+from tests.engine.scheduling import end, hooks_to, live_of
 
 
 class Pair:
@@ -58,7 +58,7 @@ class Pair:
             self.emit(result.outputs)
             for output in result.outputs:
                 if output.finish_reason:
-                    self.prefill.release(output.id)
+                    end(self.prefill, output.id)
                 else:
                     ready.append(output)
             ready = [output for output in ready if not self.hand_over(todo[output.id], output)]
@@ -86,14 +86,14 @@ class Pair:
         count = len(request.prompt_ids) + len(request.output_ids)
         copy_kv(self.prefill, self.tables[request.id], self.decode, target, count)
         self.copied += count - target.num_cached
-        self.prefill.release(request.id)
-        again = self.decode.join(request.id, first.token, first.logprobs)
+        end(self.prefill, request.id)
+        again = self.decode.join(live_of(self.decode, request.id), first.token, first.logprobs)
         assert (again.output_index, again.token) == (first.output_index, first.token)
         return True
 
 
 def copy_kv(
-    source: Engine, source_blocks: Sequence[int], target: Engine, reserved: Reservation, count: int
+    source: Engine, source_blocks: Sequence[int], target: Engine, reserved: LiveRequest, count: int
 ) -> None:
     """Copies the KV that the reservation lacks, of the first `count` positions."""
 
@@ -101,7 +101,7 @@ def copy_kv(
         positions = range(reserved.num_cached, count)
         return torch.tensor([blocks[p // block_size] * block_size + p % block_size for p in positions])
 
-    there, here = slots(source_blocks, source.block_size), slots(reserved.block_ids, target.block_size)
+    there, here = slots(source_blocks, source.block_size), slots(reserved.blocks, target.block_size)
     if len(there):
         for source_kv, target_kv in zip(source.kv_cache, target.kv_cache, strict=True):
             parts(target_kv)[0].flatten(1, 2)[:, here] = parts(source_kv)[0].flatten(1, 2)[:, there]
@@ -154,19 +154,19 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     assert decode.reserve(neighbour)
     reserved = decode.reserve(request)
     assert reserved is not None
-    assert len(reserved.block_ids) == 3
+    before = list(reserved.blocks)
+    assert len(before) == 3
     longer = EngineRequest(request.id, request.prompt_ids, expected[:2], request.sampling)
-    grown = decode.extend_reservation(request.id, longer.output_ids)
-    assert grown is not None
-    assert grown[:3] == reserved.block_ids
-    assert len(grown) == 4
-    assert decode.extend_reservation(request.id, expected[:2] + [3] * 6) is None, "the neighbour has the last"
+    assert decode.extend_reservation(reserved, longer.output_ids)
+    assert list(reserved.blocks[:3]) == before
+    assert len(reserved.blocks) == 4
+    assert not decode.extend_reservation(reserved, expected[:2] + [3] * 6), "the neighbour has the last"
     for length in (1, 9):
         with pytest.raises(ValueError, match=f"{length} output_ids, but 2 to 8 are possible"):
-            decode.extend_reservation(request.id, [3] * length)
+            decode.extend_reservation(reserved, [3] * length)
     with pytest.raises(ValueError, match="first 2 output_ids are not those"):
-        decode.extend_reservation(request.id, [*reversed(expected[:2]), 3])
-    decode.cancel(neighbour.id)
+        decode.extend_reservation(reserved, [*reversed(expected[:2]), 3])
+    end(decode, neighbour.id)
     pair = Pair(prefill, decode)
     prefill.add(longer, handover=True)
     outputs: list[Output] = []
@@ -174,9 +174,9 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
         outputs += prefill.step().outputs
     (first,) = outputs
     assert first.output_index == 2
-    copy_kv(prefill, pair.tables[request.id], decode, Reservation(grown, 0), 13)
-    prefill.release(request.id)
-    outputs = [decode.join(request.id, first.token, first.logprobs)]
+    copy_kv(prefill, pair.tables[request.id], decode, reserved, 13)
+    end(prefill, request.id)
+    outputs = [decode.join(live_of(decode, request.id), first.token, first.logprobs)]
     while decode.has_work:
         outputs += decode.step().outputs
     assert [(o.output_index, o.token) for o in outputs] == list(enumerate(expected))[2:]
@@ -188,7 +188,7 @@ def test_a_join_can_end_the_request(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     request = request_of(1, [3, 4, 5], [6], max_tokens=2)
     assert engine.reserve(request) is not None
-    output = engine.join(request.id, 7)
+    output = engine.join(live_of(engine, request.id), 7)
     assert (output.output_index, output.token, output.finish_reason) == (1, 7, "length")
     engine.assert_whole()
 
@@ -222,7 +222,7 @@ def test_the_chunk_limit_knows_when_a_request_joins(
     reserved = engine.reserve(joining)
     assert reserved is not None
     for kv in engine.kv_cache:
-        parts(kv)[0][:, list(reserved.block_ids)] = 0
+        parts(kv)[0][:, list(reserved.blocks)] = 0
     engine.add(request_of(2, range(3, 190)))
     engine.step()
     engine.joins_at = 0.0
@@ -230,7 +230,7 @@ def test_the_chunk_limit_knows_when_a_request_joins(
         engine.step()
     engine.joins_at = math.inf
     engine.step()
-    engine.join(joining.id, 7)
+    engine.join(live_of(engine, joining.id), 7)
     for _ in range(2):
         engine.step()
     assert limit.taken == [40, 16, 16, 40, 16, 40]

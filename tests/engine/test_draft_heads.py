@@ -35,6 +35,7 @@ from tests.engine.draft_checkpoints import random_eagle, save_mtp, sure_eagle, s
 from tests.engine.draft_reference import EagleReference, NextTokenReference
 from tests.engine.drafting import draft_always
 from tests.engine.replays import capture_on_cpu, replayed
+from tests.engine.scheduling import live_of
 from tests.engine.test_engine import PREEMPTING
 from tests.engine.test_speculation import assert_same, requests_of
 from tests.engine.test_unequal_groups import ON_CPU, Pair, Side
@@ -160,7 +161,7 @@ def test_guesses_are_those_of_the_reference(
         prompt = [(7 * i + number) % 190 + 3 for i in range(length)]
         request = request_of(number, prompt, max_tokens=16 + 4 * number, ignore_eos=True)
         engine.add(request)
-        lives.append(engine._scheduler.requests[request.id])
+        lives.append(live_of(engine, request.id))
     compared = 0
     while engine.has_work:
         engine.step()

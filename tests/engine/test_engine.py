@@ -10,7 +10,7 @@ from baton.engine import Engine, EngineRequest, Logprobs, SamplingParams, check_
 from baton.engine.kernels import parts
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, request_of, run
-from tests.engine.scheduling import hooks_to
+from tests.engine.scheduling import end, hooks_to, live_of
 
 PROMPT = [5, 9, 17, 33, 65, 129, 3, 4, 11]
 POISON = 198
@@ -103,17 +103,6 @@ def test_requests_that_can_never_be_served(prompt: Any, output: Any, sampling: A
 
 def test_a_request_may_fill_the_context() -> None:
     check_request(request_of(1, [0] * 200, [198] * 55, max_tokens=56), 199, 256)
-
-
-def test_an_id_is_used_once_at_a_time(tiny_engine: MakeEngine) -> None:
-    engine = tiny_engine()
-    engine.add(request_of(1, PROMPT))
-    with pytest.raises(AssertionError, match="ids are unique"):
-        engine.add(request_of(1, PROMPT))
-    run(engine)
-    engine.add(request_of(1, PROMPT))
-    engine.cancel(request_of(1, PROMPT).id)
-    engine.assert_whole()
 
 
 # Crowds
@@ -273,7 +262,7 @@ def test_a_prompt_with_a_nan_is_never_shared(tiny_engine: MakeEngine, at: int, h
         assert not result.outputs
         assert engine.stats().blocks_cached == 0
         assert engine.stats().prefix_cache_hits == 0
-        engine.release(victim.id)
+        end(engine, victim.id)
         engine.assert_whole()
 
 
@@ -350,8 +339,8 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
     assert engine.stats().held_prefills == 1
     assert not engine.idle
     assert not engine.has_work
-    engine.release(request.id)
-    engine.release(request.id)
+    end(engine, request.id)
+    end(engine, request.id)
     assert engine.idle
     engine.assert_whole()
 
@@ -368,7 +357,7 @@ def test_a_handover_that_ends_with_its_first_token_keeps_its_blocks_until_releas
         (output,) = run(engine, [request], handover=True)[request.id].outputs
         assert (output.token, output.finish_reason) == (first, reason)
         assert engine.stats().held_prefills == 1, "the pump may still be reading"
-        engine.release(request.id)
+        end(engine, request.id)
         engine.assert_whole()
 
 
@@ -399,7 +388,7 @@ def test_cached_prefix_is_announced_as_ready(tiny_engine: MakeEngine) -> None:
     engine = sink.engine = tiny_engine(hooks=hooks_to(sink), enable_prefix_caching=True)
     for number in (1, 2):
         run(engine, [request_of(number, PROMPT)], handover=True)
-        engine.release(request_of(number, PROMPT).id)
+        end(engine, request_of(number, PROMPT).id)
     assert [event[3:] for event in sink.events if event[0] == "started"] == [(9, 0), (9, 8)]
     engine.assert_whole()
 
@@ -419,8 +408,8 @@ def test_cancel_in_every_phase(tiny_engine: MakeEngine) -> None:
     reservation = engine.reserve(joined)
     assert reservation is not None
     for cache in engine.kv_cache:
-        parts(cache)[0][:, list(reservation.block_ids)] = 0.5  # in place of the KV that a prefill would send
-    engine.join(joined.id, 3)
+        parts(cache)[0][:, list(reservation.blocks)] = 0.5  # in place of the KV that a prefill would send
+    engine.join(live_of(engine, joined.id), 3)
     engine.add(chunked)
     engine.step()  # only decodes
     engine.step()
@@ -430,10 +419,10 @@ def test_cancel_in_every_phase(tiny_engine: MakeEngine) -> None:
     assert (stats.held_prefills, stats.reservations) == (1, 1)
     assert stats.tokens_waiting == 10 + (10 - 6)
     with pytest.raises(AssertionError, match="only a held request is released, this one is RUNNING"):
-        engine.release(decoding.id)
+        end(engine, decoding.id)
     for request in (waiting, chunked, decoding, held, reserved, joined):
-        engine.cancel(request.id)
-        engine.cancel(request.id)
+        end(engine, request.id)
+        end(engine, request.id)
     assert engine.idle
     assert not engine.has_work
     engine.assert_whole()

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.engine import Engine, Reasoning, StructuredOutput, grammar_compiler
-from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.step_builder import build_adjustments
 from baton.engine.execution.sampler import adjust
 from baton.engine.grammar import SPARE_SECONDS, Grammars, Matcher, too_dear
@@ -24,6 +24,7 @@ from baton.engine.grammar_compiler import Compiler, Key, Shared
 from baton.engine.loader.tokenizer_json import tokenizer_json
 from baton.machine.grammars import LIMITS, Alphabet, compiled
 from tests.engine.conftest import MakeEngine, request_of, run, tokens_of
+from tests.engine.scheduling import end, live_of
 
 EOS = 2
 PERSON = {
@@ -170,8 +171,8 @@ def test_a_failed_grammar_fails_only_its_request(
     assert {int.from_bytes(request_id) for request_id in results} == {1, 3}
     assert all(reason in (result.refused or "") for result in results.values())
     with pytest.raises(AssertionError, match="no token to go on from"):
-        engine.resume((3).to_bytes(16), b"resumed")
-    engine.release((3).to_bytes(16))
+        engine.resume(live_of(engine, (3).to_bytes(16)), b"resumed")
+    end(engine, (3).to_bytes(16))
     engine.assert_whole()
 
 
@@ -379,7 +380,7 @@ def test_cancelling_a_request_cancels_its_grammar(
     for request in requests:
         engine.add(request)
     for request in requests[1:4]:
-        engine.cancel(request.id)
+        end(engine, request.id)
     may_compile.set()
     run(engine)
     assert compiled == ["b", "bbbbb"]
@@ -483,7 +484,7 @@ def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: P
     text = 'The temperature_celsius of {"Größe": "München"} is 12.5 degrees.'
     wanted = StructuredOutput("regex", re.escape(text))
     request = request_of(1, [1, 5], max_tokens=60, structured_output=wanted)
-    live = LiveRequest(request, Phase.RUNNING, 1)
+    live = LiveRequest(request, 1)
     grammars = Grammars(tokenizer_json, str(embedded_model_path), 49152, {EOS})
     live.grammar = grammars.compile(request)
     for expected in [*tokenizer.encode(text).ids, EOS]:
@@ -503,7 +504,7 @@ def test_a_mask_applies_to_its_rows_only_for_any_vocabulary() -> None:
     logits = torch.arange(3 * vocabulary, dtype=torch.float32).view(3, vocabulary)
     bits = np.zeros((2, 2), dtype=np.int32)
     bits[0, 0], bits[1, 1] = -(1 << 31), 1 << 3  # tokens 31 and 35
-    live = [LiveRequest(request_of(i, [1]), Phase.RUNNING, i) for i in range(3)]
+    live = [LiveRequest(request_of(i, [1]), i) for i in range(3)]
     adjustments = build_adjustments(live, {EOS}, ([0, 2], bits))
     chosen = adjust(logits, adjustments, torch.empty(0)).argmax(dim=-1)
     assert chosen.tolist() == [31, 44, 35]

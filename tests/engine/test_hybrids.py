@@ -21,7 +21,7 @@ from baton.engine.execution.warmup import Rehearsal, warm_up
 from baton.engine.loader import check_model
 from tests.engine.checkpoints import assert_refused, load
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, run, save_tiny, tokens_of
-from tests.engine.scheduling import add, make
+from tests.engine.scheduling import add, live_of, make
 from tests.engine.test_overlap import land_one
 
 KINDS = ("Bamba", "Qwen3Next")
@@ -113,13 +113,13 @@ def test_no_step_changes_the_states_of_a_held_request(path: Path, late_engine: M
         pass
 
     def states() -> list[torch.Tensor]:
-        slot = engine._scheduler.requests[held.id].state_slot
+        slot = live_of(engine, held.id).state_slot
         return [part[slot].clone() for state in engine._runner.states for part in state]
 
     before = states()
     run(engine, [request_of(2, PROMPTS[5], max_tokens=3)])
     assert all(map(torch.equal, states(), before))
-    first = engine.resume(held.id, b"resumed")
+    first = engine.resume(live_of(engine, held.id), b"resumed")
     assert first is not None
     rest = run(engine)[b"resumed"].tokens
     (expected,) = tokens_of(engine, [request_of(3, PROMPTS[4], max_tokens=5, ignore_eos=True)])
@@ -333,14 +333,14 @@ class Steps:
         live = add(self.scheduler, 1, 10)
         for plan, restores in (self.launch(), self.launch()):
             assert restores == []
-            self.scheduler.landed(plan.chunks)
+            plan.end_leases()
         self.scheduler.memory.publish(live, 10)
         self.scheduler.drop(live)
 
     def launch(self) -> tuple[Schedule, list[tuple[int, int]]]:
         """The plan, and the slots of states to copy."""
         plan = self.scheduler.schedule()
-        restores = self.scheduler.memory.take_restores(plan.chunks)
+        restores = self.scheduler.memory.take_restores(plan)
         self.scheduler.memory.saves(plan.chunks)
         self.scheduler.launched(plan)
         return plan, restores
@@ -351,11 +351,10 @@ class Steps:
         assert exchange is not None
         missing = exchange.missing(EngineRequest(b"i", list(range(first, first + 80))), 1)
         assert missing is not None
-        if exchange.start_import(b"i", missing) is None:
+        if (started := exchange.start_import(missing)) is None:
             return None
-        slot = exchange.state_slot(b"i")
-        exchange.end_import(b"i", 0)
-        return slot
+        started.end(0)
+        return started.state_slot
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -370,7 +369,7 @@ def test_nothing_writes_to_a_copy_that_a_launched_step_begins_with(cancelled: bo
     if cancelled:
         steps.scheduler.drop(live)
     assert steps.import_from(100) is None
-    steps.scheduler.landed(plan.chunks)
+    plan.end_leases()
     assert steps.import_from(100) == copy
     if not cancelled:
         steps.scheduler.drop(live)
@@ -390,7 +389,7 @@ def test_no_copy_is_taken_where_states_of_another_worker_come_meanwhile() -> Non
         while live.phase is Phase.RUNNING and (plan := scheduler.schedule()).chunks:
             copied += [save.position for save in scheduler.memory.saves(plan.chunks)]
             scheduler.launched(plan)
-            scheduler.landed(plan.chunks)
+            plan.end_leases()
     assert copied == [8, 32, 40]
     scheduler.drop(live)
     scheduler.assert_whole()
@@ -422,7 +421,7 @@ def test_no_step_copies_states_of_a_request_that_it_does_not_compute(steps_until
     assert reserved is not None
     assert reserved.state_slot == slot
     for plan, _ in plans:
-        steps.scheduler.landed(plan.chunks)
+        plan.end_leases()
     for live in (first, reserved):
         steps.scheduler.drop(live)
     steps.scheduler.assert_whole()
@@ -436,11 +435,14 @@ def test_a_lent_copy_is_neither_evicted_nor_written() -> None:
         copies.publish(name, slot)
     lent = copies.lend(b"a")
     assert lent is not None
-    assert copies.lend(b"a") == lent
-    assert copies.allocate() == 1 - lent
+    leases = [lent, copies.lend(b"a")]
+    assert copies.allocate() == 1 - lent.slot
     assert b"b" not in copies, "it was used later, and is evicted first"
     copies.drop(b"a")
-    for _ in range(2):
+    for lease in leases:
         assert copies.allocate() is None
-        copies.take_back(lent)
-    assert copies.allocate() == lent
+        assert lease is not None
+        lease.end()
+        with pytest.raises(AssertionError, match="a lease ends once"):
+            lease.end()
+    assert copies.allocate() == lent.slot

@@ -23,10 +23,14 @@ def dropped(
     order = sorted({*scheduler.held} - {*closing}, key=lambda live: live.arrival)
     going = scheduler.to_drop(
         {live.id for live in wanted}.__contains__,
-        [live.id for live in closing],
-        [live.id for live in order if live.id not in fetched],
+        [live for live in order if live.id not in fetched],
+        closing,
     )
-    return [request_id[0] for request_id in going]
+    return [live.id[0] for live in going]
+
+
+def numbered(scheduler: Scheduler, wanted: int) -> LiveRequest:
+    return next(live for live in scheduler if live.id == bytes([wanted]))
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ def full() -> Scheduler:
 
 
 def test_no_request_is_dropped_while_there_is_room(full: Scheduler) -> None:
-    full.drop(full.requests[b"\3"])
+    full.drop(numbered(full, 3))
     assert dropped(full, add(full, 9, BLOCK, handover=True)) == []
 
 
@@ -47,7 +51,7 @@ def test_the_oldest_make_room_for_a_wanted_one(full: Scheduler) -> None:
     wanted = add(full, 9, BLOCK + 1, handover=True)
     assert dropped(full, wanted) == [1, 2]
     assert dropped(full, wanted, fetched=b"\1") == [2, 3]
-    full.drop(full.requests[b"\3"])
+    full.drop(numbered(full, 3))
     assert dropped(full, wanted) == [1]
 
 
@@ -86,9 +90,9 @@ def test_a_running_request_that_is_not_for_a_handover_does_not_wait() -> None:
 
 def test_blocks_that_are_being_freed_count_as_free(full: Scheduler) -> None:
     wanted = add(full, 9, BLOCK, handover=True)
-    assert dropped(full, wanted, closing=(full.requests[b"\3"],)) == []
-    last = full.requests[b"\3"]
-    last.flights = 1
+    assert dropped(full, wanted, closing=(numbered(full, 3),)) == []
+    last = numbered(full, 3)
+    last.leases.begin("a transfer")
     full.drop(last)
     assert dropped(full, wanted) == []
 
@@ -119,35 +123,34 @@ def test_a_reservation_is_dropped_last_and_only_if_no_request_is_running() -> No
     held(scheduler, 1, 1)
     reserve(scheduler, 5, 2)
     reserve(scheduler, 6, 2)
-    spare = [b"\1", b"\6", b"\5"]
+    first, third, second = spare = [numbered(scheduler, n) for n in (1, 6, 5)]
     wanted = add(scheduler, 9, 4 * BLOCK, handover=True)
 
-    def dropped_now() -> list[bytes]:
-        return scheduler.to_drop({wanted.id}.__contains__, [], spare)
+    def dropped_now() -> list[LiveRequest]:
+        return scheduler.to_drop({wanted.id}.__contains__, spare)
 
-    assert dropped_now() == [b"\1", b"\6"]
-    scheduler.join(scheduler.requests[b"\5"])
-    spare.remove(b"\5")
+    assert dropped_now() == [first, third]
+    scheduler.join(second)
+    spare.remove(second)
     assert dropped_now() == [], "not enough without the blocks that the running request leaves at its end"
     scheduler.drop(wanted)
     wanted = add(scheduler, 8, 3 * BLOCK, handover=True)
-    assert dropped_now() == [b"\1"], "enough: no reservation goes"
+    assert dropped_now() == [first], "enough: no reservation goes"
 
 
 def test_a_reservation_is_dropped_if_reservations_have_all_seats() -> None:
     scheduler = make(num_blocks=30, seqs=2, budget=64)
-    held(scheduler, 1, 1)
-    for number in (5, 6):
-        reserve(scheduler, number, 1)
+    first = held(scheduler, 1, 1)
+    second, third = (reserve(scheduler, number, 1) for number in (5, 6))
     wanted = add(scheduler, 9, BLOCK, handover=True)
 
-    def dropped_with(closing: list[bytes]) -> list[bytes]:
-        return scheduler.to_drop({wanted.id}.__contains__, closing, [b"\1", b"\6", b"\5"])
+    def dropped_with(*closing: LiveRequest) -> list[LiveRequest]:
+        return scheduler.to_drop({wanted.id}.__contains__, [first, third, second], closing)
 
-    assert dropped_with([]) == [b"\6"], "a held request has no seat"
-    assert dropped_with([b"\5"]) == []
-    scheduler.join(scheduler.requests[b"\5"])
-    going = scheduler.to_drop({wanted.id}.__contains__, [], [b"\1", b"\6"])
+    assert dropped_with() == [third], "a held request has no seat"
+    assert dropped_with(second) == []
+    scheduler.join(second)
+    going = scheduler.to_drop({wanted.id}.__contains__, [first, third])
     assert going == [], "the running request leaves its seat"
 
 

@@ -11,7 +11,7 @@ import pytest
 from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.prefix_exchange import PrefixExchange
+from baton.engine.core.prefix_exchange import Import, Pin
 from baton.engine.core.scheduler import Scheduler
 from tests.engine.scheduling import BLOCK, make, step
 
@@ -84,7 +84,7 @@ class TwoWorkers:
         self.workers = [
             make(num_blocks=num_blocks, seqs=seats, budget=budget, prefix_cache=cached) for _ in range(2)
         ]
-        self.imports: list[tuple[Answer, PrefixExchange, PrefixExchange | None, bytes, int]] = []
+        self.imports: list[tuple[Answer, Import, Pin | None, int]] = []
         self.answers: list[Answer] = []
         for number in range(14):
             most = (num_blocks - 1) * BLOCK
@@ -189,13 +189,12 @@ class TwoWorkers:
         if near is None or far is None:
             return False
         missing = near.missing(answer.request(b"i"), 99)
-        import_id = self.rng.randbytes(8)
-        if missing is None or near.start_import(import_id, missing) is None:
+        if missing is None or (started := near.start_import(missing)) is None:
             return False
-        count, _ = far.pin(import_id, missing.chunks, missing.first_chunk)
-        tokens = count and (missing.first_chunk + count) * CHUNK_TOKENS
-        self.seen["imported" if count else "not pinned"] += 1
-        self.imports.append((answer, near, far if count else None, import_id, tokens))
+        pin = far.pin(missing.chunks, missing.first_chunk)
+        tokens = 0 if pin is None else (missing.first_chunk + pin.num_chunks) * CHUNK_TOKENS
+        self.seen["imported" if pin else "not pinned"] += 1
+        self.imports.append((answer, started, pin, tokens))
         answer.imports = True
         return True
 
@@ -203,10 +202,10 @@ class TwoWorkers:
         """A transfer into reserved blocks waits for nothing, but may take its time."""
         for ended in [one for one in self.imports if self.rng.random() < 0.3]:
             self.imports.remove(ended)
-            answer, near, far, import_id, tokens = ended
-            near.end_import(import_id, tokens)
-            if far is not None:
-                far.unpin(import_id)
+            answer, started, pin, tokens = ended
+            started.end(tokens)
+            if pin is not None:
+                pin.end()
             answer.imports = False
 
     def make_room(self, worker: Scheduler) -> None:
@@ -221,9 +220,7 @@ class TwoWorkers:
             if answer.decode in worker.reserved
             and (answer.prefill is None or answer.prefill.phase is Phase.WAITING)
         ]
-        spare = [live.id for live in (*held, *not_begun)]
-        for request_id in worker.to_drop(fetched.__contains__, (), spare):
-            live = worker.requests[request_id]
+        for live in worker.to_drop(fetched.__contains__, [*held, *not_begun]):
             self.seen[f"{live.phase.name} dropped"] += 1
             worker.drop(live)
 

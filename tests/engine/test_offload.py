@@ -19,6 +19,7 @@ from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import BlockCopy, OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.prefix_exchange import Pin
 from tests.engine.scheduling import hooks_to, make
 
 BLOCK = 16
@@ -75,7 +76,7 @@ class Worker:
     def step(self) -> None:
         plan = self.scheduler.schedule()
         self.scheduler.launched(plan)
-        self.scheduler.landed(plan.chunks)
+        plan.end_leases()
         for live, chunk in plan.chunks.items():
             tokens = tuple(live.token_ids)
             for position in range(chunk.stop):
@@ -121,11 +122,11 @@ class Worker:
     def run(self, *prompts: list[int], tenant: bytes = b"") -> list[LiveRequest]:
         lives = [self.add(prompt, tenant) for prompt in prompts]
         for _ in range(1000):
-            if not self.scheduler.requests:
+            if not any(self.scheduler):
                 break
             self.step()
             self.copy_all()
-        assert not self.scheduler.requests, "a request waits forever"
+        assert not any(self.scheduler), "a request waits forever"
         self.copy_all()
         self.scheduler.assert_whole()
         return lives
@@ -175,10 +176,10 @@ class TierMachine(RuleBasedStateMachine):
     def damage(self, choice: random.Random) -> None:
         self.worker.places[choice.choice(list(self.worker.saved))] = [object()] * BLOCK
 
-    @precondition(lambda self: self.worker.scheduler.requests)
+    @precondition(lambda self: any(self.worker.scheduler))
     @rule(choice=st.randoms())
     def cancel(self, choice: random.Random) -> None:
-        live = choice.choice(list(self.worker.scheduler.requests.values()))
+        live = choice.choice(list(self.worker.scheduler))
         self.worker.scheduler.drop(live)
 
     @invariant()
@@ -199,13 +200,13 @@ class TierMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         scheduler = self.worker.scheduler
         for _ in range(1000):
-            if not scheduler.requests:
+            if not any(scheduler):
                 break
             self.worker.step()
             self.worker.copy_all()
             self.hand_over()
         self.worker.copy_all()
-        assert not scheduler.requests, "a request waits forever"
+        assert not any(scheduler), "a request waits forever"
         scheduler.assert_whole()
 
 
@@ -357,22 +358,24 @@ def test_what_the_host_has_is_served_to_other_workers_unless_it_is_damaged(damag
     assert exchange is not None
     missing = Worker(48, 99).scheduler.prefix_exchange.missing(EngineRequest(b"r", prompt), 99)  # type: ignore[union-attr]
     assert missing is not None
-    assert exchange.pin(b"p", missing.chunks, 0) == (0, [])
+    assert exchange.pin(missing.chunks, 0) is None
     if damaged:
         holder.places = {place: [None] * BLOCK for place in holder.places}
-    pinned: list[tuple[int, list[int]]] = []
-    assert exchange.bring(missing.chunks, 0, lambda: pinned.append(exchange.pin(b"p", missing.chunks, 0)))
+    pinned: list[Pin | None] = []
+    assert exchange.bring(missing.chunks, 0, lambda: pinned.append(exchange.pin(missing.chunks, 0)))
     assert not pinned
     assert not exchange.empty
     holder.copy_all()
-    [(count, blocks)] = pinned
+    [pin] = pinned
+    count = 0 if pin is None else pin.num_chunks
     assert (count, holder.tier.stats.damaged) == ((0, 12) if damaged else (3, 0))
     for position in range(count * 64):
-        row = blocks[position // BLOCK] * BLOCK + position % BLOCK
+        assert pin is not None
+        row = pin.table[position // BLOCK] * BLOCK + position % BLOCK
         assert holder.rows[row] == tuple(prompt[: position + 1])
     assert not exchange.bring(missing.chunks, 0, pinned.clear), "the pool has it, or the tier forgot it"
-    if count:
-        exchange.unpin(b"p")
+    if pin is not None:
+        pin.end()
     holder.scheduler.assert_whole()
 
 
@@ -385,11 +388,13 @@ def test_only_what_neither_the_pool_nor_the_host_has_is_fetched() -> None:
     missing = exchange.missing(EngineRequest(b"r", prompt), 99)
     assert missing is not None
     assert (missing.first_chunk, len(missing.chunks), missing.hits) == (2, 4, [])
-    table = exchange.start_import(b"i", missing)
-    assert table is not None
+    started = exchange.start_import(missing)
+    assert started is not None
     for position in range(128, 384):
-        worker.rows[table[position // BLOCK] * BLOCK + position % BLOCK] = tuple(prompt[: position + 1])
-    exchange.end_import(b"i", 384)
+        worker.rows[started.table[position // BLOCK] * BLOCK + position % BLOCK] = tuple(
+            prompt[: position + 1]
+        )
+    started.end(384)
     [live] = worker.run(prompt)
     assert live.num_cached == 384
     assert worker.tier.stats.loaded_tokens == 128

@@ -11,6 +11,7 @@ import pytest
 from baton.engine import Engine
 from baton.engine.core.pace import Pace
 from tests.engine.conftest import MakeEngine, request_of, run
+from tests.engine.scheduling import end
 from tests.engine.test_engine import PROMPT
 
 
@@ -106,7 +107,7 @@ def test_prompt_tokens_wait_until_their_step_is_over(late_engine: MakeEngine) ->
     assert (len(engine._flights), engine.stats().tokens_waiting) == (1, len(PROMPT))
     land_one(engine)
     assert engine.stats().tokens_waiting == 0
-    engine.cancel(bytes([1]) * 16)
+    end(engine, bytes([1]) * 16)
 
 
 def test_a_landing_makes_its_file_descriptor_readable(tiny_engine: MakeEngine) -> None:

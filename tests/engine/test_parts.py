@@ -15,7 +15,7 @@ from baton.engine.core.live_request import Phase
 from baton.engine.kernels import parts
 from tests.engine.conftest import MakeEngine, request_of, tokens_of
 from tests.engine.draft_checkpoints import random_eagle
-from tests.engine.scheduling import add, hooks_to, make, step, tokens
+from tests.engine.scheduling import add, end, hooks_to, live_of, make, step, tokens
 
 CACHING = {"block_size": 8, "num_blocks": 80, "max_num_batched_tokens": 64, "enable_prefix_caching": True}
 
@@ -62,7 +62,7 @@ def computed(request: EngineRequest, engine: Engine) -> list[int]:
     engine.add(request, handover=True)
     while not engine.step().outputs:
         pass
-    return list(engine._scheduler.requests[request.id].blocks)
+    return list(live_of(engine, request.id).blocks)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -82,32 +82,32 @@ def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
     shared.table = computed(request, source)
     reservation = target.start_part(request, [range(*found) for found in own])
     assert reservation is not None
-    shared.blocks, shared.written = list(reservation.block_ids), reservation.num_cached
+    shared.blocks, shared.written = list(reservation.blocks), reservation.num_cached
     outputs = []
     for start, _ in own:
         assert not target.has_work, "nothing is computed before its time"
-        following = target.next_range(request.id)
+        following = target.next_range(live_of(target, request.id))
         assert following is not None
         assert following.start == start
-        target.begin_range(request.id)
-        assert target.next_range(request.id) is None
+        target.begin_range(live_of(target, request.id))
+        assert target.next_range(live_of(target, request.id)) is None
         outputs += target.step().outputs
-    assert target._scheduler.requests[request.id].phase is Phase.HELD
+    assert live_of(target, request.id).phase is Phase.HELD
     assert target.stats().blocks_cached == 0, "no other request may use KV that is not verified"
-    target.verified(request.id)
+    target.verified(live_of(target, request.id))
     assert target.stats().blocks_cached == 120 // 4
     for here, there in zip(target.kv_cache, source.kv_cache, strict=True):
         positions = torch.arange(120)
         mine = parts(here)[0].flatten(1, 2)[:, shared._slots(target, shared.blocks, positions)]
         other = parts(there)[0].flatten(1, 2)[:, shared._slots(source, shared.table, positions)]
         assert torch.allclose(mine, other, atol=1e-3)
-    resumed = target.resume(request.id, b"goes on")
+    resumed = target.resume(live_of(target, request.id), b"goes on")
     assert resumed is not None
     found = [resumed.token]
     while not target.idle:
         found += [output.token for output in target.step().outputs]
     assert found == expected
-    source.cancel(request.id)
+    end(source, request.id)
     target.assert_whole()
 
 
@@ -119,8 +119,8 @@ def test_waiting_for_other_workers_is_no_slow_prefill(tiny_engine: MakeEngine) -
     shared.table = computed(request, source)
     reservation = target.start_part(request, [range(32), range(64, 120)])
     assert reservation is not None
-    shared.blocks = list(reservation.block_ids)
-    target.begin_range(request.id)
+    shared.blocks = list(reservation.blocks)
+    target.begin_range(live_of(target, request.id))
     target.step()
     before = target._meters.prefill_tokens_per_s, target._meters.step_seconds
     assert min(before) > 0
@@ -130,10 +130,10 @@ def test_waiting_for_other_workers_is_no_slow_prefill(tiny_engine: MakeEngine) -
         shared.layer_done(layer, chunks)
 
     target._hooks = replace(target._hooks, layer_done=late)
-    target.begin_range(request.id)
+    target.begin_range(live_of(target, request.id))
     assert target.step().seconds > 0.1
     assert (target._meters.prefill_tokens_per_s, target._meters.step_seconds) == before
-    source.cancel(request.id)
+    end(source, request.id)
 
 
 def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> None:
@@ -151,16 +151,16 @@ def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> No
         found[output.id].append(output.token)
     reservation = engine.start_part(request, [range(64, 120)])
     assert reservation is not None
-    shared.blocks = list(reservation.block_ids)
-    engine.begin_range(request.id)
+    shared.blocks = list(reservation.blocks)
+    engine.begin_range(live_of(engine, request.id))
     failed: list[bytes] = []
-    while not failed or any(engine.has(each.id) for each in beside):
+    while not failed or any(live.id != request.id for live in engine._scheduler):
         result = engine.step()
         failed += [request_id for request_id, _ in result.failed]
         for output in result.outputs:
             found[output.id].append(output.token)
     assert failed == [request.id]
-    engine.cancel(request.id)
+    end(engine, request.id)
     assert list(found.values()) == expected
     assert tokens_of(engine, [again]) == [right]
     engine.assert_whole()
@@ -180,13 +180,13 @@ def test_a_step_ends_with_the_layer_whose_kv_will_not_come(tiny_engine: MakeEngi
     engine._hooks = replace(engine._hooks, layer_done=lost)
     reservation = engine.start_part(request, [range(64, 120)])
     assert reservation is not None
-    engine.begin_range(request.id)
+    engine.begin_range(live_of(engine, request.id))
     if shared:
         engine.add(other)
     result = engine.step()
     assert result.prompts[request.id] == range(64, 120), "its caller learns of it"
     assert layers == ([0, 1, 2] if shared else [0, 1])
-    engine.cancel(request.id)
+    end(engine, request.id)
     found = [output.token for output in result.outputs if output.id == other.id]
     if not shared:
         engine.add(other)
@@ -204,9 +204,9 @@ def test_a_draft_head_computes_its_layer_when_no_step_can_be_given_up(
     engine, request = tiny_engine(**CACHING, speculative_config=drafts), shared_prompt(60)
     engine._hooks = replace(engine._hooks, layer_done=lambda layer, chunks: layer == 3)
     assert engine.start_part(request, [range(32, 60)]) is not None
-    engine.begin_range(request.id)
+    engine.begin_range(live_of(engine, request.id))
     assert engine.step().prompts == {request.id: range(32, 60)}
-    engine.cancel(request.id)
+    end(engine, request.id)
     engine.assert_whole()
 
 

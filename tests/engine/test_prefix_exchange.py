@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -12,16 +11,11 @@ from hypothesis import strategies as st
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.prefix_cache import PrefixNames
-from baton.engine.core.prefix_exchange import MissingPrefix
+from baton.engine.core.prefix_exchange import Import
 from baton.kv_transfer.endpoint.shared_store import LATER
 from baton.worker.engine_process.shared_store import StoreTier
 from tests.engine.scheduling import ROOT, make
 from tests.stand_in import stand_in
-
-
-class Import(NamedTuple):
-    missing: MissingPrefix
-    blocks: Sequence[int]
 
 
 class Worker:
@@ -68,8 +62,7 @@ class Worker:
 
     def start_import(self, prompt: list[int], salt: bytes = b"", most: int = 99) -> Import | None:
         missing = self.exchange.missing(EngineRequest(b"r", prompt, cache_salt=salt), most)
-        blocks = None if missing is None else self.exchange.start_import(b"i", missing)
-        return None if missing is None or blocks is None else Import(missing, blocks)
+        return None if missing is None else self.exchange.start_import(missing)
 
 
 def chunks_of(prompt: list[int], salt: bytes = b"") -> Sequence[bytes]:
@@ -85,16 +78,18 @@ def content(prompt: list[int], position: int, salt: bytes) -> object:
 def move(holder: Worker, asker: Worker, wanted: Import) -> int:
     """Copies what the holder has, into blocks that no request reads. Returns the number of chunks."""
     missing = wanted.missing
-    count, blocks = holder.exchange.pin(b"p", missing.chunks, missing.first_chunk)
+    pin = holder.exchange.pin(missing.chunks, missing.first_chunk)
+    count = 0 if pin is None else pin.num_chunks
     first = missing.first_chunk * CHUNK_TOKENS
     stop = first + count * CHUNK_TOKENS
     for position in range(first, stop):
-        row = asker.row(wanted.blocks, position)
-        assert wanted.blocks[position // asker.block_size] in asker.scheduler.pool._private
-        asker.kv[row] = holder.kv[holder.row(blocks, position)]
-    asker.exchange.end_import(b"i", stop)
-    if count:
-        holder.exchange.unpin(b"p")
+        assert pin is not None
+        row = asker.row(wanted.table, position)
+        assert wanted.table[position // asker.block_size] in asker.scheduler.pool._private
+        asker.kv[row] = holder.kv[holder.row(pin.table, position)]
+    wanted.end(stop)
+    if pin is not None:
+        pin.end()
     return count
 
 
@@ -209,18 +204,19 @@ def test_pins_keep_their_blocks_and_take_a_bounded_share() -> None:
     holder.compute(prompt)
     wanted = asker.start_import(prompt)
     assert wanted is not None
-    count, blocks = holder.exchange.pin(b"p", wanted.missing.chunks, 0)
-    assert (count, len(blocks)) == (2, 8), "a quarter of 40 blocks has room for two chunks"
-    assert holder.exchange.pin(b"q", wanted.missing.chunks, 0)[0] == 0
+    pin = holder.exchange.pin(wanted.missing.chunks, 0)
+    assert pin is not None
+    assert (pin.num_chunks, len(pin.table)) == (2, 8), "a quarter of 40 blocks has room for two chunks"
+    assert holder.exchange.pin(wanted.missing.chunks, 0) is None
     pool = holder.scheduler.pool
     taken = pool.allocate(pool.free)
-    assert not {*taken} & {*blocks}
+    assert not {*taken} & {*pin.blocks}
     pool.release(taken)
     with pytest.raises(AssertionError, match="left behind"):
         holder.scheduler.assert_whole()
-    holder.exchange.unpin(b"p")
+    pin.end()
     holder.scheduler.assert_whole()
-    asker.exchange.end_import(b"i", 0)
+    wanted.end(0)
     asker.scheduler.assert_whole()
     assert asker.compute(prompt) == 0
 
@@ -231,24 +227,26 @@ def test_a_pin_needs_room_beside_the_queue() -> None:
     holder.compute(prompt)
     wanted = asker.start_import(prompt)
     assert wanted is not None
-    holder.scheduler.add(EngineRequest(b"w", text(600, 1)), handover=True)
+    waiting = holder.scheduler.add(EngineRequest(b"w", text(600, 1)), handover=True)
     first = wanted.missing.chunks[0]
-    assert holder.exchange.pin(b"p", wanted.missing.chunks, 0) == (0, [])
+    assert holder.exchange.pin(wanted.missing.chunks, 0) is None
     assert [holder.exchange.has(first, chunk) for chunk in (0, 1)] == [True, False]
     assert not holder.exchange.has(b"another", 0)
     held = partial(StoreTier._held, stand_in(StoreTier, _exchange=holder.exchange))
     assert [held(name, 0, 0) for name in (first, b"another")] == [LATER, None], "offers wait for room"
-    holder.scheduler.drop(holder.scheduler.requests[b"w"])
-    assert holder.exchange.pin(b"p", wanted.missing.chunks, 0)[0] == 2
-    holder.exchange.unpin(b"p")
+    holder.scheduler.drop(waiting)
+    pin = holder.exchange.pin(wanted.missing.chunks, 0)
+    assert pin is not None
+    assert pin.num_chunks == 2
+    pin.end()
 
 
 def test_an_import_needs_room_beside_the_queue() -> None:
     asker = Worker(16, num_blocks=40)
     prompt = text(400)
-    asker.scheduler.add(EngineRequest(b"w", text(300, 1)), handover=True)
+    waiting = asker.scheduler.add(EngineRequest(b"w", text(300, 1)), handover=True)
     assert asker.start_import(prompt) is None
-    asker.scheduler.drop(asker.scheduler.requests[b"w"])
+    asker.scheduler.drop(waiting)
     assert asker.start_import(prompt) is not None
 
 
@@ -279,14 +277,15 @@ def test_a_peer_that_names_wrong_positions_gets_nothing(size: int) -> None:
     names = PrefixNames(ROOT, b"", size)
     names.extend(prompt, len(prompt))
     chunks = names.chunks
-    assert holder.exchange.pin(b"p", chunks, (1 << 32) - 1) == (0, [])
-    assert holder.exchange.pin(b"p", [b"?" * 16], (1 << 32) - 1) == (0, [])
+    assert holder.exchange.pin(chunks, (1 << 32) - 1) is None
+    assert holder.exchange.pin([b"?" * 16], (1 << 32) - 1) is None
     for first in range(4):
-        count, blocks = holder.exchange.pin(b"p", [chunks[2], chunks[2], *chunks[3:6]], first)
-        assert count == (first == 2)
-        assert len(blocks) * size >= (first + count) * CHUNK_TOKENS * bool(count)
-        if count:
-            holder.exchange.unpin(b"p")
+        pin = holder.exchange.pin([chunks[2], chunks[2], *chunks[3:6]], first)
+        assert (pin is not None) == (first == 2)
+        if pin is not None:
+            assert pin.num_chunks == 1
+            assert len(pin.table) * size >= (first + 1) * CHUNK_TOKENS
+            pin.end()
     holder.scheduler.assert_whole()
 
 
@@ -352,24 +351,25 @@ def test_the_last_chunk_of_a_prompt_travels_without_the_rest_of_its_block() -> N
     missing = asker.exchange.missing(later, 99, remnant=True)
     assert missing is not None
     assert missing.chunks[-1] == name
-    to = asker.exchange.start_import(b"i", missing)
-    assert to is not None
-    _, pinned = holder.exchange.pin(b"p", missing.chunks, 0)
-    block = holder.exchange.lend_remnant(name)
-    assert block is not None
-    assert holder.exchange.lend_remnant(name) is None
+    started = asker.exchange.start_import(missing)
+    assert started is not None
+    pin, last = holder.exchange.pin(missing.chunks, 0), holder.exchange.pin_remnant(name, 2)
+    assert pin is not None
+    assert last is not None
+    assert holder.exchange.pin_remnant(name, 2) is None
     for position in range(192):
-        asker.kv[asker.row(to, position)] = holder.kv[holder.row([*pinned, block], position)]
-    holder.exchange.take_back_remnant(name, block)
-    holder.exchange.unpin(b"p")
-    asker.exchange.end_import(b"i", 192)
+        table = pin.table if position < 128 else last.table
+        asker.kv[asker.row(started.table, position)] = holder.kv[holder.row(table, position)]
+    last.end()
+    pin.end()
+    started.end(192)
     assert asker.exchange.missing(later, 99, remnant=True) is None
     assert asker.compute(later.prompt_ids, salt=b"tenant") == 192
     assert holder.compute(later.prompt_ids, salt=b"tenant") == 192, "it has its remnant again"
     for worker in (holder, asker):
         worker.scheduler.assert_whole()
     taken = holder.scheduler.pool.allocate(holder.scheduler.pool.free)
-    assert holder.exchange.lend_remnant(other) is None
+    assert holder.exchange.pin_remnant(other, 0) is None
     holder.scheduler.pool.release(taken)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from baton.engine import Engine, EngineRequest, PromptLogprobs
 from tests.engine.conftest import request_of, run
+from tests.engine.scheduling import end
 
 RNG = random.Random(3)
 LONG, SHORT, OTHER = ([RNG.randrange(3, 199) for _ in range(n)] for n in (50, 7, 23))
@@ -95,7 +96,7 @@ def test_steps_that_overlap_and_a_handover(late_engine: Any, reference: Any) -> 
     engine = late_engine(**CONFIG)
     request = request_of(1, LONG, max_tokens=4, prompt_logprobs=2)
     check(scores(engine, [request], handover=True)[request.id], LONG, 2, reference(LONG))
-    engine.release(request.id)
+    end(engine, request.id)
     engine.assert_whole()
 
 

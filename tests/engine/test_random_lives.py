@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from baton.content import CHUNK_TOKENS
-from baton.engine import Engine, EngineRequest, Output, Reservation, SpeculativeConfig, StructuredOutput
+from baton.engine import Engine, EngineRequest, Output, SpeculativeConfig, StructuredOutput
 from baton.engine.core import state_copies
+from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.prefix_exchange import Import
 from baton.engine.execution import memory_plan
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.kernels import parts
@@ -30,7 +32,7 @@ from tests.engine.conftest import (
 )
 from tests.engine.draft_checkpoints import random_eagle
 from tests.engine.drafting import draft_always
-from tests.engine.scheduling import hooks_to
+from tests.engine.scheduling import end, hooks_to, live_of
 from tests.engine.test_disaggregation import copy_kv
 
 KINDS: list[dict[str, Any]] = [
@@ -77,7 +79,7 @@ class Lives:
         self.tables: dict[bytes, list[int]] = {}
         self.moved: dict[bytes, Counter[int]] = {}  # positions by layer, of prefills
         self.first: dict[bytes, Output] = {}  # first tokens of held requests that wait for a reservation
-        self.reserved: dict[bytes, tuple[EngineRequest, Reservation]] = {}
+        self.reserved: dict[bytes, tuple[EngineRequest, LiveRequest]] = {}
         self.got: dict[bytes, list[int]] = {}
         self.where: dict[bytes, Engine] = {}
         self.written: dict[int, set[int]] = {}  # blocks, by id() of what a launched step computes
@@ -142,7 +144,7 @@ class Lives:
         assert output.finish_reason == self.expected[output.id].finish_reason
         if self.where.pop(output.id) is self.prefill:
             self.forget(output.id)
-            self.prefill.release(output.id)
+            end(self.prefill, output.id)
 
     def reserve(self, request: EngineRequest) -> None:
         reserved = self.decode.reserve(request)
@@ -153,7 +155,7 @@ class Lives:
         request, target = self.reserved.pop(request_id)
         first, count = self.first.pop(request_id), len(request.prompt_ids)
         assert self.moved[request_id] == Counter(dict.fromkeys(range(self.layers), count))
-        assert self.under_way(self.decode, self.written).isdisjoint(target.block_ids)
+        assert self.under_way(self.decode, self.written).isdisjoint(target.blocks)
         copy_kv(self.prefill, self.tables[request_id], self.decode, target, count)
         if self.decode.states:
             slot = self.of_prefill[request_id]
@@ -163,13 +165,13 @@ class Lives:
                     to[target.state_slot] = source[slot]
         self.cached += target.num_cached
         self.forget(request_id)
-        self.prefill.release(request_id)
+        end(self.prefill, request_id)
         self.where[request_id] = self.decode
-        again = self.decode.join(request_id, first.token, first.logprobs)
+        again = self.decode.join(live_of(self.decode, request_id), first.token, first.logprobs)
         assert (again.output_index, again.token) == (0, first.token)
 
     def resume(self, request_id: bytes) -> None:
-        again = self.prefill.resume(request_id, request_id)
+        again = self.prefill.resume(live_of(self.prefill, request_id), request_id)
         if again is not None:
             first = self.first.pop(request_id)
             assert again[:5] == first[:5]
@@ -177,14 +179,14 @@ class Lives:
             self.resumed.add(request_id)
             if request_id in self.reserved:
                 self.reserved.pop(request_id)
-                self.decode.cancel(request_id)
+                end(self.decode, request_id)
 
     def cancel(self, request_id: bytes) -> None:
         for table in (self.where, self.first, self.reserved):
             table.pop(request_id, None)
         self.forget(request_id)
-        self.prefill.cancel(request_id)
-        self.decode.cancel(request_id)
+        end(self.prefill, request_id)
+        end(self.decode, request_id)
 
     def live(self, requests: list[EngineRequest], rng: random.Random) -> None:
         todo = requests.copy()
@@ -258,19 +260,19 @@ class Lives:
 
     def fail_to_import(self, engine: Engine, rng: random.Random) -> None:
         """What comes from other workers or a store takes blocks and slots beside the steps under way."""
-        exchange, begun = engine.store_exchange, list[bytes]()
+        exchange, begun = engine.store_exchange, list[Import]()
         if exchange is None:
             return
-        for number in range(3):
+        for _ in range(3):
             prompt = [rng.randrange(3, 190) for _ in range(CHUNK_TOKENS + 1)]
-            missing, import_id = exchange.missing(request_of(999, prompt), 1), bytes([number])
-            if missing is None or (blocks := exchange.start_import(import_id, missing)) is None:
+            missing = exchange.missing(request_of(999, prompt), 1)
+            if missing is None or (started := exchange.start_import(missing)) is None:
                 break
-            begun.append(import_id)
-            slot = exchange.state_slot(import_id)
-            self.overwrite(engine, blocks, [] if slot is None else [slot])
-        for import_id in begun:
-            exchange.end_import(import_id, 0)
+            begun.append(started)
+            slot = started.state_slot
+            self.overwrite(engine, started.blocks, [] if slot is None else [slot])
+        for started in begun:
+            started.end(0)
         self.imports += len(begun)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.engine import EngineRequest, SamplingParams
-from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.step_builder import build_adjustments, draw_keys, draws_of, is_plain
 from baton.engine.execution.sampler import adjust, choose, top_logprobs
 from baton.engine.kernels import Kernels
@@ -26,7 +26,7 @@ MASK64 = (1 << 64) - 1
 def live(prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> LiveRequest:
     settings: dict[str, Any] = {"max_tokens": 99, **params}
     request = EngineRequest(b"x", prompt or [5], output or [], SamplingParams(**settings))
-    return LiveRequest(request, Phase.RUNNING, 0)
+    return LiveRequest(request, 0)
 
 
 def logits(rows: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:

@@ -135,7 +135,7 @@ def test_without_a_free_slot_no_request_starts() -> None:
     assert tokens(step(scheduler)) == [(1, 3, 4)], "the held request keeps its slot"
     assert not scheduler.can_admit
     assert scheduler.start(EngineRequest(b"4", [1])) is None
-    assert scheduler.to_drop(lambda request_id: request_id == third.id, [], [held.id]) == [held.id]
+    assert scheduler.to_drop(lambda owner: owner == third.id, [held]) == [held]
     scheduler.drop(held)
     assert (2, 0, 3) in tokens(step(scheduler))
 
@@ -149,7 +149,7 @@ def test_a_slot_is_free_when_the_last_step_that_uses_it_is_over() -> None:
     scheduler.drop(live)
     add(scheduler, 1, 3)
     assert not scheduler.can_admit
-    scheduler.landed(plan.chunks)
+    plan.end_leases()
     assert scheduler.can_admit
 
 
@@ -249,7 +249,8 @@ def test_a_resumed_request_goes_on_from_its_blocks_and_is_handed_back_on_preempt
     step(scheduler)
     blocks = list(held.blocks)
     assert scheduler.resume(held, b"\x09")
-    assert (scheduler.requests.get(b"\1"), scheduler.requests[b"\x09"]) == (None, held)
+    assert list(scheduler) == [held]
+    assert held.id == held.owner == b"\x09"
     assert tokens(step(scheduler, 1)) == [(9, 7, 8)]
     assert list(held.blocks) == blocks
     other = add(scheduler, 2, 8, priority=-1)
@@ -319,7 +320,7 @@ def test_kv_is_shared_only_after_it_was_verified() -> None:
     first = add(scheduler, 1, 16)
     plan = scheduler.schedule()
     scheduler.launched(plan)
-    scheduler.landed(plan.chunks)
+    plan.end_leases()
     second = add(scheduler, 2, 16)
     scheduler.drop(first)
     scheduler.schedule()
@@ -374,7 +375,7 @@ def test_cached_tokens_do_not_count_as_waiting():
     scheduler = make(seqs=1, prefix_cache=True)
     add(scheduler, 1, 12, handover=True)
     step(scheduler)
-    scheduler.drop(scheduler.requests[b"\1"])
+    scheduler.drop(next(iter(scheduler)))
     add(scheduler, 2, 14)
     assert scheduler.tokens_waiting == 2
     add(scheduler, 3, 12)

@@ -15,7 +15,7 @@ from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.prefix_exchange import MissingPrefix
+from baton.engine.core.prefix_exchange import Import, Pin
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.state_copies import StateCopies
@@ -65,13 +65,6 @@ class Flight:
         return set(map(int, used)) - {-1}
 
 
-@dataclass(eq=False)
-class Import:
-    missing: MissingPrefix
-    blocks: Sequence[int]
-    slot: int | None
-
-
 class Operations:
     """All that may be done to a scheduler, in random order."""
 
@@ -85,8 +78,8 @@ class Operations:
         self.unverified: set[bytes] = set()  # parts with KV of other workers
         self.begun: dict[bytes, range] = {}  # of parts, the ranges that steps may compute
         self.waiting_for: set[bytes] = set()  # parts before whose range KV of other workers is to come
-        self.importing: dict[bytes, Import] = {}
-        self.pinned: set[bytes] = set()
+        self.importing: list[Import] = []
+        self.pinned: list[Pin] = []
         self.done = Counter[str]()
         self.block, self.scale = 4 * scale, scale
         options: dict[str, Any] = {}
@@ -120,7 +113,7 @@ class Operations:
             possible.append((8, lambda: self.launch(None if chance() < 0.5 else number(1, 10) * self.scale)))
         if self.flights:
             possible.append((6, lambda: self.land(number(DRAFTS + 1))))
-        if lives := list(scheduler.requests.values()):
+        if lives := list(scheduler):
             possible.append((1, lambda: scheduler.drop(rng.choice(lives))))
         if held := self.some(Phase.HELD, is_part=False):
             possible.append((1, lambda: self.resume(rng.choice(held))))
@@ -135,10 +128,10 @@ class Operations:
             possible.append((2, lambda: self.verify(rng.choice(computed))))
         if self.waiting_for:
             possible.append((2, lambda: self.waiting_for.remove(min(self.waiting_for))))
-        if imports := list(self.importing):
-            possible.append((2, lambda: self.end_import(rng.choice(imports), number(5))))
-        if pins := sorted(self.pinned):
-            possible.append((2, lambda: self.unpin(rng.choice(pins))))
+        if self.importing:
+            possible.append((2, lambda: self.end_import(rng.choice(self.importing), number(5))))
+        if self.pinned:
+            possible.append((2, lambda: self.unpin(rng.choice(self.pinned))))
         weights, operations = zip(*possible, strict=True)
         rng.choices(operations, weights)[0]()
 
@@ -174,17 +167,18 @@ class Operations:
             assert len(live.blocks) * self.block >= len(request.prompt_ids)
             assert (live.phase, live.num_left > 0) == (Phase.RUNNING, True)
         else:
-            assert request.id not in self.scheduler.requests
+            assert all(live.request is not request for live in self.scheduler)
 
     def some(self, phase: Phase, *, is_part: bool) -> list[LiveRequest]:
         """The requests of a phase: those that compute a part of a shared prompt, or the others."""
-        found = self.scheduler.requests.values()
-        return [live for live in found if live.phase is phase and (live.id in self.unverified) is is_part]
+        return [
+            live for live in self.scheduler if live.phase is phase and (live.id in self.unverified) is is_part
+        ]
 
     def resume(self, live: LiveRequest) -> None:
         blocks, resumed_id = list(live.blocks), b"resumed" + live.id
         if self.scheduler.resume(live, resumed_id):
-            assert self.scheduler.requests[resumed_id] is live
+            assert live.id == resumed_id
             assert (list(live.blocks), live.num_left) == (blocks, 1)
 
     def extend(self, live: LiveRequest, more: int) -> None:
@@ -230,52 +224,49 @@ class Operations:
 
     def start_import(self, length: int, family: int, most: int) -> None:
         """KV, and states, of another worker or a store, which are written beside the steps under way."""
-        exchange, import_id = self.scheduler.store_exchange, next(self.numbers).to_bytes(4)
+        exchange = self.scheduler.store_exchange
         if exchange is None:
             return
         free = self.scheduler.pool.free
         missing = exchange.missing(self.request(length, family), most, remnant=bool(length % 2))
         assert self.scheduler.pool.free == free, "it takes no block"
-        blocks = None if missing is None else exchange.start_import(import_id, missing)
-        if missing is None or blocks is None:
+        started = None if missing is None else exchange.start_import(missing)
+        if missing is None or started is None:
             assert self.scheduler.pool.free == free
             return
-        first = missing.first_chunk * CHUNK_TOKENS // self.block
-        assert len(blocks) * self.block >= (missing.first_chunk + len(missing.chunks)) * CHUNK_TOKENS
-        self.importing[import_id] = Import(missing, blocks[first:], exchange.state_slot(import_id))
+        assert len(started.table) * self.block >= (missing.first_chunk + len(missing.chunks)) * CHUNK_TOKENS
+        self.importing.append(started)
         self.done["imports"] += 1
 
-    def end_import(self, import_id: bytes, chunks: int) -> None:
+    def end_import(self, ended: Import, chunks: int) -> None:
         """With so many of its chunks."""
-        ended, exchange = self.importing.pop(import_id), self.scheduler.store_exchange
-        assert exchange is not None
+        self.importing.remove(ended)
         come = min(chunks, len(ended.missing.chunks))
-        if ended.slot is not None and come < len(ended.missing.chunks):
+        if ended.state_slot is not None and come < len(ended.missing.chunks):
             come = 0  # the states are those after the last chunk
-        exchange.end_import(import_id, come and (ended.missing.first_chunk + come) * CHUNK_TOKENS)
+        ended.end(come and (ended.missing.first_chunk + come) * CHUNK_TOKENS)
 
     def pin(self, length: int, family: int) -> None:
         """Another worker reads what the cache has."""
-        pin_id, scheduler = next(self.numbers).to_bytes(4), self.scheduler
+        scheduler = self.scheduler
         if scheduler.prefix_exchange is None or scheduler.cache is None:
             return
         request = self.request(length, family)
         names = scheduler.cache.names(request)
         names.extend(request.prompt_ids, len(request.prompt_ids))
-        if scheduler.prefix_exchange.pin(pin_id, names.chunks, 0)[0]:
-            self.pinned.add(pin_id)
+        if (pin := scheduler.prefix_exchange.pin(names.chunks, 0)) is not None:
+            self.pinned.append(pin)
             self.done["pins"] += 1
 
-    def unpin(self, pin_id: bytes) -> None:
-        self.pinned.remove(pin_id)
-        assert self.scheduler.prefix_exchange is not None
-        self.scheduler.prefix_exchange.unpin(pin_id)
+    def unpin(self, pin: Pin) -> None:
+        self.pinned.remove(pin)
+        pin.end()
 
     def launch(self, chunk_limit: int | None) -> None:
         scheduler = self.scheduler
         had_work = scheduler.has_next
-        handovers = {live.id: list(live.blocks) for live in scheduler.running if live.handover}
-        computed = {live.id: live.num_computed for live in scheduler.requests.values()}
+        handovers = {live: list(live.blocks) for live in scheduler.running if live.handover}
+        computed = {live.id: live.num_computed for live in scheduler}
         plan = scheduler.schedule(chunk_limit)
         assert bool(plan.chunks or plan.preempted) == had_work
         assert sum(map(len, plan.chunks.values())) <= scheduler.max_num_batched_tokens
@@ -290,12 +281,11 @@ class Operations:
                 assert len(live.blocks) * self.block >= len(live.token_ids)
             else:
                 assert chunk.start == computed[live.id]
-        for request_id, blocks in handovers.items():
-            live = scheduler.requests[request_id]
+        for live, blocks in handovers.items():
             assert (live.phase, list(live.blocks)) == (Phase.RUNNING, blocks), "a prefill was preempted"
         for live in plan.preempted:
             if live.hand_back:
-                assert live.id not in scheduler.requests
+                assert live not in scheduler
             else:
                 assert (live.phase, list(live.blocks), live.num_computed) == (Phase.WAITING, [], 0)
         awaiting = [live for live in plan.prompts if live.awaits_kv]
@@ -314,7 +304,7 @@ class Operations:
             block_size=self.block,
             table_width=None,
             has_states=scheduler.states is not None,
-            restores=memory.take_restores(plan.chunks),
+            restores=memory.take_restores(plan),
             saves=memory.saves(plan.chunks),
             ahead=1 if scheduler.speculation is None or scheduler.states is not None else 1 + DRAFTS,
         )
@@ -330,7 +320,7 @@ class Operations:
     def land(self, right: int) -> None:
         """As the engine's loop does, with at most `right` drafts of each request that are right."""
         scheduler, plan = self.scheduler, self.flights.pop(0).plan
-        scheduler.landed(plan.chunks)
+        plan.end_leases()
         for live, _, count in plan.requests():
             live.slack -= count
             if live.phase is Phase.GONE:
@@ -358,17 +348,17 @@ class Operations:
         assert scheduler.running == sorted(scheduler.running, key=lambda r: r.order)
         assert scheduler.waiting == sorted(scheduler.waiting, key=lambda r: r.order)
         everyone = [*scheduler.waiting, *scheduler.running, *scheduler.held, *scheduler.reserved]
-        assert {id(live) for live in everyone} == {id(live) for live in scheduler.requests.values()}
-        assert len(everyone) == len(scheduler.requests)
+        assert {*everyone} == {*scheduler}
+        assert len(everyone) == len(list(scheduler))
         everyone += scheduler.leaving
         in_use = {block for live in everyone for block in live.blocks}
         if (exchange := scheduler.store_exchange) is not None:
-            in_use.update(*exchange._pins.values())
-            assert exchange._imports.keys() == self.importing.keys()
-        for each in self.importing.values():
+            assert exchange._open == {*self.pinned, *self.importing}
+        in_use.update(*(pin.blocks for pin in self.pinned))
+        for each in self.importing:
             assert in_use.isdisjoint(each.blocks), "KV from elsewhere is written there"
             in_use.update(each.missing.hits)
-        in_use.update(*(each.blocks for each in self.importing.values()))
+        in_use.update(*(each.blocks for each in self.importing))
         assert scheduler.pool.free == scheduler.pool.num_blocks - len(in_use)
         assert not any(live.blocks for live in scheduler.waiting)
         for live in everyone:
@@ -389,7 +379,7 @@ class Operations:
             return
         owned = [*copies._free, *copies._slot_of.values(), *({*copies._lent} - {*copies._slot_of.values()})]
         owned += [slot for live in everyone for _, slot in live.state_copies]
-        owned += [each.slot for each in self.importing.values() if each.slot is not None]
+        owned += [each.state_slot for each in self.importing if each.state_slot is not None]
         assert sorted(owned) == list(range(SLOTS, SLOTS + COPIES)), "a copy has two owners, or none"
         assert {*copies._lent}.isdisjoint(copies._free)
 
@@ -398,23 +388,23 @@ class Operations:
         blocks = set[int]().union(*(flight.blocks(self.block) for flight in self.flights))
         assert blocks.isdisjoint(scheduler.pool._free)
         slots = set[int]().union(*(flight.slots for flight in self.flights))
-        for each in self.importing.values():
+        for each in self.importing:
             assert blocks.isdisjoint(each.blocks)
-            assert each.slot not in slots
+            assert each.state_slot not in slots
         for live in scheduler.reserved:
             if not live.handover:
                 assert blocks.isdisjoint(live.blocks[live.num_cached // self.block :])
                 assert scheduler.states is None or live.state_slot not in slots
 
     def end(self) -> None:
-        for live in list(self.scheduler.requests.values()):
+        for live in list(self.scheduler):
             self.scheduler.drop(live)
         for flight in self.flights:
-            self.scheduler.landed(flight.plan.chunks)
-        for import_id in list(self.importing):
-            self.end_import(import_id, 0)
-        for pin_id in list(self.pinned):
-            self.unpin(pin_id)
+            flight.plan.end_leases()
+        for started in list(self.importing):
+            self.end_import(started, 0)
+        for pin in list(self.pinned):
+            self.unpin(pin)
         self.scheduler.assert_whole()
 
 

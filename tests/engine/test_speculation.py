@@ -10,7 +10,7 @@ from baton.engine import EngineRequest, SpeculativeConfig, StructuredOutput
 from baton.engine.api.stats import SpeculationStats
 from baton.engine.core.draft_counts import StepCosts, draft_counts
 from baton.engine.core.drafters import PromptLookup
-from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.speculation import Speculation
 from tests.engine.conftest import MakeEngine, Result, TinyOf, request_of, run
 from tests.engine.drafting import draft_always
@@ -191,7 +191,7 @@ def test_a_model_with_states(
 
 
 def lookup(tokens: Sequence[int], count: int, drafts: Sequence[int] = (), **config: Any) -> list[int]:
-    live = LiveRequest(request_of(1, tokens), Phase.RUNNING, 1)
+    live = LiveRequest(request_of(1, tokens), 1)
     return list(PromptLookup(SpeculativeConfig(**config)).propose(live, drafts, count))
 
 

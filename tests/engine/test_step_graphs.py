@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineRequest
-from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.step_builder import Schedule, build_step
 from baton.engine.execution.graphs import (
     CHUNKS,
@@ -31,7 +31,7 @@ from baton.engine.layers.ranks import Ranks
 from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, TinyOf, request_of, tokens_of
 from tests.engine.replays import capture_on_cpu, replayed_steps
-from tests.engine.scheduling import hooks_to
+from tests.engine.scheduling import end, hooks_to
 
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 2, 15, 16, 17, 40, 70, 100)]
 
@@ -111,7 +111,7 @@ def test_only_a_step_with_chunks_is_cut_by_layer(
 ) -> None:
     plan = Schedule()
     for number, length in enumerate([*decodes, *prompts]):
-        live = LiveRequest(EngineRequest(bytes([number]), [3] * length), Phase.RUNNING, number)
+        live = LiveRequest(EngineRequest(bytes([number]), [3] * length), number)
         live.blocks.extend(range(length))
         plan.chunks[live] = range(length)
         if number >= len(decodes):
@@ -128,7 +128,7 @@ def test_a_graph_reads_a_step_with_padding() -> None:
     for lengths in ([5, 5, 5], [1, 2, 5]):
         plan = Schedule()
         for number, length in enumerate(lengths):
-            live = LiveRequest(EngineRequest(bytes([number]), [3 + number] * 9), Phase.RUNNING, number)
+            live = LiveRequest(EngineRequest(bytes([number]), [3 + number] * 9), number)
             live.blocks.extend(range(3 * number, 3 * number + 3))
             plan.chunks[live] = range(9 - length, 9)
         step = build_step(plan, 199, block_size=4, table_width=4)
@@ -200,8 +200,8 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
                 for output in engine.step().outputs:
                     found.setdefault(output.id, []).append(output.token)
                     if output.id != decoding.id:
-                        engine.release(output.id)
-        engine.cancel(decoding.id)
+                        end(engine, output.id)
+        end(engine, decoding.id)
         engine.assert_whole()
         if graphs and DEVICE == "cpu":
             assert all(replayed_steps(engine).values()), "of each kind"

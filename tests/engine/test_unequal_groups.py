@@ -21,7 +21,7 @@ import torch
 import baton.kv_transfer as kv
 from baton.content.cache_kinds import CachePart
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
-from baton.engine.api.request import Reservation
+from baton.engine.core.live_request import LiveRequest
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import KV, Fp8KV, parts
@@ -35,7 +35,7 @@ from baton.worker.messages import Origin
 from tests.device import DEVICE
 from tests.engine.checkpoints import load
 from tests.engine.conftest import save_tiny, tokens_of
-from tests.engine.scheduling import hooks_to
+from tests.engine.scheduling import end, hooks_to, live_of
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
 from tests.kv_transfer.transfer_process import TransferProcess
@@ -81,27 +81,29 @@ class NotingSink(SenderSink):
         super().__init__(NO_TRACE, Attempts(lambda message: None))
         self.tables: dict[bytes, Sequence[int]] = {}
         self.lengths: dict[bytes, int] = {}
+        self.prefills: dict[bytes, PrefillAttempt] = {}
         self.cached: dict[bytes, int] = {}
         self.in_step: Callable[[int, Mapping[bytes, range]], None] = lambda layer, chunks: None
         """Is called when a layer is written. The engine goes on with its step afterwards."""
 
     def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
+        self, prefill: Any, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
+        request_id = prefill
         self.tables[request_id] = list(block_ids)
         self.lengths[request_id] = num_tokens
         self.cached[request_id] = num_cached
-        self._prefills[request_id] = PrefillAttempt(
+        self.prefills[request_id] = PrefillAttempt(
             stream=None,
             origin=Origin(request_id, "", "", 0.0),
             tokens=num_tokens,
             handover=True,
             awaited=False,
         )
-        super().prefill_started(request_id, block_ids, num_tokens, num_cached, state_slot)
+        super().prefill_started(self.prefills[request_id], block_ids, num_tokens, num_cached, state_slot)
 
-    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> bool:
-        is_useless = super().layer_done(layer, chunks)
+    def layer_done(self, layer: int, chunks: Mapping[Any, range]) -> bool:
+        is_useless = super().layer_done(layer, {self.prefills[of]: chunk for of, chunk in chunks.items()})
         self.in_step(layer, chunks)
         return is_useless
 
@@ -183,7 +185,7 @@ class Pair:
         self.decode = decode
         self.cached: list[int] = []
         """Positions in the prefix cache of decode, for each request."""
-        self.reserved: dict[bytes, Reservation] = {}
+        self.reserved: dict[bytes, LiveRequest] = {}
         converts = len({isinstance(side.engine.kv_cache[0], Fp8KV) for side in (prefill, decode)}) > 1
         self.most_error = 0.045 if converts else 0.0  # half a step of FP8
 
@@ -199,13 +201,15 @@ class Pair:
             for released in prefill.sender.poll():
                 assert isinstance(released, kv.Released)
                 assert released.reason == "acked"
-                prefill.engine.release(released.prefill_id)
+                end(prefill.engine, released.prefill_id)
             for output in prefill.engine.step().outputs:
                 prefill.sender.commit(output.id, kv.FirstToken(output.token))
             for event in decode.receiver.poll():
                 assert isinstance(event, kv.Injected)
                 self._assert_same(event.decode_id)
-                joined = decode.engine.join(event.decode_id, event.first_token.token_id)
+                joined = decode.engine.join(
+                    live_of(decode.engine, event.decode_id), event.first_token.token_id
+                )
                 tokens[joined.id].append(joined.token)
             for output in decode.engine.step().outputs:
                 tokens[output.id].append(output.token)
@@ -221,7 +225,7 @@ class Pair:
         while side.engine.has_work:
             side.engine.step()
 
-    def _submit(self, request: EngineRequest) -> Reservation:
+    def _submit(self, request: EngineRequest) -> LiveRequest:
         prefill, decode = self.prefill, self.decode
         prefill.engine.add(request, handover=True)
         prefill.sender.expect(request.id)
@@ -230,7 +234,7 @@ class Pair:
         self.cached.append(reservation.num_cached)
         decode.receiver.fetch(
             request.id, prefill_id=request.id, kv_address=prefill.transfer.address, attempt=0,
-            incarnation=prefill.transfer.incarnation, block_ids=reservation.block_ids,
+            incarnation=prefill.transfer.incarnation, block_ids=reservation.blocks,
             num_tokens=len(request.prompt_ids), start=reservation.num_cached,
             state_slot=reservation.state_slot,
         )  # fmt: skip
@@ -250,7 +254,7 @@ class Pair:
         reservation = self.reserved[request_id]
         start, stop = reservation.num_cached, self.prefill.sink.lengths[request_id]
         for layer in range(len(self.prefill.engine.kv_cache)):
-            here = self.decode.rows(reservation.block_ids, layer, start, stop)
+            here = self.decode.rows(reservation.blocks, layer, start, stop)
             there = self.prefill.rows(self.prefill.sink.tables[request_id], layer, start, stop)
             error = (here - there).abs().amax(dim=-1) / there.abs().amax(dim=-1)
             assert (error <= self.most_error).all(), f"layer {layer} differs"

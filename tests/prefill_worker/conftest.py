@@ -20,7 +20,7 @@ from baton.kv_transfer.endpoint import Transport
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.wait import wait
-from baton.prefill_worker.role import PrefillRole, SenderSink
+from baton.prefill_worker.role import PrefillAttempt, PrefillRole, SenderSink
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.loop import Parts, Roles
@@ -95,6 +95,14 @@ class Worker:
         request = EngineRequest(prefill_id, list(range(3, 3 + tokens)), sampling=sampling)
         work = Work(request, 60.0, Origin(prefill_id, "r", "", 0.0))
         self.roles.handle(messages.Prefill(STREAM, work, handover, **how))
+
+    def blocks_of(self, prefill_id: bytes) -> list[int]:
+        """Of a prefill that has not ended on this worker."""
+        attempt = self.parts.attempts.find(prefill_id)
+        return [] if attempt is None or attempt.live is None else list(attempt.live.blocks)
+
+    def attempt(self, prefill_id: bytes) -> PrefillAttempt:
+        return self.parts.attempts.table(PrefillAttempt)[prefill_id]
 
     def cancel(self, prefill_id: bytes) -> None:
         self.roles.handle(messages.Cancel(STREAM, prefill_id))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.content import extend_names, salted
+from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer.protocol import local_messages as local
 from baton.worker import messages
 from baton.worker.messages import Code
@@ -31,7 +32,7 @@ def test_a_handover_from_its_queue_to_its_ack(worker: Worker) -> None:
     assert [type(message) for message in worker.sent[1:]] == [messages.Tokens, messages.Prefilled]
     [token] = worker.of(messages.Tokens)[0].tokens
     assert worker.told(local.CommitOut).first_token.token_id == token.token
-    assert worker.engine.has(P), "another worker may still read its blocks"
+    assert worker.blocks_of(P), "another worker may still read its blocks"
     worker.released(P, "acked")
     assert worker.idle
     assert not worker.failures
@@ -76,7 +77,7 @@ def test_a_cancel_ends_a_prefill_once(
     said = len(worker.tokens)
     worker.cancel(P)
     worker.cancel(P)
-    assert worker.engine.has(P) is (when != "queued")
+    assert bool(worker.blocks_of(P)) is (when != "queued")
     assert worker.told(local.CloseOut) == local.CloseOut(P, "cancelled")
     worker.settle()
     assert len(worker.tokens) == said, "its router needs no more"
@@ -122,10 +123,11 @@ def test_the_order_of_a_decode_here_and_its_prefill(worker: Worker) -> None:
     assert worker.told(local.CloseOut) == local.CloseOut(P, "gone"), "no other worker may fetch it"
     assert worker.role.take(P, D) is False
     worker.move()
-    assert worker.role.take(P, D) is True
+    live = worker.role.take(P, D)
+    assert isinstance(live, LiveRequest)
     worker.role.let_go(P, E, resumed=True)
     assert worker.role.owns(P), "that was not its decode"
-    assert worker.engine.resume(P, D) is not None
+    assert worker.engine.resume(live, D) is not None
     worker.role.let_go(P, D, resumed=True)
     assert not worker.role.owns(P)
     worker.compute()
@@ -157,10 +159,10 @@ def test_spare_is_what_no_worker_wants_in_order_of_arrival(worker: Worker) -> No
     worker.outgoing.send(local.PinOut(T, (), 0))
     worker.move()  # so Q was heard of, too
     worker.role.take(E, T)
-    assert worker.role.wanted(Q)
-    assert list(worker.role.spare()) == [P, D]
-    worker.role.drop(P)
-    assert list(worker.role.spare()) == [D]
+    assert worker.role.wanted(worker.attempt(Q))
+    assert [prefill.id for prefill in worker.role.spare()] == [P, D]
+    worker.role.drop(worker.attempt(P))
+    assert [prefill.id for prefill in worker.role.spare()] == [D]
     assert worker.failures == [Code.DROPPED]
     for prefill_id in (Q, D, E):
         worker.cancel(prefill_id)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.decode_worker.role import DecodeRole
-from baton.engine import Engine, EngineRequest, Logprobs, Output
+from baton.engine import EngineRequest, Logprobs, Output
 from baton.kv_transfer import TraceWriter
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts
@@ -23,7 +23,7 @@ class Table:
         self.table = Attempts(self.sent.append)
         self.a, self.b, self.c = made = [attempt(b"a", 1), attempt(b"b", 1), attempt(b"c", 2)]
         for each in made:
-            assert self.table.open(each, used=False)
+            assert self.table.open(each)
 
 
 def attempt(name: bytes, stream: int) -> Attempt:
@@ -87,11 +87,7 @@ def test_an_attempt_goes_on_when_its_kv_failed(of: Table) -> None:
     assert of.a.stream == 1
 
 
-@pytest.mark.parametrize("used", ["by a prefill", "by the engine"])
-def test_an_id_in_use_is_refused(of: Table, used: str) -> None:
-    """The engine does not know a prefill that waits for a prefix of another worker. It would get two requests
-    with one id."""
-    engine = stand_in(Engine, has=lambda _: used == "by the engine")
+def test_an_id_in_use_is_refused(of: Table) -> None:
     parts = stand_in(
         Parts,
         attempts=of.table,
@@ -100,8 +96,8 @@ def test_an_id_in_use_is_refused(of: Table, used: str) -> None:
         config=stand_in(EngineProcessConfig, incarnation=1),
     )
     unused: Any = None
-    role = DecodeRole(parts, engine, unused, unused, unused, unused, unused)
-    again = attempt(b"a" if used == "by a prefill" else b"d", 2).origin
+    role = DecodeRole(parts, unused, unused, unused, unused, unused, unused)
+    again = attempt(b"a", 2).origin
     work = messages.Work(EngineRequest(again.attempt_id, [1]), timeout=1.0, origin=again)
     role.handle(messages.Decode(2, work, None))
     assert of.sent == [messages.AttemptFailed(2, again, Code.INVALID, "this id is in use", b"")]

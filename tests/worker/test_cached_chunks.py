@@ -31,12 +31,11 @@ class Worker:
         lives = []
         for prompt in prompts:
             request = EngineRequest(next(self._ids).to_bytes(4), prompt, cache_salt=salt)
-            self.scheduler.add(request, handover=True)
-            lives.append(self.scheduler.requests[request.id])
+            lives.append(self.scheduler.add(request, handover=True))
         while any(live.num_left for live in lives):
             plan = self.scheduler.schedule()
             self.scheduler.launched(plan)
-            self.scheduler.landed(plan.chunks)
+            plan.end_leases()
             for live, positions in plan.chunks.items():
                 if live.num_left == 0:
                     self.scheduler.memory.publish(live, positions.stop)

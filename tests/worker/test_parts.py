@@ -416,14 +416,14 @@ def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
     sink, sent = SenderSink(TraceWriter(None, ""), Attempts(lambda _: None)), list[tuple[Any, ...]]()
     part = Part(b"p", is_final=False, tokens=8, gaps={}, outputs={b"out": 24})
     origin = Origin(b"p", "", "", 0.0)
-    sink._prefills[b"p"] = PrefillAttempt(
+    prefill = PrefillAttempt(
         stream=None, origin=origin, tokens=24, handover=True, awaited=False, opened={b"out"}, part=part
     )
     arriving = stand_in(Receiver, wait_for_layer=lambda ids, layer, *_: layer < 1)
     sink.sender = stand_in(Sender, ready=lambda *of: sent.append(of))
     sink.waits = LayerWaits(arriving, lambda: None)
     for layer in range(4):
-        sink.layer_done(layer, {b"p": range(16, 24)})
+        sink.layer_done(layer, {prefill: range(16, 24)})
     assert sent == [(b"out", 0, 16, 24), (b"out", 1, 16, 24)]
 
 
@@ -442,4 +442,4 @@ def test_a_part_that_other_workers_read_is_not_spare() -> None:
         for name, part in parts.items()
     }
     role = stand_in(PrefillRole, _prefills=held, wanted=lambda _: False)
-    assert list(PrefillRole.spare(role)) == [b"whole", b"last"]
+    assert list(PrefillRole.spare(role)) == [held[b"whole"], held[b"last"]]

@@ -8,7 +8,7 @@ import pytest
 from baton.content import CHUNK_TOKENS
 from baton.engine import Engine, EngineRequest
 from baton.engine.core.prefix_cache import PrefixNames
-from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
+from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExchange
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, Receiver, TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.worker.engine_process import prefix_fetches, prefix_links
@@ -35,7 +35,7 @@ class World:
         self.missing: dict[bytes, list[bytes]] = {}  # by request id; else CHUNKS
         self.computed_from = CHUNK_TOKENS
         self.room = True
-        self.imports: dict[bytes, int | None] = {}  # how many positions were complete; None: it goes on
+        self.imports: dict[int, int | None] = {}  # positions that were complete, by number. None: it goes on
         self.asked: list[bytes] = []  # fetch ids
         self.cancelled: list[bytes] = []
         self.added: list[bytes] = []
@@ -46,8 +46,6 @@ class World:
             PrefixExchange,
             missing=self.find_missing,
             start_import=self.start_import,
-            end_import=self.imports.__setitem__,
-            state_slot=lambda import_id: None,
         )
         self.engine = stand_in(
             Engine,
@@ -91,11 +89,16 @@ class World:
         found = MissingPrefix(chunks, 1, PrefixNames(b"root", b"", 16), (), self.computed_from)
         return found if chunks else None
 
-    def start_import(self, import_id: bytes, missing: MissingPrefix) -> range | None:
+    def start_import(self, missing: MissingPrefix) -> Import | None:
         if not self.room:
             return None
-        self.imports[import_id] = None
-        return range(99)
+        number = len(self.imports)
+        self.imports[number] = None
+
+        def end(num_tokens: int) -> None:
+            self.imports[number] = num_tokens
+
+        return stand_in(Import, missing=missing, table=range(99), state_slot=None, end=end)
 
     def start(self, name: bytes = b"r", source: ContentSource = SOURCE) -> bool:
         def then(fetched: int) -> None:

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from baton.engine import Logprobs, Output, PromptLogprobs
+from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer import FirstToken
 from baton.worker import messages
 from baton.worker.messages import Code, FromEngine, Origin
@@ -19,7 +20,7 @@ from baton.worker.messages import Code, FromEngine, Origin
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
-    """What the worker knows of an attempt. Each role adds its fields. The engine has the rest, by its id."""
+    """What the worker knows of an attempt. Each role adds its fields."""
 
     stream: int | None
     """Of the router that submitted it. None: it has ended for this router."""
@@ -28,6 +29,8 @@ class Attempt:
     """Of the prompt, and of the output before this attempt."""
     fetched: int = 0
     """Those with KV that came from another worker's prefix cache for this attempt."""
+    live: LiveRequest | None = None
+    """Its request in the engine. None: it has not come there."""
     closed: bool = False
     """Ended. Its blocks come back when no transfer uses them."""
 
@@ -64,12 +67,12 @@ class Attempts:
     def find(self, attempt_id: bytes) -> Attempt | None:
         return next((table[attempt_id] for table in self._tables.values() if attempt_id in table), None)
 
-    def open(self, attempt: Attempt, *, used: bool) -> bool:
-        """Adds a new attempt. `used`: the engine has a request with its id.
+    def open(self, attempt: Attempt) -> bool:
+        """Adds a new attempt.
 
         If the id is in use, returns False and tells the router. The attempt that uses the id goes on.
         """
-        if used or self.find(attempt.id) is not None:
+        if self.find(attempt.id) is not None:
             self.fail(attempt, Code.INVALID, "this id is in use")
             return False
         self.table(type(attempt))[attempt.id] = attempt

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from baton.content import vocabulary_fingerprint
 from baton.engine import CachedBlock, Engine, Hooks, StepResult, build_engine
@@ -75,14 +75,14 @@ class Role(Protocol):
         Work that may take longer than `spare` seconds is left for the next call.
         """
 
-    def wanted(self, attempt_id: bytes, /) -> bool:
+    def wanted(self, attempt: Attempt, /) -> bool:
         """Whether another worker holds memory for the result of this attempt, which waits for blocks."""
         return False
 
-    def spare(self) -> Iterable[bytes]:
+    def spare(self) -> Iterable[Attempt]:
         """Attempts that hold blocks, and that may be dropped so that a wanted attempt can start."""
 
-    def drop(self, attempt_id: bytes, /) -> None:
+    def drop(self, attempt: Any, /) -> None:
         """Ends an attempt of `spare`: its blocks are needed."""
 
     def after_step(self, result: StepResult) -> None:
@@ -127,8 +127,8 @@ class Parts:
 
     def start_engine(
         self,
-        prefill_started: Callable[[bytes, Sequence[int], int, int, int], None],
-        layer_done: Callable[[int, Mapping[bytes, range]], bool],
+        prefill_started: Callable[[Any, Sequence[int], int, int, int], None],
+        layer_done: Callable[[int, Mapping[Any, range]], bool],
     ) -> Engine:
         """Builds the engine with these hooks. Raises ValueError if the user's configuration is wrong."""
         hooks = Hooks(
@@ -243,13 +243,14 @@ class Roles:
         workers, where prompts may wait for the same reason. So a prompt with a FETCH first takes the blocks
         of prefills that no worker fetches. Then it takes those of reservations without any KV yet.
         """
-        closing = (attempt.id for attempt in self._attempts if attempt.closed)
-        spare = (attempt_id for role in self._roles for attempt_id in role.spare())
-        for attempt_id in self._engine.to_drop(self._wanted, closing, spare):
-            self._owner(attempt_id).drop(attempt_id)
+        closing = (attempt.live for attempt in self._attempts if attempt.closed and attempt.live is not None)
+        spare = (attempt for role in self._roles for attempt in role.spare())
+        droppable = (attempt.live for attempt in spare if attempt.live is not None)
+        for live in self._engine.to_drop(self._wanted, droppable, closing):
+            self._owner(live.id).drop(live.owner)
 
-    def _wanted(self, attempt_id: bytes) -> bool:
-        return any(role.wanted(attempt_id) for role in self._roles)
+    def _wanted(self, attempt: Attempt) -> bool:
+        return any(role.wanted(attempt) for role in self._roles)
 
     def _owner(self, attempt_id: bytes) -> Role:
         return next(role for role in self._roles if role.owns(attempt_id))

@@ -43,6 +43,7 @@ from dataclasses import dataclass, field
 
 from baton.engine import Engine, EngineRequest, Output
 from baton.kv_transfer import Receiver, Sender
+from baton.worker.engine_process.attempts import Attempt
 from baton.worker.messages import PlanRange
 
 STEP_WAIT = 2.0
@@ -117,18 +118,23 @@ class LayerWaits:
 
 
 def start_part(
-    engine: Engine, receiver: Receiver, sender: Sender, request: EngineRequest, plan: Sequence[PlanRange]
+    engine: Engine,
+    receiver: Receiver,
+    sender: Sender,
+    prefill: Attempt,
+    request: EngineRequest,
+    plan: Sequence[PlanRange],
 ) -> Part | None:
-    """Reserves the blocks of the part with the id of `request`, fetches what it lacks, and opens what it
+    """Reserves the blocks of the part that `prefill` computes, fetches what it lacks, and opens what it
     offers. None: there is no room now."""
     own = [range(of.start, of.stop) for of in plan if of.prefill_id == request.id]
-    reservation = engine.start_part(request, own)
+    live = prefill.live = engine.start_part(request, own, owner=prefill)
     others = {of.prefill_id: of for of in plan if of.prefill_id != request.id}
-    if reservation is None:
+    if live is None:
         for other in others:
             sender.close(pair_id(request.id, other), "gone")
         return None
-    block_ids, cached, state_slot = reservation
+    block_ids, cached, state_slot = tuple(live.blocks), live.num_cached, live.state_slot
     starts, ends = {of.start for of in own}, {of.stop for of in own}
     uncached = [range(max(of.start, cached), of.stop) for of in own if of.stop > cached]
     part = Part(

@@ -15,13 +15,13 @@ missing, by the same rule.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import Engine, EngineRequest
-from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
+from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExchange
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
@@ -47,7 +47,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    first_chunk: int
+    into: Import
     key: bytes  # the name of the first missing chunk
     tokens: int  # that are asked for
     tier: Tier
@@ -123,14 +123,14 @@ class PrefixFetches:
             same.waiting[request.id] = _Waiting(request, source, then)
             return True
         fetch_id = os.urandom(16)
-        block_ids = exchange.start_import(fetch_id, missing)
-        if block_ids is None:
+        into = exchange.start_import(missing)
+        if into is None:
             return False
         until = now + self._limit(link.expected(tokens), seconds)
-        fetch = _Fetch(missing.first_chunk, key, tokens, source.tier, link, now, until)
+        fetch = _Fetch(into, key, tokens, source.tier, link, now, until)
         fetch.waiting[request.id] = _Waiting(request, None, then)
         self._fetches[fetch_id] = self._open[key] = fetch
-        self._ask(fetch_id, missing, source, block_ids)
+        self._ask(fetch_id, into, source)
         return True
 
     @property
@@ -149,16 +149,15 @@ class PrefixFetches:
         """When a fetch will have ended, at the speed that it has. 0: not known."""
         return 0.0
 
-    def _ask(
-        self, fetch_id: bytes, missing: MissingPrefix, source: ContentSource, block_ids: Sequence[int]
-    ) -> None:
+    def _ask(self, fetch_id: bytes, wanted: Import, source: ContentSource) -> None:
+        missing = wanted.missing
         cast("Receiver", self._receiver).fetch_content(
             fetch_id,
             chunks=missing.chunks,
             first_chunk=missing.first_chunk,
             kv_address=source.kv_address,
             incarnation=source.incarnation,
-            block_ids=block_ids,
+            block_ids=wanted.table,
         )
 
     def cancel(self, request_id: bytes) -> None:
@@ -171,8 +170,7 @@ class PrefixFetches:
 
     def handle(self, event: Injected | FetchFailed | Closed) -> None:
         """Handles an event of the receiver about a fetch from here."""
-        fetch, exchange = self._fetches.pop(event.decode_id), self._exchange
-        assert exchange is not None, "it started an import"
+        fetch = self._fetches.pop(event.decode_id)
         self._close(fetch)
         fetched = 0
         if isinstance(event, Injected):
@@ -197,7 +195,7 @@ class PrefixFetches:
                 )
         elif isinstance(event, FetchFailed) and event.reason not in ("gone", "busy"):
             fetch.link.paused_until = time.monotonic() + PAUSE
-        exchange.end_import(event.decode_id, fetched and fetch.first_chunk * CHUNK_TOKENS + fetched)
+        fetch.into.end(fetched and fetch.into.missing.first_chunk * CHUNK_TOKENS + fetched)
         for request, source, then in fetch.waiting.values():
             if source is None:
                 then(fetched)

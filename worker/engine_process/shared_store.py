@@ -2,14 +2,13 @@
 fetched."""
 
 import math
-import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import cast
 
-from baton.content import CHUNK_TOKENS, Tier
+from baton.content import Tier
 from baton.engine import CachedBlock, Engine, EngineRequest
-from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
+from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExchange
 from baton.kv_transfer import TraceWriter
 from baton.kv_transfer.endpoint.shared_store import LATER, PAUSE, Held, SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
@@ -60,18 +59,15 @@ class StoreFetches(PrefixFetches):
     def _ends(self, fetch_id: bytes) -> float:
         return cast("SharedStore", self._receiver).ends(fetch_id)
 
-    def _ask(
-        self, fetch_id: bytes, missing: MissingPrefix, source: ContentSource, block_ids: Sequence[int]
-    ) -> None:
-        exchange = self._exchange
-        assert exchange is not None, "it started an import"
+    def _ask(self, fetch_id: bytes, wanted: Import, source: ContentSource) -> None:
+        missing = wanted.missing
         cast("SharedStore", self._receiver).fetch_content(
             fetch_id,
             salt=missing.names.salt,
             chunks=missing.chunks,
             first_chunk=missing.first_chunk,
-            block_ids=block_ids,
-            state_slot=exchange.state_slot(fetch_id),
+            block_ids=wanted.table,
+            state_slot=wanted.state_slot,
         )
 
 
@@ -114,16 +110,11 @@ class StoreTier(SharedStore):
     def _held(self, name: bytes, part: int, chunk: int) -> Held | None:
         exchange = self._exchange
         if part:
-            slot = exchange.lend_states(name)
-            return None if slot is None else Held((), slot, lambda: exchange.take_back_states(slot))
-        pin_id = os.urandom(16)
-        count, block_ids = exchange.pin(pin_id, [name], chunk)
-        if count:
-            return Held(block_ids, 0, lambda: exchange.unpin(pin_id))
-        if (block := exchange.lend_remnant(name)) is None:
+            lease = exchange.lend_states(name)
+            return None if lease is None else Held((), lease.slot, lease.end)
+        if (pin := exchange.pin([name], chunk) or exchange.pin_remnant(name, chunk)) is None:
             return LATER if exchange.has(name, chunk) else None
-        table = [0] * (chunk * CHUNK_TOKENS // self._engine.block_size) + [block]
-        return Held(table, 0, lambda: exchange.take_back_remnant(name, block))
+        return Held(pin.table, 0, pin.end)
 
     @property
     def stats(self) -> StoreStats:
