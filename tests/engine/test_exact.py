@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from baton.bench.shapes import DENSE, SHAPES
@@ -37,6 +38,7 @@ from baton.engine.kernels import (
     LayerState,
     exact_linear,
 )
+from baton.engine.kernels.attention import latent_kernels, online_softmax
 from baton.engine.kernels.quantized.reference import four_bits, of_experts
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.loader import check_model
@@ -59,7 +61,14 @@ def exact_kernels(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> K
     monkeypatch.setattr(triton_kernels, "exact", True)
     if not ON_GPU:
         chained_products(monkeypatch)
+        shorten_segments(monkeypatch, 128)
     return triton_kernels
+
+
+def shorten_segments(patch: pytest.MonkeyPatch, size: int) -> None:
+    """Of `size` positions, so that short contexts have several."""
+    for module in (online_softmax, latent_kernels):
+        patch.setattr(module, "SEGMENT", tl.constexpr(size))
 
 
 def chained_products(patch: pytest.MonkeyPatch) -> None:
@@ -138,12 +147,12 @@ class Sequences:
         and in chunks of several lengths."""
         whole = self.attend(kernels, [], [(0, 0, length)])
         draw = random.Random(1)
-        positions = sorted({0, 63, 64, length - 1, *(draw.randrange(length) for _ in range(3))})
-        for at in positions:
-            alone = self.attend(kernels, [(0, at)], [])[0]
-            beside = self.attend(kernels, [(1, length // 3), (0, at), (2, 3)], [(2, 5, 30)])[1]
-            assert torch.equal(alone, whole[at]), at
-            assert torch.equal(beside, alone), at
+        positions = [0, 63, 64, draw.randrange(length), length - 1]
+        for at in positions[1:]:
+            assert torch.equal(self.attend(kernels, [(0, at)], [])[0], whole[at]), at
+        decodes = [(1, length // 3), *((0, at) for at in positions), (2, 3)]
+        beside = self.attend(kernels, decodes, [(2, 5, 30)])[1 : 1 + len(positions)]
+        assert torch.equal(beside, whole[positions])
         cuts = [0, draw.randrange(1, length - 40), length - 20, length]
         chunks = [self.attend(kernels, [(1, 7)], [(0, *part)])[1:] for part in pairwise(cuts)]
         assert torch.equal(torch.cat(chunks), whole)
@@ -202,7 +211,7 @@ def test_attention(
 ) -> None:
     """A long chunk of a cache in FP8 gathers its blocks, others convert tiles. In the interpreter each span
     has one shape with a cache in FP8, and the other without."""
-    length = 4500 if ON_GPU else 330
+    length = 4500 if ON_GPU else 200
     shapes = [((4, 2), 64, 16), ((3, 1), 64, 192)]
     shapes = [*shapes, ((8, 2), 128, 128)] if ON_GPU else [shapes[(turn + fp8) % 2]]
     for heads, head_dim, block_size in shapes:
@@ -219,16 +228,17 @@ def test_latents(
     exact_kernels: Kernels, dtype: torch.dtype, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks that the default expands, and with more decodes than have partial results at once."""
-    length, cases = 270, [(4, (32, 16, 16, 16), 16)]
+    length, cases = 110, [(4, (32, 16, 16, 16), 16)]
     if not ON_GPU:
-        monkeypatch.setattr("baton.engine.kernels.attention.latent_kernels.MOST_EXACT", 24)
+        monkeypatch.setattr(latent_kernels, "MOST_EXACT", 24)
+        shorten_segments(monkeypatch, 64)
     else:
         sizes = (512, 128, 64, 128), (512, 192, 64, 256)
         length, cases = 4500, [(16, sizes[0], 64), (20, sizes[1], 128), (20, sizes[1], 16)]
     for heads, dims, block_size in cases:
         requests = Latents([length, length // 2, 40], heads, dims, block_size, dtype, fp8=fp8)
         requests.check(exact_kernels, length)
-        positions = range(length - 150, length) if ON_GPU else range(100, 140)
+        positions = range(length - 150, length) if ON_GPU else range(60, 90)
         many = requests.attend(exact_kernels, [(0, at) for at in positions], [])
         assert torch.equal(
             many[::13], requests.attend(exact_kernels, [(0, at) for at in positions[::13]], [])
@@ -259,8 +269,6 @@ def test_latents_that_are_written(exact_kernels: Kernels, dtype: torch.dtype, on
 
 def test_pieces_of_latents_are_the_segments_of_a_context(triton_kernels: Kernels) -> None:
     """Of decodes, which a GPU cuts, and of the queries of a chunk, which the host cuts."""
-    from baton.engine.kernels.attention import latent_kernels
-
     contexts = [1, 256, 257, 4096, 4097, 70000]
     on_device = torch.tensor([*contexts, 0], dtype=torch.int32, device=DEVICE)
     pieces = latent_kernels.partition(on_device, 1, 16 * len(on_device), segments=True)
@@ -275,7 +283,7 @@ def test_pieces_of_latents_are_the_segments_of_a_context(triton_kernels: Kernels
 
 def test_pieces_are_whole_segments(exact_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of pieces depends on the batch, the bits do not: one piece, and several of some segments."""
-    length = 9000 if ON_GPU else 600
+    length = 9000 if ON_GPU else 300
     requests = Sequences([length] * 3, (2, 1), 64, 128, HALVES[0])
     alone = requests.attend(exact_kernels, [(0, length - 1)], [])[0]
     monkeypatch.setattr(exact_kernels, "_multiprocessors", 0)
@@ -343,7 +351,6 @@ def test_products(kernel_device: str, dtype: torch.dtype) -> None:
     rows = normal(700, 1536, seed=2).to(dtype).to(DEVICE)
     whole = product(rows)
     for count in (1, 2, 15, 16, 17, 33, 64, 65, 129, 256, 257, 600):
-        assert torch.equal(product(rows[:count].contiguous()), whole[:count]), count
         assert torch.equal(product(rows[-count:].contiguous()), whole[-count:]), count
 
 
@@ -367,7 +374,6 @@ def test_products_in_four_bits(size: int, columns: int, zeros: bool, dtype: torc
         whole.float(), rows.float() @ weight.exact().float().T + bias.to(DEVICE), rtol=0.02, atol=0.02
     )
     for count in (1, 2, 3, 16, 17, 33, 64, 65, MAX_EXACT_ROWS, MAX_EXACT_ROWS + 1):
-        assert torch.equal(product(rows[:count].contiguous()), whole[:count]), count
         assert torch.equal(product(rows[-count:].contiguous()), whole[-count:]), count
     gated = product.silu_mul(rows, Kernels())
     assert torch.equal(product.silu_mul(rows[:1].contiguous(), Kernels()), gated[:1])
@@ -488,8 +494,8 @@ def test_states(exact_kernels: Kernels, kind: type[Step], on_cpu: bool, dtype: t
     once, parted, short = states(), states(), states()
     (whole,) = ran(once, (0, 0, length), copied=64)
     found = [ran(parted, (1, 0, 1), (0, 0, 70), (2, 0, 30))[1]]
-    found += [ran(parted, (1, at - 69, at - 68), (0, at, at + 1))[1] for at in range(70, 80)]
-    found += [ran(parted, (2, 30, 31), (0, 80, length))[1]]
+    found += [ran(parted, (1, at - 69, at - 68), (0, at, at + 1))[1] for at in range(70, 74)]
+    found += [ran(parted, (2, 30, 31), (0, 74, length))[1]]
     ran(short, (0, 0, 64))
     assert torch.equal(torch.cat(found), whole)
     for of_once, of_parted, of_short in zip(once, parted, short, strict=True):
@@ -533,8 +539,8 @@ def test_norms_activations_and_rotation(exact_kernels: Kernels, monkeypatch: pyt
 
 
 def test_thresholds_of_the_sampler(exact_kernels: Kernels) -> None:
-    probs = normal(40, 3000, seed=4).mul(2).softmax(-1).to(DEVICE)
-    limits = torch.full((40,), 3000, dtype=torch.int32), torch.full((40,), 0.9), torch.zeros(40)
+    probs = normal(9, 3000, seed=4).mul(2).softmax(-1).to(DEVICE)
+    limits = torch.full((9,), 3000, dtype=torch.int32), torch.full((9,), 0.9), torch.zeros(9)
     whole = exact_kernels.thresholds(probs, *(limit.to(DEVICE) for limit in limits))
     for rows in (1, 7):
         some = exact_kernels.thresholds(probs[:rows], *(limit[:rows].to(DEVICE) for limit in limits))
@@ -543,7 +549,7 @@ def test_thresholds_of_the_sampler(exact_kernels: Kernels) -> None:
 
 def built(model: Path, **settings: Any) -> Engine:
     """An engine in this mode, of small steps."""
-    if not model.is_file() and not any(model.glob("*.safetensors")):
+    if not any(model.glob("*.safetensors")):
         settings |= {"load_format": "dummy", "num_blocks": 512, "max_model_len": 1024}
     sizes: Any = {"device": DEVICE, "max_num_batched_tokens": 64, "num_threads": 1, "batch_invariant": True}
     return build_engine(EngineConfig(str(model), dtype="bfloat16", **(sizes | settings)))
@@ -592,10 +598,9 @@ def test_drafts_change_no_token(exact_engine: Engine, model_path: Path) -> None:
     assert 0 < stats.accepted < stats.drafts
 
 
-def test_an_engine_with_int4_weights(request: pytest.FixtureRequest) -> None:
+def test_an_engine_with_int4_weights(model_path: Path) -> None:
     """And with KV in FP8. A CPU dequantizes the weights at load."""
-    model = request.getfixturevalue("model_path" if ON_GPU else "shallow_model_path")
-    assert different_tokens(built(model, quantization="int4", kv_cache_dtype="fp8")) == 0
+    assert different_tokens(built(model_path, quantization="int4", kv_cache_dtype="fp8")) == 0
 
 
 @pytest.mark.parametrize(
@@ -654,7 +659,7 @@ def different_tokens(engine: Engine) -> int:
 
     def asked(i: int, output: Sequence[int] = ()) -> Any:
         sampled = {"temperature": 0.8, "seed": i} if i % 2 else {}
-        return request_of(i, prompts[i], list(output), max_tokens=9, ignore_eos=True, logprobs=1, **sampled)
+        return request_of(i, prompts[i], list(output), max_tokens=7, ignore_eos=True, logprobs=1, **sampled)
 
     alone = [bits(engine, asked(i))[0] for i in range(4)]
     recovered = [asked(i, [token for token, _ in alone[i][: 3 + i]]) for i in range(4)]
