@@ -418,8 +418,6 @@ def test_cancel_in_every_phase(tiny_engine: MakeEngine) -> None:
     assert (stats.requests_running, stats.requests_waiting) == (3, 1)
     assert (stats.held_prefills, stats.reservations) == (1, 1)
     assert stats.tokens_waiting == 10 + (10 - 6)
-    with pytest.raises(AssertionError, match="only a held request is released, this one is RUNNING"):
-        end(engine, decoding.id)
     for request in (waiting, chunked, decoding, held, reserved, joined):
         end(engine, request.id)
         end(engine, request.id)
