@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop(
         "COLUMNS", None
     )  # that of pytest-xdist's processes, which commands would take for a terminal's
-    if "SSL_CERT_FILE" not in os.environ:
+    if not hasattr(config, "workerinput"):  # a process of pytest-xdist has it from the one that started it
         directory = config.stash[_TRUSTED] = TemporaryDirectory()
         os.environ["SSL_CERT_FILE"] = f"{directory.name}/ca.pem"
         trustme.CA().cert_pem.write_to_path(os.environ["SSL_CERT_FILE"])

@@ -46,6 +46,8 @@ BLOWS = {
 }  # fmt: skip
 """Methods of `Attack`, and the seconds after each of them."""
 AT_ONCE = {"flood": 16}
+AHEAD_S = 0.5
+"""After a blow that is ahead of the others, where each counts once."""
 STRANGER = os.urandom(32)
 MOST_HELD = 80
 """Connections to one port that stay open; the oldest goes when there are more."""
@@ -187,6 +189,8 @@ class Target:
     """Only for an insider."""
     prompt: str
     seed: int = 0
+    once: bool = False
+    """Each way of each blow counts once: a blow that is ahead of the others comes at longer intervals."""
 
 
 @dataclass
@@ -267,7 +271,7 @@ class Attack:
 
     async def false_fields(self) -> None:
         # Some are taken for the longest answer.
-        false = {"prompt": "x", "max_tokens": 2, "timeout": 20, **self.turn("false_fields", FALSE_FIELDS)}
+        false = {"prompt": "x", "max_tokens": 2, "timeout": 5, **self.turn("false_fields", FALSE_FIELDS)}
         async with self._post(json.dumps(false).encode()) as response:
             await response.read()
 
@@ -485,7 +489,8 @@ class Attack:
             if min(count // max(1, self.ways[blow]) for blow, count in self.struck.items()) > self.rounds:
                 self.rounds += 1
                 print(flush=True)
-            await asyncio.sleep(BLOWS[name])
+            ahead = self.struck[name] // max(1, self.ways[name]) > self.rounds
+            await asyncio.sleep(AHEAD_S if self.target.once and ahead else BLOWS[name])
 
 
 def end(writer: asyncio.StreamWriter) -> None:

@@ -20,10 +20,12 @@ from tests.forked import forking
 from tests.otlp import Receiver
 
 from .machine import Machine
-from .recovery import FLAGS, LONG, LONGEST, SHORT, Broken
+from .recovery import FLAGS, LONG, SHORT, Broken
 from .serve import Serve
 
 GOLDENS = Path(__file__).with_name("goldens.json")
+BUDGET = 64
+"""Tokens of a step of `server`. Every longer prompt is a chunked one."""
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -41,9 +43,8 @@ def grpc_address() -> str:
 @pytest.fixture(scope="package")
 def server(grpc_address: str) -> Iterator[Serve]:
     machine = Machine()
-    # A budget of 256 tokens a step makes every longer prompt a chunked one.
     grpc_port = grpc_address.rpartition(":")[2]
-    server = Serve(machine, "--max-num-batched-tokens", "256", "--grpc-port", grpc_port)
+    server = Serve(machine, "--max-num-batched-tokens", str(BUDGET), "--grpc-port", grpc_port)
     try:
         server.until_ready()
         yield server
@@ -110,7 +111,7 @@ def broken(
         worker_flags=[*FLAGS, *watched, *shallow_model],
         router_flags=["--no-overflow", "--no-split-prompts", *watched],
     ) as cluster:
-        yield Broken(cluster, asyncio.run(expected(cluster.url, [*SHORT, *LONG, LONGEST], at_once=12)))
+        yield Broken(cluster, asyncio.run(expected(cluster.url, [*SHORT, *LONG], at_once=12)))
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from .recovery import MIXED
 from .serve import Serve
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-CLIENTS = 4
+CLIENTS = 2
 BACK_S = 150.0
 """A worker that was killed often waits for up to 30 s. One that hangs is noticed after 10 s, and a process
 that prepares requests after a minute."""
@@ -169,7 +169,7 @@ async def asked(url: str, fault: Fault | None) -> None:
         async with new_session() as http:  # a connection of its own: the kernel chooses the process
             return await read(http, url, cases(1, 8)[0], **grammar, ignore_eos=False, user="x" * 20_000)
 
-    for stream in await asyncio.gather(*map(ask, range(12))):
+    for stream in await asyncio.gather(*map(ask, range(6))):
         if fault is not None and fault.cuts and (stream.cut or ENDED in stream.error):
             continue
         if fault is not None and fault.how is STOP and fault.process in CHILDREN and stream.error:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.bench.harness.cluster import Worker, status
-from baton.bench.harness.streams import Case, new_session, read
+from baton.bench.harness.streams import Case, expected, new_session, read
 from baton.bench.harness.workers import metric
 
 from .recovery import LONGEST, MIXED, SHORT, Broken, each_has, wait_exit
@@ -60,7 +60,7 @@ async def test_decode_killed_before_its_ack_costs_no_second_prefill(broken: Brok
     await asyncio.to_thread(broken.all_back)
     case, victim = LONGEST, broken.cluster.workers[0]
     before = broken.tokens_prefilled()
-    await broken.ride([case])
+    broken.right |= await expected(broken.cluster.url, [case])
     cost = broken.tokens_prefilled() - before
     assert cost > 100
 
