@@ -102,7 +102,7 @@ of `system` share clusters, those of `engine` classes of transformers, which tak
 KERNELS = re.compile(r"tests/engine/test_(exact|mamba2|(\w+_)?kernels)\.py")
 """Tests of the scope `kernels`: most of their time they are in Triton's interpreter, and few compare with
 transformers."""
-FORKS = ("tests/bench/test_smoke.py", "tests/decode_worker", "tests/worker")
+FORKS = ("tests/bench/test_smoke.py", "tests/decode_worker", "tests/router/test_process", "tests/worker")
 """Tests of the scope `forks`. They share workers and a fork server (`tests.forked`), which takes seconds to
 start."""
 

@@ -55,7 +55,12 @@ _PRELOADED = {
         "baton.worker.engine_process.rank_process",
         "baton.worker.service_process.service",
     ),
-    "transfers": ("baton.kv_transfer.process.__main__",),
+    "transfers": (
+        "baton.kv_transfer.process.__main__",
+        "baton.kv_transfer.process.nixl_memory",
+        "baton.kv_transfer.protocol.encryption",
+        "psutil",
+    ),
     "loads": ("baton.bench.load.cli", "baton.bench.load.commands", "baton.bench.load.traffic.client_process"),
 }
 _PARENTS = ("serve", "prefill", "decode", "router", "tests.worker_process", "baton.bench.load")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import shutil
 import subprocess
@@ -28,8 +29,9 @@ from baton.rpc.tls import TlsFiles
 from tests.fake_worker import SECRET, FakeWorker, Lanes
 from tests.within import WITHIN
 
+from .routers import TEXT, forked_roles, start  # noqa: F401  fixtures
+
 NO_DEFAULTS = SamplingDefaults()
-TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
 
 THINKING_TEMPLATE = """
 {%- if tools %}<tool_call></tool_call>{{ tools | tojson }}{% endif %}
@@ -50,9 +52,14 @@ ARGUMENTS = '{"city": "Paris"}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
+@functools.lru_cache(8)
+def _compiled(grammar: str) -> LLMatcher:
+    return LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+
+
 def accepts(grammar: str, text: str) -> bool:
     """Whether workers take `text` as the whole output."""
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    matcher = _compiled(grammar).deep_copy()
     said = text.encode()
     return matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
 

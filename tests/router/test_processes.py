@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,134 +21,23 @@ import grpc.aio
 import psutil
 import pytest
 
-from baton.bench.harness.processes import spawn
 from baton.content import prompt_hints
 from baton.machine.system import report
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.processes import sockets, supervise
 from baton.router.processes.sockets import listen, reserve
-from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
 from baton.rpc.stubs import InferenceStub
-from tests.fake_worker import SECRET, FakeWorker, Lanes
+from tests.fake_worker import SECRET, FakeWorker
 from tests.within import WITHIN
 
 from .conftest import TEXT
+from .routers import AS_CLIENT, KEY
 
-KEY = "sk-a-secret-key"
 SALT = "a-secret-salt"
-AS_CLIENT = {"Authorization": f"Bearer {KEY}"}
 SUCCESS = 'vllm:request_success_total{finished_reason="stop",model_name="fake",role="router"}'
-
-
-@dataclass
-class Routers:
-    """A `baton router` and its processes."""
-
-    popen: subprocess.Popen[bytes]
-    ready: dict[str, Any]
-    said: list[dict[str, Any]]
-    log: Path
-    http: aiohttp.ClientSession
-    prefill: FakeWorker
-    decode: FakeWorker
-    prefills: list[FakeWorker]
-
-    @property
-    def url(self) -> str:
-        return self.ready["url"]
-
-    @property
-    def admin(self) -> str:
-        return self.ready["admin_url"]
-
-    async def get(self, url: str) -> Any:
-        async with self.http.get(url, headers={"Connection": "close"}) as response:
-            return (
-                await response.json()
-                if response.content_type == "application/json"
-                else await response.text()
-            )
-
-    async def ask(self, **body: Any) -> dict[str, Any]:
-        """Opens a new connection, so that the kernel chooses a process."""
-        asked = {"prompt": "Hello", "max_tokens": 99, **body}
-        headers = {**AS_CLIENT, "Connection": "close"}
-        async with self.http.post(self.url + "/v1/completions", json=asked, headers=headers) as response:
-            assert response.status == 200, await response.text()
-            return await response.json()
-
-    async def new_keys(self, path: str, text: str, logged: str) -> None:
-        """Replaces the file of keys, and waits for what the router logs of it."""
-        before = self.log.read_text().count(logged)
-        draft = Path(path).with_suffix(".new")
-        draft.write_text(text)
-        draft.replace(path)
-        async with asyncio.timeout(WITHIN):
-            while self.log.read_text().count(logged) == before:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-
-    async def statuses(self, key: str) -> set[int]:
-        """Those of requests with this key. The kernel chooses their processes."""
-        found = set()
-        for _ in range(16):
-            headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
-            async with self.http.get(self.url + "/v1/models", headers=headers) as response:
-                found.add(response.status)
-        return found
-
-    async def processes(self) -> dict[int, int]:
-        """Number and pid of each process that replies."""
-        status = await self.get(self.admin + "/status")
-        return {process["number"]: process["pid"] for process in status["processes"]}
-
-    async def until(self, condition: Callable[[Any], bool]) -> Any:
-        async with asyncio.timeout(WITHIN):
-            while not condition(status := await self.get(self.admin + "/status")):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        return status
-
-    async def exit_code(self) -> int:
-        return await asyncio.to_thread(self.popen.wait, WITHIN)
-
-
-@pytest.fixture
-async def start(
-    tokenizer: ModelTokenizer, directory: Path, tmp_path: Path
-) -> AsyncIterator[Callable[..., Any]]:
-    async with contextlib.AsyncExitStack() as stack:
-        http = await stack.enter_async_context(aiohttp.ClientSession())
-
-        async def begin(*flags: str, prefills: int = 1) -> Routers:
-            lanes, output_ids = Lanes(), [*tokenizer.encode(TEXT), 2]
-            roles = [*[worker_pb2.POOL_PREFILL] * prefills, worker_pb2.POOL_DECODE]
-            workers = [FakeWorker(role, lanes, output_ids) for role in roles]
-            for worker in workers:
-                worker.cache = set() if prefills > 1 else None
-                worker.model, worker.served_model_name = str(directory), "fake"
-                stack.push_async_callback((await worker.start()).kill)
-            log = tmp_path / "router.log"
-            environment = os.environ | {"BATON_CLUSTER_SECRET": SECRET.decode(), "BATON_GRPC_PORT": "0"}
-            given = (
-                "--port", "0", "--index", "4",  # the model of its workers
-                *(part for worker in workers for part in ("--worker", worker.address)), *flags,
-            )  # fmt: skip
-            with log.open("wb") as output:
-                popen, pipe = spawn("router", *given, environment=environment, output=output)
-            stack.callback(popen.wait)
-            stack.callback(popen.kill)
-
-            def read() -> list[dict[str, Any]]:
-                with pipe:
-                    return [json.loads(line) for line in pipe]
-
-            said = await asyncio.to_thread(read)
-            ready = said[-1].get("ready", {}) if said else {}
-            return Routers(popen, ready, said, log, http, workers[0], workers[-1], workers[:-1])
-
-        yield begin
 
 
 @pytest.fixture
