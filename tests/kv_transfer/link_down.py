@@ -12,7 +12,7 @@ import baton.kv_transfer as kv
 from .conftest import Decode, Pair, Prefill, until
 from .transfer_process import deadlines
 
-DEADLINES = deadlines(peer_dead=50.0, handshake=50.0)
+DEADLINES = deadlines(peer_dead=50.0, handshake=2.0)
 TOKENS = 200
 
 

@@ -11,12 +11,23 @@ import baton.kv_transfer as kv
 from tests.kv_transfer.conftest import Pair, until
 from tests.kv_transfer.transfer_process import deadlines
 
-from .conftest import EVERY_KIND
-
-pytestmark = pytest.mark.parametrize("transport", EVERY_KIND, indirect=True, ids=str)
+from .conftest import EVERY_KIND, TCP, Kind
 
 TOKENS = 64
-STATES = pytest.mark.parametrize("state", ["asked", "receiving", "committed"])
+
+
+def on(cases: list[Any], names: str = "transport") -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(names, cases, indirect=["transport"], ids=str)
+
+
+def each(*more: Any) -> list[tuple[Kind, Any]]:
+    """Every transport with each of these."""
+    return [(kind, other) for kind in EVERY_KIND for other in more]
+
+
+# Before a slice is on its way, transports differ in nothing.
+ASKED = (TCP, "asked")
+KILLED = (("receiving", (1, 1)), ("receiving", (2, 4)), ("committed", (1, 1)))
 
 
 def bring(pair: Pair, state: str) -> tuple[bytes, bytes]:
@@ -48,10 +59,7 @@ def fetched(pair: Pair, prefill_id: bytes) -> None:
     pair.assert_whole()
 
 
-@pytest.mark.parametrize(
-    ("state", "ranks"),
-    [("asked", (2, 4)), ("receiving", (1, 1)), ("receiving", (2, 4)), ("committed", (1, 1))],
-)
+@on([(*ASKED, (2, 4)), *((kind, *what) for kind, what in each(*KILLED))], "transport, state, ranks")
 def test_decode_is_killed(make_prefill: Any, make_decode: Any, state: str, ranks: tuple[int, int]) -> None:
     """The prefill is held, and another decode worker fetches it."""
     prefill, second = make_prefill(ranks=ranks[0]), make_decode(name="decode 1")
@@ -63,7 +71,7 @@ def test_decode_is_killed(make_prefill: Any, make_decode: Any, state: str, ranks
     fetched(Pair(prefill, second), prefill_id)
 
 
-@STATES
+@on([ASKED, *each("receiving", "committed")], "transport, state")
 def test_prefill_is_killed_and_comes_back_under_its_address(
     make_prefill: Any, make_decode: Any, state: str
 ) -> None:
@@ -83,7 +91,7 @@ def test_prefill_is_killed_and_comes_back_under_its_address(
     fetched(again, again.prefill.hold(TOKENS))
 
 
-@pytest.mark.parametrize("hangs", ["prefill", "decode"])
+@on(each("prefill", "decode"), "transport, hangs")
 def test_a_transfer_process_hangs_and_goes_on(make_pair: Any, hangs: str) -> None:
     pair = make_pair(*({"deadlines": deadlines(peer_dead=50.0)} for _ in range(2)))
     prefill_id, decode_id = bring(pair, "receiving")
@@ -99,7 +107,7 @@ def test_a_transfer_process_hangs_and_goes_on(make_pair: Any, hangs: str) -> Non
     pair.assert_whole()
 
 
-@pytest.mark.parametrize("hangs", ["prefill", "decode"])
+@on([(TCP, "prefill"), (TCP, "decode")], "transport, hangs")
 def test_an_engine_that_hangs_is_told_to_its_peer(make_pair: Any, hangs: str) -> None:
     """Its own transfer process is well, and says so in PING; the other side ends the session."""
     pair = make_pair(*({"deadlines": deadlines(engine_dead=50.0)} for _ in range(2)))
@@ -111,6 +119,7 @@ def test_an_engine_that_hangs_is_told_to_its_peer(make_pair: Any, hangs: str) ->
     assert worker.stats().deadlines == {}
 
 
+@on([TCP])
 def test_no_listener(make_pair: Any) -> None:
     pair = make_pair(decode={"deadlines": deadlines(unreachable=50.0)}, connected=False)
     decode_id = pair.decode.fetch(pair.prefill, bytes(16), 10, kv_address="127.0.0.1:1")

@@ -119,12 +119,12 @@ def test_nothing_missing_is_a_commit_of_no_frames(pair: Pair) -> None:
 @pytest.mark.parametrize("transport", [*EVERY_KIND, TCP_WITH_MOVERS], indirect=True, ids=str)
 def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any) -> None:
     """Far more data in flight than slots, from both ends of the size range: no mix blocks another."""
-    both = {"slot_bytes": 32 << 10}  # 128 positions
+    both = {"slot_bytes": 8 << 10}  # 32 positions
     pair = make_pair(
-        {"slots": 6, "blocks": 2600, **both}, {"slots": 5, "blocks": 1300, "block_size": 32, **both}
+        {"slots": 6, "blocks": 400, **both}, {"slots": 5, "blocks": 200, "block_size": 32, **both}
     )
     random.seed(1)
-    sizes = [12_288, 1, 3000, *(random.randrange(1, 60) for _ in range(12)), 1500]
+    sizes = [3072, 1, 750, *(random.randrange(1, 60) for _ in range(12)), 375]
     early, late = sizes[:8], sizes[8:]
     jobs = []
     for n in early:
@@ -142,24 +142,24 @@ def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any) -> Non
         assert isinstance(pair.event(decode_id), kv.Injected), n
         pair.assert_same(blocks[prefill_id], decode_id, 0, n)
     pair.assert_whole()
-    assert len(pair.prefill.free) == 2600
+    assert len(pair.prefill.free) == 400
 
 
 def test_a_prefill_that_computes_nothing_yet_starves_no_other(
     make_prefill: Any, make_decode: Any, pair_of: Any
 ) -> None:
     """Its FETCH came first and took the credits of a small arena. They are recalled for other transfers."""
-    slow, fast = make_prefill(name="prefill slow"), make_prefill(name="prefill fast", blocks=200)
-    decode = make_decode(slots=4, blocks=400)
+    slow, fast = make_prefill(name="prefill slow"), make_prefill(name="prefill fast")
+    decode = make_decode(slots=4)
     waiting = pair_of(slow, decode)
-    slow_id = slow.open(500)
-    slow_fetch = decode.fetch(slow, slow_id, 500)
+    slow_id = slow.open(200)
+    slow_fetch = decode.fetch(slow, slow_id, 200)
     waiting.until(lambda: slow.sender.has_fetch(slow_id), "the first FETCH to arrive")
     other = pair_of(fast, decode)
-    decode_id = decode.fetch(fast, fast.hold(2000), 2000)
+    decode_id = decode.fetch(fast, fast.hold(500), 500)
     assert isinstance(other.event(decode_id), kv.Injected)
     other.until(lambda: fast.sender.idle, "the ACK")
-    slow.sender.ready(slow_id, None, 0, 500)
+    slow.sender.ready(slow_id, None, 0, 200)
     slow.sender.commit(slow_id, kv.FirstToken(1))
     assert isinstance(waiting.event(slow_fetch), kv.Injected)
     waiting.assert_whole()
@@ -285,7 +285,7 @@ def test_asking_for_positions_that_are_not_there(pair: Pair) -> None:
     indirect=["transport"],
     ids=str,
 )
-@pytest.mark.parametrize("count", [80, pytest.param(1_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
 def test_cancel_at_random_moments(make_pair: Any, count: int, ranks: tuple[int, int]) -> None:
     """Many fetches are cancelled, at either side, and their blocks re-used at once: no late byte lands."""
     settings = {"slots": 8}
@@ -340,8 +340,8 @@ def test_cancel_at_random_moments(make_pair: Any, count: int, ranks: tuple[int, 
     assert (len(pair.prefill.free), len(pair.decode.free)) == (128, 48)
     assert not any(layer.any() for layer in pair.decode.ranks.tensors), "a late byte landed in a free block"
     kinds = Counter(type(e) for e in pair.decode.events.values())
-    assert kinds[kv.Injected] > 20, kinds
-    assert kinds[kv.FetchFailed] + kinds[kv.Closed] > 5, kinds
+    assert kinds[kv.Injected] > count // 4, kinds
+    assert kinds[kv.FetchFailed] + kinds[kv.Closed] > count // 16, kinds
 
 
 @GROUPS
