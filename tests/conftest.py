@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.device import DEVICE
 from tests.interpreter import interpret_faster
+from tests.loop_clock import Clock
 from tests.shallow import shallow
 
 pytest_plugins = ["tests.leftovers", "tests.reruns", "tests.shards"]
@@ -227,3 +228,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def strange_certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """The same of another authority."""
     return _issue(tmp_path_factory.mktemp("strange"), "theirs")
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)

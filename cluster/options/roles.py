@@ -289,7 +289,7 @@ class FrontOptions(ServerTlsOptions):
         "TOKENS",
         check=between(1),
     )
-    request_timeout: float = opt(600.0, "Longest duration of a request.", "S", check=between(1))
+    request_timeout: float = opt(600.0, "Longest duration of a request.", "S", check=between(1, 1_000_000))
     client_timeout: float = opt(
         30.0, "Longest time to receive a body, or for a client to read.", "S", check=between(0.1)
     )

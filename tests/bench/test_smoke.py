@@ -5,6 +5,7 @@ A stand-in replaces workers and `baton bench`. `make test-long` runs some benche
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -16,8 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from grpc.aio import Channel
 
 from baton.bench import contract, flip, split
 from baton.bench.disagg import __main__ as disagg
-from baton.bench.harness.cluster import LocalCluster
+from baton.bench.harness.cluster import LocalCluster, Worker
 from baton.bench.harness.workers import Driver, Workers
 from baton.bench.kv import __main__ as kv
 from baton.bench.kv import exported
@@ -43,6 +43,7 @@ from baton.kv_transfer import TraceWriter
 from baton.rpc import worker_pb2 as pb
 from tests.forked import forking
 from tests.mooncake import libraries
+from tests.stand_in import stand_in
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
@@ -228,7 +229,7 @@ def test_runs_kv(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--short", "--lanes", "1", "--slots", "4", "--slot-bytes", str(MIB))
     # One pair for all variants, since each pair starts four processes.
     with contextlib.closing(Pair(settings)) as pair:
-        shared = SimpleNamespace(seconds=pair.seconds, cpu_seconds=pair.cpu_seconds, close=lambda: None)
+        shared = stand_in(Pair, seconds=pair.seconds, cpu_seconds=pair.cpu_seconds, close=lambda: None)
         monkeypatch.setattr(kv, "Pair", lambda settings: shared)
         rows = run("kv", *flags)
     torch.set_num_threads(threads)
@@ -277,10 +278,11 @@ def test_runs_router(
     def started(directory: Path, *, prefill: int, decode: int, secret: str, router_flags: list[str]) -> Any:
         check_flags("router", *router_flags)
         assert prefill == decode == 0
-        stand_in = SimpleNamespace(
-            url=cluster.url, report=cluster.report, restart_router=partial(check_flags, "router")
-        )
-        return contextlib.nullcontext(stand_in)
+        made = stand_in(LocalCluster, url=cluster.url, report=cluster.report, restart_router=restarted)
+        return contextlib.nullcontext(made)
+
+    def restarted(*flags: str) -> None:
+        check_flags("router", *flags)
 
     large = {"message": ("/v1/chat/completions", b'{"messages": [], "a": "%b"}' % bytes(100_000))}
     few, cpu_seconds = partial(router.decisions, 100, 2), ends.cpu_seconds
@@ -299,16 +301,16 @@ def test_runs_router(
     monkeypatch.setattr(contextlib, "closing", lambda given: given)
     monkeypatch.setattr("gc.disable", lambda: None)
     monkeypatch.setattr(ends, "SPREAD_S", 0.0)
+    sleep = time.sleep
     with ends.OpenStreams(cluster.url, 1) as load:  # one load for all, since each is a process
         monkeypatch.setattr(ends, "OpenStreams", lambda url, streams: contextlib.nullcontext(load))
 
         def until_a_token(seconds: float) -> None:
             before = load.tokens.value
             while load.tokens.value == before:
-                time.sleep(0.001)
+                sleep(0.001)
 
-        clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=until_a_token)
-        monkeypatch.setattr(router, "time", clock)
+        monkeypatch.setattr(time, "sleep", until_a_token)
         rows = run("router", "--pairs", "100", "--streams", "1", "--seconds", "0.1")
     assert {"router.decision.w1000", "router.added.p99", "router.processes2.tokens_per_s"} <= {*rows}
     assert rows["router.stall.large_request"] > 0
@@ -363,7 +365,7 @@ def test_overlap_gives_each_rank_a_gpu(
 
     def devices(prefill: int, decode: int, present: int) -> list[str]:
         monkeypatch.setattr("baton.bench.contract.visible_gpus", lambda: range(present))
-        args = SimpleNamespace(
+        args = argparse.Namespace(
             device="cuda", prefill_ranks=prefill, decode_ranks=decode, prefill_kv_cache_dtype="auto",
             decode_kv_cache_dtype="fp8",
         )  # fmt: skip
@@ -378,7 +380,7 @@ def test_overlap_gives_each_rank_a_gpu(
 
 def test_gaps_are_not_measured_beside_a_stream_that_has_ended() -> None:
     times = {b"one": [0.0, 1.0, 2.0], b"other": [0.5, 1.5]}
-    workers = cast(Workers, SimpleNamespace(decode=SimpleNamespace(times=times.__getitem__)))
+    workers = stand_in(Workers, decode=stand_in(Driver, times=times.__getitem__))
     assert Background(workers, list(times), length=4).gaps(0.5, 2.0) == [1.0, 1.0]
     with pytest.raises(RuntimeError, match="ended after its 3 tokens"):
         Background(workers, list(times), length=3).gaps(0.5, 2.0)
@@ -416,8 +418,7 @@ def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         loads.append(line[4:])
         return subprocess.CompletedProcess(line, 0)
 
-    bench = SimpleNamespace(run=measured, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr(disagg, "subprocess", bench)
+    monkeypatch.setattr(subprocess, "run", measured)
     monkeypatch.setattr(contract, "gpus", lambda: ["a GPU"] * 2)
     monkeypatch.setattr(disagg, "started", started)
     monkeypatch.setattr(disagg, "DRAWS", 10)
@@ -436,8 +437,8 @@ def test_runs_flip(
 ) -> None:
     """Fake workers, which compute no prompt. A made-up trace has one for each flip, and one before it."""
     real, workers = routed
-    decode = SimpleNamespace(lives=[{"address": workers.decode}])
-    cluster = SimpleNamespace(url=real.url, secret=real.secret, of=lambda role: [None, decode])
+    decode = stand_in(Worker, lives=[{"address": workers.decode}])
+    cluster = stand_in(LocalCluster, url=real.url, secret=real.secret, of=lambda role: [None, decode])
     computed = iter(range(100))
     writers: list[TraceWriter] = []
     monkeypatch.setattr(contract, "gpus", list)

@@ -318,6 +318,7 @@ def test_errors_name_the_flag(
         ("bench run --requests 1.5", "'1.5' is not a whole number."),
         ("bench sweep --api foo", "'--api': 'foo' is not one of 'completions', 'chat'."),
         ("doctor --check-port 8000 --check-port 99999", "'--check-port': 99999 is out of range"),
+        ("router --request-timeout inf", "inf is out of range: must be 1 to 1000000."),  # 32 bits of ms
         ("picker --router here", "Error: --router must be IP:PORT, not 'here'"),
         ("plan --rate much", "'--rate': 'much' is not a number."),
         ("restart", "Error: --ray-address: required"),

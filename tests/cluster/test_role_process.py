@@ -15,9 +15,10 @@ import pytest
 
 import baton.machine.system
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
+from tests.loop_clock import Clock
 from tests.within import WITHIN, within
 
-from .conftest import FAKE, Clock, eventually, forever, gone, until, until_ready
+from .conftest import FAKE, eventually, forever, gone, until, until_ready
 
 Start = Callable[..., RoleProcess]
 

@@ -5,7 +5,7 @@ import contextlib
 import gc
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,23 @@ from baton.router.generation.output import MAX_TAKEN, Delta, Token, TokenQueue
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.stubs import InferenceStub
+from tests.loop_clock import Clock
 from tests.within import WITHIN
 
 from .conftest import TEXT, Cluster, make_cluster
 
+PATIENT = {"client_timeout": 200.0, "request_timeout": 4e6}
+"""Of a router whose timeout for clients passes by `passing` alone."""
+
 # Twenty alternatives for each of 7,000 tokens: more than the socket buffers hold.
 LONG = {"prompt": "Hello", "max_tokens": 7000, "ignore_eos": True, "logprobs": 20, "stream": True}
+
+
+async def passing(clock: Clock, condition: Callable[[], object]) -> None:
+    """Lets the time of clients pass, whenever the router may wait for one, until this holds."""
+    while not condition():
+        await clock.forward(PATIENT["client_timeout"])
+        await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +63,7 @@ def request(body: bytes, length: int | None = None, key: str = "") -> bytes:
 
 
 async def test_headers_that_do_not_arrive(tokenizer: ModelTokenizer, tmp_path: Path):
-    async with make_cluster(tokenizer, tmp_path, keep_alive=0.3) as cluster:
+    async with make_cluster(tokenizer, tmp_path, keep_alive=0.1) as cluster:
         for begun in (b"", b"GET /health HTTP/1.1\r\nHost:", request(b"", 0)[:-2]):
             async with connected(cluster) as (reader, writer), asyncio.timeout(WITHIN):
                 writer.write(begun)
@@ -183,12 +194,11 @@ async def test_grpc_checks_the_key_before_the_message(tokenizer: ModelTokenizer,
 
 @pytest.mark.parametrize("unread", [10**9, 50])
 async def test_a_stream_that_the_client_does_not_read(
-    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: int
+    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, unread: int
 ):
     """It ends after the timeout, or earlier if too many tokens wait. Both workers are free then."""
     monkeypatch.setattr(active_request, "MAX_UNREAD_TOKENS", unread)
-    timeout = 0.5 if unread > 50 else 60.0
-    async with make_cluster(tokenizer, tmp_path, client_timeout=timeout) as cluster:
+    async with make_cluster(tokenizer, tmp_path, **PATIENT) as cluster:
         cluster.decodes[0].step_seconds = 0.0005
         async with connected(cluster) as (reader, writer):
             writer.write(request(json.dumps(LONG).encode()))
@@ -197,7 +207,7 @@ async def test_a_stream_that_the_client_does_not_read(
             other = await cluster.complete()
             assert other["choices"][0]["text"] == TEXT
             if unread > 50:
-                await cluster.idle()
+                await passing(clock, lambda: not cluster.router.services.active)
             else:
                 await cluster.until(lambda: all(not c.attempts for c in cluster.pool.connections))
                 raw = await reader.read(1 << 24)
@@ -210,55 +220,55 @@ async def test_a_stream_that_the_client_does_not_read(
 
 
 async def test_a_call_that_the_client_does_not_read(
-    tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ):
-    async with make_cluster(tokenizer, tmp_path, client_timeout=0.5) as cluster:
+    async with make_cluster(tokenizer, tmp_path, **PATIENT) as cluster:
         assert cluster.router.grpc_address is not None
         async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
             asked = pb.GenerateRequest(text="Hello", max_tokens=7000, ignore_eos=True, logprobs=20)
             call = InferenceStub(channel).Generate(asked)
             assert await call.read()
+            await passing(clock, lambda: not cluster.router.services.active)
             await cluster.idle()
             assert not [record for record in caplog.records if record.exc_info], "no defect is logged"
             call.cancel()
 
 
 async def test_a_response_that_the_client_does_not_read(
-    tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tokenizer: ModelTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ):
     caplog.set_level("INFO")
     async with (
-        make_cluster(tokenizer, tmp_path, client_timeout=0.5) as cluster,
-        connected(cluster) as (
-            reader,
-            writer,
-        ),
+        make_cluster(tokenizer, tmp_path, **PATIENT) as cluster,
+        connected(cluster) as (reader, writer),
     ):
         writer.write(request(json.dumps({**LONG, "stream": False}).encode()))
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        read = 0
+        await cluster.idle()
+        await passing(clock, lambda: "does not read its response" in caplog.text)
         async with asyncio.timeout(WITHIN):
-            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-            read = 0
-            await cluster.idle()
-            await cluster.until(lambda: "does not read its response" in caplog.text)
             with contextlib.suppress(ConnectionError):
                 while chunk := await reader.read(1 << 20):
                     read += len(chunk)
         assert read < 4 << 20, "the response was cut off"
 
 
-async def test_the_tokens_of_a_text_that_the_client_does_not_read(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_the_tokens_of_a_text_that_the_client_does_not_read(
+    tokenizer: ModelTokenizer, tmp_path: Path, clock: Clock
+):
     """The body counts for its key until the connection is cut."""
     async with (
-        make_cluster(tokenizer, tmp_path, client_timeout=0.5) as cluster,
+        make_cluster(tokenizer, tmp_path, **PATIENT) as cluster,
         connected(cluster) as (reader, writer),
     ):
         asked = request(json.dumps({"prompt": "1" * 660_000, "return_token_strs": True}).encode())
         writer.write(asked.replace(b"/v1/completions", b"/tokenize"))
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        account = cluster.router.frontend.authorize("")
+        assert account.body_bytes > 0
+        await passing(clock, lambda: account.body_bytes == 0)
         async with asyncio.timeout(WITHIN):
-            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-            account = cluster.router.frontend.authorize("")
-            assert account.body_bytes > 0
-            await cluster.until(lambda: account.body_bytes == 0)
             with contextlib.suppress(ConnectionError):
                 while chunk := await reader.read(1 << 20):
                     assert not chunk.endswith(b"]}"), "the response was cut off"
