@@ -37,7 +37,7 @@ def path(request: pytest.FixtureRequest, tiny_of: TinyOf) -> Path:
 def test_a_prompt_may_be_cut_anywhere(path: Path, tiny_engine: MakeEngine) -> None:
     request = request_of(0, PROMPTS[4], max_tokens=4, ignore_eos=True)
     expected = tokens_of(tiny_engine(model=str(path)), [request])
-    for budget in (1, 2, 3, 4, 5, 7, 8, 10, 13, 20):
+    for budget in (1, 2, 3, 4, 7, 20):
         engine = tiny_engine(model=str(path), max_num_batched_tokens=budget, max_num_seqs=1)
         assert tokens_of(engine, [request]) == expected
 
@@ -150,7 +150,7 @@ def caching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     return make
 
 
-def chats(engine: Engine, turns: int = 4) -> tuple[list[Any], list[int]]:
+def chats(engine: Engine, turns: int = 3) -> tuple[list[Any], list[int]]:
     """Several chats at the same time: each prompt has the turns before it. Returns the tokens of all turns,
     and how many tokens of each prompt came from the cache."""
     rng = random.Random(3)

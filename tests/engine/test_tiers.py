@@ -50,7 +50,7 @@ def answers(
     return list(tokens.values())
 
 
-TURNS = [[*text(20 + 7 * turn, chat), chat] for turn in range(4) for chat in range(6)]
+TURNS = [[*text(20 + 7 * turn, chat), chat] for turn in range(3) for chat in range(6)]
 """For a pool that is too small, so that requests are preempted and prefixes evicted."""
 
 
