@@ -20,22 +20,20 @@ def run(config: EngineProcessConfig) -> int:
     from baton.prefill_worker.role import PrefillRole, SenderSink
     from baton.worker.engine_process import loop
     from baton.worker.engine_process.paged_kv import paged_kv
-    from baton.worker.engine_process.prefix_fetches import PrefixFetches
+    from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
     from baton.worker.engine_process.shared_store import SOURCE, StoreTier
 
     def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
-        sink = SenderSink(parts.trace, parts.attempts)
+        sink = SenderSink(parts.trace)
         engine = parts.start_engine(sink.prefill_started, sink.layer_done)
         receiver = parts.transport.receiver(paged_kv(engine))
-        fetches = PrefixFetches(
-            engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace
-        )
+        workers, incarnation = Workers(engine, receiver), parts.config.incarnation
+        fetches = PrefixFetches(engine, workers, incarnation, parts.counts, parts.links, parts.trace)
         if parts.config.store is not None:
             parts.store = StoreTier(engine, parts.config, parts.counts, parts.trace, parts.cached_chunks)
             fetches.behind = parts.store.fetches, SOURCE
         prefill = PrefillRole(parts, engine, sink, receiver, fetches)
-        decode = DecodeRole(parts, engine, receiver, fetches, prefill.take, prefill.let_go, prefill.fetched)
-        return engine, (prefill, decode)
+        return engine, (prefill, DecodeRole(parts, engine, receiver, fetches))
 
     return loop.run(config, build)
 

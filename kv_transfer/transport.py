@@ -1,8 +1,12 @@
-"""The KV cache that an engine hands to `endpoint`, and the events that its sender and its receiver report."""
+"""The KV cache that an engine hands to `endpoint`, and the events that its sender and its receiver report.
+
+An event names its transfer by id, and by the `owner` that the engine gave with the call: the object that the
+end of the transfer concerns. Only vLLM's connector, whose events cross a socket, gives none.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton.kv_transfer.layout import KVLayout, Range
 from baton.kv_transfer.protocol.local_messages import Local
@@ -51,6 +55,7 @@ class Released(Local, frozen=True):
 
     prefill_id: bytes  # or the pin id given to `serve`
     reason: str  # "acked" | "deadline" | "reused" (its id) | what close() was given
+    owner: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,7 @@ class Injected(Local, frozen=True):
     decode_id: bytes
     first_token: FirstToken
     stats: InjectStats
+    owner: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class Began:
 
     decode_id: bytes
     stop: int
+    owner: Any = None
 
 
 class FetchFailed(Local, frozen=True):
@@ -124,9 +131,11 @@ class FetchFailed(Local, frozen=True):
 
     decode_id: bytes
     reason: str
+    owner: Any = None
 
 
 class Closed(Local, frozen=True):
     """Reported after cancel(): nothing writes into the blocks any more."""
 
     decode_id: bytes
+    owner: Any = None

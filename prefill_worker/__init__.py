@@ -11,7 +11,7 @@ The life of a prefill:
 4. The first token goes to the router at once, and COMMIT goes to the decode worker.
 5. The prefill is held until the decode worker's ACK, a cancel or the hold deadline, or until its blocks are
    needed.
-6. Its blocks are released when no transfer reads them.
+6. Its blocks are released when its last lease ends: no transfer reads them.
 
 A prompt may be shared: several workers compute ranges of it at the same time. Each then has a prefill of the
 prompt up to its last range, which is its part (`worker.engine_process.parts`).
@@ -19,6 +19,6 @@ prompt up to its last range, which is its part (`worker.engine_process.parts`).
 A decode on the same worker can take a held prefill: the engine resumes it, and no KV moves. A prefill without
 handover is released without a COMMIT. So is a prefill if its first token ends the request.
 
-The role also serves its prefix cache to other workers: it pins the chunks that a worker asks for, until they
-are sent or the deadline has passed.
+`serving` serves the prefix cache to other workers: it pins the chunks that a worker asks for, until they are
+sent or the deadline has passed.
 """

@@ -2,20 +2,44 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from baton.content import CHUNK_TOKENS
 from baton.engine import EngineRequest
-from baton.kv_transfer.protocol.messages import FirstToken
-from baton.worker.engine_process.attempts import Attempt
+from baton.kv_transfer.protocol.messages import FirstToken, Reason
+from baton.vllm_worker.attachment import Close
+from baton.worker.engine_process.attempts import Attempt, Lease
 from baton.worker.messages import PrefillSource
+
+
+@dataclass(slots=True, eq=False)
+class Computing(Lease):
+    """vLLM has the request, or will have it."""
+
+    task: asyncio.Task[None]
+
+    def revoke(self, reason: Reason) -> None:
+        if reason != "finished":  # else vLLM ends it now
+            self.task.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class Sending(Lease):
+    """The connector may read the blocks of a handover."""
+
+    tell: Callable[[Close], None]
+
+    def revoke(self, reason: Reason) -> None:
+        self.tell(Close(self.attempt.id, reason))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VLLMAttempt(Attempt):
     request: EngineRequest
+    needed: "NeededBlocks"
+    """Of all attempts."""
     chunks: Sequence[bytes]
     """Names of the full chunks in full blocks of the prompt, which requests share. Empty: they share none."""
     uncached: int
@@ -25,35 +49,43 @@ class VLLMAttempt(Attempt):
     decode: bool
     source: PrefillSource | None = None
     """Of a decode: the prefill that has sampled its first token."""
-    task: asyncio.Task[None] | None = None
+    computing: Computing | None = None
     """None: vLLM has finished the request."""
+    sending: Sending | None = None
+    """None: it is no handover, or the connector reads its blocks no more."""
     given: bool = False
     """vLLM has had the request."""
     answered: bool = False
     """vLLM has sampled a token."""
     first_token: asyncio.Future[FirstToken] = field(default_factory=asyncio.Future)
     """That of a handover, or of the prefill of `source`. vLLM goes on after it."""
-    freed: bool = False
-    """Of a handover: the connector reads its blocks no more."""
-    lost: str = ""
+    no_kv: str = ""
     """Of a decode: why its KV did not come, or is not used."""
     joined_at: float = 0.0
     first_token_at: float | None = None
     """As in the decode role of Baton's engine."""
-    sampled: int = 0
+    num_sampled: int = 0
     """Tokens, without that of the prefill of `source`."""
 
     @property
     def length(self) -> int:
-        return self.tokens + self.sampled
+        return self.tokens + self.num_sampled
 
     @property
     def computes_prompt(self) -> bool:
-        return self.task is not None and self.source is None and not self.answered
+        return self.computing is not None and self.source is None and not self.answered
 
     @property
     def decodes(self) -> bool:
-        return self.task is not None and self.answered
+        return self.computing is not None and self.answered
+
+    def end_if_unused(self) -> None:
+        """Ends the attempt if neither vLLM nor the connector uses it."""
+        if not self.leases:
+            self.close("finished")
+
+    def give_back(self) -> None:
+        self.needed.left(self)
 
 
 class NeededBlocks:

@@ -28,6 +28,7 @@ import zmq.asyncio
 from baton.kv_transfer import Heartbeat
 from baton.kv_transfer.channel import ChannelClosed
 from baton.vllm_worker.attachment import ConnectorLink, events_address
+from baton.vllm_worker.attempt import VLLMAttempt
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.roles import Roles
 from baton.worker import messages
@@ -78,7 +79,7 @@ class EngineProcess:
     def __init__(self, config: EngineProcessConfig) -> None:
         self._config = config
         self._link = ServiceLink(config.address)
-        self._attempts = Attempts(self._send)
+        self._attempts = Attempts[VLLMAttempt](self._send)
         self._heartbeat = Heartbeat(config.heartbeat_fd)
         self._connector = ConnectorLink([config.arenas, *config.rank_arenas], config.heartbeat_fd)
         # vLLM's process dies with the thread that starts it. This one lives on, while it can be reached.

@@ -25,13 +25,13 @@ from typing import Any
 from baton.content import CHUNK_TOKENS, extend_names, salted
 from baton.engine import EngineRequest, EngineStats, Output
 from baton.kv_transfer import Closed, FetchFailed, Injected, Released
-from baton.vllm_worker.attachment import Close, Commit, Computed, Costs, FromConnector, Started, ToConnector
-from baton.vllm_worker.attempt import NeededBlocks, VLLMAttempt, waits
+from baton.vllm_worker.attachment import Commit, Computed, Costs, FromConnector, Started, ToConnector
+from baton.vllm_worker.attempt import Computing, NeededBlocks, Sending, VLLMAttempt, waits
 from baton.vllm_worker.plan import REJECTED, Source
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempts, handed_over, logprobs_of
+from baton.worker.engine_process.attempts import Attempts, State, handed_over, logprobs_of
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.messages import Code, RequestCounts, ToEngine, Work
 
@@ -66,7 +66,7 @@ class Roles:
 
     def __init__(
         self,
-        attempts: Attempts,
+        attempts: Attempts[VLLMAttempt],
         generate: Generate,
         tell: Callable[[ToConnector], None],
         computing: Callable[[Collection[bytes]], None],
@@ -98,12 +98,12 @@ class Roles:
         self._content_root = content_root
         self._max_model_len = max_model_len
         self._incarnation = incarnation
-        self._table = attempts.table(VLLMAttempt)
+        self._table = attempts.by_id
         self._moved = asyncio.Event()  # an attempt has a token, or has ended
 
     @property
     def busy(self) -> bool:
-        return any(attempt.task is not None for attempt in self._table.values())
+        return any(attempt.computing is not None for attempt in self._table.values())
 
     def status(self, question: int) -> messages.EngineStatus:
         found = self._table.values()
@@ -111,7 +111,7 @@ class Roles:
             blocks=self._blocks,
             decoding=sum(attempt.decodes for attempt in found),
             tokens_waiting=sum(attempt.uncached for attempt in found if attempt.computes_prompt),
-            held=sum(attempt.task is None for attempt in found),
+            held=sum(attempt.computing is None for attempt in found),
             reservations=sum(attempt.source is not None and not attempt.answered for attempt in found),
         )
         return messages.EngineStatus(question, stats, self.counts, not self._table, [])
@@ -129,11 +129,12 @@ class Roles:
                 if attempt is not None and attempt.stream == stream:
                     if isinstance(message, messages.Retarget):
                         text = "a vLLM worker cannot change the source of a request"
-                        self._attempts.fail(attempt, Code.HANDED_BACK, text)
-                    self._close(attempt)
+                        attempt.lost(Code.HANDED_BACK, text)
+                    else:
+                        attempt.cancel()
             case messages.CancelStream(stream):
                 for attempt in [of for of in self._table.values() if of.stream == stream]:
-                    self._close(attempt)
+                    attempt.cancel()
             case _:
                 raise AssertionError(f"not of a role: {message}")
 
@@ -149,7 +150,8 @@ class Roles:
             params = {"do_remote_decode": True, "prefill_id": attempt.id.hex()}
             params["report_start"] = message.report_start
             params["logprobs"] = attempt.request.sampling.logprobs is not None
-        self._start(attempt, params)
+        if self._start(attempt, params) and message.handover:
+            attempt.sending = Sending(attempt, self._tell)
 
     def _decode(self, message: messages.Decode) -> None:
         attempt = self._attempt(message.stream, message.work, decode=True, source=message.source)
@@ -162,17 +164,17 @@ class Roles:
                 params = {**held.params, "decode_id": attempt.id.hex(), "attempt": source.attempt}
             elif (prefill := self._table.get(source.prefill_id)) is None or not prefill.answered:
                 text = f"there is no prefill {source.prefill_id.hex()[:8]} on this worker"
-                self._refuse(attempt, Code.HANDED_BACK, text)
+                attempt.lost(Code.HANDED_BACK, text)
                 return
             else:
                 attempt.first_token = prefill.first_token
                 params = {"first_token": prefill.first_token.result().token_id}
         needed = self._needed.of(self._table.values())
-        seated = sum(other.decode and other.task is not None for other in self._table.values())
+        seated = sum(other.decode and other.computing is not None for other in self._table.values())
         if needed > self._blocks or seated >= self._max_num_seqs:
             self.counts.no_room += 1
             text = f"needs {needed} of {self._blocks} blocks, and seat {seated + 1} of {self._max_num_seqs}"
-            self._refuse(attempt, Code.NO_ROOM, text)
+            attempt.lost(Code.NO_ROOM, text)
         elif self._start(attempt, params):
             self._attempts.reserved(attempt)
 
@@ -185,7 +187,7 @@ class Roles:
         uncached = tokens - CHUNK_TOKENS * self._cached.leading(chunks)
         return VLLMAttempt(
             stream=stream, origin=work.origin, tokens=tokens, request=request, chunks=chunks,
-            uncached=uncached, **more,
+            uncached=uncached, needed=self._needed, **more,
         )  # fmt: skip
 
     def _start(self, attempt: VLLMAttempt, kv_transfer_params: dict[str, Any]) -> bool:
@@ -194,14 +196,16 @@ class Roles:
         try:
             fields = sampling(request, only_first=attempt.handover, scores_prompt=attempt.source is None)
         except ValueError as error:
-            self._refuse(attempt, Code.INVALID, str(error))
+            attempt.lost(Code.INVALID, str(error))
             return False
         params = {**kv_transfer_params, "first_token_within": request.first_token_within}
         fields["extra_args"] = {"kv_transfer_params": params}
         # Decodes first, then by priority; of these, requests that have waited elsewhere.
         priority = 2 * request.priority + (not request.retried) - (attempt.source is not None) * (1 << 40)
-        attempt.task = asyncio.create_task(self._run(attempt, fields, priority))
-        attempt.task.add_done_callback(lambda _: self._left(attempt))  # also if it never ran
+        task = asyncio.create_task(self._run(attempt, fields, priority))
+        task.add_done_callback(lambda _: self._left(attempt))  # also if it never ran
+        attempt.computing = Computing(attempt, task)
+        attempt.to(State.COMPUTING if attempt.source is None else State.FETCHING)
         return True
 
     def _open(self, attempt: VLLMAttempt) -> bool:
@@ -211,31 +215,10 @@ class Roles:
             self._needed.came(attempt)
         return is_new
 
-    def _forget(self, attempt: VLLMAttempt) -> None:
-        del self._table[attempt.id]
-        self._needed.left(attempt)
-
-    def _refuse(self, attempt: VLLMAttempt, code: Code, text: str) -> None:
-        """Ends an attempt that vLLM does not have."""
-        self._forget(attempt)
-        self._attempts.fail(attempt, code, text)
-
     def stop(self) -> None:
         """The worker ends. All attempts have failed."""
-        for attempt in self._table.values():
-            self._close(attempt)
-
-    def _close(self, attempt: VLLMAttempt) -> None:
-        """Ends an attempt that its router needs no more."""
-        if attempt.stream is not None:
-            self._attempts.cancelled(attempt)
-        if attempt.closed:
-            return
-        attempt.closed = True
-        if attempt.handover and not attempt.freed:
-            self._tell(Close(attempt.id))
-        if attempt.task is not None:
-            attempt.task.cancel()
+        for attempt in list(self._table.values()):
+            attempt.close("cancelled")
 
     # ------------------------------------------------------------ of vLLM
 
@@ -262,16 +245,25 @@ class Roles:
 
     def _left(self, attempt: VLLMAttempt) -> None:
         """vLLM has the request no more. A handover stays until the connector reads its blocks no more."""
-        attempt.task = None
-        if not attempt.handover or not attempt.answered or attempt.freed:
-            self._forget(attempt)
+        computing, attempt.computing = attempt.computing, None
+        assert computing is not None, "this is called once"
+        computing.end()
+        if not attempt.answered:  # then the connector has nothing to read
+            self._sent(attempt)
+        attempt.end_if_unused()
         self._computes()
+
+    def _sent(self, attempt: VLLMAttempt) -> None:
+        """The connector reads the blocks no more."""
+        if attempt.sending is not None:
+            attempt.sending.end()
+            attempt.sending = None
 
     def _output(self, attempt: VLLMAttempt, output: Any) -> None:
         [completion] = output.outputs
         reason = completion.finish_reason or ""
         if reason in ("error", "abort") or completion.stop_reason == REJECTED:
-            attempt.lost = attempt.lost or completion.stop_reason or reason
+            attempt.no_kv = attempt.no_kv or completion.stop_reason or reason
             self._failed(attempt)
             return
         if attempt.handover and reason == "length":
@@ -283,7 +275,7 @@ class Roles:
                 self._attempts.scored(piece)
         if attempt.source is not None and not attempt.answered and completion.token_ids:
             self._joined(attempt)
-        index = len(attempt.request.output_ids) + (attempt.source is not None) + attempt.sampled
+        index = len(attempt.request.output_ids) + (attempt.source is not None) + attempt.num_sampled
         for token in tokens(attempt.request, index, output, reason, prefilled=not attempt.answered):
             self._sampled(attempt, token)
         if reason:
@@ -291,21 +283,26 @@ class Roles:
 
     def _joined(self, attempt: VLLMAttempt) -> None:
         """vLLM goes on after the token of a prefill. It is repeated: the router emits each index once."""
-        attempt.joined_at, attempt.answered = time.monotonic(), True
+        self._answered(attempt)
         first, index = attempt.first_token.result(), len(attempt.request.output_ids)
         self._attempts.token(attempt, Output(attempt.id, index, first.token_id, logprobs_of(first)))
         assert attempt.source is not None
         taken = self._table.get(attempt.source.prefill_id)
         if taken is not None:  # a prefill of this worker
             taken.stream = None
-            self._close(taken)
+            taken.close("cancelled")
+
+    def _answered(self, attempt: VLLMAttempt) -> None:
+        attempt.joined_at, attempt.answered = time.monotonic(), True
+        if not attempt.closed and (attempt.decode or attempt.handover):
+            attempt.to(State.DECODING if attempt.decode else State.HELD)
 
     def _sampled(self, attempt: VLLMAttempt, output: Output) -> None:
-        attempt.sampled += 1
+        attempt.num_sampled += 1
         self.counts.count(output)
         now = time.monotonic()
         if not attempt.answered:
-            attempt.joined_at, attempt.answered = now, True
+            self._answered(attempt)
             self._moved.set()
             if attempt.handover:  # the connector says `Computed`
                 first = handed_over(output)
@@ -323,25 +320,26 @@ class Roles:
     def _finished(self, attempt: VLLMAttempt) -> None:
         if attempt.decode:
             now = time.monotonic()
-            self._attempts.report(messages.Decoded(attempt.origin, attempt.joined_at, now, attempt.sampled))
+            self._attempts.report(
+                messages.Decoded(attempt.origin, attempt.joined_at, now, attempt.num_sampled)
+            )
         elif attempt.handover:  # its token is the last
-            attempt.stream, attempt.closed = None, True
-            if not attempt.freed:
-                self._tell(Close(attempt.id, "finished"))
+            attempt.stream = None
+            attempt.close("finished")
 
     def _failed(self, attempt: VLLMAttempt) -> None:
         """vLLM has ended the request with an error."""
-        if attempt.lost == "finished":
+        if attempt.no_kv == "finished":
             self._attempts.fail(attempt, Code.FINISHED, "prefill's token is the last")
         elif attempt.source is not None:
-            self._attempts.fail(attempt, Code.HANDED_BACK, f"its KV is not used ({attempt.lost})")
+            self._attempts.fail(attempt, Code.HANDED_BACK, f"its KV is not used ({attempt.no_kv})")
         else:
             self._attempts.fail(attempt, Code.ENGINE, "vLLM ended the request with an error; see the log")
 
     def _computes(self) -> None:
         """The requests in vLLM have changed, or are further."""
         self._moved.set()
-        self._computing([x.id for x in self._table.values() if x.task is not None and x.given])
+        self._computing([x.id for x in self._table.values() if x.computing is not None and x.given])
 
     # ------------------------------------------------------------ of the connector
 
@@ -364,19 +362,17 @@ class Roles:
                 attempt.first_token_at = stats.commit_at
                 self._attempts.report(messages.KVInjected(attempt.origin, stats))
             case FetchFailed(_, reason):
-                attempt.lost = reason
+                attempt.no_kv = reason
                 if reason not in ("finished", "cancelled"):  # of these the worker of the prefill tells
                     assert attempt.source is not None
                     self._attempts.fail(attempt, Code.KV_FAILED, reason, attempt.source.prefill_id)
             case Closed():
-                attempt.lost = "cancelled"
+                attempt.no_kv = "cancelled"
             case Released(_, reason):
                 self._released(attempt, reason)
 
     def _released(self, prefill: VLLMAttempt, reason: str) -> None:
-        prefill.freed = True
+        self._sent(prefill)
         if reason not in _SERVED:
-            self._attempts.fail(prefill, *_DROPPED.get(reason, _PREEMPTED))
-            self._close(prefill)
-        if prefill.task is None:
-            self._forget(prefill)
+            prefill.lost(*_DROPPED.get(reason, _PREEMPTED))
+        prefill.end_if_unused()

@@ -17,6 +17,7 @@ from baton.bench.load import cli as bench
 from baton.cluster.cli import app as baton_app
 from baton.router.api import validation
 from baton.router.api.openapi import OPERATIONS, REQUEST_ERRORS, description
+from baton.worker.engine_process.states import ENDS, TRANSITIONS, State
 
 HERE = Path(__file__).parent
 Schema = dict[str, Any]
@@ -194,7 +195,23 @@ def suites() -> Iterator[str]:
         yield table(("tests", "why they did not pass"), sorted(rows, key=lambda row: -int(row[0])))
 
 
-BLOCKS = {"cli": cli, "endpoints": endpoints, "types": types, "refused": refused, "suites": suites}
+def attempts() -> Iterator[str]:
+    """The states of an attempt as a diagram, without the way to CLOSING."""
+    edges = [(a, b, why) for a, after in TRANSITIONS.items() for b, why in after.items() if why != ENDS]
+    drawn = [f"    {a.name} --> {b.name}: {why}" for a, b, why in edges]
+    some = [f"    [*] --> {State.NEW.name}", *drawn, f"    {State.ENDED.name} --> [*]"]
+    yield "\n".join(("```mermaid", "stateDiagram-v2", *some, "```"))
+    yield f"From each state before {State.CLOSING.name} it goes there, too, when {ENDS}."
+
+
+BLOCKS = {
+    "attempts": attempts,
+    "cli": cli,
+    "endpoints": endpoints,
+    "types": types,
+    "refused": refused,
+    "suites": suites,
+}
 
 
 def pages() -> dict[str, str]:
@@ -203,7 +220,7 @@ def pages() -> dict[str, str]:
     def filled(block: re.Match[str]) -> str:
         return block[1] + "\n\n".join(BLOCKS[block[2]]()) + block[3]
 
-    names = ("cli.md", "api.md", "../compatibility.md")
+    names = ("cli.md", "api.md", "../compatibility.md", "../architecture.md")
     return {name: BLOCK.sub(filled, (HERE / name).read_text()) for name in names}
 
 

@@ -88,6 +88,7 @@ class LiveFetch:
     request: local.FetchIn  # as last sent, with the current transfer id
     table: Any
     started: float
+    owner: Any  # of the engine, for the events
     refetches: int = 0
     frames: int = 0  # taken from the channel
     bytes: int = 0

@@ -29,6 +29,7 @@ class OutgoingPrefill:
     ended: str | None = None
     states_at: tuple[int, ...] = ()  # the positions after which its states are sent
     is_part: bool = False  # of a shared prompt: a transfer gets states only at the ends of its ranges
+    owner: Any = None  # of the engine, for `Released`
 
 
 @dataclass(slots=True, eq=False)

@@ -41,6 +41,9 @@ class Pump:
 
     Attributes:
         error: what ended the thread. None: it runs.
+        pool: the KV of the engine, and the slots.
+        last_layer: its number.
+        fetched: prefill ids with a FETCH that waits or is being served.
     """
 
     def __init__(
@@ -49,10 +52,10 @@ class Pump:
         """`exports` and `adopts` as in `Transport`."""
         from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
-        self._pool = open_ranks(kv, end, exported=exports)
+        self.pool = open_ranks(kv, end, exported=exports)
         self._layout = kv.layout
         self._kv_layers = kv.layout.kv_layers
-        self._last_layer = kv.layout.num_layers - 1
+        self.last_layer = kv.layout.num_layers - 1
         self._trace = trace
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._events: deque[Released | ContentWanted] = deque()
@@ -68,7 +71,7 @@ class Pump:
         self._slots = SenderSlots(end.arena.num_slots)
         # In stream order, with the events.
         self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, local.SliceOut]]]] = deque()
-        self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served
+        self.fetched: set[bytes] = set()
         self._stopping = False
         self._generations = itertools.count(1)
         self._exports = exports and not adopts
@@ -79,14 +82,14 @@ class Pump:
 
     # ------------------------------------------------------------ engine thread
 
-    def _order(self, command: Callable[..., None], *args: Any, wakes: bool = True) -> None:
+    def order(self, command: Callable[..., None], *args: Any, wakes: bool = True) -> None:
         """Makes the pump call one of its commands. `wakes` False: an awake pump looks when it does anyway."""
         self._commands.append((command, args))
         if wakes or self._asleep:  # looked at after the command is there: the pump looks in the other order
             os.eventfd_write(self._wake, 1)
 
-    def _order_now(self, command: Callable[..., None], *args: Any) -> None:
-        """As `_order`, but in this thread if the pump sleeps. A request waits, and waking takes 0.1 ms."""
+    def order_now(self, command: Callable[..., None], *args: Any) -> None:
+        """As `order`, but in this thread if the pump sleeps. A request waits, and waking takes 0.1 ms."""
         self._commands.append((command, args))
         if self._awake.acquire(blocking=False):
             is_alone = len(self._commands) == 1
@@ -122,9 +125,9 @@ class Pump:
 
     def shutdown(self) -> None:
         """Stops reading blocks and closes the sender."""
-        self._order(self._stop)
+        self.order(self._stop)
         self._thread.join()
-        self._pool.close()
+        self.pool.close()
         self._channel.sock.close()
         os.close(self._wake)
         os.close(self._notify)
@@ -133,11 +136,11 @@ class Pump:
 
     def _run(self) -> None:
         try:
-            self._pool.enter_thread()
+            self.pool.enter_thread()
             channel, waiting, urgent = self._channel, False, False
             if self._exports:
                 with self._awake:
-                    self._send_export(exported(self._pool))
+                    self._send_export(exported(self.pool))
             fd = channel.fileno()
             while not self._stopping:
                 watched, look = [self._wake, fd], None
@@ -167,7 +170,7 @@ class Pump:
             while messages := self._channel.receive():
                 for message in messages:
                     self._handle(message)
-            while self._gathers and self._pool.passed(self._gathers[0][0]):
+            while self._gathers and self.pool.passed(self._gathers[0][0]):
                 self._gathered(self._gathers.popleft()[1])
             if not self._gather_next():
                 return bool(self._gathers or (self._slots.free and self._turns.waiting))
@@ -185,7 +188,7 @@ class Pump:
         with self._trace.measure(
             "gather", slices=len(staged), layers=sorted({x.piece.layer for x in staged})
         ):
-            done = self._pool.gather(staged, after)
+            done = self.pool.gather(staged, after)
         handed = [(prefill, message) for prefill, _, message in batch]
         if done is None:
             self._gathered(handed)
@@ -208,8 +211,8 @@ class Pump:
         launch after the event would come behind a long matrix product, and nothing would hide that time."""
         batch: list[_Taken] = []
         after: list[Any] = []
-        while self._slots.free and len(batch) < self._pool.gather_most:
-            transfer = self._turns.next(self._pool.passed, ahead=ahead)
+        while self._slots.free and len(batch) < self.pool.gather_most:
+            transfer = self._turns.next(self.pool.passed, ahead=ahead)
             if transfer is None:
                 break
             after.append(transfer.pending[0][1])
@@ -251,25 +254,28 @@ class Pump:
     def _stop(self) -> None:
         self._stopping = True
 
-    def _expect(self, prefill_id: bytes) -> None:
+    def expect(self, prefill_id: bytes) -> None:
         if prefill_id not in self._prefills:
             self._prefills[prefill_id] = OutgoingPrefill(prefill_id)
             self._channel.send(local.Offer(prefill_id))
 
-    def _open(self, prefill_id: bytes, table: Any, num_tokens: int, states_at: Sequence[int] | None) -> None:
-        self._expect(prefill_id)
+    def open(
+        self, prefill_id: bytes, table: Any, num_tokens: int, states_at: Sequence[int] | None, owner: Any
+    ) -> None:
+        self.expect(prefill_id)
         prefill = self._prefills[prefill_id]
         assert prefill.table is None, "a prefill was opened twice"
         prefill.table, prefill.num_tokens, prefill.is_part = table, num_tokens, states_at is not None
         prefill.states_at = (num_tokens,) if states_at is None else tuple(states_at)
+        prefill.owner = owner
         if prefill.transfer is not None:
             self._plan_all(prefill.transfer)
 
-    def _extend(self, prefill_id: bytes, table: Any) -> None:
+    def extend(self, prefill_id: bytes, table: Any) -> None:
         if (prefill := self._prefills.get(prefill_id)) is not None:
             prefill.table = table
 
-    def _ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int, event: Any) -> None:
+    def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int, event: Any) -> None:
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is not None:
             return  # closed meanwhile
@@ -277,22 +283,22 @@ class Pump:
         if layer in self._layout.state_layers and stop not in prefill.states_at:
             return  # later positions change its states
         layers = self._kv_layers if layer is None else (layer,)
-        prefill.launched = is_last and layers[-1] == self._last_layer
+        prefill.launched = is_last and layers[-1] == self.last_layer
         for i in layers:
             entry = (i, start, stop, event)
             prefill.ready.append(entry)
             if prefill.transfer is not None:
                 self._slicing.add(prefill.transfer, *entry)
 
-    def _serve(self, pin_id: bytes, table: Any, start: int, stop: int) -> None:
+    def serve(self, pin_id: bytes, table: Any, start: int, stop: int, owner: Any) -> None:
         # No event: the steps that wrote the KV are over, and it need not wait for those under way.
         ready = [(layer, start, stop, None) for layer in self._kv_layers]
         self._prefills[pin_id] = OutgoingPrefill(
-            pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN
+            pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN, owner=owner
         )
         self._channel.send(local.Pinned(pin_id, (stop - start) // CHUNK_TOKENS))
 
-    def _commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
+    def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is not None:
             return
@@ -302,7 +308,7 @@ class Pump:
             self._channel.post(self._commit_of(prefill.transfer, first_token))
         self._channel.send(local.Finished(prefill_id))
 
-    def _close(self, prefill_id: bytes, reason: Reason) -> None:
+    def close(self, prefill_id: bytes, reason: Reason) -> None:
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is None:
             self._channel.send(local.CloseOut(prefill_id, reason))
@@ -320,7 +326,7 @@ class Pump:
             case local.Reached(number, reached):
                 self._slots.account(number).reached = reached
             case local.RingOut(export):
-                self._send_export(exported(self._pool, export))
+                self._send_export(exported(self.pool, export))
             case local.StartOut():
                 self._start(message)
             case local.PinOut(pin_id, chunks, first_chunk):
@@ -330,7 +336,7 @@ class Pump:
             case local.SessionGone(number):
                 self._slots.close(number)
             case local.FetchWaits(prefill_id, gone):
-                (self._fetched.discard if gone else self._fetched.add)(prefill_id)
+                (self.fetched.discard if gone else self.fetched.add)(prefill_id)
             case local.ReleasedOut(prefill_id, reason):
                 if prefill_id in self._prefills:
                     self._end(self._prefills[prefill_id], reason)
@@ -351,7 +357,7 @@ class Pump:
         prefill = self._prefills.get(m.prefill_id)
         if prefill is None or prefill.ended is not None:
             # Closed meanwhile, and the transfer process will read that next. The FETCH no longer waits.
-            self._fetched.discard(m.prefill_id)
+            self.fetched.discard(m.prefill_id)
             return
         self._drop_transfer(prefill)
         account = self._slots.account(m.session)
@@ -360,7 +366,7 @@ class Pump:
         slot_bytes = self._exported_slot_bytes if large else m.slot_bytes
         transfer = OutgoingTransfer(m.transfer_id, prefill, account, slot_bytes, large, m.ranges)
         prefill.transfer = transfer
-        self._fetched.add(prefill.id)
+        self.fetched.add(prefill.id)
         self._turns.add(transfer)
         if prefill.table is not None:
             self._plan_all(transfer)
@@ -389,7 +395,7 @@ class Pump:
         if prefill.transfer is not None:
             self._turns.remove(prefill.transfer)
             prefill.transfer = None
-            self._fetched.discard(prefill.id)
+            self.fetched.discard(prefill.id)
 
     def _end(self, prefill: OutgoingPrefill, reason: str) -> None:
         """Gathers no more of a prefill. It is released when the gathers under way are over."""
@@ -398,7 +404,7 @@ class Pump:
         if prefill.gathers == 0:
             del self._prefills[prefill.id]
             if prefill.table is not None:
-                self._report(Released(prefill.id, prefill.ended))
+                self._report(Released(prefill.id, prefill.ended, prefill.owner))
 
     def _report(self, event: Released | ContentWanted) -> None:
         self._events.append(event)

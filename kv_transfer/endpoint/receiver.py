@@ -81,12 +81,14 @@ class Receiver:
         num_tokens: int,
         start: int = 0,
         state_slot: int = 0,
+        owner: Any = None,
     ) -> None:
         """Fetches positions [start, num_tokens) into `block_ids`, which no enqueued step may touch. If the
         layout has states, those that cover [0, num_tokens) come, too, into `state_slot`.
 
         It replaces a fetch of this decode id that is live, or whose end is not reported yet. `attempt`
         numbers the decode attempts of a request: a fetch of a newer attempt replaces those of older ones.
+        The events of `poll` have the `owner`, here and below.
         """
         assert 0 <= start <= num_tokens
         self._take_back(decode_id)
@@ -95,7 +97,7 @@ class Receiver:
         request = local.FetchIn(
             os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, (num_tokens,)
         )
-        fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot)
+        fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot, owner)
         if replaced is not None:  # scatters of the replaced fetch may still write to these blocks
             fetch.last_scatter = replaced.last_scatter
 
@@ -110,6 +112,7 @@ class Receiver:
         ranges: Sequence[Range],
         states_at: Sequence[int] = (),
         state_slot: int = 0,
+        owner: Any = None,
     ) -> None:
         """Fetches these positions (ascending, disjoint, perhaps none) of a prompt that a step of another
         worker computes, and the states after `states_at`, which are ends of ranges. `poll` reports the
@@ -118,7 +121,8 @@ class Receiver:
         request = local.FetchIn(
             os.urandom(16), prefill_id, kv_address, incarnation, 0, tuple(ranges), tuple(states_at)
         )
-        fetch = self._open(fetch_id, request, block_ids, ranges[-1][1] if ranges else 0, state_slot)
+        stop = ranges[-1][1] if ranges else 0
+        fetch = self._open(fetch_id, request, block_ids, stop, state_slot, owner)
         fetch.layers = LayersThere(ranges, self._layout, states_at)
 
     def wait_for_layer(
@@ -160,6 +164,7 @@ class Receiver:
         kv_address: str,
         incarnation: int,
         block_ids: Sequence[int],
+        owner: Any = None,
     ) -> None:
         """Fetches chunks of 64 tokens from the prefix cache of a worker, as far as it has them.
 
@@ -171,7 +176,7 @@ class Receiver:
         request = local.FetchIn(
             os.urandom(16), b"", kv_address, incarnation, 0, ((start, stop),), chunks=tuple(chunks)
         )
-        self._open(fetch_id, request, block_ids, stop)
+        self._open(fetch_id, request, block_ids, stop, 0, owner)
 
     def _open(
         self,
@@ -179,27 +184,28 @@ class Receiver:
         request: local.FetchIn,
         block_ids: Sequence[int],
         num_tokens: int,
-        state_slot: int = 0,
+        state_slot: int,
+        owner: Any,
     ) -> LiveFetch:
         started = time.monotonic()
         self._channel.send(request)  # first: while the table is made, the request is on its way
         table = self._pool.table(block_ids, num_tokens, state_slot)
-        fetch = LiveFetch(decode_id, request, table, started)
+        fetch = LiveFetch(decode_id, request, table, started, owner)
         self._fetches[decode_id] = self._by_transfer[request.transfer_id] = fetch
         return fetch
 
     def cancel(self, decode_id: bytes) -> None:
         """Idempotent. poll() reports Closed for an id that was live, and nothing else for it afterwards."""
-        if self._take_back(decode_id):
-            self._early.append(Closed(decode_id))
+        for event in self._take_back(decode_id):
+            self._early.append(Closed(decode_id, event.owner))
         fetch = self._drop(decode_id)
         if fetch is not None:
-            fetch.outcome = Closed(decode_id)
+            fetch.outcome = Closed(decode_id, fetch.owner)
             self._ending.append(fetch)
             return
         for ending in self._ending:
             if ending.decode_id == decode_id and isinstance(ending.outcome, FetchFailed):
-                ending.outcome = Closed(decode_id)
+                ending.outcome = Closed(decode_id, ending.owner)
 
     def poll(self, spare: float = math.inf) -> list[Event]:
         """Writes what arrived into its blocks and returns what ended. Call it once a step, or when readable.
@@ -373,7 +379,7 @@ class Receiver:
             self._channel.send(fetch.request)
         else:
             del self._fetches[fetch.decode_id]
-            fetch.outcome = FetchFailed(fetch.decode_id, reason)
+            fetch.outcome = FetchFailed(fetch.decode_id, reason, fetch.owner)
             self._ending.append(fetch)
 
     def _drop(self, decode_id: bytes) -> LiveFetch | None:
@@ -384,12 +390,12 @@ class Receiver:
             self._channel.send(local.CancelIn(fetch.request.transfer_id))
         return fetch
 
-    def _take_back(self, decode_id: bytes) -> bool:
-        """Forgets what polls inside a step have found of a fetch. Returns whether it has ended: then its last
-        scatter is over."""
+    def _take_back(self, decode_id: bytes) -> list[Event]:
+        """Forgets what polls inside a step have found of a fetch. Returns its end, if it has ended: then its
+        last scatter is over."""
         found = [event for event in self._early if event.decode_id == decode_id]
         self._early = [event for event in self._early if event.decode_id != decode_id]
-        return any(not isinstance(event, Began) for event in found)
+        return [event for event in found if not isinstance(event, Began)]
 
     def _unreported(self, decode_id: bytes) -> LiveFetch | None:
         """Takes back the failure of a fetch, if its last scatter is not over."""
@@ -403,7 +409,8 @@ class Receiver:
         out, self._early = self._early, []
         for fetch in list(self._fetches.values()):
             if fetch.layers is not None:
-                out += [Began(fetch.decode_id, stop) for stop in fetch.layers.began(self._pool.passed)]
+                began = fetch.layers.began(self._pool.passed)
+                out += [Began(fetch.decode_id, stop, fetch.owner) for stop in began]
             if (complete := fetch.complete) is None:
                 continue
             if fetch.frames < complete.frames:
@@ -437,7 +444,7 @@ class Receiver:
             injected_at=now,
         )
         self._trace.instant("injected", bytes=done.size)
-        return Injected(fetch.decode_id, done.first_token, stats)
+        return Injected(fetch.decode_id, done.first_token, stats, fetch.owner)
 
     def _over(self, fetch: LiveFetch) -> bool:
         return fetch.last_scatter is None or self._pool.passed(fetch.last_scatter)

@@ -73,6 +73,7 @@ class _Fetch:
     id: bytes
     first_chunk: int
     table: Any
+    owner: Any
     asked_at: float = field(default_factory=time.monotonic)
     found_at: float = 0.0
     objects: Sequence[bytes] = ()  # labels: chunks that follow each other, then the states after them
@@ -143,15 +144,15 @@ class SharedStore:
 
     def fetch_content(
         self, fetch_id: bytes, *, salt: bytes, chunks: Sequence[bytes], first_chunk: int,
-        block_ids: Sequence[int], state_slot: int | None,
+        block_ids: Sequence[int], state_slot: int | None, owner: Any = None,
     ) -> None:  # fmt: skip
         """As `Receiver.fetch_content`. `state_slot`: the states after the last chunk that comes, go there.
         None: the model has none. Chunks without states after them do not come if it has."""
         if not self.session or self._channel.full:
-            self._events.append(FetchFailed(fetch_id, "busy"))
+            self._events.append(FetchFailed(fetch_id, "busy", owner))
             return
         table = self._scatters.table(block_ids, (first_chunk + len(chunks)) * CHUNK_TOKENS, state_slot or 0)
-        fetch = self._fetches[fetch_id] = _Fetch(fetch_id, first_chunk, table)
+        fetch = self._fetches[fetch_id] = _Fetch(fetch_id, first_chunk, table, owner)
         names, parts = [label(salt, name) for name in chunks], range(1, len(self._cut.objects))
         ends = range(len(chunks), 0, -1) if parts else range(0)
         ends = [end for end in ends if not (first_chunk + end) * CHUNK_TOKENS % self._block_size]
@@ -292,14 +293,14 @@ class SharedStore:
             fetch.asked += count
         if fetch.copying if fetch.ended else fetch.answered < fetch.asked or fetch.asked < stop:
             return
-        event: Injected | FetchFailed | Closed = FetchFailed(fetch.id, "gone")
+        event: Injected | FetchFailed | Closed = FetchFailed(fetch.id, "gone", fetch.owner)
         if fetch.ended:
-            event = Closed(fetch.id)
+            event = Closed(fetch.id, fetch.owner)
         elif chunks := min(stop, fetch.chunks):
             tokens, asked, found = chunks * CHUNK_TOKENS, fetch.asked_at, fetch.found_at
             size = tokens * self._layout.bytes_per_token
             stats = InjectStats(size, tokens, chunks, asked, asked, found, now, found, now, now)
-            event = Injected(fetch.id, FirstToken(0), stats)
+            event = Injected(fetch.id, FirstToken(0), stats, fetch.owner)
         fetch.stop, fetch.ended = 0, True
         del self._fetches[fetch.id]
         self._events.append(event)

@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.decode_worker.role import DecodeAttempt, DecodeRole, Phase
+from baton.decode_worker.role import DecodeAttempt, DecodeRole
 from baton.kv_transfer import Receiver
 from baton.rpc import worker_pb2 as pb
+from baton.worker.engine_process.attempts import Attempt, Attempts, State
+from baton.worker.engine_process.loop import Roles
 from baton.worker.messages import Origin
 from tests.cluster_helpers import Pair, assert_whole, attached, request, sampling
 from tests.stand_in import stand_in
@@ -115,23 +117,26 @@ async def test_a_prompt_takes_the_blocks_of_reservations_whose_kv_has_not_begun(
 
 
 def test_no_reservation_is_dropped_whose_kv_comes() -> None:
-    waiting = {b"waits": Phase.FETCHING, b"begun": Phase.FETCHING, b"ends": Phase.FETCHING}
-    table = {
-        name: DecodeAttempt(
-            stream=1,
-            origin=Origin(name, "", "", 0.0),
-            tokens=1,
-            prompt_tokens=1,
-            source=None,
-            deadline=0.0,
-            phase=phase,
-            closed=name == b"ends",
-        )
-        for name, phase in (waiting | {b"failed": Phase.FAILED, b"runs": Phase.RUNNING}).items()
-    }
+    attempts = Attempts[Attempt](lambda message: None)
     receiver = stand_in(Receiver, began=lambda decode_id: decode_id == b"begun")
-    role = stand_in(DecodeRole, _table=table, _receiver=receiver)
-    assert [*DecodeRole.spare(role)] == [b"waits", b"failed"]
+    role = stand_in(DecodeRole, receiver=receiver)
+    ways = {
+        b"waits": (State.FETCHING,),
+        b"begun": (State.FETCHING,),
+        b"ends": (State.FETCHING, State.CLOSING),
+        b"failed": (State.FETCHING, State.WITHOUT_KV),
+        b"runs": (State.FETCHING, State.DECODING),
+    }
+    for name, states in ways.items():
+        origin = Origin(name, "", "", 0.0)
+        attempt = DecodeAttempt(
+            role=role, stream=1, origin=origin, tokens=1, prompt_tokens=1, source=None, deadline=0.0
+        )
+        assert attempts.open(attempt)
+        for state in states:
+            attempt.to(state)
+    roles = stand_in(Roles, _attempts=attempts)
+    assert [attempt.id for attempt in Roles.spare(roles)] == [b"waits", b"failed"]
 
 
 async def test_a_worker_changes_its_pool(pairs: Directions) -> None:

@@ -27,8 +27,8 @@ from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import KV, Fp8KV, parts
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.wait import wait
-from baton.prefill_worker.role import PrefillAttempt, SenderSink
-from baton.worker.engine_process.attempts import Attempts
+from baton.prefill_worker.role import PrefillAttempt, PrefillRole, SenderSink
+from baton.worker.engine_process.attempts import Attempt, Attempts, Reading
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
 from baton.worker.engine_process.parts import LayerWaits
 from baton.worker.messages import Origin
@@ -39,6 +39,7 @@ from tests.engine.scheduling import end, hooks_to, live_of
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
 from tests.kv_transfer.transfer_process import TransferProcess
+from tests.stand_in import stand_in
 from tests.within import WITHIN
 
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="two ranks cannot share a GPU")
@@ -78,7 +79,7 @@ class NotingSink(SenderSink):
     """Also notes what it learns of prefills."""
 
     def __init__(self) -> None:
-        super().__init__(NO_TRACE, Attempts(lambda message: None))
+        super().__init__(NO_TRACE)
         self.tables: dict[bytes, Sequence[int]] = {}
         self.lengths: dict[bytes, int] = {}
         self.prefills: dict[bytes, PrefillAttempt] = {}
@@ -93,14 +94,17 @@ class NotingSink(SenderSink):
         self.tables[request_id] = list(block_ids)
         self.lengths[request_id] = num_tokens
         self.cached[request_id] = num_cached
-        self.prefills[request_id] = PrefillAttempt(
+        prefill = self.prefills[request_id] = PrefillAttempt(
+            role=stand_in(PrefillRole),
             stream=None,
             origin=Origin(request_id, "", "", 0.0),
             tokens=num_tokens,
             handover=True,
             awaited=False,
         )
-        super().prefill_started(self.prefills[request_id], block_ids, num_tokens, num_cached, state_slot)
+        assert Attempts[Attempt](lambda message: None).open(prefill)
+        prefill.reading = Reading(prefill, self.sender, request_id)
+        super().prefill_started(prefill, block_ids, num_tokens, num_cached, state_slot)
 
     def layer_done(self, layer: int, chunks: Mapping[Any, range]) -> bool:
         is_useless = super().layer_done(layer, {self.prefills[of]: chunk for of, chunk in chunks.items()})
@@ -234,7 +238,7 @@ class Pair:
         self.cached.append(reservation.num_cached)
         decode.receiver.fetch(
             request.id, prefill_id=request.id, kv_address=prefill.transfer.address, attempt=0,
-            incarnation=prefill.transfer.incarnation, block_ids=reservation.blocks,
+            incarnation=prefill.transfer.incarnation, block_ids=tuple(reservation.blocks),
             num_tokens=len(request.prompt_ids), start=reservation.num_cached,
             state_slot=reservation.state_slot,
         )  # fmt: skip

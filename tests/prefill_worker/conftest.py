@@ -14,18 +14,19 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, StepResult
+from baton.engine.core.live_request import LiveRequest
 from baton.kv_transfer import Arena, ArenaEnd, Heartbeat, TraceWriter, channel_pair
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint import Transport
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.wait import wait
-from baton.prefill_worker.role import PrefillAttempt, PrefillRole, SenderSink
+from baton.prefill_worker.role import PrefillRole, SenderSink
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.attempts import Attempt, Attempts
 from baton.worker.engine_process.loop import Parts, Roles
 from baton.worker.engine_process.paged_kv import paged_kv
-from baton.worker.engine_process.prefix_fetches import PrefixFetches
+from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.ipc import ServiceLink
 from baton.worker.messages import Code, Origin, PlanRange, Work
@@ -66,7 +67,7 @@ class Worker:
         (sending, outgoing), (receiving, incoming) = channel_pair(), channel_pair()
         self.outgoing = Channel(outgoing, local.FromSender)
         self.incoming = Channel(incoming, local.FromReceiver)
-        trace, attempts = TraceWriter(None, ""), Attempts(self._sent.append)
+        trace, attempts = TraceWriter(None, ""), Attempts[Attempt](self._sent.append)
         self._inbox: list[Any] = []
         self._slices: list[tuple[Header, bytes]] = []
         self.parts = Parts(
@@ -77,13 +78,12 @@ class Worker:
             trace,
             attempts,
         )
-        sink = SenderSink(trace, attempts)
+        sink = SenderSink(trace)
         self.engine = self.parts.start_engine(sink.prefill_started, sink.layer_done)
         self.receiver = self.parts.transport.receiver(paged_kv(self.engine))
-        fetches = PrefixFetches(
-            self.engine, self.receiver, incarnation, self.parts.counts, self.parts.links, trace
-        )
-        self.role = PrefillRole(self.parts, self.engine, sink, self.receiver, fetches)
+        workers, counts = Workers(self.engine, self.receiver), self.parts.counts
+        self.fetches = PrefixFetches(self.engine, workers, incarnation, counts, self.parts.links, trace)
+        self.role = PrefillRole(self.parts, self.engine, sink, self.receiver, self.fetches)
         self.roles = Roles(self.engine, [self.role], self.parts)
 
     # Of the service process
@@ -96,13 +96,23 @@ class Worker:
         work = Work(request, 60.0, Origin(prefill_id, "r", "", 0.0))
         self.roles.handle(messages.Prefill(STREAM, work, handover, **how))
 
+    def has(self, prefill_id: bytes) -> bool:
+        return self.parts.attempts.find(prefill_id) is not None
+
     def blocks_of(self, prefill_id: bytes) -> list[int]:
         """Of a prefill that has not ended on this worker."""
         attempt = self.parts.attempts.find(prefill_id)
         return [] if attempt is None or attempt.live is None else list(attempt.live.blocks)
 
-    def attempt(self, prefill_id: bytes) -> PrefillAttempt:
-        return self.parts.attempts.table(PrefillAttempt)[prefill_id]
+    def take(self, prefill_id: bytes, decode: Attempt) -> LiveRequest | bool | None:
+        """A decode here asks for the blocks of a prefill."""
+        prefill = self.parts.attempts.find(prefill_id)
+        return None if prefill is None else prefill.take(decode)
+
+    def let_go(self, prefill_id: bytes, decode: Attempt, *, resumed: bool) -> None:
+        prefill = self.parts.attempts.find(prefill_id)
+        assert prefill is not None
+        prefill.let_go(decode, resumed=resumed)
 
     def cancel(self, prefill_id: bytes) -> None:
         self.roles.handle(messages.Cancel(STREAM, prefill_id))
@@ -150,7 +160,7 @@ class Worker:
             assert wait([self.receiver.fileno()], within or 10.0) or within, f"no {left}"
             for event in self.receiver.poll():
                 assert isinstance(event, left.pop(0))
-                assert self.role.fetched(event)
+                event.owner.handle(event)
 
     @property
     def idle(self) -> bool:
@@ -220,13 +230,13 @@ class Worker:
         """Goes on, as the loop does, until nothing is in use."""
         until = time.monotonic() + WITHIN
         while not self.idle:
-            assert time.monotonic() < until, "something is left behind"
+            assert time.monotonic() < until, f"left behind: {[*self.parts.attempts]}"
             if self.engine.has_work:
                 self.step()
             self._hear(TURN)
             self.roles.move_kv(math.inf)
             for event in self.receiver.poll():
-                assert self.role.fetched(event)
+                event.owner.handle(event)
         self.engine.assert_whole()
 
     def released(self, prefill_id: bytes, reason: str) -> None:
@@ -246,6 +256,10 @@ class Worker:
         self.engine.close()
         for channel in (self.outgoing, self.incoming):
             channel.sock.close()
+
+
+def decode_here(name: bytes) -> Attempt:
+    return Attempt(stream=STREAM, origin=Origin(name, "r", "", 0.0), tokens=1)
 
 
 def plan(*ranges: tuple[bytes, int, int, int]) -> tuple[PlanRange, ...]:

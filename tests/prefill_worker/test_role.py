@@ -13,7 +13,7 @@ from baton.kv_transfer.protocol import local_messages as local
 from baton.worker import messages
 from baton.worker.messages import Code
 
-from .conftest import STREAM, Worker, workers
+from .conftest import STREAM, Worker, decode_here, workers
 
 P, Q, D, E, T = (letter * 16 for letter in (b"p", b"q", b"d", b"e", b"t"))
 
@@ -115,21 +115,19 @@ def test_why_a_prefill_was_released(worker: Worker, reason: str, codes: list[Cod
 
 def test_the_order_of_a_decode_here_and_its_prefill(worker: Worker) -> None:
     """The decode gets the blocks when no other worker reads them."""
-    assert worker.role.take(P, D) is None, "there is none"
+    decode, other = decode_here(D), decode_here(E)
     worker.prefill(P, 20)
-    assert worker.role.take(P, D) is False, "it has no token"
-    assert worker.role.take(P, E) is None, "another decode has it"
+    assert worker.take(P, decode) is False, "it has no token"
+    assert worker.take(P, other) is None, "another decode has it"
     worker.compute()
     assert worker.told(local.CloseOut) == local.CloseOut(P, "gone"), "no other worker may fetch it"
-    assert worker.role.take(P, D) is False
+    assert worker.take(P, decode) is False
     worker.move()
-    live = worker.role.take(P, D)
+    live = worker.take(P, decode)
     assert isinstance(live, LiveRequest)
-    worker.role.let_go(P, E, resumed=True)
-    assert worker.role.owns(P), "that was not its decode"
     assert worker.engine.resume(live, D) is not None
-    worker.role.let_go(P, D, resumed=True)
-    assert not worker.role.owns(P)
+    worker.let_go(P, decode, resumed=True)
+    assert not worker.has(P)
     worker.compute()
     assert worker.idle
 
@@ -141,11 +139,12 @@ def test_a_decode_here_that_ends_before_it_goes_on(
     worker.prefill(P, 20)
     until(worker)
     said = len(worker.tokens)
-    worker.role.take(P, D)
-    worker.role.let_go(P, D, resumed=False)
+    decode = decode_here(D)
+    worker.take(P, decode)
+    worker.let_go(P, decode, resumed=False)
+    assert worker.take(P, decode_here(E)) is None
     worker.compute()
     worker.settle()
-    assert worker.role.take(P, E) is None
     assert len(worker.tokens) == said, "its router needs no more"
     assert not worker.failures
 
@@ -153,16 +152,17 @@ def test_a_decode_here_that_ends_before_it_goes_on(
 def test_spare_is_what_no_worker_wants_in_order_of_arrival(worker: Worker) -> None:
     for prefill_id in (P, Q, D, E):
         worker.prefill(prefill_id, 8)
-    assert not list(worker.role.spare()), "nothing is computed"
+    assert not list(worker.roles.spare()), "nothing is computed"
     worker.compute()
     worker.outgoing.send(local.FetchWaits(Q))
     worker.outgoing.send(local.PinOut(T, (), 0))
     worker.move()  # so Q was heard of, too
-    worker.role.take(E, T)
-    assert worker.role.wanted(worker.attempt(Q))
-    assert [prefill.id for prefill in worker.role.spare()] == [P, D]
-    worker.role.drop(worker.attempt(P))
-    assert [prefill.id for prefill in worker.role.spare()] == [D]
+    worker.take(E, decode_here(T))
+    found = {prefill_id: worker.parts.attempts.by_id[prefill_id] for prefill_id in (P, Q)}
+    assert found[Q].is_wanted
+    assert [prefill.id for prefill in worker.roles.spare()] == [P, D]
+    found[P].drop()
+    assert [prefill.id for prefill in worker.roles.spare()] == [D]
     assert worker.failures == [Code.DROPPED]
     for prefill_id in (Q, D, E):
         worker.cancel(prefill_id)

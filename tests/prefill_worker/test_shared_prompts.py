@@ -19,7 +19,7 @@ from tests.cluster_helpers import tiny_model
 from tests.engine.checkpoints import edit_json
 from tests.worker.test_states import HYBRID
 
-from .conftest import STREAM, Worker, plan, workers
+from .conftest import STREAM, Worker, decode_here, plan, workers
 
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 PAIR = pair_id(A, B)
@@ -89,7 +89,7 @@ def pair(both: tuple[Worker, Worker]) -> Iterator[Pair]:
     first.fetched(PAIR, fetch.transfer_id, *fetch.ranges)
     yield Pair(first, last, fetch, slices_of(first))
     for worker, attempt_id in ((first, A), (last, B)):
-        if worker.role.owns(attempt_id):
+        if worker.has(attempt_id):
             worker.cancel(attempt_id)
         worker.settle()
 
@@ -220,13 +220,14 @@ def test_a_part_that_another_worker_should_read(
 def test_a_decode_here_may_take_the_final_part_alone(pair: Pair) -> None:
     first, last, *_ = pair
     first.compute()
-    assert first.role.take(A, C) is None, "it has no token"
+    decode = decode_here(C)
+    assert first.take(A, decode) is None, "it has no token"
     commit_last(pair)
-    assert last.role.take(B, C) is False
+    assert last.take(B, decode) is False
     last.move()
-    assert last.role.take(B, C)
-    assert not list(last.role.spare())
-    last.role.let_go(B, C, resumed=False)
+    assert last.take(B, decode)
+    assert not list(last.roles.spare())
+    last.let_go(B, decode, resumed=False)
     last.settle()
 
 
@@ -236,7 +237,7 @@ def test_a_part_is_refused_if_its_plan_is_wrong_or_its_blocks_do_not_fit(worker:
     worker.prefill(B, 300, plan=plan((A, 2, 0, 150), (B, 1, 150, 300)))
     assert worker.failures == [Code.INVALID, Code.NO_ROOM]
     assert worker.told(local.CloseOut) == local.CloseOut(pair_id(B, A), "gone")
-    assert not list(worker.role.spare())
+    assert not list(worker.roles.spare())
 
 
 def test_a_part_with_several_ranges_computes_each_after_the_range_before(path: Path) -> None:

@@ -15,6 +15,7 @@ from baton.engine import EngineRequest, Logprobs, SamplingParams
 from baton.kv_transfer import FetchFailed, Injected, InjectStats, Released
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.vllm_worker.attachment import Close, Commit, Computed, Started
+from baton.vllm_worker.attempt import VLLMAttempt
 from baton.vllm_worker.plan import REJECTED
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
@@ -52,7 +53,7 @@ class Worker:
         self._outputs: defaultdict[bytes, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
         self.aborted: list[bytes] = []
         self.gone = False
-        self.attempts = Attempts(self.sent.append)
+        self.attempts = Attempts[VLLMAttempt](self.sent.append)
         self.cached = CachedChunks()
         self.roles = Roles(
             self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush, self._gone,

@@ -17,7 +17,8 @@ import pytest
 from baton.kv_transfer import Receiver, Sender, TraceWriter
 from baton.prefill_worker.role import PrefillAttempt, PrefillRole, SenderSink
 from baton.rpc import worker_pb2 as pb
-from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.attempts import Attempt, Attempts, State
+from baton.worker.engine_process.loop import Roles
 from baton.worker.engine_process.parts import LayerWaits, Part
 from baton.worker.messages import Origin
 from tests.bad_network import BadNetwork
@@ -411,14 +412,18 @@ def share_with(
         each.sock.close()
 
 
+def prefill_of(role: PrefillRole, name: bytes, part: Part | None) -> PrefillAttempt:
+    origin = Origin(name, "", "", 0.0)
+    return PrefillAttempt(
+        role=role, stream=None, origin=origin, tokens=24, handover=True, awaited=False, part=part
+    )
+
+
 def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
     """Not even before the step is over: KV and states of the layers after it."""
-    sink, sent = SenderSink(TraceWriter(None, ""), Attempts(lambda _: None)), list[tuple[Any, ...]]()
+    sink, sent = SenderSink(TraceWriter(None, "")), list[tuple[Any, ...]]()
     part = Part(b"p", is_final=False, tokens=8, gaps={}, outputs={b"out": 24})
-    origin = Origin(b"p", "", "", 0.0)
-    prefill = PrefillAttempt(
-        stream=None, origin=origin, tokens=24, handover=True, awaited=False, opened={b"out"}, part=part
-    )
+    prefill = prefill_of(stand_in(PrefillRole), b"p", part)
     arriving = stand_in(Receiver, wait_for_layer=lambda ids, layer, *_: layer < 1)
     sink.sender = stand_in(Sender, ready=lambda *of: sent.append(of))
     sink.waits = LayerWaits(arriving, lambda: None)
@@ -434,12 +439,12 @@ def test_a_part_that_other_workers_read_is_not_spare() -> None:
         b"last": Part(b"last", is_final=True, tokens=1, gaps={}),
         b"first": Part(b"first", is_final=False, tokens=1, gaps={}),
     }
-    origin = Origin(b"p", "", "", 0.0)
-    held = {
-        name: PrefillAttempt(
-            stream=None, origin=origin, tokens=1, handover=True, awaited=False, part=part, held=True
-        )
-        for name, part in parts.items()
-    }
-    role = stand_in(PrefillRole, _prefills=held, wanted=lambda _: False)
-    assert list(PrefillRole.spare(role)) == [held[b"whole"], held[b"last"]]
+    attempts = Attempts[Attempt](lambda _: None)
+    role = stand_in(PrefillRole, sender=stand_in(Sender, has_fetch=lambda _: False))
+    for name, part in parts.items():
+        prefill = prefill_of(role, name, part)
+        assert attempts.open(prefill)
+        prefill.to(State.COMPUTING)
+        prefill.to(State.HELD)
+    spare = Roles.spare(stand_in(Roles, _attempts=attempts))
+    assert [prefill.id for prefill in spare] == [b"whole", b"last"]

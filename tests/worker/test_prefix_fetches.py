@@ -1,7 +1,7 @@
 """When a worker fetches a prefix instead of computing it, and what it does if the fetch ends badly."""
 
 from types import SimpleNamespace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -12,11 +12,12 @@ from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExcha
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, Receiver, TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.worker.engine_process import prefix_fetches, prefix_links
-from baton.worker.engine_process.prefix_fetches import PrefixFetches
+from baton.worker.engine_process.attempts import Attempt, Attempts
+from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
-from baton.worker.engine_process.shared_store import SLACK, StoreFetches
+from baton.worker.engine_process.shared_store import SLACK, Store
 from baton.worker.engine_process.shared_store import SOURCE as STORE
-from baton.worker.messages import ContentSource, RequestCounts
+from baton.worker.messages import ContentSource, Origin, RequestCounts
 from tests.stand_in import stand_in
 
 TOKEN_BYTES = 100
@@ -37,6 +38,8 @@ class World:
         self.room = True
         self.imports: dict[int, int | None] = {}  # positions that were complete, by number. None: it goes on
         self.asked: list[bytes] = []  # fetch ids
+        self._owners: dict[bytes, Any] = {}  # of these
+        self._attempts: dict[bytes, Attempt] = {}  # the newest of each name
         self.cancelled: list[bytes] = []
         self.added: list[bytes] = []
         self.fetched: list[int] = []  # as it was told to each of them
@@ -57,15 +60,16 @@ class World:
         )
         self.began: set[bytes] = set()
         self.ends = 0.0  # of a fetch from a store
+        workers = Workers(self.engine, self.source(Receiver))
         self.fetches = PrefixFetches(
-            self.engine, self.source(Receiver), 7, self.counts, PrefixLinks(), TraceWriter(None, "")
+            self.engine, workers, 7, self.counts, PrefixLinks(), TraceWriter(None, "")
         )
 
     def source(self, kind: type[S], **more: object) -> S:
         """What is fetched from."""
         return stand_in(
             kind,
-            fetch_content=lambda fetch_id, **_: self.asked.append(fetch_id),
+            fetch_content=self.ask,
             cancel=self.cancelled.append,
             began=lambda fetch_id: fetch_id in self.began,
             **more,
@@ -73,16 +77,36 @@ class World:
 
     def put_behind(self) -> None:
         """A store behind the other workers."""
-        source = self.source(SharedStore, ends=lambda fetch_id: self.ends)
-        store = StoreFetches(self.engine, source, 7, self.counts, PrefixLinks(), TraceWriter(None, ""))
-        self.fetches.behind = store, STORE
+        self.put_store(self.source(SharedStore, ends=lambda fetch_id: self.ends))
+
+    def put_store(self, store: SharedStore) -> None:
+        links = PrefixLinks()
+        provider = Store(self.engine, store, links.to(STORE))
+        fetches = PrefixFetches(self.engine, provider, 7, self.counts, links, TraceWriter(None, ""))
+        self.fetches.behind = fetches, STORE
+
+    def ask(self, fetch_id: bytes, *, owner: Any, **_: object) -> None:
+        self.asked.append(fetch_id)
+        self._owners[fetch_id] = owner
+
+    def end(self, event: Injected | FetchFailed | Closed) -> None:
+        """The receiver or the store reports this."""
+        self._owners.pop(event.decode_id).handle(event)
+
+    def attempt(self, name: bytes) -> Attempt:
+        made = self._attempts[name] = Attempt(stream=1, origin=Origin(name, "", "", 0.0), tokens=1)
+        assert Attempts[Attempt](lambda message: None).open(made)
+        return made
+
+    def cancel(self, name: bytes) -> None:
+        self._attempts[name].cancel()
 
     def get(self, name: bytes, source: ContentSource | None) -> bool:
         def then(fetched: int) -> None:
             self.added.append(name)
             self.fetched.append(fetched)
 
-        return self.fetches.get(EngineRequest(name, [1]), source, then)
+        return self.fetches.get(self.attempt(name), EngineRequest(name, [1]), source, then)
 
     def find_missing(self, request: EngineRequest, most: int, **_: bool) -> MissingPrefix | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
@@ -105,7 +129,7 @@ class World:
             self.added.append(name)
             self.fetched.append(fetched)
 
-        return self.fetches.start(EngineRequest(name, [1]), source, then)
+        return self.fetches.start(self.attempt(name), EngineRequest(name, [1]), source, then)
 
     def inject(self, chunks: int, seconds: float, waited: float = 0.0, connecting: float = 0.0) -> None:
         """The newest fetch has taken `seconds`, of which it `waited` for the first frame, after a session was
@@ -113,11 +137,12 @@ class World:
         tokens, asked = chunks * CHUNK_TOKENS, self.now - seconds
         began = asked - connecting
         stats = InjectStats(tokens * TOKEN_BYTES, tokens, 1, began, asked, asked + waited, 0, 0, 0, self.now)
-        self.fetches.handle(Injected(self.asked[-1], FirstToken(0), stats))
+        self.end(Injected(self.asked[-1], FirstToken(0), stats))
 
     @property
     def empty(self) -> bool:
-        return not self.fetches._fetches and not self.fetches._open and None not in self.imports.values()
+        waits = any(attempt.leases for attempt in self._attempts.values())
+        return not waits and not self.fetches._open and None not in self.imports.values()
 
 
 @pytest.fixture
@@ -229,7 +254,7 @@ def test_a_worker_that_does_not_answer_is_left_alone_for_a_while(world: World) -
 @pytest.mark.parametrize(("reason", "again"), [("gone", True), ("busy", True), ("integrity", False)])
 def test_a_worker_is_asked_again_after_a_stale_hint(world: World, reason: str, again: bool) -> None:
     world.start()
-    world.fetches.handle(FetchFailed(world.asked[0], reason))
+    world.end(FetchFailed(world.asked[0], reason))
     assert world.start() is again
 
 
@@ -261,7 +286,7 @@ def test_all_prompts_that_wait_for_a_fetch_are_computed_if_it_fails(world: World
     for name in (b"1", b"2"):
         assert world.start(name)
     [fetch_id] = world.asked
-    world.fetches.handle(FetchFailed(fetch_id, reason) if reason == "busy" else Closed(fetch_id))
+    world.end(FetchFailed(fetch_id, reason) if reason == "busy" else Closed(fetch_id))
     assert world.added == [b"1", b"2"]
     assert [*world.imports.values()] == [0]
     assert world.empty
@@ -283,7 +308,7 @@ def test_a_fetch_that_takes_too_long_is_given_up(world: World) -> None:
     assert world.start(b"next"), "not the fetch that was given up"
     world.inject(4, 0.1)
     assert None in world.imports.values(), "the receiver may still write into the blocks"
-    world.fetches.handle(Closed(world.asked[0]))
+    world.end(Closed(world.asked[0]))
     assert world.added == [b"r", b"next"]
     assert world.empty
 
@@ -292,7 +317,7 @@ def test_prompts_with_the_same_missing_chunk_wait_for_one_fetch(world: World) ->
     for name in (b"1", b"2", b"3"):
         assert world.start(name)
     [fetch_id] = world.asked
-    world.fetches.cancel(b"1")
+    world.cancel(b"1")
     assert not world.cancelled
     world.missing |= {b"2": [], b"3": []}
     world.inject(4, 0.1)
@@ -301,10 +326,10 @@ def test_prompts_with_the_same_missing_chunk_wait_for_one_fetch(world: World) ->
     assert world.empty
     for name in (b"4", b"5"):
         world.start(name)
-        world.fetches.cancel(name)
+        world.cancel(name)
     assert world.cancelled == world.asked[1:]
     for fetch_id in world.asked[1:]:
-        world.fetches.handle(Closed(fetch_id))
+        world.end(Closed(fetch_id))
     assert world.added == [b"2", b"3"]
     assert world.empty
 
@@ -373,25 +398,23 @@ def test_what_no_worker_has_comes_from_the_store(world: World) -> None:
     world.missing[b"a"] = CHUNKS[2:]
     world.inject(2, 0.1)
     assert not world.added, "the store is asked for the rest"
-    store.handle(Injected(world.asked[-1], FirstToken(0), stats_of(1, world.now)))
+    world.end(Injected(world.asked[-1], FirstToken(0), stats_of(1, world.now)))
     assert (world.added, world.fetched) == ([b"a"], [3 * CHUNK_TOKENS])
     assert world.counts.prefix_fetched_tokens == [2 * CHUNK_TOKENS, 0, 0, CHUNK_TOKENS]
     assert world.get(b"b", None)
-    store.handle(FetchFailed(world.asked[-1], "gone"))
+    world.end(FetchFailed(world.asked[-1], "gone"))
     assert (world.added, world.fetched[1:]) == ([b"a", b"b"], [0])
     assert len(world.asked) == 3
     assert world.empty
-    assert not store._fetches
+    assert not store._open
 
 
 def test_a_prompt_that_ends_waits_for_the_store_no_more(world: World) -> None:
     world.put_behind()
-    assert world.fetches.behind is not None
-    store, _ = world.fetches.behind
     assert world.get(b"a", None)
-    world.fetches.cancel(b"a")
+    world.cancel(b"a")
     assert world.cancelled == world.asked
-    store.handle(Closed(world.asked[0]))
+    world.end(Closed(world.asked[0]))
     assert not world.added
     assert world.empty
 
@@ -400,7 +423,7 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
     world.put_behind()
     assert world.fetches.behind is not None
     store, source = world.fetches.behind
-    limit, link = store._limit, store._links.to(source)
+    limit, link = store.provider.limit, store._links.to(source)
     assert limit(0.0, 0.0) == limit(0.0, 1.0) == SLACK, "nothing is known"
     assert limit(0.1, 1.0) == 0.2
     assert limit(0.9, 1.0) == 1.0, "no later than it would be computed"
@@ -413,7 +436,7 @@ def test_a_slow_store_is_given_up_after_twice_the_expected_time_at_most(world: W
     world.now = 0.256 + 0.001
     store.expire()
     assert (world.added, world.fetched) == ([b"a"], [0])
-    store.handle(Closed(world.asked[0]))
+    world.end(Closed(world.asked[0]))
     assert not world.get(b"b", None), "computing is faster"
     assert world.empty
 
@@ -432,7 +455,7 @@ def test_a_fetch_that_will_be_late_is_given_up_at_once(world: World) -> None:
     world.now, world.ends = 0.02, 0.3
     store.expire()
     assert (world.added, world.cancelled) == ([b"a"], world.asked)
-    store.handle(Closed(world.asked[0]))
+    world.end(Closed(world.asked[0]))
     assert not world.get(b"b", None), "it would have taken 0.3 s"
     assert world.empty
 
@@ -469,7 +492,7 @@ class SlowStore:
         self.answers_probes = True
         self._world = world
         self._began = 0.0
-        self.fetches._receiver = stand_in(
+        store = stand_in(
             SharedStore,
             session=property(lambda _: self.session),
             unanswered=property(lambda _: self.unanswered),
@@ -479,6 +502,7 @@ class SlowStore:
             ends=self.ends,
             cancel=world.cancelled.append,
         )
+        world.put_store(store)
 
     def probe(self) -> bool:
         if self.answers_probes:
@@ -486,8 +510,8 @@ class SlowStore:
             self.link.probed(self.ANSWER, self._seconds(CHUNK_TOKENS, self.promised))
         return self.answers_probes
 
-    def fetch_content(self, fetch_id: bytes, **_: object) -> None:
-        self._world.asked.append(fetch_id)
+    def fetch_content(self, fetch_id: bytes, *, owner: Any, **_: object) -> None:
+        self._world.ask(fetch_id, owner=owner)
         self._began = self._world.now
 
     def ends(self, fetch_id: bytes) -> float:
@@ -499,9 +523,9 @@ class SlowStore:
         return tokens * self.TOKEN_BYTES / gb_per_s / 1e9
 
     @property
-    def fetches(self) -> StoreFetches:
+    def fetches(self) -> PrefixFetches:
         assert self._world.fetches.behind is not None
-        return cast("StoreFetches", self._world.fetches.behind[0])
+        return self._world.fetches.behind[0]
 
     @property
     def link(self) -> Link:
@@ -513,7 +537,7 @@ class SlowStore:
         for number in range(prompts):
             name, since = number.to_bytes(4), world.now
             world.missing[name] = [name + bytes([chunk]) for chunk in range(self.TOKENS // CHUNK_TOKENS)]
-            self.fetches.measure(world.now)
+            cast("Store", self.fetches.provider).measure(world.now)
             if world.get(name, None):
                 while name not in world.added:
                     world.now += 0.0002
@@ -522,10 +546,10 @@ class SlowStore:
                         stats = InjectStats(
                             0, self.TOKENS, 1, since, since, since + self.ANSWER, 0, 0, 0, world.now
                         )
-                        self.fetches.handle(Injected(world.asked[-1], FirstToken(0), stats))
+                        world.end(Injected(world.asked[-1], FirstToken(0), stats))
                     self.fetches.expire()
                 if world.cancelled:
-                    self.fetches.handle(Closed(world.cancelled.pop()))
+                    world.end(Closed(world.cancelled.pop()))
             found.append(world.now - since)
             world.now += self.TOKENS / self.COMPUTING
         world.added.clear()
@@ -533,7 +557,6 @@ class SlowStore:
 
 
 def test_prompts_do_not_wait_while_the_store_is_silent_or_its_speed_is_not_known(world: World) -> None:
-    world.put_behind()
     store = SlowStore(world, 100.0, 100.0)
     store.session, store.answers_probes = 0, False
     assert not any(store.waits(3))
@@ -551,7 +574,6 @@ def test_prompts_do_not_wait_while_the_store_is_silent_or_its_speed_is_not_known
 def test_no_prompt_waits_for_a_store_that_is_slower_than_computing(
     world: World, promised: float, tries: int
 ) -> None:
-    world.put_behind()
     world.prompt_tokens_per_s = SlowStore.COMPUTING
     world.computed_from = 0
     store = SlowStore(world, 2.2, promised)
@@ -579,7 +601,7 @@ def test_a_store_that_does_not_answer_is_not_asked_for_a_while(world: World) -> 
     world.now = SLACK
     store.expire()
     assert (world.added, world.cancelled) == ([b"a"], world.asked)
-    store.handle(Closed(world.asked[0]))
+    world.end(Closed(world.asked[0]))
     assert not world.get(b"b", None)
     world.now += prefix_fetches.PAUSE
     assert world.get(b"c", None)

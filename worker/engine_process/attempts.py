@@ -1,26 +1,29 @@
-"""The table of attempts in the engine process, and the messages about them that go back to routers.
+"""The attempts in the engine process: their states, their leases, and the messages about them to routers.
 
-An attempt is in the table from its submission until no transfer uses its blocks. It may end for its router
-before that, for example with a cancel. From then on no message names it.
+A *lease* says what uses an attempt: a transfer that reads or writes its blocks, an import that its prompt
+waits for, a decode that takes the blocks over. The sender and the receiver report to the lease, which is the
+`owner` in their events. So a report finds its attempt without an id. `states` has the rules.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from baton.engine import Logprobs, Output, PromptLogprobs
 from baton.engine.core.live_request import LiveRequest
-from baton.kv_transfer import FirstToken
+from baton.kv_transfer import Began, Closed, FetchFailed, FirstToken, Injected, Receiver, Released, Sender
+from baton.kv_transfer.protocol.messages import Reason
+from baton.machine.leases import Leases
 from baton.worker import messages
+from baton.worker.engine_process.states import TRANSITIONS, State
 from baton.worker.messages import Code, FromEngine, Origin
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
-    """What the worker knows of an attempt. Each role adds its fields."""
+    """One attempt in the engine process. Each role adds what it does at an event."""
 
     stream: int | None
     """Of the router that submitted it. None: it has ended for this router."""
@@ -30,52 +33,190 @@ class Attempt:
     fetched: int = 0
     """Those with KV that came from another worker's prefix cache for this attempt."""
     live: LiveRequest | None = None
-    """Its request in the engine. None: it has not come there."""
-    closed: bool = False
-    """Ended. Its blocks come back when no transfer uses them."""
+    """Its request in the engine. None: it has not come there, or a decode has taken it over."""
+    state: State = field(default=State.NEW, init=False)
+    attempts: "Attempts[Any]" = field(init=False)
+    leases: "Leases[Lease]" = field(init=False)
+    """What uses the attempt. These two are set by `Attempts.open`."""
 
     @property
     def id(self) -> bytes:
         return self.origin.attempt_id
 
+    @property
+    def closed(self) -> bool:
+        return self.leases.closed
+
+    @property
+    def live_request(self) -> LiveRequest:
+        assert self.live is not None, "the engine has it"
+        return self.live
+
+    def to(self, state: State) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"an attempt does not go from {self.state.name} to {state.name}")
+        self.state = state
+
+    # What happens to it. Roles override what concerns them.
+
+    def computed(self, stop: int) -> None:
+        """A step has computed its positions below `stop`."""
+
+    def sampled(self, output: Output) -> None:
+        """A step has sampled its next token."""
+
+    def lost(self, code: Code, message: str) -> None:
+        """The engine has ended it."""
+        self.attempts.fail(self, code, message)
+        self.close("gone")
+
+    def released(self, reading: "Reading", reason: str) -> None:
+        """No other worker reads its blocks under the id of the lease any more."""
+
+    def written(self, event: Injected | FetchFailed | Closed | Began) -> None:
+        """The receiver reports of a fetch into its blocks."""
+
+    def take(self, decode: "Attempt") -> LiveRequest | bool | None:
+        """Keeps the blocks for a decode on this worker. Returns the request when the engine may resume it,
+        and False before. None: the blocks are not for this decode."""
+        return None
+
+    def let_go(self, decode: "Attempt", *, resumed: bool) -> None:
+        """The engine has resumed the request for the decode, or the decode has ended before."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another worker holds memory for its result."""
+        return False
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it has blocks, and may be dropped so that a wanted attempt can start."""
+        return False
+
+    def drop(self) -> None:
+        """Ends a spare attempt: its blocks are needed."""
+
+    def cancel(self) -> None:
+        """Its router needs it no more."""
+        self.attempts.cancelled(self)
+        self.close("cancelled")
+
+    def close(self, reason: Reason) -> None:
+        """Ends it on this worker. All that uses it is told to end. Idempotent."""
+        if self.leases.closed:
+            return
+        self.to(State.CLOSING)
+        for lease in [*self.leases]:
+            lease.revoke(reason)
+        self.leases.close()
+
+    def give_back(self) -> None:
+        """Nothing uses its blocks any more: frees them."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Something uses the attempt until `end`, which is called once: an import, a transfer, a decode here."""
+
+    attempt: Attempt
+
+    def __post_init__(self) -> None:
+        self.attempt.leases.begin(self)
+
+    def revoke(self, reason: Reason) -> None:
+        """The attempt ends. What uses it shall end, too, now or later."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        self.attempt.leases.end(self)
+
+
+@dataclass(slots=True, eq=False)
+class Reading(Lease):
+    """Other workers may read the blocks under this id, until the sender reports that none does."""
+
+    sender: Sender
+    id: bytes
+    is_open: bool = False
+    """Before that the sender reads nothing, and a FETCH waits."""
+
+    def open(
+        self,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        state_slot: int,
+        states_at: Sequence[int] | None = None,
+    ) -> None:
+        """As `Sender.open`."""
+        self.is_open = True
+        self.sender.open(self.id, block_ids, num_tokens, state_slot, states_at, self)
+
+    def revoke(self, reason: Reason) -> None:
+        self.sender.close(self.id, reason)
+        if not self.is_open:
+            self.end()
+
+    def handle(self, event: Released) -> None:
+        self.end()
+        self.attempt.released(self, event.reason)
+
+
+@dataclass(slots=True, eq=False)
+class Writing(Lease):
+    """The receiver may write into the blocks, until it reports the end of the fetch with this id."""
+
+    receiver: Receiver
+    id: bytes
+
+    def revoke(self, reason: Reason) -> None:
+        self.receiver.cancel(self.id)
+
+    def handle(self, event: Injected | FetchFailed | Closed | Began) -> None:
+        if not isinstance(event, Began):
+            self.end()
+        self.attempt.written(event)
+
 
 A = TypeVar("A", bound=Attempt)
 
 
-class Attempts:
-    """The attempts of all roles. `send` takes messages for the service process.
+class Attempts(Generic[A]):
+    """All attempts of the engine process, by id, in order of arrival. `send` takes messages for the service
+    process.
 
     Tokens are collected until `flush_tokens`, which the loop calls once per engine step.
     """
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         self._send = send
-        self._tables: dict[type[Attempt], dict[bytes, Any]] = {}
+        self.by_id: dict[bytes, A] = {}  # until the attempt has ended
         self._tokens: defaultdict[int, list[Output]] = defaultdict(list)  # by stream
         self._reports: list[FromEngine] = []  # since the last flush
-
-    def table(self, kind: type[A]) -> dict[bytes, A]:
-        """The attempts of a role by id, in order of arrival. An id is in one of the tables."""
-        return self._tables.setdefault(kind, {})
+        self.find = self.by_id.get
 
     def __len__(self) -> int:
-        return sum(map(len, self._tables.values()))
+        return len(self.by_id)
 
-    def __iter__(self) -> Iterator[Attempt]:
-        return chain.from_iterable(table.values() for table in self._tables.values())
+    def __iter__(self) -> Iterator[A]:
+        return iter(self.by_id.values())
 
-    def find(self, attempt_id: bytes) -> Attempt | None:
-        return next((table[attempt_id] for table in self._tables.values() if attempt_id in table), None)
-
-    def open(self, attempt: Attempt) -> bool:
+    def open(self, attempt: A) -> bool:
         """Adds a new attempt.
 
         If the id is in use, returns False and tells the router. The attempt that uses the id goes on.
         """
-        if self.find(attempt.id) is not None:
+        if attempt.id in self.by_id:
             self.fail(attempt, Code.INVALID, "this id is in use")
             return False
-        self.table(type(attempt))[attempt.id] = attempt
+
+        def over() -> None:
+            attempt.to(State.ENDED)
+            del self.by_id[attempt.id]
+            attempt.give_back()
+
+        attempt.attempts, attempt.leases = self, Leases(over)
+        self.by_id[attempt.id] = attempt
         return True
 
     def cancelled(self, attempt: Attempt) -> None:

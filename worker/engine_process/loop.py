@@ -16,9 +16,10 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from baton.content import vocabulary_fingerprint
@@ -28,7 +29,7 @@ from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import spins, wait
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempt, Attempts
+from baton.worker.engine_process.attempts import Attempt, Attempts, State
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.offload import POLL, OffloadPump, offload_pumps
 from baton.worker.engine_process.paged_kv import kv_layout
@@ -39,6 +40,7 @@ from baton.worker.ipc import ServiceLink
 from baton.worker.messages import Code, RequestCounts, ToEngine
 
 IDLE_TICK = 0.5  # seconds
+_PREEMPTED = "preempted: other requests needed its blocks"
 
 
 class Role(Protocol):
@@ -46,9 +48,6 @@ class Role(Protocol):
 
     handles: ClassVar[tuple[type, ...]]
     """Types of the messages that `handle` takes."""
-
-    def owns(self, attempt_id: bytes, /) -> bool:
-        """Whether the attempt is one of this role, and not yet over."""
 
     @property
     def kv_fd(self) -> int:
@@ -66,29 +65,16 @@ class Role(Protocol):
     def handle(self, message: ToEngine) -> None:
         """Handles a message of one of the types `handles`."""
 
-    def cancel(self, attempt_id: bytes, /) -> None:
-        """Ends an attempt. Its router needs it no more."""
-
     def move_kv(self, spare: float) -> None:
         """Handles the reports of the transfer process. Never waits.
 
         Work that may take longer than `spare` seconds is left for the next call.
         """
 
-    def wanted(self, attempt: Attempt, /) -> bool:
-        """Whether another worker holds memory for the result of this attempt, which waits for blocks."""
-        return False
+    def after_step(self) -> None:
+        """The attempts know what the step did to them. The loop then sends their tokens."""
 
-    def spare(self) -> Iterable[Attempt]:
-        """Attempts that hold blocks, and that may be dropped so that a wanted attempt can start."""
-
-    def drop(self, attempt: Any, /) -> None:
-        """Ends an attempt of `spare`: its blocks are needed."""
-
-    def after_step(self, result: StepResult) -> None:
-        """Handles what the step did to attempts of this role. The loop then sends their tokens."""
-
-    def after_tokens(self, result: StepResult) -> None:
+    def after_tokens(self) -> None:
         """Does what may wait until the tokens of the step are sent."""
 
     def shutdown(self) -> None:
@@ -123,7 +109,7 @@ class Parts:
 
     def _kept(self, salt: bytes, name: bytes, chunk: int, *, states: bool) -> None:
         if self.store is not None:
-            self.store.offer(salt, name, chunk, states=states)
+            self.store.store.offer(salt, name, chunk, states=states)
 
     def start_engine(
         self,
@@ -189,7 +175,8 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
 
 
 class Roles:
-    """The roles of one engine as one: each attempt and each message belongs to exactly one of them."""
+    """The roles of one engine as one: each message belongs to exactly one of them. What a step did, each
+    attempt learns here."""
 
     def __init__(self, engine: Engine, roles: Sequence[Role], parts: Parts) -> None:
         self._engine = engine
@@ -220,16 +207,12 @@ class Roles:
             case messages.Cancel():
                 attempt = self._attempts.find(message.attempt_id)
                 if attempt is not None and attempt.stream == message.stream:
-                    self._cancel(attempt)
+                    attempt.cancel()
             case messages.CancelStream():
                 for attempt in [of for of in self._attempts if of.stream == message.stream]:
-                    self._cancel(attempt)
+                    attempt.cancel()
             case _:
                 next(role for role in self._roles if isinstance(message, role.handles)).handle(message)
-
-    def _cancel(self, attempt: Attempt) -> None:
-        self._attempts.cancelled(attempt)
-        self._owner(attempt.id).cancel(attempt.id)
 
     def move_kv(self, spare: float) -> None:
         for role in self._roles:
@@ -243,26 +226,42 @@ class Roles:
         workers, where prompts may wait for the same reason. So a prompt with a FETCH first takes the blocks
         of prefills that no worker fetches. Then it takes those of reservations without any KV yet.
         """
-        closing = (attempt.live for attempt in self._attempts if attempt.closed and attempt.live is not None)
-        spare = (attempt for role in self._roles for attempt in role.spare())
-        droppable = (attempt.live for attempt in spare if attempt.live is not None)
-        for live in self._engine.to_drop(self._wanted, droppable, closing):
-            self._owner(live.id).drop(live.owner)
+        closing = (of.live for of in self._attempts if of.closed and of.live is not None)
+        spare = (attempt.live_request for attempt in self.spare())
+        for live in self._engine.to_drop(attrgetter("is_wanted"), spare, closing):
+            live.owner.drop()
 
-    def _wanted(self, attempt: Attempt) -> bool:
-        return any(role.wanted(attempt) for role in self._roles)
-
-    def _owner(self, attempt_id: bytes) -> Role:
-        return next(role for role in self._roles if role.owns(attempt_id))
+    def spare(self) -> Iterator[Attempt]:
+        """Held prefills that no decode worker fetches, then reservations without any KV, each in order of
+        arrival."""
+        for states in ((State.HELD,), (State.FETCHING, State.WITHOUT_KV)):
+            for attempt in self._attempts:
+                if attempt.state in states and attempt.is_spare:
+                    yield attempt
 
     def after_step(self, result: StepResult) -> None:
+        find = self._attempts.find
         for logprobs in result.prompt_logprobs:
             self._attempts.scored(logprobs)
+        for prefill_id, chunk in result.prompts.items():
+            if (attempt := find(prefill_id)) is not None:
+                attempt.computed(chunk.stop)
+        for output in result.outputs:
+            if (attempt := find(output.id)) is not None:
+                attempt.sampled(output)
+        for code, lost in (
+            (Code.HANDED_BACK, ((of, _PREEMPTED) for of in result.preempted)),
+            (Code.ENGINE, result.failed),
+            (Code.INVALID, result.refused),
+        ):
+            for attempt_id, message in lost:
+                if (attempt := find(attempt_id)) is not None:
+                    attempt.lost(code, message)
         for role in self._roles:
-            role.after_step(result)
+            role.after_step()
         self._attempts.flush_tokens()
         for role in self._roles:
-            role.after_tokens(result)
+            role.after_tokens()
 
     def shutdown(self) -> None:
         for role in self._roles:
@@ -272,7 +271,7 @@ class Roles:
 def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump | StoreTier]) -> None:
     link = parts.link
     fds = [link.fileno(), engine.landings_fd, *roles.kv_fds]
-    fds += [] if parts.store is None else [parts.store.fileno()]
+    fds += [] if parts.store is None else [parts.store.store.fileno()]
     while True:
         idle = not engine.has_work
         seconds = seconds_to_wait(engine, roles, time.monotonic())

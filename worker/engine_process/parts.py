@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 
 from baton.engine import Engine, EngineRequest, Output
 from baton.kv_transfer import Receiver, Sender
-from baton.worker.engine_process.attempts import Attempt
+from baton.worker.engine_process.attempts import Attempt, Reading, Writing
 from baton.worker.messages import PlanRange
 
 STEP_WAIT = 2.0
@@ -65,12 +65,12 @@ class Part:
     """That are computed here."""
     gaps: dict[int, int]
     """By the start of a range of its own, the end of what is here before the KV of other workers."""
-    inputs: set[bytes] = field(default_factory=set)
-    """Fetches of KV of other workers. Until nothing writes into the blocks."""
     uncommitted: set[bytes] = field(default_factory=set)
-    """Of these, the fetches without COMMIT."""
+    """Fetches of KV of other workers, until COMMIT."""
     outputs: dict[bytes, int] = field(default_factory=dict)
     """By id, the end of what another worker fetches. Until COMMIT."""
+    reading: Reading | None = None
+    """Of the final part: by the decode worker."""
     not_begun: set[int] = field(default_factory=set)
     """Ends of ranges of other workers that no step computes yet, as far as known."""
     waited: float = 0.0
@@ -118,17 +118,17 @@ class LayerWaits:
 
 
 def start_part(
+    attempt: Attempt,
     engine: Engine,
     receiver: Receiver,
     sender: Sender,
-    prefill: Attempt,
     request: EngineRequest,
     plan: Sequence[PlanRange],
 ) -> Part | None:
-    """Reserves the blocks of the part that `prefill` computes, fetches what it lacks, and opens what it
-    offers. None: there is no room now."""
+    """Reserves the blocks of the part with the id of `request`, fetches what it lacks, and opens what it
+    offers. These transfers have leases on the attempt. None: there is no room now."""
     own = [range(of.start, of.stop) for of in plan if of.prefill_id == request.id]
-    live = prefill.live = engine.start_part(request, own, owner=prefill)
+    live = attempt.live = engine.start_part(request, own, owner=attempt)
     others = {of.prefill_id: of for of in plan if of.prefill_id != request.id}
     if live is None:
         for other in others:
@@ -149,7 +149,6 @@ def start_part(
             # What is cached here is not fetched. If this is all, the ACK still lets the other worker go on.
             wanted = [(max(found.start, cached), found.stop) for found in earlier if found.stop > cached]
             fetch_id = pair_id(other, request.id)
-            part.inputs.add(fetch_id)
             part.uncommitted.update([fetch_id] if wanted else ())
             part.not_begun.update(stop for _, stop in wanted)
             receiver.fetch_ranges(
@@ -161,15 +160,18 @@ def start_part(
                 ranges=wanted,
                 states_at=[stop for _, stop in wanted if stop in starts] if engine.states else (),
                 state_slot=state_slot,
+                owner=Writing(attempt, receiver, fetch_id),
             )
         if offered := _before(own, theirs[-1]):
             opened_id = pair_id(request.id, other)
             part.outputs[opened_id] = offered[-1].stop
             states_at = sorted(ends & {of.start for of in theirs})
-            sender.open(opened_id, block_ids, offered[-1].stop, state_slot, states_at)
+            reading = Reading(attempt, sender, opened_id)
+            reading.open(block_ids, offered[-1].stop, state_slot, states_at)
             sender.ready(opened_id, None, 0, min(cached, offered[-1].stop))
     if part.is_final:
-        sender.open(request.id, block_ids, own[-1].stop, state_slot)
+        part.reading = Reading(attempt, sender, request.id)
+        part.reading.open(block_ids, own[-1].stop, state_slot)
         sender.ready(request.id, None, 0, cached)
     return part
 

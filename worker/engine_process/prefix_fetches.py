@@ -15,16 +15,16 @@ missing, by the same rule.
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Protocol
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine import Engine, EngineRequest
 from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExchange
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
-from baton.kv_transfer.endpoint.shared_store import SharedStore
-from baton.kv_transfer.protocol.messages import MAX_CHUNKS
+from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
+from baton.worker.engine_process.attempts import Attempt, Lease
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
 from baton.worker.messages import ContentSource, RequestCounts
 
@@ -37,16 +37,29 @@ PAUSE = 10.0
 prompt would wait for it again."""
 
 
-class _Waiting(NamedTuple):
-    """A prompt that waits for a fetch. `source` is None if it waits for its own fetch."""
+@dataclass(slots=True, eq=False)
+class Waiting(Lease):
+    """A prompt waits for a fetch. `source` is None if it waits for its own fetch."""
 
+    fetch: "PrefixFetch"
     request: EngineRequest
     source: ContentSource | None
     then: Callable[[int], None]
 
+    def revoke(self, reason: Reason) -> None:
+        """The request has ended. `then` is not called."""
+        del self.fetch.waiting[self]
+        self.end()
+        if not self.fetch.waiting:
+            self.fetch.give_up()
+
 
 @dataclass(slots=True, eq=False)
-class _Fetch:
+class PrefixFetch:
+    """A fetch from a provider, until nothing writes into its blocks."""
+
+    fetches: "PrefixFetches"
+    id: bytes
     into: Import
     key: bytes  # the name of the first missing chunk
     tokens: int  # that are asked for
@@ -54,11 +67,87 @@ class _Fetch:
     link: Link
     started: float  # time.monotonic(), and the next
     until: float
-    waiting: dict[bytes, _Waiting] = field(default_factory=dict)  # by request id
+    waiting: dict[Waiting, None] = field(default_factory=dict)  # in order of arrival
+
+    def give_up(self) -> None:
+        """No prompt waits any more. The blocks come back when the receiver has reported Closed."""
+        self.fetches.close(self)
+        self.fetches.provider.cancel(self.id)
+
+    def handle(self, event: Injected | FetchFailed | Closed) -> None:
+        """Handles the end of the fetch."""
+        self.fetches.ended(self, event)
+
+    def take_waiting(self) -> Iterable[Waiting]:
+        """Ends the leases of the prompts that wait. They wait no more."""
+        waiting, self.waiting = self.waiting, {}
+        for each in waiting:
+            each.end()
+        return waiting
+
+
+class Provider(Protocol):
+    """Where prefixes come from: other workers, or the shared store."""
+
+    @property
+    def exchange(self) -> PrefixExchange | None:
+        """The prefix cache that gets them. None: there is none."""
+
+    def missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None: ...
+
+    def limit(self, expected: float, computing: float) -> float:
+        """Seconds in which a fetch must end, from the seconds that it should take and those to compute its
+        tokens. 0: not known."""
+
+    def ends(self, fetch_id: bytes) -> float:
+        """When a fetch will have ended, at the speed that it has. 0: not known."""
+
+    def ask(self, fetch: PrefixFetch, source: ContentSource) -> None:
+        """Starts a fetch, which is the owner of its events."""
+
+    def began(self, fetch_id: bytes, /) -> bool:
+        """Whether there was an answer."""
+
+    def cancel(self, fetch_id: bytes, /) -> None: ...
+
+
+class Workers(Provider):
+    """The prefix caches of other workers."""
+
+    def __init__(self, engine: Engine, receiver: Receiver) -> None:
+        self._engine = engine
+        self._receiver = receiver
+        self.began = receiver.began
+        self.cancel = receiver.cancel
+
+    @property
+    def exchange(self) -> PrefixExchange | None:
+        return self._engine.prefix_exchange
+
+    def missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
+        return exchange.missing(request, MAX_CHUNKS)
+
+    def limit(self, expected: float, computing: float) -> float:
+        return SLACK + 2 * computing if computing else LONGEST
+
+    def ends(self, fetch_id: bytes) -> float:
+        return 0.0
+
+    def ask(self, fetch: PrefixFetch, source: ContentSource) -> None:
+        missing = fetch.into.missing
+        self._receiver.fetch_content(
+            fetch.id,
+            chunks=missing.chunks,
+            first_chunk=missing.first_chunk,
+            kv_address=source.kv_address,
+            incarnation=source.incarnation,
+            block_ids=fetch.into.table,
+            owner=fetch,
+        )
 
 
 class PrefixFetches:
-    """Owns the imports of the engine, and their fetches at the receiver. Both roles share it.
+    """Owns the imports of the engine, and their fetches from the provider. Both roles share it.
 
     Attributes:
         behind: fetches from one more source, the shared store. None: there is none.
@@ -67,7 +156,7 @@ class PrefixFetches:
     def __init__(
         self,
         engine: Engine,
-        receiver: Receiver | SharedStore,
+        provider: Provider,
         incarnation: int,
         counts: RequestCounts,
         links: PrefixLinks,
@@ -75,40 +164,50 @@ class PrefixFetches:
     ) -> None:
         self.behind: tuple[PrefixFetches, ContentSource] | None = None
         self._engine = engine
-        self._receiver = receiver
+        self.provider = provider
         self._incarnation = incarnation
         self._counts = counts
-        self._fetches: dict[bytes, _Fetch] = {}  # by fetch id, until the receiver writes no more
-        self._open: dict[bytes, _Fetch] = {}  # by key, those that prompts may wait for
+        self._open: dict[bytes, PrefixFetch] = {}  # by key, those that prompts may wait for
         self._links = links
         self._trace = trace
 
-    def get(self, request: EngineRequest, source: ContentSource | None, then: Callable[[int], None]) -> bool:
+    def get(
+        self,
+        attempt: Attempt,
+        request: EngineRequest,
+        source: ContentSource | None,
+        then: Callable[[int], None],
+    ) -> bool:
         """As `start`. What is still missing then is fetched from the source `behind`."""
         if self.behind is None:
-            return source is not None and self.start(request, source, then)
+            return source is not None and self.start(attempt, request, source, then)
         fetches, last = self.behind
 
         def fetched(tokens: int) -> None:
-            if not fetches.start(request, last, lambda more: then(tokens + more)):
+            if not fetches.start(attempt, request, last, lambda more: then(tokens + more)):
                 then(tokens)
 
-        if source is not None and self.start(request, source, fetched):
+        if source is not None and self.start(attempt, request, source, fetched):
             return True
-        return fetches.start(request, last, then)
+        return fetches.start(attempt, request, last, then)
 
     def start(
-        self, request: EngineRequest, source: ContentSource, then: Callable[[int], None], fetched: bytes = b""
+        self,
+        attempt: Attempt,
+        request: EngineRequest,
+        source: ContentSource,
+        then: Callable[[int], None],
+        fetched: bytes = b"",
     ) -> bool:
         """Fetches what is missing of a prompt. Calls `then` when this has ended, in any way, with the number
         of tokens that came for it.
 
         False: there is nothing to wait for, and `then` will not be called. `fetched`: a chunk that was
         fetched just now. If it is still missing, it is not asked for again."""
-        exchange = self._exchange
+        exchange = self.provider.exchange
         if exchange is None or source.incarnation == self._incarnation:
             return False
-        missing = self._missing(exchange, request)
+        missing = self.provider.missing(exchange, request)
         if missing is None or missing.chunks[0] == fetched:
             return False
         key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
@@ -120,58 +219,21 @@ class PrefixFetches:
         if not link.pays(same.tokens if same is not None else tokens, seconds, now):
             return False
         if same is not None:
-            same.waiting[request.id] = _Waiting(request, source, then)
+            same.waiting[Waiting(attempt, same, request, source, then)] = None
             return True
         fetch_id = os.urandom(16)
         into = exchange.start_import(missing)
         if into is None:
             return False
-        until = now + self._limit(link.expected(tokens), seconds)
-        fetch = _Fetch(into, key, tokens, source.tier, link, now, until)
-        fetch.waiting[request.id] = _Waiting(request, None, then)
-        self._fetches[fetch_id] = self._open[key] = fetch
-        self._ask(fetch_id, into, source)
+        until = now + self.provider.limit(link.expected(tokens), seconds)
+        fetch = PrefixFetch(self, fetch_id, into, key, tokens, source.tier, link, now, until)
+        fetch.waiting[Waiting(attempt, fetch, request, None, then)] = None
+        self._open[key] = fetch
+        self.provider.ask(fetch, source)
         return True
 
-    @property
-    def _exchange(self) -> PrefixExchange | None:
-        return self._engine.prefix_exchange
-
-    def _missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
-        return exchange.missing(request, MAX_CHUNKS)
-
-    def _limit(self, expected: float, computing: float) -> float:
-        """Seconds in which a fetch must end, from the seconds that it should take and those to compute its
-        tokens. 0: not known."""
-        return SLACK + 2 * computing if computing else LONGEST
-
-    def _ends(self, fetch_id: bytes) -> float:
-        """When a fetch will have ended, at the speed that it has. 0: not known."""
-        return 0.0
-
-    def _ask(self, fetch_id: bytes, wanted: Import, source: ContentSource) -> None:
-        missing = wanted.missing
-        cast("Receiver", self._receiver).fetch_content(
-            fetch_id,
-            chunks=missing.chunks,
-            first_chunk=missing.first_chunk,
-            kv_address=source.kv_address,
-            incarnation=source.incarnation,
-            block_ids=wanted.table,
-        )
-
-    def cancel(self, request_id: bytes) -> None:
-        """The request has ended. Its `then` is not called."""
-        if self.behind is not None:
-            self.behind[0].cancel(request_id)
-        for fetch_id, fetch in self._fetches.items():
-            if fetch.waiting.pop(request_id, None) is not None and not fetch.waiting:
-                self._give_up(fetch_id, fetch)
-
-    def handle(self, event: Injected | FetchFailed | Closed) -> None:
-        """Handles an event of the receiver about a fetch from here."""
-        fetch = self._fetches.pop(event.decode_id)
-        self._close(fetch)
+    def ended(self, fetch: PrefixFetch, event: Injected | FetchFailed | Closed) -> None:
+        self.close(fetch)
         fetched = 0
         if isinstance(event, Injected):
             stats = event.stats
@@ -188,7 +250,7 @@ class PrefixFetches:
             if self._trace.enabled:
                 self._trace.instant(
                     "prefix fetched",
-                    requests=[request_id.hex() for request_id in fetch.waiting],
+                    requests=[each.request.id.hex() for each in fetch.waiting],
                     tokens=fetched,
                     first_frame=stats.first_frame_at * 1e6,
                     last_frame=stats.last_frame_at * 1e6,
@@ -196,35 +258,27 @@ class PrefixFetches:
         elif isinstance(event, FetchFailed) and event.reason not in ("gone", "busy"):
             fetch.link.paused_until = time.monotonic() + PAUSE
         fetch.into.end(fetched and fetch.into.missing.first_chunk * CHUNK_TOKENS + fetched)
-        for request, source, then in fetch.waiting.values():
-            if source is None:
-                then(fetched)
-            elif not fetched or not self.start(request, source, then, fetch.key):
-                then(0)
+        for each in fetch.take_waiting():
+            if each.source is None:
+                each.then(fetched)
+            elif not fetched or not self.start(each.attempt, each.request, each.source, each.then, fetch.key):
+                each.then(0)
 
     def expire(self) -> None:
         """Computes the prompts that wait for a fetch which takes too long."""
         now = time.monotonic()
-        for fetch_id, fetch in self._fetches.items():
-            if not fetch.waiting:
-                continue
-            ends = max(now, self._ends(fetch_id))
+        for fetch in list(self._open.values()):
+            ends = max(now, self.provider.ends(fetch.id))
             if ends >= fetch.until:
-                if self._receiver.began(fetch_id):
+                if self.provider.began(fetch.id):
                     fetch.link.measured(fetch.tokens, 0.0, ends - fetch.started, now)
                 else:
                     fetch.link.paused_until = now + PAUSE
-                waiting, fetch.waiting = fetch.waiting, {}
-                self._give_up(fetch_id, fetch)
-                for _, _, then in waiting.values():
-                    then(0)
+                fetch.give_up()
+                for each in fetch.take_waiting():
+                    each.then(0)
 
-    def _give_up(self, fetch_id: bytes, fetch: _Fetch) -> None:
-        """No prompt waits any more. The blocks come back when the receiver has reported Closed."""
-        self._close(fetch)
-        self._receiver.cancel(fetch_id)
-
-    def _close(self, fetch: _Fetch) -> None:
+    def close(self, fetch: PrefixFetch) -> None:
         """No further prompt may wait for it."""
         if self._open.get(fetch.key) is fetch:
             del self._open[fetch.key]

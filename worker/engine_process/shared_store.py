@@ -4,18 +4,17 @@ fetched."""
 import math
 import time
 from collections.abc import Iterable, Iterator
-from typing import cast
 
 from baton.content import Tier
 from baton.engine import CachedBlock, Engine, EngineRequest
-from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExchange
+from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import TraceWriter
 from baton.kv_transfer.endpoint.shared_store import LATER, PAUSE, Held, SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
-from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetches
-from baton.worker.engine_process.prefix_links import RECENT, PrefixLinks
+from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetch, PrefixFetches, Provider
+from baton.worker.engine_process.prefix_links import RECENT, Link, PrefixLinks
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import ContentSource, RequestCounts, StoreStats
 
@@ -24,18 +23,26 @@ SLACK = 0.05
 SOURCE = ContentSource("", 0, Tier.STORE)
 
 
-class StoreFetches(PrefixFetches):
-    """Fetches from the store, which has no pins and no incarnation."""
+class Store(Provider):
+    """The store, which has no pins and no incarnation."""
 
-    _session = 0  # that the link is of
-    _probe_at = 0.0  # time.monotonic()
+    def __init__(self, engine: Engine, store: SharedStore, link: Link) -> None:
+        """`link`: to `SOURCE`."""
+        self._engine = engine
+        self._store = store
+        self._link = link
+        self._session = 0  # that the link is of
+        self._probe_at = 0.0  # time.monotonic()
+        self.ends = store.ends
+        self.began = store.began
+        self.cancel = store.cancel
 
     def measure(self, now: float) -> bool:
         """Has the store probed when its speed is not known, or has made prompts compute. So the speed is
         learnt beside prompts, and not by any that waits: a try would cost it what it lacks of a gain.
 
         Returns whether the session is another one than at the last call. Then it may be another store."""
-        store, link = cast("SharedStore", self._receiver), self._links.to(SOURCE)
+        store, link = self._store, self._link
         if is_new := store.session != self._session:
             self._session, self._probe_at, link.chunk_seconds = store.session, now, 0.0
             link.transfers.clear()
@@ -46,35 +53,34 @@ class StoreFetches(PrefixFetches):
         return is_new
 
     @property
-    def _exchange(self) -> PrefixExchange | None:
+    def exchange(self) -> PrefixExchange | None:
         return self._engine.store_exchange
 
-    def _missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
+    def missing(self, exchange: PrefixExchange, request: EngineRequest) -> MissingPrefix | None:
         return exchange.missing(request, MAX_CHUNKS, remnant=True)
 
-    def _limit(self, expected: float, computing: float) -> float:
+    def limit(self, expected: float, computing: float) -> float:
         """A fetch may take twice what it should, but no longer than computing."""
         return min(computing or LONGEST, max(SLACK, 2 * expected))
 
-    def _ends(self, fetch_id: bytes) -> float:
-        return cast("SharedStore", self._receiver).ends(fetch_id)
-
-    def _ask(self, fetch_id: bytes, wanted: Import, source: ContentSource) -> None:
-        missing = wanted.missing
-        cast("SharedStore", self._receiver).fetch_content(
-            fetch_id,
+    def ask(self, fetch: PrefixFetch, source: ContentSource) -> None:
+        missing = fetch.into.missing
+        self._store.fetch_content(
+            fetch.id,
             salt=missing.names.salt,
             chunks=missing.chunks,
             first_chunk=missing.first_chunk,
-            block_ids=wanted.table,
-            state_slot=wanted.state_slot,
+            block_ids=fetch.into.table,
+            state_slot=fetch.into.state_slot,
+            owner=fetch,
         )
 
 
-class StoreTier(SharedStore):
-    """The engine's end of the shared store, as the loop uses it.
+class StoreTier:
+    """The shared store beside the loop.
 
     Attributes:
+        store: the engine's end of it.
         fetches: the prompts that wait for the store.
     """
 
@@ -94,7 +100,7 @@ class StoreTier(SharedStore):
         links = PrefixLinks()
         self._link = link = links.to(SOURCE)
         kv = paged_kv(engine)
-        super().__init__(
+        self.store = SharedStore(
             kv,
             config.store,
             f"{kv.layout.fingerprint} {engine.content_root.hex()}",
@@ -105,7 +111,8 @@ class StoreTier(SharedStore):
         )
         # What the cache had when this session began.
         self._again: Iterator[tuple[bytes, list[bytes]]] | None = None
-        self.fetches = StoreFetches(engine, self, config.incarnation, counts, links, trace)
+        self._provider = Store(engine, self.store, link)
+        self.fetches = PrefixFetches(engine, self._provider, config.incarnation, counts, links, trace)
 
     def _held(self, name: bytes, part: int, chunk: int) -> Held | None:
         exchange = self._exchange
@@ -118,36 +125,42 @@ class StoreTier(SharedStore):
 
     @property
     def stats(self) -> StoreStats:
-        speed = self._link.tokens_per_s.value
-        is_open = bool(self.session)
-        return StoreStats(is_open, speed if is_open else 0.0, self.written, self.refused, self.missed)
+        store = self.store
+        is_open = bool(store.session)
+        speed = self._link.tokens_per_s.value if is_open else 0.0
+        return StoreStats(is_open, speed, store.written, store.refused, store.missed)
 
     @property
     def copies(self) -> bool:
-        return self._again is not None or super().copies
+        """As in `OffloadPump`."""
+        return self._again is not None or self.store.copies
 
     @property
     def idle(self) -> bool:
-        return self._again is None and super().idle
+        return self._again is None and self.store.idle
 
     def entered(self, blocks: Iterable[CachedBlock]) -> None:
         """These blocks are in the prefix cache now."""
         for block in blocks:
             for chunk, name in enumerate(block.chunks, block.first_chunk):
-                self.offer(block.salt, name, chunk)
+                self.store.offer(block.salt, name, chunk)
 
     def pump(self) -> None:
-        self.move(busy=self._engine.has_work)
-        for event in self.poll():
-            self.fetches.handle(event)
+        store = self.store
+        store.move(busy=self._engine.has_work)
+        for event in store.poll():
+            event.owner.handle(event)
         self.fetches.expire()
-        if self.fetches.measure(time.monotonic()):  # the store may have lost all objects
-            self._again = self._exchange.last_used() if self.session else None
-        if self._again is not None and not self.writes:
+        if self._provider.measure(time.monotonic()):  # the store may have lost all objects
+            self._again = self._exchange.last_used() if store.session else None
+        if self._again is not None and not store.writes:
             prefix = next(self._again, None)
             if prefix is None:
                 self._again = None
             else:
                 salt, chunks = prefix
                 for chunk, name in enumerate(chunks):
-                    self.offer(salt, name, chunk)
+                    store.offer(salt, name, chunk)
+
+    def close(self) -> None:
+        self.store.close()
