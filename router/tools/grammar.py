@@ -136,7 +136,8 @@ def _pairs(
         whole |= root.keys() - {"$ref", "type", *_DEFINITIONS, *SPACED, *_ANNOTATIONS}
     if whole:
         raise _unsupported(tool, f"{min(whole)} at the top")
-    fields = {**dict.fromkeys(schema.get("required") or (), True), **(schema.get("properties") or {})}
+    fields = dict(schema.get("properties") or {})
+    fields |= {name: True for name in schema.get("required") or () if name not in fields}
     if not fields and schema.get("additionalProperties") is not False:
         pair = lark(written.pair, {"{key}": f"/{written.keys}/", "{value}": f"{rule}_value"})
         more = lark(written.between_pairs, {})

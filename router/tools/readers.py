@@ -8,6 +8,7 @@
 
 import ast
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -369,14 +370,18 @@ def _python_call(text: str) -> tuple[str, str] | None:
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
             return None
         name = text[: text.index("(")]
-        given = {k.arg: ast.literal_eval(_JsonNames().visit(k.value)) for k in call.keywords}
+        given = {k.arg: ast.literal_eval(_JsonValues().visit(k.value)) for k in call.keywords}
         return (name, json.dumps(given, allow_nan=False)) if re.fullmatch(FUNCTION_NAME, name) else None
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
 
 
-class _JsonNames(ast.NodeTransformer):
-    """Turns true, false and null into Python's constants."""
+class _JsonValues(ast.NodeTransformer):
+    """Turns true, false and null into Python's constants, and what is too large for a float into an integer
+    that is, too."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return ast.Constant(10**400) if node.value == math.inf else node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         constants = {"true": True, "false": False, "null": None}

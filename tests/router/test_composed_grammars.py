@@ -133,6 +133,23 @@ async def test_strings_of_a_format_without_json_have_the_schema(
     assert [text for text in refused if takes(text)] == []
 
 
+async def test_arguments_have_the_order_of_the_schema_and_then_of_required(tokenizer: ModelTokenizer):
+    """As in JSON."""
+    flag = {"type": "boolean"}
+    parameters = {"properties": {"c": flag, "a": flag}, "required": ["z", "a"]}
+    async with running_checker(tokenizer) as checker:
+        made = await checker.check(demand("glm47", parameters), "")
+    assert made is not None
+    grammar = LLMatcher.grammar_from_lark(made.text)
+
+    def takes(names: str) -> bool:
+        pairs = (f"<arg_key>{name}</arg_key><arg_value>true</arg_value>" for name in names)
+        return accepts(grammar, f"<tool_call>f{''.join(pairs)}</tool_call>")
+
+    taken = [names for names in ("caz", "az", "acz", "zca", "ca") if takes(names)]
+    assert taken == ["caz", "az"]
+
+
 # ------------------------------------------------------------ whole grammars
 
 
