@@ -10,7 +10,6 @@ A grammar that no request uses stays for a while, if it is small. The allocator 
 others.
 """
 
-import ctypes
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.engine.api.sampling_params import StructuredOutput
 from baton.machine.grammars import NICE, STACK_BYTES, Trials, compiled
+from baton.machine.memory import trim
 from baton.machine.turns import Turns
 
 MOST_BYTES = 1 << 30
@@ -183,8 +183,7 @@ class Compiler(Generic[T]):
     def _give_back(self) -> None:
         if self._freed >= _TRIM_BYTES:
             self._freed = 0
-            with suppress(AttributeError):  # musl has no malloc_trim
-                ctypes.CDLL(None).malloc_trim(0)
+            trim()
 
     def _free(self, key: Key, used: Sequence[Shared]) -> Shared | None:
         """Returns a grammar for one request more. None: it must be compiled."""

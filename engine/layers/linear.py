@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels import LinearMethod
-from baton.engine.kernels.blocks_of_rows import in_blocks
+from baton.engine.kernels.blocks_of_rows import in_blocks, in_sizes
 
 
 class PlainLinear(LinearMethod):
@@ -25,10 +25,10 @@ class PlainLinear(LinearMethod):
         self.bias = bias
         self.product = _product(weight, bias, exact=exact) if weight.is_cuda else None
         self.most_rows = math.inf if exact else MAX_SKINNY_ROWS
-        self.in_blocks = exact and not weight.is_cuda
+        self.form = None if weight.is_cuda else in_blocks if exact else in_sizes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return in_blocks(self._multiply, x) if self.in_blocks else self._multiply(x)
+        return self._multiply(x) if self.form is None else self.form(self._multiply, x)
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self.packed:

@@ -4,7 +4,6 @@ A child has its socket as stdin and stdout.
 """
 
 import contextlib
-import ctypes
 import gc
 import os
 import resource
@@ -20,6 +19,7 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
+from baton.machine.memory import trim
 from baton.machine.system import die_with_parent
 
 _NICE = 5
@@ -139,8 +139,7 @@ def _give_memory_back() -> None:
 
     An error and the values that it is about refer to each other, and the allocator keeps what is freed."""
     gc.collect()
-    with contextlib.suppress(AttributeError):  # musl has no malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
+    trim()
 
 
 def read() -> bytes | None:

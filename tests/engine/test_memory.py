@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -21,6 +22,8 @@ from baton.engine.execution.memory_plan import (
 )
 from baton.engine.execution.warmup import Rehearsal, warm_up
 from baton.engine.kernels import FP8
+from baton.engine.kernels.blocks_of_rows import size_for
+from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader.hf import read_config
 from baton.engine.model_config import ModelConfig
@@ -360,3 +363,19 @@ def test_the_error_of_a_full_gpu_lists_the_memory_that_each_part_needs(embedded_
     del neighbour
     torch.cuda.empty_cache()
     start(num_blocks=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_numbers_of_rows_take_no_more_memory(dtype: torch.dtype) -> None:
+    """On a CPU oneDNN keeps code for each number of rows that it has seen: 0.6 MiB."""
+    product = PlainLinear(torch.randn(960, 576, dtype=dtype))
+    x = torch.randn(192, 576, dtype=dtype)
+    sizes = sorted({size_for(rows) for rows in range(1, len(x) + 1)})
+    assert all(rows <= size_for(rows) <= rows * 9 / 8 for rows in range(1, 5000))
+    assert len(sizes) == 44
+    for rows in sizes:
+        product(x[:rows])
+    before = psutil.Process().memory_full_info().uss
+    for rows in range(1, len(x) + 1):
+        assert len(product(x[:rows])) == rows
+    assert psutil.Process().memory_full_info().uss - before < 16 << 20, "each number would take 90 MiB"

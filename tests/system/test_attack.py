@@ -22,6 +22,7 @@ import pytest
 
 from baton.bench.harness.cluster import free_port, leaks_when_idle, status
 from baton.bench.harness.streams import Case, Stream, cases, new_session, read
+from baton.worker.engine_process.loop import IDLE_TICK
 from tests.shallow import LAYERS
 
 from .attack import BLOWS, Target
@@ -191,6 +192,32 @@ async def fill_pools(url: str) -> None:
                 assert response.status == 200, await response.text()
 
 
+async def compute_all_sizes(url: str) -> None:
+    """Products of all numbers of rows that an attack may bring: code for each takes memory once."""
+    async with new_session(KEY) as http:
+
+        async def ask(tokens: int, max_tokens: int) -> None:
+            prompt = [1000 + max_tokens + i for i in range(tokens)]
+            asked = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 1}
+            async with http.post(f"{url}/v1/completions", json=asked) as response:
+                assert response.status == 200, await response.text()
+
+        for rows in range(1, 65):
+            await ask(rows, 1)
+        await asyncio.gather(*(ask(1, steps) for steps in range(2, 130)))
+
+
+async def memory_at_rest(serve: Serve) -> Counter[str]:
+    """As `memory`, once idle engines have given back what they can."""
+    last = memory(serve)
+    while True:
+        await asyncio.sleep(3 * IDLE_TICK)
+        now = memory(serve)
+        if all(size > last[title] - (1 << 20) for title, size in now.items()):
+            return now
+        last = now
+
+
 def lives(serve: Serve) -> dict[str, set[int]]:
     """Processes that no attack may end, by title."""
     children = ("bodies", "grammars")
@@ -271,6 +298,7 @@ async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_sche
     right = await known(serve.url)
     if seconds:
         await fill_pools(serve.url)
+        await compute_all_sizes(serve.url)
     before = await asyncio.to_thread(lives, serve)
     pauses: list[float] = []
     waits: list[float] = []
@@ -294,11 +322,11 @@ async def test_grammars_of_others_neither_end_an_engine_nor_hold_up_a_small_sche
             pauses.append(await served(serve.url, right, small_schemas(attacker, part)))
         assert attacker.report["unanswered"] == {}
         assert await asyncio.to_thread(leaks_when_idle, attacked.admin) == {}
-        memories.append(await asyncio.to_thread(memory, serve))
+        memories.append(await memory_at_rest(serve))
     after = await asyncio.to_thread(lives, serve)
     kept = {title: pids & after.get(title, set()) for title, pids in before.items()}
     assert kept == before, "nothing was started again"
-    # In the first part allocators get what the largest steps need, and keep it.
+    # In the first part the caches of grammars are filled.
     warm, last = memories[0], memories[-1]
     grown = {title: size / warm[title] - 1 for title, size in last.items() if title.endswith("engine")}
     waited = f"{len(waits)} small schemas waited for {max(waits):.2f} s at most"

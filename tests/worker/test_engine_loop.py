@@ -1,14 +1,16 @@
-"""How long the loop of the engine process waits."""
+"""How long the loop of the engine process waits, and what it does meanwhile."""
 
 import math
 from typing import Any
 
+import psutil
 import pytest
 
 from baton.engine import Engine
 from baton.kv_transfer import wait as waits
 from baton.kv_transfer.wait import SPIN
-from baton.worker.engine_process.loop import IDLE_TICK, Roles, seconds_to_wait
+from baton.worker.engine_process import loop
+from baton.worker.engine_process.loop import IDLE_TICK, FreedMemory, Roles, seconds_to_wait
 from tests.stand_in import stand_in
 
 
@@ -29,3 +31,26 @@ def test_an_idle_engine_polls_for_a_commit_that_is_due_and_then_sleeps(
     assert seconds_to_wait(engine, roles, 11.0) == roles.poll_within
     now |= {"has_work": True, "poll_within": IDLE_TICK}
     assert seconds_to_wait(engine, roles, 10.0 + SPIN / 8) == engine.rest, "the device computes"
+
+
+def test_memory_is_given_back_once_after_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    now, freed = 0.0, FreedMemory()
+    monkeypatch.setattr(loop, "trim", lambda: given.append(now))
+    for turn in range(40):
+        now = 100 + turn * IDLE_TICK / 4
+        freed.turn(idle=turn not in (10, 11, 13), now=now)
+    assert given == [100, 100 + 18 * IDLE_TICK / 4], "at the start, and more than a tick after the last work"
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Though it lies between things that stay."""
+    pairs = [[bytearray(100_000), bytearray(200)] for _ in range(400)]
+    before = psutil.Process().memory_full_info().uss
+    for pair in pairs:
+        del pair[0]
+    freed = FreedMemory()
+    freed.turn(idle=False, now=0)
+    freed.turn(idle=True, now=2 * IDLE_TICK)
+    assert before - psutil.Process().memory_full_info().uss > 30_000_000
+    del pairs

@@ -6,6 +6,9 @@
 The loop sleeps while the engine has nothing to do, also while a GPU computes. Messages and KV that arrive
 during a step are handled before the next step.
 
+The allocator keeps the large buffers and the grammars that steps have freed, for the next steps. When the
+engine has been idle for `IDLE_TICK`, it gives them back.
+
 The heartbeat shows that this process is alive. The engine ticks once per layer, the loop once per
 iteration, and start-up once per stage. When idle, an iteration lasts at most `IDLE_TICK` seconds. The loop
 does not tick while the device computes a step, because the device may hang. The service process reads the
@@ -28,6 +31,7 @@ from baton.engine.loader.tokenizer_json import vocabulary
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import spins, wait
+from baton.machine.memory import trim
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts, State
 from baton.worker.engine_process.cached_chunks import CachedChunks
@@ -268,12 +272,29 @@ class Roles:
             role.shutdown()
 
 
+class FreedMemory:
+    """What the allocator keeps. It takes milliseconds to give it back, so that is done after work only."""
+
+    def __init__(self) -> None:
+        self._worked_at = 0.0  # infinite: it was given back since
+
+    def turn(self, *, idle: bool, now: float) -> None:
+        if not idle:
+            self._worked_at = now
+        elif now - self._worked_at > IDLE_TICK:
+            self._worked_at = math.inf
+            gc.collect()  # garbage may hold grammars
+            trim()
+
+
 def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump | StoreTier]) -> None:
     link = parts.link
     fds = [link.fileno(), engine.landings_fd, *roles.kv_fds]
     fds += [] if parts.store is None else [parts.store.store.fileno()]
+    freed = FreedMemory()
     while True:
         idle = not engine.has_work
+        freed.turn(idle=idle, now=time.monotonic())
         seconds = seconds_to_wait(engine, roles, time.monotonic())
         if any(pump.copies for pump in pumps):
             seconds = min(seconds, POLL)

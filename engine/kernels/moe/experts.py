@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.blocks_of_rows import in_blocks
+from baton.engine.kernels.blocks_of_rows import in_blocks, in_sizes
 from baton.engine.kernels.quantized.reference import FourBits, Fp8Experts
 from baton.engine.model_config import ClampedSwiGLU, Scoring
 
@@ -141,14 +141,12 @@ def _products(
 ) -> Tensor:
     """x Wᵀ + b, where the first counts[0] rows of x are for weights[0], and so on."""
     out = x.new_empty(len(x), weights.shape[1])
+    form = in_blocks if exact else in_sizes
     start = 0
     for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            if exact:
-                out[rows] = in_blocks(partial(torch.mm, mat2=weights[expert].T), x[rows])
-            else:
-                torch.mm(x[rows], weights[expert].T, out=out[rows])
+            out[rows] = form(partial(torch.mm, mat2=weights[expert].T), x[rows])
             if biases is not None:
                 out[rows] += biases[expert]
             start += count
