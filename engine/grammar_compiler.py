@@ -32,6 +32,9 @@ _SPREAD_BYTES = 16 << 20
 """Of the grammars that one text is compiled to, for several threads."""
 _IDLE_BYTES = 16 << 20
 """Of the grammars that no request uses."""
+_LEAST_BYTES = 128 << 10
+"""Of a grammar, beside what its trial takes: that has no tokens but bytes.
+Measured: 114 KiB for a small schema."""
 _TRIM_BYTES = 8 << 20
 """After so many bytes were freed, the allocator gives memory back."""
 
@@ -155,6 +158,7 @@ class Compiler(Generic[T]):
             self._turns.charge(key.tenant, seconds)
             if error:
                 raise ValueError(f"structured output: {error}")
+            size += _LEAST_BYTES
         self._make_room(key.tenant, size)
         if self._tokenizer is None:
             self._tokenizer = self._load()

@@ -270,6 +270,20 @@ def test_grammars_of_one_tenant_leave_room_for_others(monkeypatch: pytest.Monkey
         compiler.close()
 
 
+def test_small_grammars_that_no_request_uses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial counts a quarter of what each takes."""
+    monkeypatch.setattr(grammar_compiler, "_IDLE_BYTES", 1 << 20)
+    compiler: Compiler[Shared] = Compiler(lambda: Alphabet(300).tokenizer(), 300, threads=1)
+    try:
+        for i in range(12):
+            compiler.compile(b"a", json_schema({"enum": [i]}), lambda shared: shared).result().release()
+        assert compiler._executor is not None
+        compiler._executor.submit(lambda: None).result()
+        assert len(compiler._idle) <= 8
+    finally:
+        compiler.close()
+
+
 def test_quick_tokens_save_no_time_for_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
     unshared: Any = None
     matcher = Matcher(compiled(Alphabet(300).tokenizer(), "regex", "a*"), unshared)
