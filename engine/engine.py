@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output
+from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, StepResult
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import ChunkLimit
@@ -16,6 +16,7 @@ from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
 from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.state_copies import StateCopies
@@ -29,6 +30,7 @@ from baton.engine.loader import tokenizer_source
 from baton.engine.loader.tokenizer_json import eos_of_tokenizer, tokenizer_json
 from baton.engine.model_config import ModelConfig, known_ids
 from baton.engine.models import cache_bytes_per_token
+from baton.engine.outputs import Outputs
 from baton.engine.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def _with_eos_of_tokenizer(model: ModelConfig, tokenizer: str) -> ModelConfig:
     return replace(model, eos_ids=(*model.eos_ids, *more))
 
 
-class Engine(StepLoop):
+class Engine:
     """One model and its KV cache; `build_engine` makes one. One thread makes all calls, and
     nothing happens between them.
 
@@ -87,7 +89,7 @@ class Engine(StepLoop):
         self.numerics = started.numerics
         self.tokenizer = tokenizer_source(config, started.source)
         """The file or directory that has the tokenizer."""
-        model = _with_eos_of_tokenizer(started.model_config, self.tokenizer)
+        self.model_config = model = _with_eos_of_tokenizer(started.model_config, self.tokenizer)
         self.cache_spec = started.cache_spec
         self.block_size = runner.block_size
         self.num_blocks = started.pool.num_blocks
@@ -96,34 +98,45 @@ class Engine(StepLoop):
         """Of the KV of one block, on all ranks."""
         limit = ChunkLimit(config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps)
         pool = BlockPool(self.num_blocks, self.block_size)
-        scheduler = Scheduler(
+        self._lives = lives = RequestLives(
             pool,
             max_num_seqs=config.max_num_seqs,
+            cache=self._prefix_cache(config, started, hooks, pool),
+            states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
+        )
+        speculation = _speculation(config, has_states=started.pool.num_slots > 0)
+        self._scheduler = Scheduler(
+            lives,
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
             full_step=int(min(model.full_step, runner.graph_rows)),  # without a graph, launches bound a step
-            cache=self._prefix_cache(config, started, hooks, pool),
-            states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
-            speculation=_speculation(config, has_states=started.pool.num_slots > 0),
+            speculation=speculation,
         )
-        super().__init__(
+        self._outputs = Outputs(lives, speculation, model.eos_ids)
+        self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
+        self._meters = Meters(limit, started.largest)
+        self._runner = runner
+        self._loop = StepLoop(
             runner,
-            scheduler,
-            Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids),
+            self._scheduler,
+            self._outputs,
+            self._grammars,
             model,
-            Meters(limit, started.largest),
+            self._meters,
             hooks,
             overlap=runner.device.type == "cuda" if config.overlap is None else config.overlap,
         )
+        self.landings_fd = self._loop.landings_fd
+        """An eventfd, readable when a launched step is over. The caller reads it."""
         self.kv_cache = runner.kv_cache
         self.states = runner.states
         """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
-        self.prefix_exchange = scheduler.prefix_exchange
+        self.prefix_exchange = lives.prefix_exchange
         """Moves prefixes between this prefix cache and those of other workers. None: there is no cache, or
         the model has states."""
-        self.store_exchange = scheduler.store_exchange
+        self.store_exchange = lives.store_exchange
         """Moves prefixes between this prefix cache and a shared store. None: there is no cache."""
-        self.offload = scheduler.offload
+        self.offload = lives.offload
         """The tiers below the device. They say which blocks to copy there and back."""
 
     def _prefix_cache(
@@ -174,19 +187,19 @@ class Engine(StepLoop):
         For `add`, `reserve` and `start` the request must have passed `check_request`. Hooks name it by
         `owner`, without one by its id. Whatever uses the blocks of the request or its states has a lease on
         it (`LiveRequest.leases`): they are free when it has ended and the last lease has ended."""
-        return self._prepare(self._scheduler.add(request, handover=handover, owner=owner), None)
+        return self._prepare(self._lives.add(request, handover=handover, owner=owner), None)
 
     def reserve(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Reserves blocks for prompt + output + 1 positions. The caller writes the KV of all but the last one
         into `kv_cache`, except for the first `LiveRequest.num_cached`: other requests may read these blocks.
         It writes the states after these positions into `states`. Returns None if there is no room now."""
-        live = self._scheduler.reserve(request, owner)
+        live = self._lives.reserve(request, owner)
         return None if live is None else self._prepare(live, None)
 
     def start(self, request: EngineRequest, owner: Any = None) -> LiveRequest | None:
         """Gives a request its blocks at once, prefills it here, and then decodes it. Returns None if there is
         no room now."""
-        live = self._scheduler.start(request, owner)
+        live = self._lives.start(request, owner)
         return None if live is None else self._prepare(live, time.monotonic())
 
     def start_part(
@@ -197,7 +210,7 @@ class Engine(StepLoop):
         them that the prefix cache lacks. Of a layer it does so before `Hooks.layer_done` returns. It writes
         the states after the position before a range earlier: before `Hooks.layer_done` of the layer before
         returns, those of the first layer before `begin_range`. Returns None if there is no room now."""
-        live = self._scheduler.start_part(request, ranges, owner)
+        live = self._lives.start_part(request, ranges, owner)
         return None if live is None else self._prepare(live, time.monotonic())
 
     def next_range(self, live: LiveRequest) -> range | None:
@@ -208,13 +221,13 @@ class Engine(StepLoop):
         """Lets steps compute the next range. They may wait in `Hooks.layer_done` for the KV before it, as
         long as `awaits` says that some is still to come. Such a step has no decodes, comes when none may join
         it, and waits for one prompt only."""
-        self._scheduler.begin_range(live, awaits)
+        self._lives.begin_range(live, awaits)
 
     def verified(self, live: LiveRequest) -> None:
         """All KV that came for a request of `start_part` was complete, so the prefix cache may share it. The
         request is held."""
         live.unverified = False
-        self._scheduler.memory.publish(live, live.num_computed)
+        self._lives.memory.publish(live, live.num_computed)
 
     def extend_reservation(self, live: LiveRequest, output_ids: Sequence[int]) -> bool:
         """Extends a reservation to a longer output. Its new block table begins with the old one.
@@ -226,16 +239,16 @@ class Engine(StepLoop):
             raise ValueError(f"{len(output_ids)} output_ids, but {least} to {limit - 1} are possible")
         if list(output_ids[:least]) != list(live.token_ids[prompt:]):
             raise ValueError(f"the first {least} output_ids are not those of the reservation")
-        return self._scheduler.extend_reservation(live, list(output_ids))
+        return self._lives.extend_reservation(live, list(output_ids))
 
     def join(self, live: LiveRequest, token: int, logprobs: Logprobs | None = None) -> Output:
         """Starts decoding a reservation after the caller wrote its KV. `token`, the first one sampled from
         this KV, is the input of the next step. Returns the output for this token, which may be the last."""
-        self._scheduler.join(live)
-        self._joined = True
+        self._lives.join(live)
+        self._loop.joined()
         live.token_ids.append(token)
         # The prefill said how much of the prompt it found in its cache.
-        return self._emit(live, len(live.token_ids) - 1, logprobs)._replace(cached_tokens=0)
+        return self._outputs.emit(live, len(live.token_ids) - 1, logprobs)._replace(cached_tokens=0)
 
     def resume(self, live: LiveRequest, request_id: bytes, owner: Any = None) -> Output | None:
         """Starts decoding a held request here, under the id `request_id` and for a new owner.
@@ -244,30 +257,50 @@ class Engine(StepLoop):
         request of `join`. No transfer may read its blocks any more. Returns the output for its first token
         again, which may be the last. None: the batch has no seat now, and the request stays held. A step may
         free a seat. Between two steps this call takes it before the queue."""
-        if not self._scheduler.resume(live, request_id, owner):
+        if not self._lives.resume(live, request_id, owner):
             return None
         live.started = None  # the first output said how long the prefill took
-        return self._emit(live, len(live.token_ids) - 1, live.first_logprobs)
+        return self._outputs.emit(live, len(live.token_ids) - 1, live.first_logprobs)
 
     def cancel(self, live: LiveRequest) -> None:
         """Ends a request in any phase, also one that was handed over. Ignores one that has ended."""
         if live.phase is not Phase.GONE:
-            self._scheduler.drop(live)
+            self._lives.drop(live)
 
     def to_drop(
         self, wanted: Callable[[Any], bool], spare: Iterable[LiveRequest], closing: Iterable[LiveRequest] = ()
     ) -> list[LiveRequest]:
         """As `RequestLives.to_drop`. Spare are held requests that no transfer reads, and, after them,
         reservations with a prefill that has not started."""
-        return self._scheduler.to_drop(wanted, spare, closing)
+        return self._lives.to_drop(wanted, spare, closing)
 
     def _prepare(self, live: LiveRequest, started: float | None) -> LiveRequest:
         live.started = started
         live.longest = min(live.longest, self.model_config.max_model_len)
         if live.request.sampling.has_grammar:
             live.grammar = self._grammars.compile(live.request)
-            self._scheduler.await_grammar(live)
+            self._lives.await_grammar(live)
         return live
+
+    # Steps
+
+    def step(self) -> StepResult:
+        """As `StepLoop.step`."""
+        return self._loop.step()
+
+    @property
+    def rest(self) -> float:
+        """As `StepLoop.rest`."""
+        return self._loop.rest
+
+    @property
+    def joins_at(self) -> float:
+        """As `StepLoop.joins_at`."""
+        return self._loop.joins_at
+
+    @joins_at.setter
+    def joins_at(self, at: float) -> None:
+        self._loop.joins_at = at
 
     def close(self) -> None:
         """Computes nothing more, and ends the other ranks."""
@@ -278,28 +311,28 @@ class Engine(StepLoop):
 
     @property
     def blocks_free(self) -> int:
-        return self._scheduler.pool.free
+        return self._lives.pool.free
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything. False while all requests wait for blocks or for a load."""
-        return bool(self._flights) or self._scheduler.has_work
+        return bool(self._loop.under_way) or self._scheduler.has_work
 
     @property
     def waits_for_device(self) -> bool:
         """Whether a step is under way. The engine shows no sign of life until its end."""
-        return bool(self._flights)
+        return bool(self._loop.under_way)
 
     @property
     def idle(self) -> bool:
         """Whether there is no request in any phase, no lease on one, and no block that a tier fills."""
         loading = any(tier.loading for tier in self.offload)
-        return not self._scheduler.some and not self._flights and not loading
+        return not self._lives.some and not self._loop.under_way and not loading
 
     def assert_whole(self) -> None:
         """Proves, when idle, that no block and no other part of a request was left behind."""
-        assert not self._flights, "a step is under way"
-        self._scheduler.assert_whole()
+        assert not self._loop.under_way, "a step is under way"
+        self._lives.assert_whole()
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -312,19 +345,19 @@ class Engine(StepLoop):
         return self._meters.prompt_seconds(tokens, rest, decoding=self._scheduler.decoding > 0)
 
     def stats(self) -> EngineStats:
-        scheduler, meters = self._scheduler, self._meters
-        limit, cache = meters.chunk_limit, scheduler.cache
-        under_way = sum(plan.prompt_tokens for plan, _ in self._flights)
+        lives, scheduler, meters = self._lives, self._scheduler, self._meters
+        limit, cache = meters.chunk_limit, lives.cache
+        under_way = sum(plan.prompt_tokens for plan, _ in self._loop.under_way)
         return EngineStats(
-            requests_running=len(scheduler.running),
+            requests_running=len(lives.running),
             requests_decoding=scheduler.decoding,
-            requests_waiting=len(scheduler.waiting) + len(scheduler.compiling) + len(scheduler.loading),
-            tokens_waiting=scheduler.tokens_waiting + under_way,
-            blocks_free=scheduler.pool.free,
-            blocks_total=scheduler.pool.num_blocks,
-            blocks_cached=scheduler.pool.cached,
-            held_prefills=len(scheduler.held),
-            reservations=len(scheduler.reserved),
+            requests_waiting=len(lives.waiting) + len(lives.compiling) + len(lives.loading),
+            tokens_waiting=lives.tokens_waiting + under_way,
+            blocks_free=lives.pool.free,
+            blocks_total=lives.pool.num_blocks,
+            blocks_cached=lives.pool.cached,
+            held_prefills=len(lives.held),
+            reservations=len(lives.reserved),
             preemptions=scheduler.preemptions,
             prefix_cache_queries=cache.queries if cache else 0,
             prefix_cache_hits=cache.hits if cache else 0,

@@ -95,7 +95,7 @@ class RequestLives:
         self.leaving = self._of_phase[Phase.GONE]
         self._loaded: list[LiveRequest] = []  # since the last schedule
         self._arrivals = 0
-        self._shares = FairShares()
+        self.shares = FairShares()
 
     def __iter__(self) -> Iterator[LiveRequest]:
         return chain.from_iterable(of for phase, of in self._of_phase.items() if phase is not Phase.GONE)
@@ -136,7 +136,7 @@ class RequestLives:
         tokens, hits = len(live.token_ids) + 1, self.memory.hits(live)
         if not self._has_room_beside_queue(self.memory.need(tokens, hits)):
             return None
-        live.tag = self._shares.now  # nothing of its prompt is computed here
+        live.tag = self.shares.now  # nothing of its prompt is computed here
         live.hand_back = True
         self.memory.take(live, tokens, hits)
         self._enter(live, Phase.RESERVED)
@@ -167,7 +167,7 @@ class RequestLives:
         live.num_computed = live.num_cached
         uncached = (range(max(found.start, live.num_cached), found.stop) for found in ranges)
         live.ranges = deque(filter(None, uncached))
-        live.tag = self._shares.tag(request.tenant, live.num_left)
+        live.tag = self.shares.tag(request.tenant, live.num_left)
         if live.ranges and live.ranges[0].start > live.num_cached:
             self.memory.forget_restore(live)  # the states come from the worker of the range before
         self._enter(live, Phase.RESERVED)
@@ -180,6 +180,12 @@ class RequestLives:
         live.num_computed, live.range_stop = found.start, found.stop
         live.awaits = awaits
         self._move(live, Phase.RUNNING)
+
+    def end_range(self, live: LiveRequest) -> None:
+        """A step computes the end of the range. If there is another one, the request waits for it."""
+        live.range_stop = None
+        if live.ranges:
+            self._move(live, Phase.RESERVED)
 
     def extend_reservation(self, live: LiveRequest, output_ids: list[int]) -> bool:
         """Extends a reservation to a longer output. False: no room, and nothing changes."""
@@ -223,7 +229,7 @@ class RequestLives:
     def _tag(self, live: LiveRequest) -> int:
         """The tag of a request whose prompt is computed here, as far as it is not cached."""
         cached = self.memory.known(live) * self.pool.block_size
-        return self._shares.tag(live.request.tenant, live.num_left - cached)
+        return self.shares.tag(live.request.tenant, live.num_left - cached)
 
     def _enter(self, live: LiveRequest, phase: Phase) -> None:
         live.phase = phase
@@ -257,6 +263,18 @@ class RequestLives:
         """Blocks that a waiting request takes from the free ones when it starts."""
         return self.memory.need(len(live.token_ids), self.memory.hits(live))
 
+    def admit(self) -> LiveRequest:
+        """Takes the first request out of the queue, which `can_admit`."""
+        live = self.waiting.pop(0)
+        self._begin(live, self.memory.hits(live))
+        return live
+
+    def take_loaded(self) -> list[LiveRequest]:
+        """The requests that run since the last call because what they waited for was loaded."""
+        loaded = [live for live in self._loaded if live.phase is Phase.RUNNING]
+        self._loaded.clear()
+        return loaded
+
     def _begin(self, live: LiveRequest, hits: Sequence[int]) -> None:
         """Gives the request blocks for all its tokens, and a seat in the batch. It runs at once, or after
         what the tiers below have of it is loaded."""
@@ -277,9 +295,10 @@ class RequestLives:
             self._move(live, Phase.RUNNING)
             self._loaded.append(live)
         else:
-            self._requeue(live)
+            self.requeue(live)
 
-    def _requeue(self, live: LiveRequest) -> None:
+    def requeue(self, live: LiveRequest) -> None:
+        """Takes the memory of a request, which waits again."""
         self.memory.free(live)
         live.num_computed = 0
         live.decodes = False

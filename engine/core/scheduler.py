@@ -11,45 +11,44 @@ Of one priority, tenants get equal shares of the prompt tokens (`FairShares`).
 
 from collections.abc import Sequence
 
-from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import MIXED_STEPS, may_join, prompt_limit
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
 from baton.engine.model_config import FULL_STEP
 
 
-class Scheduler(RequestLives):
+class Scheduler:
     """Plans steps, and gives running requests the blocks that they grow by.
 
     Attributes:
+        lives: the requests, in their phases.
         preemptions: since the start.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
+        lives: RequestLives,
         *,
-        max_num_seqs: int,
         max_num_batched_tokens: int,
         mixed_rows: Sequence[int] = (),
         full_step: int = FULL_STEP,
-        cache: PrefixCache | None = None,
-        states: StatePool | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """Makes a scheduler without requests.
+        """Plans no step yet.
 
         Args:
             mixed_rows: sizes of steps with decodes and prompts that need no padding, in ascending order.
             full_step: with so many prompt tokens, a step gains nothing from further prompts.
-            cache, states: as in `RequestLives`.
             speculation: None: no token is drafted.
         """
-        assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
-        super().__init__(pool, max_num_seqs=max_num_seqs, cache=cache, states=states)
+        assert lives.max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
+        self.lives = lives
+        self._pool = lives.pool
+        self._memory = lives.memory
+        self._running = lives.running
+        self._waiting = lives.waiting
         self.max_num_batched_tokens = max_num_batched_tokens
         self._mixed_rows = mixed_rows
         self._full_step = full_step
@@ -65,11 +64,10 @@ class Scheduler(RequestLives):
 
         `chunk_limit`: most prompt tokens of a step while requests decode or are reserved. Reserved requests
         count because they may join during the step and then wait for its end."""
-        plan = Schedule(started=[live for live in self._loaded if live.phase is Phase.RUNNING])
-        self._loaded.clear()
-        self.queue_compiled()
+        plan = Schedule(started=self.lives.take_loaded())
+        self.lives.queue_compiled()
         alone = self._next_alone()
-        ready = [live for live in self.running if (live is alone if alone else not live.alone)]
+        ready = [live for live in self._running if (live is alone if alone else not live.alone)]
         prompts = [live for live in ready if not live.decodes]
         budget = self.max_num_batched_tokens
         # In order, so that a preemption, which takes the last request, takes none that the step has already.
@@ -83,7 +81,7 @@ class Scheduler(RequestLives):
                 budget -= self._go_on(live, budget, plan)
         self._admit(budget, alone, plan)
         if self.speculation is not None:
-            self.speculation.draft(plan, self.memory)
+            self.speculation.draft(plan, self._memory)
         plan.lease()
         if plan.decodes:
             self._mixed_steps = self._mixed_steps + 1 if plan.prompts else 0
@@ -101,16 +99,15 @@ class Scheduler(RequestLives):
         """Starts waiting requests while there is budget, with `before` only those that come before it in
         order. Returns the number of their tokens in the plan."""
         used = 0
-        while budget > used and not plan.preempted and self.can_admit:
-            live = self.waiting[0]
+        while budget > used and not plan.preempted and self.lives.can_admit:
+            live = self._waiting[0]
             if live is not alone and (alone is not None or live.alone):
                 break
             if before is not None and before.order < live.order:
                 break
             if not self._may_join(live, plan):
                 break
-            self.waiting.pop(0)
-            self._begin(live, self.memory.hits(live))
+            self.lives.admit()
             if live.phase is Phase.RUNNING:
                 plan.started.append(live)
                 used += self._add_chunk(live, budget - used, plan)
@@ -123,13 +120,13 @@ class Scheduler(RequestLives):
     @property
     def _some_may_join(self) -> bool:
         """Whether there are reservations that join the decodes. Those of shared prompts do not."""
-        return not all(live.ranges for live in self.reserved)
+        return not all(live.ranges for live in self.lives.reserved)
 
     def _is_held_back(self, live: LiveRequest) -> bool:
         """Whether a step with this prompt would make requests that decode here wait for other workers."""
         if live.awaits is None:
             return False
-        decodes = any(other.decodes and not other.handover for other in self.running)
+        decodes = any(other.decodes and not other.handover for other in self._running)
         return (decodes or self._some_may_join) and live.awaits_kv
 
     def _must_come_later(self, live: LiveRequest, plan: Schedule) -> bool:
@@ -144,7 +141,7 @@ class Scheduler(RequestLives):
         count = min(live.num_computable, budget)
         if not count or live.ends_with_pending or live.phase is not Phase.RUNNING:
             return 0
-        if self.memory.lacks(live) and not self._grow(live, plan):
+        if self._memory.lacks(live) and not self._grow(live, plan):
             return 0
         return self._add_chunk(live, budget, plan)
 
@@ -152,18 +149,18 @@ class Scheduler(RequestLives):
         """Adds the next chunk of a request to the plan. Returns its number of tokens."""
         count = min(live.num_computable, budget)
         if count:
-            count = self.memory.until_copy(live, count)
+            count = self._memory.until_copy(live, count)
             plan.chunks[live] = range(live.num_computed, live.num_computed + count)
             if not live.decodes:
                 plan.prompts[live] = plan.chunks[live]
-            if live.tag > self._shares.now:  # never so for a decode, of which a step has hundreds
-                self._shares.served(live.tag - live.num_left + count)
+            if live.tag > self.lives.shares.now:  # never so for a decode, of which a step has hundreds
+                self.lives.shares.served(live.tag - live.num_left + count)
         return count
 
     def _next_alone(self) -> LiveRequest | None:
         """The request that has this step to itself, if any. Such requests get every second step while other
         requests are ready."""
-        ready = [*self.running, *(self.waiting[:1] if self.can_admit else ())]
+        ready = [*self._running, *(self._waiting[:1] if self.lives.can_admit else ())]
         alone = next((live for live in ready if live.alone), None)
         if self._was_alone and not all(live.alone for live in ready):
             alone = None
@@ -175,48 +172,48 @@ class Scheduler(RequestLives):
         """Whether the next step may be scheduled before the tokens of the last one are known. Not if a
         request needs a step of its own, if the next step would have to preempt a request, or if drafts must
         know these tokens."""
-        if any(live.alone for live in self.running):
+        if any(live.alone for live in self._running):
             return False
         if self.speculation is not None and self.speculation.waits:
             return False
-        if self.waiting and self.waiting[0].alone:
+        if self._waiting and self._waiting[0].alone:
             return False
-        free = self.pool.free
-        if self.speculation is None and len(self.running) <= free:
+        free = self._pool.free
+        if self.speculation is None and len(self._running) <= free:
             return True  # a request grows by at most one block in a step
-        return sum(self.memory.lacks(live) for live in self.running) <= free
+        return sum(self._memory.lacks(live) for live in self._running) <= free
 
     @property
     def next_prompt(self) -> int:
         """Tokens that a step may compute of the first prompt of the next step. 0: that step decodes, or has
         no prompt."""
         first = 0
-        for live in self.running:
+        for live in self._running:
             if not live.ends_with_pending:
                 if live.decodes:
                     return 0  # mostly the first of hundreds: the loop of the worker asks several times a step
                 first = first or live.num_computable
-        return first or (self.waiting[0].num_left if self.waiting else 0)
+        return first or (self._waiting[0].num_left if self._waiting else 0)
 
     @property
     def decoding(self) -> int:
         """Number of requests that decode here. A prompt whose last tokens are computed now does not if it is
         handed over, or ends, after them."""
-        return sum(live.decodes and not live.ends_with_pending for live in self.running)
+        return sum(live.decodes and not live.ends_with_pending for live in self._running)
 
     @property
     def has_work(self) -> bool:
         """Whether a running request has a step now, or has one under way, or the queue may start, or a
         grammar is being compiled for it."""
-        if self.compiling or any(not self._is_held_back(live) for live in self.running):
+        if self.lives.compiling or any(not self._is_held_back(live) for live in self._running):
             return True
-        return self.can_admit
+        return self.lives.can_admit
 
     @property
     def has_next(self) -> bool:
         """Whether there is anything to compute beyond the steps under way."""
-        following = (live for live in self.running if not live.ends_with_pending)
-        return any(not self._is_held_back(live) for live in following) or self.can_admit
+        following = (live for live in self._running if not live.ends_with_pending)
+        return any(not self._is_held_back(live) for live in following) or self.lives.can_admit
 
     def launched(self, plan: Schedule) -> None:
         """Notes that a launched step writes the KV of its chunks. Later steps may read it."""
@@ -226,18 +223,16 @@ class Scheduler(RequestLives):
             if live.range_stop is not None:
                 live.awaits = None  # the step has waited for all KV before the range
                 if positions.stop == live.range_stop:
-                    live.range_stop = None
-                    if live.ranges:
-                        self._move(live, Phase.RESERVED)
+                    self.lives.end_range(live)
 
     def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
         """Gives the request the blocks that it needs, and preempts others for it. False: the request itself
         was preempted."""
-        while lacking := self.memory.lacks(live):
-            if lacking <= self.pool.free:
-                live.blocks.extend(self.pool.allocate(lacking))
+        while lacking := self._memory.lacks(live):
+            if lacking <= self._pool.free:
+                live.blocks.extend(self._pool.allocate(lacking))
                 break
-            victim = max((r for r in self.running if not r.handover), key=lambda r: r.order)
+            victim = max((r for r in self._running if not r.handover), key=lambda r: r.order)
             self._preempt(victim, plan)
             if victim is live:
                 return False
@@ -248,6 +243,6 @@ class Scheduler(RequestLives):
         self.preemptions += 1
         plan.preempted.append(victim)
         if victim.hand_back:
-            self.drop(victim)
+            self.lives.drop(victim)
         else:
-            self._requeue(victim)
+            self.lives.requeue(victim)

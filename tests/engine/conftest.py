@@ -405,7 +405,7 @@ def late_engine(tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPa
 
             monkeypatch.setattr(engine._runner, "sample", sample_late)
         # The real method would start a thread that waits for the event.
-        engine._landings.expect = lambda event: None
+        engine._loop._landings.expect = lambda event: None
         return engine
 
     return make

@@ -8,6 +8,7 @@ from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
@@ -31,14 +32,17 @@ def make(
 ) -> Scheduler:
     """`cache`: options of the prefix cache."""
     pool = BlockPool(num_blocks, block_size)
-    return Scheduler(
+    lives = RequestLives(
         pool,
         max_num_seqs=seqs,
+        cache=PrefixCache(pool, ROOT, **cache) if prefix_cache else None,
+        states=StatePool(states) if states else None,
+    )
+    return Scheduler(
+        lives,
         max_num_batched_tokens=budget,
         mixed_rows=mixed_rows,
         full_step=full_step,
-        cache=PrefixCache(pool, ROOT, **cache) if prefix_cache else None,
-        states=StatePool(states) if states else None,
         speculation=speculation,
     )
 
@@ -48,17 +52,17 @@ def add(
 ) -> LiveRequest:
     """`options`: as in `EngineRequest`."""
     request = EngineRequest(bytes([number]), list(range(prompt)), **options)
-    return scheduler.add(request, handover=handover)
+    return scheduler.lives.add(request, handover=handover)
 
 
 def live_of(engine: Engine, request_id: bytes) -> LiveRequest:
     """The request with this id, which has not ended."""
-    return next(live for live in engine._scheduler if live.id == request_id)
+    return next(live for live in engine._lives if live.id == request_id)
 
 
 def end(engine: Engine, request_id: bytes) -> None:
     """Ends the request with this id, if there is one."""
-    for live in [live for live in engine._scheduler if live.id == request_id]:
+    for live in [live for live in engine._lives if live.id == request_id]:
         engine.cancel(live)
 
 
@@ -70,11 +74,11 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     for live, positions in plan.chunks.items():
         if live.num_left == 0:
             if not live.unverified:
-                scheduler.memory.publish(live, positions.stop)
+                scheduler.lives.memory.publish(live, positions.stop)
             live.alone = False
             live.token_ids.append(7)
             if live.handover:
-                scheduler.hold(live)
+                scheduler.lives.hold(live)
     return plan
 
 

@@ -39,7 +39,7 @@ class Pair:
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back: list[bytes] = []
         self.copied = 0  # positions
-        prefill._hooks = hooks_to(self)
+        prefill._loop.hooks = hooks_to(self)
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int

@@ -109,7 +109,7 @@ def test_a_step_is_launched_before_its_grammars_know_the_last_token(
         result = engine.step()
         for output in result.outputs:
             got[output.id].append(output.token)
-        sampled = [launched.is_sampled for _, launched in engine._flights]
+        sampled = [launched.is_sampled for _, launched in engine._loop.under_way]
         unsampled += not all(sampled)
         assert sampled in ([], [True], [True, True], [True, False]), "one waits for tokens of the one before"
     assert got == {key: result.tokens for key, result in expected.items()}
@@ -454,7 +454,7 @@ def test_a_step_waits_for_no_token_after_the_reasoning(
     late: list[int] = []
     while engine.has_work:
         got += [output.token for output in engine.step().outputs]
-        late += [len(got)] * any(not launched.is_sampled for _, launched in engine._flights)
+        late += [len(got)] * any(not launched.is_sampled for _, launched in engine._loop.under_way)
     assert got == expected
     assert late
     assert max(late) <= 5, "a step waits for the token before it only while the request reasons"

@@ -206,7 +206,7 @@ def test_chats_with_a_prefix_cache_get_the_same_tokens(
     assert found == chats_without_a_cache
     assert any(cached)
     assert all(count % 4 == 0 for count in cached), "whole blocks"
-    cache = engine._scheduler.cache
+    cache = engine._lives.cache
     assert cache is not None
     assert cache.copies is not None
     assert (num_copies == 6) != bool(cache.copies._free), "few slots have a copy each"
@@ -299,7 +299,7 @@ def test_copies_need_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = tiny_engine(model=str(path), **caching(0), host_cache_size=1 << 20)
-    assert engine._scheduler.cache is None
+    assert engine._lives.cache is None
     for message in ("prefix caching is off: ", "--host-cache-size is ignored: "):
         assert any(message in said for said in caplog.messages)
 
@@ -334,20 +334,20 @@ class Steps:
         for plan, restores in (self.launch(), self.launch()):
             assert restores == []
             plan.end_leases()
-        self.scheduler.memory.publish(live, 10)
-        self.scheduler.drop(live)
+        self.scheduler.lives.memory.publish(live, 10)
+        self.scheduler.lives.drop(live)
 
     def launch(self) -> tuple[Schedule, list[tuple[int, int]]]:
         """The plan, and the slots of states to copy."""
         plan = self.scheduler.schedule()
-        restores = self.scheduler.memory.take_restores(plan)
-        self.scheduler.memory.saves(plan.chunks)
+        restores = self.scheduler.lives.memory.take_restores(plan)
+        self.scheduler.lives.memory.saves(plan.chunks)
         self.scheduler.launched(plan)
         return plan, restores
 
     def import_from(self, first: int) -> int | None:
         """The slot that an import of another prompt gets for its states."""
-        exchange = self.scheduler.store_exchange
+        exchange = self.scheduler.lives.store_exchange
         assert exchange is not None
         missing = exchange.missing(EngineRequest(b"i", list(range(first, first + 80))), 1)
         assert missing is not None
@@ -367,13 +367,13 @@ def test_nothing_writes_to_a_copy_that_a_launched_step_begins_with(cancelled: bo
     [(copy, to)] = restores
     assert to == live.state_slot
     if cancelled:
-        steps.scheduler.drop(live)
+        steps.scheduler.lives.drop(live)
     assert steps.import_from(100) is None
     plan.end_leases()
     assert steps.import_from(100) == copy
     if not cancelled:
-        steps.scheduler.drop(live)
-    steps.scheduler.assert_whole()
+        steps.scheduler.lives.drop(live)
+    steps.scheduler.lives.assert_whole()
 
 
 def test_no_copy_is_taken_where_states_of_another_worker_come_meanwhile() -> None:
@@ -381,50 +381,52 @@ def test_no_copy_is_taken_where_states_of_another_worker_come_meanwhile() -> Non
     copy after the step would have them."""
     scheduler = Steps(copies=4).scheduler
     prompt, ranges = list(range(200, 240)), [range(16), range(24, 40)]
-    live = scheduler.start_part(EngineRequest(b"part", prompt), ranges)
+    live = scheduler.lives.start_part(EngineRequest(b"part", prompt), ranges)
     assert live is not None
     copied: list[int] = []
     for _ in ranges:
-        scheduler.begin_range(live)
+        scheduler.lives.begin_range(live)
         while live.phase is Phase.RUNNING and (plan := scheduler.schedule()).chunks:
-            copied += [save.position for save in scheduler.memory.saves(plan.chunks)]
+            copied += [save.position for save in scheduler.lives.memory.saves(plan.chunks)]
             scheduler.launched(plan)
             plan.end_leases()
     assert copied == [8, 32, 40]
-    scheduler.drop(live)
-    scheduler.assert_whole()
+    scheduler.lives.drop(live)
+    scheduler.lives.assert_whole()
 
 
 def test_a_part_computes_the_states_that_other_workers_need() -> None:
     """A step hands over the states at its end. The cache has those after 8 positions, too."""
     scheduler = Steps().scheduler
     for stop, computed in ((8, 0), (12, 8)):
-        live = scheduler.start_part(EngineRequest(b"part", list(range(24))), [range(stop)])
+        live = scheduler.lives.start_part(EngineRequest(b"part", list(range(24))), [range(stop)])
         assert live is not None
         assert [*live.ranges] == [range(computed, stop)]
-        scheduler.drop(live)
-    scheduler.assert_whole()
+        scheduler.lives.drop(live)
+    scheduler.lives.assert_whole()
 
 
 @pytest.mark.parametrize("steps_until_it_ends", [0, 1])
 def test_no_step_copies_states_of_a_request_that_it_does_not_compute(steps_until_it_ends: int) -> None:
     """Such a request may end while the step is under way, and another one gets its slot at once."""
     steps = Steps()
-    first = steps.scheduler.add(EngineRequest(b"first", list(range(100, 140)), priority=-1), handover=False)
-    late = steps.scheduler.start(EngineRequest(b"late", list(range(12))))
+    first = steps.scheduler.lives.add(
+        EngineRequest(b"first", list(range(100, 140)), priority=-1), handover=False
+    )
+    late = steps.scheduler.lives.start(EngineRequest(b"late", list(range(12))))
     assert late is not None
     plans = [steps.launch() for _ in range(steps_until_it_ends)]
     assert all(late not in plan.chunks and restores == [] for plan, restores in plans)
     slot = late.state_slot
-    steps.scheduler.drop(late)
-    reserved = steps.scheduler.reserve(EngineRequest(b"reserved", list(range(200, 210))))
+    steps.scheduler.lives.drop(late)
+    reserved = steps.scheduler.lives.reserve(EngineRequest(b"reserved", list(range(200, 210))))
     assert reserved is not None
     assert reserved.state_slot == slot
     for plan, _ in plans:
         plan.end_leases()
     for live in (first, reserved):
-        steps.scheduler.drop(live)
-    steps.scheduler.assert_whole()
+        steps.scheduler.lives.drop(live)
+    steps.scheduler.lives.assert_whole()
 
 
 def test_a_lent_copy_is_neither_evicted_nor_written() -> None:

@@ -12,7 +12,7 @@ from .scheduling import BLOCK, add, make, step
 def held(scheduler: Scheduler, number: int, blocks: int) -> LiveRequest:
     live = add(scheduler, number, blocks * BLOCK, handover=True)
     step(scheduler)
-    assert live in scheduler.held
+    assert live in scheduler.lives.held
     return live
 
 
@@ -20,8 +20,8 @@ def dropped(
     scheduler: Scheduler, *wanted: LiveRequest, closing: tuple[LiveRequest, ...] = (), fetched: bytes = b""
 ) -> list[int]:
     """The numbers of the held requests that are dropped; the oldest are offered first."""
-    order = sorted({*scheduler.held} - {*closing}, key=lambda live: live.arrival)
-    going = scheduler.to_drop(
+    order = sorted({*scheduler.lives.held} - {*closing}, key=lambda live: live.arrival)
+    going = scheduler.lives.to_drop(
         {live.id for live in wanted}.__contains__,
         [live for live in order if live.id not in fetched],
         closing,
@@ -30,7 +30,7 @@ def dropped(
 
 
 def numbered(scheduler: Scheduler, wanted: int) -> LiveRequest:
-    return next(live for live in scheduler if live.id == bytes([wanted]))
+    return next(live for live in scheduler.lives if live.id == bytes([wanted]))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def full() -> Scheduler:
 
 
 def test_no_request_is_dropped_while_there_is_room(full: Scheduler) -> None:
-    full.drop(numbered(full, 3))
+    full.lives.drop(numbered(full, 3))
     assert dropped(full, add(full, 9, BLOCK, handover=True)) == []
 
 
@@ -51,7 +51,7 @@ def test_the_oldest_make_room_for_a_wanted_one(full: Scheduler) -> None:
     wanted = add(full, 9, BLOCK + 1, handover=True)
     assert dropped(full, wanted) == [1, 2]
     assert dropped(full, wanted, fetched=b"\1") == [2, 3]
-    full.drop(numbered(full, 3))
+    full.lives.drop(numbered(full, 3))
     assert dropped(full, wanted) == [1]
 
 
@@ -59,11 +59,11 @@ def test_no_request_is_dropped_if_that_would_not_make_the_room(full: Scheduler) 
     large = add(full, 9, 4 * BLOCK, handover=True)
     assert dropped(full, large, fetched=b"\1") == []
     assert dropped(full, large) == [1, 2, 3], "alone it may take the headroom, too"
-    full.drop(large)
+    full.lives.drop(large)
     first = add(full, 7, 2 * BLOCK, handover=True)
     second = add(full, 8, 3 * BLOCK, handover=True)
     assert dropped(full, second) == [1, 2], "as many as let the first one start"
-    full.drop(first)
+    full.lives.drop(first)
     assert dropped(full, second, fetched=b"\3") == []
 
 
@@ -84,7 +84,7 @@ def test_a_running_request_that_is_not_for_a_handover_does_not_wait() -> None:
     held(scheduler, 2, 1)
     add(scheduler, 8, BLOCK)
     scheduler.schedule()
-    assert (len(scheduler.running), scheduler.pool.free) == (1, 2)
+    assert (len(scheduler.lives.running), scheduler.lives.pool.free) == (1, 2)
     assert dropped(scheduler, add(scheduler, 9, 2 * BLOCK, handover=True)) == [1]
 
 
@@ -93,7 +93,7 @@ def test_blocks_that_are_being_freed_count_as_free(full: Scheduler) -> None:
     assert dropped(full, wanted, closing=(numbered(full, 3),)) == []
     last = numbered(full, 3)
     last.leases.begin("a transfer")
-    full.drop(last)
+    full.lives.drop(last)
     assert dropped(full, wanted) == []
 
 
@@ -104,16 +104,16 @@ def test_no_request_is_dropped_for_one_without_a_seat() -> None:
     for number in (3, 4):
         add(scheduler, number, 2 * BLOCK, handover=True)
     scheduler.schedule()
-    assert (len(scheduler.running), scheduler.pool.free) == (2, 1)
+    assert (len(scheduler.lives.running), scheduler.lives.pool.free) == (2, 1)
     first = add(scheduler, 9, 3 * BLOCK, handover=True)
     second = add(scheduler, 10, BLOCK, handover=True)
     assert dropped(scheduler, first, second) == []
-    scheduler.drop(scheduler.running[0])
+    scheduler.lives.drop(scheduler.lives.running[0])
     assert dropped(scheduler, second) == [1], "one seat: the first in the queue needs a block to start"
 
 
 def reserve(scheduler: Scheduler, number: int, blocks: int) -> LiveRequest:
-    live = scheduler.reserve(EngineRequest(bytes([number]), [1] * (blocks * BLOCK - 1)))
+    live = scheduler.lives.reserve(EngineRequest(bytes([number]), [1] * (blocks * BLOCK - 1)))
     assert live is not None
     return live
 
@@ -127,13 +127,13 @@ def test_a_reservation_is_dropped_last_and_only_if_no_request_is_running() -> No
     wanted = add(scheduler, 9, 4 * BLOCK, handover=True)
 
     def dropped_now() -> list[LiveRequest]:
-        return scheduler.to_drop({wanted.id}.__contains__, spare)
+        return scheduler.lives.to_drop({wanted.id}.__contains__, spare)
 
     assert dropped_now() == [first, third]
-    scheduler.join(second)
+    scheduler.lives.join(second)
     spare.remove(second)
     assert dropped_now() == [], "not enough without the blocks that the running request leaves at its end"
-    scheduler.drop(wanted)
+    scheduler.lives.drop(wanted)
     wanted = add(scheduler, 8, 3 * BLOCK, handover=True)
     assert dropped_now() == [first], "enough: no reservation goes"
 
@@ -145,12 +145,12 @@ def test_a_reservation_is_dropped_if_reservations_have_all_seats() -> None:
     wanted = add(scheduler, 9, BLOCK, handover=True)
 
     def dropped_with(*closing: LiveRequest) -> list[LiveRequest]:
-        return scheduler.to_drop({wanted.id}.__contains__, [first, third, second], closing)
+        return scheduler.lives.to_drop({wanted.id}.__contains__, [first, third, second], closing)
 
     assert dropped_with() == [third], "a held request has no seat"
     assert dropped_with(second) == []
-    scheduler.join(second)
-    going = scheduler.to_drop({wanted.id}.__contains__, [first, third])
+    scheduler.lives.join(second)
+    going = scheduler.lives.to_drop({wanted.id}.__contains__, [first, third])
     assert going == [], "the running request leaves its seat"
 
 
@@ -164,14 +164,14 @@ def test_shared_cached_blocks_need_no_room_and_free_none() -> None:
     """Request 1 holds five blocks, request 2 shares three of them and has one more. Two blocks are free."""
     scheduler = make(num_blocks=8, budget=64, prefix_cache=True)
     for request in (shared(3, 2, number=1), shared(3, 1, number=2)):
-        scheduler.add(request, handover=True)
+        scheduler.lives.add(request, handover=True)
         step(scheduler)
-    assert scheduler.pool.free == 2
-    hit = scheduler.add(shared(3, 1, number=8), handover=True)
+    assert scheduler.lives.pool.free == 2
+    hit = scheduler.lives.add(shared(3, 1, number=8), handover=True)
     assert dropped(scheduler, hit) == [], "three of its four blocks are cached"
-    scheduler.drop(hit)
-    hit = scheduler.add(shared(3, 2, number=9), handover=True)
+    scheduler.lives.drop(hit)
+    hit = scheduler.lives.add(shared(3, 2, number=9), handover=True)
     assert dropped(scheduler, hit) == [1], "frees two blocks: request 2 holds the shared ones"
-    scheduler.drop(hit)
-    other = scheduler.add(shared(0, 5, number=7), handover=True)
+    scheduler.lives.drop(hit)
+    other = scheduler.lives.add(shared(0, 5, number=7), handover=True)
     assert dropped(scheduler, other) == [1, 2], "the shared blocks are free only without both"

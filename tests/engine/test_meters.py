@@ -45,11 +45,11 @@ def test_a_prompt_beside_decodes_is_as_fast_as_long_steps_allow() -> None:
     live = add(scheduler, 1, 8)
     for _ in range(2):
         step(scheduler)
-    assert live in scheduler.running
+    assert live in scheduler.lives.running
     assert scheduler.decoding == 1
     add(scheduler, 2, 8)
     scheduler.schedule()
-    assert (len(scheduler.running), scheduler.decoding) == (2, 1), "the second one has no token yet"
+    assert (len(scheduler.lives.running), scheduler.decoding) == (2, 1), "the second one has no token yet"
     assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == 40_000, "nothing is known yet"
     for _ in range(50):
         limit.record(True, 0, 0.010)
@@ -57,7 +57,7 @@ def test_a_prompt_beside_decodes_is_as_fast_as_long_steps_allow() -> None:
     assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == pytest.approx(
         100 / 0.020, rel=0.02
     )
-    scheduler.drop(live)
+    scheduler.lives.drop(live)
     assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == 40_000
 
 
@@ -82,9 +82,9 @@ def test_few_tokens_of_a_prompt_cost_what_steps_of_their_size_take() -> None:
     live = add(scheduler, 1, 8)
     for _ in range(2):
         step(scheduler)
-    assert live in scheduler.running
+    assert live in scheduler.lives.running
     assert meters.prompt_seconds(200, 40, decoding=bool(scheduler.decoding)) == 200 / 40_000, "beside decodes"
-    scheduler.drop(live)
+    scheduler.lives.drop(live)
 
 
 @pytest.mark.parametrize("handover", [True, False])
@@ -94,5 +94,5 @@ def test_a_prompt_that_is_handed_over_after_this_step_does_not_decode(handover: 
     live = add(scheduler, 1, 8, handover=handover)
     scheduler.launched(scheduler.schedule())
     live.promise(0)
-    assert (live.num_left, len(scheduler.running)) == (1, 1)
+    assert (live.num_left, len(scheduler.lives.running)) == (1, 1)
     assert scheduler.decoding == (not handover)

@@ -106,17 +106,17 @@ class TwoWorkers:
             for worker in self.workers:
                 self.make_room(worker)
                 self.step(worker)
-                worker.pool.assert_consistent()
+                worker.lives.pool.assert_consistent()
             if not any(answer.left for answer in self.answers):
                 break
         while self.imports:
             self.end_imports()
         for worker in self.workers:
-            worker.assert_whole()
+            worker.lives.assert_whole()
         assert not any(answer.left for answer in self.answers), "they wait for each other"
 
     def route(self, answer: Answer) -> None:
-        near, far, rng = answer.prefills, answer.decodes, self.rng
+        near, far, rng = answer.prefills.lives, answer.decodes.lives, self.rng
         prefill, decode = answer.prefill, answer.decode
         if decode is not None and decode.phase is Phase.RUNNING:
             return
@@ -160,12 +160,12 @@ class TwoWorkers:
         if len(spans) < 2:
             return False
         theirs, ours = spans[-2::-2][::-1], spans[::-2][::-1]
-        other = far.start_part(answer.request(b"o", theirs[-1].stop), theirs)
+        other = far.lives.start_part(answer.request(b"o", theirs[-1].stop), theirs)
         if other is None:
             return False
-        final = near.start_part(answer.request(b"p", tokens), ours)
+        final = near.lives.start_part(answer.request(b"p", tokens), ours)
         if final is None:
-            far.drop(other)
+            far.lives.drop(other)
             self.seen["refused"] += 1
             return False
         answer.shared = Shared([(near if span in ours else far, span) for span in spans], final, other)
@@ -177,15 +177,15 @@ class TwoWorkers:
         for worker, live in ((answer.prefills, shared.final), (answer.decodes, shared.other)):
             if live.phase is Phase.RESERVED and live.ranges[0].start <= shared.begun:
                 arrives = self.round + self.rng.randrange(5)
-                worker.begin_range(live, lambda arrives=arrives: self.round < arrives)
+                worker.lives.begin_range(live, lambda arrives=arrives: self.round < arrives)
         if shared.final.phase is shared.other.phase is Phase.HELD:
             shared.final.unverified = False
-            answer.decodes.drop(shared.other)
+            answer.decodes.lives.drop(shared.other)
             answer.prefill, answer.shared = shared.final, None
 
     def start_import(self, answer: Answer) -> bool:
         """The answer then holds nothing until the import ends."""
-        near, far = answer.prefills.prefix_exchange, answer.decodes.prefix_exchange
+        near, far = answer.prefills.lives.prefix_exchange, answer.decodes.lives.prefix_exchange
         if near is None or far is None:
             return False
         missing = near.missing(answer.request(b"i"), 99)
@@ -212,20 +212,20 @@ class TwoWorkers:
         """As workers do, with the prefills that a decode worker fetches."""
         fetched = {a.prefill.id for a in self.answers if a.prefill and a.decode}
         parts = {part for a in self.answers if a.shared for part in (a.shared.final, a.shared.other)}
-        held = [live for live in worker.held if live.id not in fetched and live not in parts]
+        held = [live for live in worker.lives.held if live.id not in fetched and live not in parts]
         held.sort(key=lambda r: r.arrival)
         not_begun = [
             answer.decode
             for answer in self.answers
-            if answer.decode in worker.reserved
+            if answer.decode in worker.lives.reserved
             and (answer.prefill is None or answer.prefill.phase is Phase.WAITING)
         ]
-        for live in worker.to_drop(fetched.__contains__, [*held, *not_begun]):
+        for live in worker.lives.to_drop(fetched.__contains__, [*held, *not_begun]):
             self.seen[f"{live.phase.name} dropped"] += 1
-            worker.drop(live)
+            worker.lives.drop(live)
 
     def step(self, worker: Scheduler) -> None:
-        held_back = [live for live in worker.running if worker._is_held_back(live)]
+        held_back = [live for live in worker.lives.running if worker._is_held_back(live)]
         self.seen["held back"] += bool(held_back)
         plan = step(worker, 5)
         assert not any(live in plan.chunks for live in held_back)
@@ -249,7 +249,7 @@ class TwoWorkers:
             parts = () if answer.shared is None else (answer.shared.final, answer.shared.other)
             for other in (answer.prefill, answer.decode, *parts):
                 if other is not None and other.phase is not Phase.GONE:
-                    (worker if other is live else self.other(worker)).drop(other)
+                    (worker if other is live else self.other(worker)).lives.drop(other)
 
     def other(self, worker: Scheduler) -> Scheduler:
         return self.workers[worker is self.workers[0]]

@@ -57,7 +57,7 @@ class Worker:
             num_blocks, seqs, 64, prefix_cache=True, block_size=BLOCK, hooks=hooks_to(self.observed),
             offload_places={tier: num_places},
         )  # fmt: skip
-        [self.tier] = self.scheduler.offload
+        [self.tier] = self.scheduler.lives.offload
         self.rows: dict[int, object] = {}
         self.places: dict[int, list[object]] = {}
         self.saved: dict[int, list[object]] = {}  # what `places` had at the end of the copy, as a checksum
@@ -71,7 +71,7 @@ class Worker:
         request = EngineRequest(
             self.requests.to_bytes(4), prompt, tenant=tenant, sampling=SamplingParams(max_tokens=answer)
         )
-        return self.scheduler.add(request, handover=handover)
+        return self.scheduler.lives.add(request, handover=handover)
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
@@ -85,12 +85,12 @@ class Worker:
                     self.rows[row] = tokens[: position + 1]
                 assert self.rows[row] == tokens[: position + 1], "the KV of another prompt"
             if live.num_left == 0:
-                self.scheduler.memory.publish(live, chunk.stop)
+                self.scheduler.lives.memory.publish(live, chunk.stop)
                 live.token_ids.append(7)
                 if live.handover:
-                    self.scheduler.hold(live)
+                    self.scheduler.lives.hold(live)
                 elif len(live.token_ids) == live.longest:
-                    self.scheduler.drop(live)
+                    self.scheduler.lives.drop(live)
 
     def start_copies(self, most: int = 99) -> int:
         copies = self.tier.next_loads(most) or self.tier.next_saves(most)
@@ -122,13 +122,13 @@ class Worker:
     def run(self, *prompts: list[int], tenant: bytes = b"") -> list[LiveRequest]:
         lives = [self.add(prompt, tenant) for prompt in prompts]
         for _ in range(1000):
-            if not any(self.scheduler):
+            if not any(self.scheduler.lives):
                 break
             self.step()
             self.copy_all()
-        assert not any(self.scheduler), "a request waits forever"
+        assert not any(self.scheduler.lives), "a request waits forever"
         self.copy_all()
-        self.scheduler.assert_whole()
+        self.scheduler.lives.assert_whole()
         return lives
 
 
@@ -176,38 +176,38 @@ class TierMachine(RuleBasedStateMachine):
     def damage(self, choice: random.Random) -> None:
         self.worker.places[choice.choice(list(self.worker.saved))] = [object()] * BLOCK
 
-    @precondition(lambda self: any(self.worker.scheduler))
+    @precondition(lambda self: any(self.worker.scheduler.lives))
     @rule(choice=st.randoms())
     def cancel(self, choice: random.Random) -> None:
-        live = choice.choice(list(self.worker.scheduler))
-        self.worker.scheduler.drop(live)
+        live = choice.choice(list(self.worker.scheduler.lives))
+        self.worker.scheduler.lives.drop(live)
 
     @invariant()
     def everything_has_one_owner(self) -> None:
         worker = self.worker
-        worker.scheduler.pool.assert_consistent()
+        worker.scheduler.lives.pool.assert_consistent()
         worker.tier.assert_consistent()
-        pool = worker.scheduler.pool
+        pool = worker.scheduler.lives.pool
         known = {name for name in worker.observed.names if pool.lookup([name]) or name in worker.tier}
         assert known == worker.observed.names, "a name that was reported is in no tier"
         assert pool.cached <= len(known)
 
     @rule()
     def hand_over(self) -> None:
-        for live in list(self.worker.scheduler.held):
-            self.worker.scheduler.drop(live)
+        for live in list(self.worker.scheduler.lives.held):
+            self.worker.scheduler.lives.drop(live)
 
     def teardown(self) -> None:
         scheduler = self.worker.scheduler
         for _ in range(1000):
-            if not any(scheduler):
+            if not any(scheduler.lives):
                 break
             self.worker.step()
             self.worker.copy_all()
             self.hand_over()
         self.worker.copy_all()
-        assert not any(scheduler), "a request waits forever"
-        scheduler.assert_whole()
+        assert not any(scheduler.lives), "a request waits forever"
+        scheduler.lives.assert_whole()
 
 
 TestTier = TierMachine.TestCase
@@ -241,13 +241,13 @@ def test_the_pool_gives_out_a_block_without_waiting_for_its_copy() -> None:
     worker.tier._clean = 16
     worker.tier._looked = -1
     assert worker.start_copies()
-    taken = worker.scheduler.pool.allocate(16)
+    taken = worker.scheduler.lives.pool.allocate(16)
     while worker.under_way:
         worker.end_copy()
     assert worker.tier.stats.dropped
     assert not worker.tier.stats.saved
-    worker.scheduler.pool.release(taken)
-    worker.scheduler.assert_whole()
+    worker.scheduler.lives.pool.release(taken)
+    worker.scheduler.lives.assert_whole()
 
 
 def test_a_damaged_block_is_forgotten_and_its_prompt_computed() -> None:
@@ -298,10 +298,10 @@ def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:
     worker = Worker(num_blocks=24, num_places=64)
     prompt = text(100, 1)
     worker.run(prompt)
-    pool = worker.scheduler.pool
+    pool = worker.scheduler.lives.pool
     live = worker.add(prompt)
-    names = worker.scheduler.memory._names(live, worker.scheduler.cache).blocks  # type: ignore[arg-type]
-    worker.scheduler.drop(live)
+    names = worker.scheduler.lives.memory._names(live, worker.scheduler.lives.cache).blocks  # type: ignore[arg-type]
+    worker.scheduler.lives.drop(live)
     blocks = pool.lookup(names[:6])
     pool._unreferenced.move_to_end(blocks[0], last=False)
     pool._unreferenced.move_to_end(blocks[1], last=False)
@@ -354,9 +354,9 @@ def test_what_the_host_has_is_served_to_other_workers_unless_it_is_damaged(damag
     holder = Worker(num_blocks=48, num_places=200, seqs=1)
     prompt = text(200, 1)
     fill(holder, prompt)
-    exchange = holder.scheduler.prefix_exchange
+    exchange = holder.scheduler.lives.prefix_exchange
     assert exchange is not None
-    missing = Worker(48, 99).scheduler.prefix_exchange.missing(EngineRequest(b"r", prompt), 99)  # type: ignore[union-attr]
+    missing = Worker(48, 99).scheduler.lives.prefix_exchange.missing(EngineRequest(b"r", prompt), 99)  # type: ignore[union-attr]
     assert missing is not None
     assert exchange.pin(missing.chunks, 0) is None
     if damaged:
@@ -376,14 +376,14 @@ def test_what_the_host_has_is_served_to_other_workers_unless_it_is_damaged(damag
     assert not exchange.bring(missing.chunks, 0, pinned.clear), "the pool has it, or the tier forgot it"
     if pin is not None:
         pin.end()
-    holder.scheduler.assert_whole()
+    holder.scheduler.lives.assert_whole()
 
 
 def test_only_what_neither_the_pool_nor_the_host_has_is_fetched() -> None:
     worker = Worker(num_blocks=48, num_places=200, seqs=1)
     prompt = text(400, 1)
     fill(worker, prompt[:130])
-    exchange = worker.scheduler.prefix_exchange
+    exchange = worker.scheduler.lives.prefix_exchange
     assert exchange is not None
     missing = exchange.missing(EngineRequest(b"r", prompt), 99)
     assert missing is not None

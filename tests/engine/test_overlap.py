@@ -68,15 +68,15 @@ def test_a_slow_launch_does_not_delay_the_tokens_of_the_step_before(late_engine:
     """The launch of a prompt without a graph takes long. If the step under way would end meanwhile, its
     tokens come first."""
     engine = late_engine()
-    engine._graph_rows = engine._scheduler._full_step = len(PROMPT) - 1
+    engine._loop.graph_rows = engine._scheduler._full_step = len(PROMPT) - 1
     requests = [request_of(number, PROMPT, max_tokens=1) for number in range(3)]
     for request in requests:
         engine.add(request, handover=True)
     assert not engine.step().outputs
-    engine._pace.fits_slow_launch = lambda now: True
+    engine._loop._pace.fits_slow_launch = lambda now: True
     assert not engine.step().outputs, "there is time, so a second step is launched"
     assert land_one(engine).outputs[0].id == requests[0].id
-    engine._pace.fits_slow_launch = lambda now: False
+    engine._loop._pace.fits_slow_launch = lambda now: False
     assert engine.rest == float("inf"), "no launch before the second prompt has landed"
     assert land_one(engine).outputs[0].id == requests[1].id
     assert engine.rest == 0
@@ -104,7 +104,7 @@ def test_prompt_tokens_wait_until_their_step_is_over(late_engine: MakeEngine) ->
     engine.add(request_of(1, PROMPT, ignore_eos=True))
     assert engine.stats().tokens_waiting == len(PROMPT)
     engine.step()
-    assert (len(engine._flights), engine.stats().tokens_waiting) == (1, len(PROMPT))
+    assert (len(engine._loop.under_way), engine.stats().tokens_waiting) == (1, len(PROMPT))
     land_one(engine)
     assert engine.stats().tokens_waiting == 0
     end(engine, bytes([1]) * 16)

@@ -29,7 +29,7 @@ class Shared:
         self.table: list[int] = []  # of the request in the source
         self.blocks: list[int] = []  # in the target
         self.written = 0  # positions that are in the blocks of the target
-        target._hooks = hooks_to(self)
+        target._loop.hooks = hooks_to(self)
 
     def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
         chunk = chunks.get((1).to_bytes(16))
@@ -129,7 +129,7 @@ def test_waiting_for_other_workers_is_no_slow_prefill(tiny_engine: MakeEngine) -
         time.sleep(0.1)
         shared.layer_done(layer, chunks)
 
-    target._hooks = replace(target._hooks, layer_done=late)
+    target._loop.hooks = replace(target._loop.hooks, layer_done=late)
     target.begin_range(live_of(target, request.id))
     assert target.step().seconds > 0.1
     assert (target._meters.prefill_tokens_per_s, target._meters.step_seconds) == before
@@ -154,7 +154,7 @@ def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> No
     shared.blocks = list(reservation.blocks)
     engine.begin_range(live_of(engine, request.id))
     failed: list[bytes] = []
-    while not failed or any(live.id != request.id for live in engine._scheduler):
+    while not failed or any(live.id != request.id for live in engine._lives):
         result = engine.step()
         failed += [request_id for request_id, _ in result.failed]
         for output in result.outputs:
@@ -177,7 +177,7 @@ def test_a_step_ends_with_the_layer_whose_kv_will_not_come(tiny_engine: MakeEngi
         layers.append(layer)
         return layer == 1
 
-    engine._hooks = replace(engine._hooks, layer_done=lost)
+    engine._loop.hooks = replace(engine._loop.hooks, layer_done=lost)
     reservation = engine.start_part(request, [range(64, 120)])
     assert reservation is not None
     engine.begin_range(live_of(engine, request.id))
@@ -202,7 +202,7 @@ def test_a_draft_head_computes_its_layer_when_no_step_can_be_given_up(
     random_eagle(tmp_path / "head", tiny_path, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     drafts = SpeculativeConfig("eagle3", model=str(tmp_path / "head"))
     engine, request = tiny_engine(**CACHING, speculative_config=drafts), shared_prompt(60)
-    engine._hooks = replace(engine._hooks, layer_done=lambda layer, chunks: layer == 3)
+    engine._loop.hooks = replace(engine._loop.hooks, layer_done=lambda layer, chunks: layer == 3)
     assert engine.start_part(request, [range(32, 60)]) is not None
     engine.begin_range(live_of(engine, request.id))
     assert engine.step().prompts == {request.id: range(32, 60)}
@@ -213,34 +213,34 @@ def test_a_draft_head_computes_its_layer_when_no_step_can_be_given_up(
 def test_a_part_comes_after_earlier_prompts_and_before_later_ones() -> None:
     scheduler = make(num_blocks=32, budget=16)
     add(scheduler, 1, 40)
-    part = scheduler.start_part(EngineRequest(b"p", list(range(30))), [range(12), range(20, 30)])
+    part = scheduler.lives.start_part(EngineRequest(b"p", list(range(30))), [range(12), range(20, 30)])
     assert part is not None
-    assert scheduler.tokens_waiting == 40 + 22
-    scheduler.begin_range(part)
+    assert scheduler.lives.tokens_waiting == 40 + 22
+    scheduler.lives.begin_range(part)
     add(scheduler, 2, 40)
     assert tokens(step(scheduler)) == [(1, 0, 16)]
     assert tokens(step(scheduler)) == [(1, 16, 32)]
     assert tokens(step(scheduler)) == [(1, 32, 40), (ord("p"), 0, 8)]
-    assert scheduler.tokens_waiting == 14 + 40
+    assert scheduler.lives.tokens_waiting == 14 + 40
     assert tokens(step(scheduler))[0][0] == 1
-    assert scheduler.start_part(EngineRequest(b"q", list(range(99))), [range(99)]) is None, "no room"
+    assert scheduler.lives.start_part(EngineRequest(b"q", list(range(99))), [range(99)]) is None, "no room"
 
 
 def test_a_part_counts_as_the_tokens_of_its_ranges() -> None:
     """In fair shares, for the chunk limit, for slow launches, and for whether it may share a step."""
     scheduler = make(num_blocks=400, budget=64, full_step=48)
-    part = scheduler.start_part(
+    part = scheduler.lives.start_part(
         EngineRequest(b"p", list(range(900)), tenant=b"a"), [range(8), range(880, 900)]
     )
     assert part is not None
     assert (part.num_left, part.tag) == (28, 28)
-    scheduler.begin_range(part)
+    scheduler.lives.begin_range(part)
     assert scheduler.next_prompt == 8, "the next step computes no more of it"
-    assert [left for left, _ in scheduler.prompts()] == [28]
+    assert [left for left, _ in scheduler.lives.prompts()] == [28]
     add(scheduler, 1, 40, tenant=b"b")
     assert tokens(step(scheduler)) == [(ord("p"), 0, 8), (1, 0, 40)]
-    assert (part.num_left, scheduler.tokens_waiting) == (20, 20)
-    scheduler.begin_range(part)
+    assert (part.num_left, scheduler.lives.tokens_waiting) == (20, 20)
+    scheduler.lives.begin_range(part)
     assert scheduler.next_prompt == 0, "a request decodes"
     assert tokens(step(scheduler)) == [(1, 40, 41), (ord("p"), 880, 900)]
     assert part.phase is Phase.HELD
@@ -248,15 +248,15 @@ def test_a_part_counts_as_the_tokens_of_its_ranges() -> None:
 
 def test_between_its_ranges_a_part_holds_no_step_up() -> None:
     scheduler = make(num_blocks=32, budget=16)
-    part = scheduler.start_part(EngineRequest(b"p", list(range(40))), [range(4, 12), range(20, 40)])
+    part = scheduler.lives.start_part(EngineRequest(b"p", list(range(40))), [range(4, 12), range(20, 40)])
     assert part is not None
     assert tokens(step(scheduler)) == []
-    scheduler.begin_range(part)
+    scheduler.lives.begin_range(part)
     add(scheduler, 1, 6)
     assert tokens(step(scheduler)) == [(ord("p"), 4, 12), (1, 0, 6)]
     assert part.phase is Phase.RESERVED
     assert tokens(step(scheduler)) == [(1, 6, 7)]
-    scheduler.begin_range(part)
+    scheduler.lives.begin_range(part)
     assert tokens(step(scheduler)) == [(1, 7, 8), (ord("p"), 20, 35)]
     assert part.phase is Phase.RUNNING
     assert tokens(step(scheduler)) == [(1, 8, 9), (ord("p"), 35, 40)]
@@ -268,38 +268,38 @@ def test_a_range_that_may_wait_has_a_step_without_decodes_and_without_other_such
     late = {b"p", b"q"}  # the shared prompts of which KV is still to come
     parts = []
     for part_id in sorted(late):
-        part = scheduler.start_part(EngineRequest(part_id, list(range(12))), [range(8, 12)])
+        part = scheduler.lives.start_part(EngineRequest(part_id, list(range(12))), [range(8, 12)])
         assert part is not None
-        scheduler.begin_range(part, lambda part_id=part_id: part_id in late)
+        scheduler.lives.begin_range(part, lambda part_id=part_id: part_id in late)
         parts.append(part)
     p, q = ord("p"), ord("q")
     decode = add(scheduler, 1, 4)
     assert tokens(step(scheduler)) == [(p, 8, 12), (1, 0, 4)], "one plan waits in a step"
     assert scheduler.has_work
     assert [tokens(step(scheduler)) for _ in range(2)] == [[(1, 4, 5)], [(1, 5, 6)]], "decodes do not wait"
-    scheduler.drop(decode)
-    reservation = scheduler.reserve(EngineRequest(b"r", [1, 2, 3]))
+    scheduler.lives.drop(decode)
+    reservation = scheduler.lives.reserve(EngineRequest(b"r", [1, 2, 3]))
     assert reservation is not None
     assert not scheduler.has_work, "a reservation may join"
     assert tokens(step(scheduler)) == []
     late.remove(b"q")
     assert scheduler.has_work
-    scheduler.join(reservation)
+    scheduler.lives.join(reservation)
     reservation.token_ids.append(7)
     assert tokens(step(scheduler)) == [(ord("r"), 3, 4), (q, 8, 12)], "it need not wait"
     for live in (*parts, reservation):
-        scheduler.drop(live)
-    scheduler.assert_whole()
+        scheduler.lives.drop(live)
+    scheduler.lives.assert_whole()
 
 
 @pytest.mark.parametrize("steps", range(4))
 def test_a_part_may_end_at_any_time(steps: int) -> None:
     scheduler = make(num_blocks=32, budget=64, prefix_cache=True)
-    part = scheduler.start_part(EngineRequest(b"p", list(range(40))), [range(4, 12), range(20, 40)])
+    part = scheduler.lives.start_part(EngineRequest(b"p", list(range(40))), [range(4, 12), range(20, 40)])
     assert part is not None
     for _ in range(steps):
         if part.phase is Phase.RESERVED:
-            scheduler.begin_range(part)
+            scheduler.lives.begin_range(part)
         step(scheduler)
-    scheduler.drop(part)
-    scheduler.assert_whole()
+    scheduler.lives.drop(part)
+    scheduler.lives.assert_whole()

@@ -28,8 +28,8 @@ class Worker:
             offload_places={Tier.HOST: num_blocks},
         )  # fmt: skip
         self.kv: dict[int, object] = {}
-        assert self.scheduler.prefix_exchange is not None
-        self.exchange = self.scheduler.prefix_exchange
+        assert self.scheduler.lives.prefix_exchange is not None
+        self.exchange = self.scheduler.lives.prefix_exchange
         self._ids = iter(range(1 << 30))
 
     def row(self, blocks, position: int) -> int:
@@ -38,7 +38,7 @@ class Worker:
     def compute(self, prompt: list[int], salt: bytes = b"") -> int:
         """Checks the KV of the positions that were cached. Returns their number."""
         request = EngineRequest(next(self._ids).to_bytes(4), prompt, cache_salt=salt)
-        live = self.scheduler.start(request)
+        live = self.scheduler.lives.start(request)
         assert live is not None
         for position in range(len(prompt)):
             expected = content(prompt, position, salt)
@@ -46,13 +46,13 @@ class Worker:
             if position < live.num_cached:
                 assert self.kv[row] == expected
             self.kv[row] = expected
-        self.scheduler.memory.publish(live, len(prompt))
-        self.scheduler.drop(live)
+        self.scheduler.lives.memory.publish(live, len(prompt))
+        self.scheduler.lives.drop(live)
         return live.num_cached
 
     def move_to_host(self) -> None:
         """Moves all cached blocks from the pool to the host tier."""
-        pool, [tier] = self.scheduler.pool, self.scheduler.offload
+        pool, [tier] = self.scheduler.lives.pool, self.scheduler.lives.offload
         taken = pool.allocate(pool.free - pool.cached)  # so that the pool would evict next
         while saves := tier.next_saves(99):
             for copy in saves:
@@ -85,7 +85,7 @@ def move(holder: Worker, asker: Worker, wanted: Import) -> int:
     for position in range(first, stop):
         assert pin is not None
         row = asker.row(wanted.table, position)
-        assert wanted.table[position // asker.block_size] in asker.scheduler.pool._private
+        assert wanted.table[position // asker.block_size] in asker.scheduler.lives.pool._private
         asker.kv[row] = holder.kv[holder.row(pin.table, position)]
     wanted.end(stop)
     if pin is not None:
@@ -112,7 +112,7 @@ def test_a_prefix_moves_between_pools_of_any_block_sizes(there: int, here: int) 
     assert moved == min(600 // there * there, 601 // here * here) // CHUNK_TOKENS
     assert asker.compute([*prompt, 2, 3]) == moved * CHUNK_TOKENS, "in a block that is not full, too"
     for worker in (holder, asker):
-        worker.scheduler.assert_whole()
+        worker.scheduler.lives.assert_whole()
 
 
 @pytest.mark.parametrize("shared", range(176, 225, 16))
@@ -155,28 +155,28 @@ def test_a_prefix_is_fetched_behind_blocks_that_only_the_host_has(here: int) -> 
     assert wanted is not None
     assert wanted.missing.first_chunk == known // CHUNK_TOKENS
     move(holder, asker, wanted)
-    pool = asker.scheduler.pool
+    pool = asker.scheduler.lives.pool
     names = wanted.missing.names.blocks
     for index, name in enumerate(names):
         for block in pool.lookup([name]):
             for position in range(index * here, (index + 1) * here):
                 assert asker.kv[block * here + position % here] == content(prompt, position, b"")
     assert all(pool.lookup([name]) for name in names[known // here : 576 // here])
-    asker.scheduler.assert_whole()
+    asker.scheduler.lives.assert_whole()
 
 
 def test_at_most_so_many_chunks_are_missing_and_take_blocks() -> None:
     holder, asker = Worker(16), Worker(16)
     prompt = text(600)
     holder.compute(prompt)
-    free = asker.scheduler.pool.free
+    free = asker.scheduler.lives.pool.free
     wanted = asker.start_import(prompt, most=3)
     assert wanted is not None
     assert len(wanted.missing.chunks) == 3
-    assert free - asker.scheduler.pool.free == len(wanted.blocks) == 3 * CHUNK_TOKENS // 16
+    assert free - asker.scheduler.lives.pool.free == len(wanted.blocks) == 3 * CHUNK_TOKENS // 16
     assert move(holder, asker, wanted) == 3
     assert asker.compute(prompt) == 3 * CHUNK_TOKENS
-    asker.scheduler.assert_whole()
+    asker.scheduler.lives.assert_whole()
 
 
 def test_what_is_missing_takes_no_block() -> None:
@@ -184,8 +184,8 @@ def test_what_is_missing_takes_no_block() -> None:
     missing = worker.exchange.missing(EngineRequest(b"r", text(600)), 99)
     assert missing is not None
     assert len(missing.chunks) == 9
-    assert worker.scheduler.pool.free == worker.scheduler.pool.num_blocks
-    worker.scheduler.assert_whole()
+    assert worker.scheduler.lives.pool.free == worker.scheduler.lives.pool.num_blocks
+    worker.scheduler.lives.assert_whole()
 
 
 def test_tenants_do_not_find_the_prefixes_of_others() -> None:
@@ -208,16 +208,16 @@ def test_pins_keep_their_blocks_and_take_a_bounded_share() -> None:
     assert pin is not None
     assert (pin.num_chunks, len(pin.table)) == (2, 8), "a quarter of 40 blocks has room for two chunks"
     assert holder.exchange.pin(wanted.missing.chunks, 0) is None
-    pool = holder.scheduler.pool
+    pool = holder.scheduler.lives.pool
     taken = pool.allocate(pool.free)
     assert not {*taken} & {*pin.blocks}
     pool.release(taken)
     with pytest.raises(AssertionError, match="left behind"):
-        holder.scheduler.assert_whole()
+        holder.scheduler.lives.assert_whole()
     pin.end()
-    holder.scheduler.assert_whole()
+    holder.scheduler.lives.assert_whole()
     wanted.end(0)
-    asker.scheduler.assert_whole()
+    asker.scheduler.lives.assert_whole()
     assert asker.compute(prompt) == 0
 
 
@@ -227,14 +227,14 @@ def test_a_pin_needs_room_beside_the_queue() -> None:
     holder.compute(prompt)
     wanted = asker.start_import(prompt)
     assert wanted is not None
-    waiting = holder.scheduler.add(EngineRequest(b"w", text(600, 1)), handover=True)
+    waiting = holder.scheduler.lives.add(EngineRequest(b"w", text(600, 1)), handover=True)
     first = wanted.missing.chunks[0]
     assert holder.exchange.pin(wanted.missing.chunks, 0) is None
     assert [holder.exchange.has(first, chunk) for chunk in (0, 1)] == [True, False]
     assert not holder.exchange.has(b"another", 0)
     held = partial(StoreTier._held, stand_in(StoreTier, _exchange=holder.exchange))
     assert [held(name, 0, 0) for name in (first, b"another")] == [LATER, None], "offers wait for room"
-    holder.scheduler.drop(waiting)
+    holder.scheduler.lives.drop(waiting)
     pin = holder.exchange.pin(wanted.missing.chunks, 0)
     assert pin is not None
     assert pin.num_chunks == 2
@@ -244,9 +244,9 @@ def test_a_pin_needs_room_beside_the_queue() -> None:
 def test_an_import_needs_room_beside_the_queue() -> None:
     asker = Worker(16, num_blocks=40)
     prompt = text(400)
-    waiting = asker.scheduler.add(EngineRequest(b"w", text(300, 1)), handover=True)
+    waiting = asker.scheduler.lives.add(EngineRequest(b"w", text(300, 1)), handover=True)
     assert asker.start_import(prompt) is None
-    asker.scheduler.drop(waiting)
+    asker.scheduler.lives.drop(waiting)
     assert asker.start_import(prompt) is not None
 
 
@@ -265,7 +265,7 @@ def test_prompts_that_grow_and_branch_move_with_the_right_kv(there: int, here: i
             move(holder, asker, wanted)
         (asker if fetched else holder).compute(prompt)
         for worker in (holder, asker):
-            worker.scheduler.assert_whole()
+            worker.scheduler.lives.assert_whole()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -286,7 +286,7 @@ def test_a_peer_that_names_wrong_positions_gets_nothing(size: int) -> None:
             assert pin.num_chunks == 1
             assert len(pin.table) * size >= (first + 1) * CHUNK_TOKENS
             pin.end()
-    holder.scheduler.assert_whole()
+    holder.scheduler.lives.assert_whole()
 
 
 def test_the_prefixes_used_last_come_first() -> None:
@@ -323,7 +323,7 @@ def test_the_next_turn_goes_on_in_the_last_block_of_the_turn_before() -> None:
     assert missing is not None
     assert (missing.first_chunk, missing.computed_from) == (2, 192), "a fetch brings whole blocks"
     assert worker.compute(later.prompt_ids, salt=b"tenant") == 192
-    worker.scheduler.assert_whole()
+    worker.scheduler.lives.assert_whole()
 
 
 @pytest.mark.parametrize("remnant", [False, True])
@@ -367,17 +367,17 @@ def test_the_last_chunk_of_a_prompt_travels_without_the_rest_of_its_block() -> N
     assert asker.compute(later.prompt_ids, salt=b"tenant") == 192
     assert holder.compute(later.prompt_ids, salt=b"tenant") == 192, "it has its remnant again"
     for worker in (holder, asker):
-        worker.scheduler.assert_whole()
-    taken = holder.scheduler.pool.allocate(holder.scheduler.pool.free)
+        worker.scheduler.lives.assert_whole()
+    taken = holder.scheduler.lives.pool.allocate(holder.scheduler.lives.pool.free)
     assert holder.exchange.pin_remnant(other, 0) is None
-    holder.scheduler.pool.release(taken)
+    holder.scheduler.lives.pool.release(taken)
 
 
 def test_a_request_that_failed_leaves_no_remnant() -> None:
     worker = Worker(128)
-    live = worker.scheduler.start(EngineRequest(b"r", text(200)))
+    live = worker.scheduler.lives.start(EngineRequest(b"r", text(200)))
     assert live is not None
-    worker.scheduler.drop(live)
+    worker.scheduler.lives.drop(live)
     assert worker.compute([*text(200), 1]) == 0
 
 
@@ -386,6 +386,6 @@ def test_a_prompt_is_hashed_once_for_its_fetch_and_its_prefill() -> None:
     request = EngineRequest(b"r", list(range(200)))
     missing = worker.exchange.missing(request, 99)
     assert missing is not None
-    live = worker.scheduler.add(request, handover=True)
-    assert worker.scheduler.memory.hits(live) == []
+    live = worker.scheduler.lives.add(request, handover=True)
+    assert worker.scheduler.lives.memory.hits(live) == []
     assert live.names is missing.names

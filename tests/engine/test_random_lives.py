@@ -90,7 +90,7 @@ class Lives:
         self.resumed: set[bytes] = set()
         self.ahead = self.unsampled = self.cancelled_halfway = self.imports = 0
         self.cached = 0  # positions that reservations found in the prefix cache
-        prefill._hooks = hooks_to(self)
+        prefill._loop.hooks = hooks_to(self)
         for engine in (prefill, decode):
             engine._runner.run = partial(self.run, engine._runner)
 
@@ -120,8 +120,8 @@ class Lives:
 
     def step(self, engine: Engine) -> None:
         result = engine.step()
-        self.ahead += len(engine._flights) == 2
-        self.unsampled += any(not launched.is_sampled for _, launched in engine._flights)
+        self.ahead += len(engine._loop.under_way) == 2
+        self.unsampled += any(not launched.is_sampled for _, launched in engine._loop.under_way)
         assert not result.failed
         assert not result.refused
         for output in result.outputs:
@@ -234,21 +234,21 @@ class Lives:
 
     def halfway(self) -> list[bytes]:
         """Prompts in a step that is launched, but not sampled."""
-        plans = [plan for plan, launched in self.prefill._flights if not launched.is_sampled]
+        plans = [plan for plan, launched in self.prefill._loop.under_way if not launched.is_sampled]
         return [live.id for plan in plans for live in plan.prompts if live.handover and live.id in self.where]
 
     @staticmethod
     def under_way(engine: Engine, used: dict[int, set[int]]) -> set[int]:
         """What launched steps may be using."""
-        return set[int]().union(*(used[id(launched)] for _, launched in engine._flights))
+        return set[int]().union(*(used[id(launched)] for _, launched in engine._loop.under_way))
 
     def garble(self, engine: Engine) -> None:
         """Overwrites all free blocks and slots of states: no request may depend on their content."""
         scheduler = engine._scheduler
-        states = [] if scheduler.states is None else scheduler.states._free
-        if scheduler.cache is not None and scheduler.cache.copies is not None:
-            states = states + scheduler.cache.copies._free
-        self.overwrite(engine, scheduler.pool._free, states)
+        states = [] if scheduler.lives.states is None else scheduler.lives.states._free
+        if scheduler.lives.cache is not None and scheduler.lives.cache.copies is not None:
+            states = states + scheduler.lives.cache.copies._free
+        self.overwrite(engine, scheduler.lives.pool._free, states)
 
     def overwrite(self, engine: Engine, blocks: Sequence[int], states: Sequence[int]) -> None:
         assert self.under_way(engine, self.written).isdisjoint(blocks)

@@ -125,7 +125,7 @@ def test_requests_start_by_priority_then_arrival_and_never_overtake() -> None:
     assert [live.id[0] for live in plan.chunks] == [1]
     add(scheduler, 4, 1, priority=-1)
     assert [live.id[0] for live in step(scheduler).chunks] == [1, 4]
-    assert [live.id[0] for live in scheduler.waiting] == [2, 3]
+    assert [live.id[0] for live in scheduler.lives.waiting] == [2, 3]
 
 
 def test_without_a_free_slot_no_request_starts() -> None:
@@ -133,10 +133,10 @@ def test_without_a_free_slot_no_request_starts() -> None:
     held, _, third = (add(scheduler, number, 3, handover=number == 0) for number in range(3))
     step(scheduler)
     assert tokens(step(scheduler)) == [(1, 3, 4)], "the held request keeps its slot"
-    assert not scheduler.can_admit
-    assert scheduler.start(EngineRequest(b"4", [1])) is None
-    assert scheduler.to_drop(lambda owner: owner == third.id, [held]) == [held]
-    scheduler.drop(held)
+    assert not scheduler.lives.can_admit
+    assert scheduler.lives.start(EngineRequest(b"4", [1])) is None
+    assert scheduler.lives.to_drop(lambda owner: owner == third.id, [held]) == [held]
+    scheduler.lives.drop(held)
     assert (2, 0, 3) in tokens(step(scheduler))
 
 
@@ -146,11 +146,11 @@ def test_a_slot_is_free_when_the_last_step_that_uses_it_is_over() -> None:
     live = add(scheduler, 0, 3)
     plan = scheduler.schedule()
     scheduler.launched(plan)
-    scheduler.drop(live)
+    scheduler.lives.drop(live)
     add(scheduler, 1, 3)
-    assert not scheduler.can_admit
+    assert not scheduler.lives.can_admit
     plan.end_leases()
-    assert scheduler.can_admit
+    assert scheduler.lives.can_admit
 
 
 def test_the_last_request_in_order_is_preempted_and_recomputed() -> None:
@@ -159,11 +159,11 @@ def test_the_last_request_in_order_is_preempted_and_recomputed() -> None:
     step(scheduler)
     for _ in range(4):
         step(scheduler)
-    assert (len(first.token_ids), len(second.token_ids), scheduler.pool.free) == (13, 13, 0)
+    assert (len(first.token_ids), len(second.token_ids), scheduler.lives.pool.free) == (13, 13, 0)
     plan = step(scheduler)
     assert plan.preempted == [second]
     assert tokens(plan) == [(1, 12, 13)]
-    scheduler.drop(first)
+    scheduler.lives.drop(first)
     assert tokens(step(scheduler)) == [(2, 0, 13)], "prompt and output are prefilled together"
 
 
@@ -171,22 +171,22 @@ def test_a_preempted_joined_request_is_handed_back() -> None:
     scheduler = make(num_blocks=6, budget=100)
     first = add(scheduler, 1, 7)
     step(scheduler)
-    joined = scheduler.reserve(EngineRequest(b"\2", list(range(7))))
+    joined = scheduler.lives.reserve(EngineRequest(b"\2", list(range(7))))
     assert joined is not None
-    scheduler.join(joined)
+    scheduler.lives.join(joined)
     joined.token_ids.append(7)
     plans = [step(scheduler) for _ in range(9)]
     assert [plan.preempted for plan in plans if plan.preempted] == [[joined]]
     assert joined.phase is Phase.GONE
-    scheduler.drop(first)
-    scheduler.assert_whole()
+    scheduler.lives.drop(first)
+    scheduler.lives.assert_whole()
 
 
 def test_held_and_reserved_requests_are_never_preempted() -> None:
     scheduler = make(num_blocks=6, budget=100)
     held = add(scheduler, 1, 8, handover=True)
     step(scheduler)
-    reserved = scheduler.reserve(EngineRequest(b"\2", list(range(3))))
+    reserved = scheduler.lives.reserve(EngineRequest(b"\2", list(range(3))))
     assert reserved is not None
     kept = list(held.blocks), list(reserved.blocks)
     grows = add(scheduler, 3, 4)
@@ -197,14 +197,16 @@ def test_held_and_reserved_requests_are_never_preempted() -> None:
 
 def test_reservations_leave_the_watermark_for_growth() -> None:
     scheduler = make(num_blocks=200, seqs=64, budget=100)
-    assert scheduler.memory.watermark == 2
+    assert scheduler.lives.memory.watermark == 2
     first = add(scheduler, 1, 4)
     step(scheduler)
 
     def reserve(blocks: int) -> Any:
-        return scheduler.reserve(EngineRequest(bytes([scheduler.pool.free]), [0] * (blocks * BLOCK - 1)))
+        return scheduler.lives.reserve(
+            EngineRequest(bytes([scheduler.lives.pool.free]), [0] * (blocks * BLOCK - 1))
+        )
 
-    assert scheduler.pool.free == 199
+    assert scheduler.lives.pool.free == 199
     assert reserve(198) is None
     assert reserve(197) is not None
     for _ in range(2 * BLOCK):
@@ -217,16 +219,16 @@ def test_an_admission_leaves_headroom_if_the_request_will_grow() -> None:
     add(scheduler, 1, 8)
     step(scheduler)
     waiting = add(scheduler, 2, 5)
-    assert not scheduler.can_admit, "2 blocks are free, one must stay"
-    scheduler.drop(waiting)
+    assert not scheduler.lives.can_admit, "2 blocks are free, one must stay"
+    scheduler.lives.drop(waiting)
     add(scheduler, 3, 4)
-    assert scheduler.can_admit
+    assert scheduler.lives.can_admit
 
 
 def test_a_reservation_alone_may_take_the_whole_pool() -> None:
     scheduler = make(num_blocks=4)
-    assert scheduler.reserve(EngineRequest(b"\1", [0] * 15)) is not None
-    assert scheduler.reserve(EngineRequest(b"\2", [0])) is None
+    assert scheduler.lives.reserve(EngineRequest(b"\1", [0] * 15)) is not None
+    assert scheduler.lives.reserve(EngineRequest(b"\2", [0])) is None
 
 
 def test_requests_that_are_not_queued_leave_the_first_of_the_queue_its_seat_and_blocks() -> None:
@@ -234,13 +236,13 @@ def test_requests_that_are_not_queued_leave_the_first_of_the_queue_its_seat_and_
     add(scheduler, 1, 6 * BLOCK)
     step(scheduler)
     add(scheduler, 2, 2 * BLOCK, handover=True)
-    for come_in in (scheduler.reserve, scheduler.start):
+    for come_in in (scheduler.lives.reserve, scheduler.lives.start):
         assert come_in(EngineRequest(b"\3", [0] * (2 * BLOCK + 1))) is None, "only two are free beside them"
         live = come_in(EngineRequest(b"\3", [0]))
         assert live is not None
-        assert scheduler.can_admit
+        assert scheduler.lives.can_admit
         assert come_in(EngineRequest(b"\4", [0])) is None, "a seat is left, for the queue"
-        scheduler.drop(live)
+        scheduler.lives.drop(live)
 
 
 def test_a_resumed_request_goes_on_from_its_blocks_and_is_handed_back_on_preemption() -> None:
@@ -248,42 +250,42 @@ def test_a_resumed_request_goes_on_from_its_blocks_and_is_handed_back_on_preempt
     held = add(scheduler, 1, 7, handover=True)
     step(scheduler)
     blocks = list(held.blocks)
-    assert scheduler.resume(held, b"\x09")
-    assert list(scheduler) == [held]
+    assert scheduler.lives.resume(held, b"\x09")
+    assert list(scheduler.lives) == [held]
     assert held.id == held.owner == b"\x09"
     assert tokens(step(scheduler, 1)) == [(9, 7, 8)]
     assert list(held.blocks) == blocks
     other = add(scheduler, 2, 8, priority=-1)
     plans = [step(scheduler) for _ in range(9)]
     assert [plan.preempted for plan in plans if plan.preempted] == [[held]]
-    scheduler.drop(other)
-    scheduler.assert_whole()
+    scheduler.lives.drop(other)
+    scheduler.lives.assert_whole()
 
 
 def test_a_held_request_waits_for_a_seat_and_takes_it_before_the_queue() -> None:
     scheduler = make(seqs=2, budget=100)
     held = add(scheduler, 1, 3, handover=True)
     step(scheduler)
-    reserved = scheduler.reserve(EngineRequest(b"\2", [0]))
+    reserved = scheduler.lives.reserve(EngineRequest(b"\2", [0]))
     assert reserved is not None
     running = add(scheduler, 3, 3)
     step(scheduler)
     add(scheduler, 4, 3, handover=True)
-    assert not scheduler.resume(held, b"\x09")
-    assert held in scheduler.held
+    assert not scheduler.lives.resume(held, b"\x09")
+    assert held in scheduler.lives.held
     assert held.handover
-    scheduler.drop(running)
-    assert scheduler.resume(held, b"\x09")
+    scheduler.lives.drop(running)
+    assert scheduler.lives.resume(held, b"\x09")
     assert tokens(step(scheduler)) == [(9, 3, 4)]
 
 
 def test_reservations_take_seats_in_the_batch_so_that_joining_never_waits() -> None:
     scheduler = make(seqs=2, budget=100)
-    assert scheduler.reserve(EngineRequest(b"\1", [0])) is not None
+    assert scheduler.lives.reserve(EngineRequest(b"\1", [0])) is not None
     add(scheduler, 2, 1)
     add(scheduler, 3, 1)
     assert [live.id[0] for live in step(scheduler).chunks] == [2]
-    assert scheduler.reserve(EngineRequest(b"\4", [0])) is None
+    assert scheduler.lives.reserve(EngineRequest(b"\4", [0])) is None
 
 
 def test_a_prefill_for_handover_leaves_headroom_too_since_it_may_go_on_here() -> None:
@@ -292,27 +294,27 @@ def test_a_prefill_for_handover_leaves_headroom_too_since_it_may_go_on_here() ->
     step(scheduler)
     add(scheduler, 2, 8, handover=True)
     step(scheduler)
-    assert len(scheduler.held) == 2
-    assert scheduler.pool.free == 1
+    assert len(scheduler.lives.held) == 2
+    assert scheduler.lives.pool.free == 1
     add(scheduler, 3, 1, handover=True)
-    assert not scheduler.can_admit
+    assert not scheduler.lives.can_admit
 
 
 def test_prefix_hits_end_before_the_last_position() -> None:
     scheduler = make(budget=100, prefix_cache=True)
     first = add(scheduler, 1, 8)
     step(scheduler)
-    scheduler.drop(first)
+    scheduler.lives.drop(first)
     second = add(scheduler, 2, 8)
     assert tokens(step(scheduler)) == [(2, 4, 8)], "all 8 are cached, but the last one's logits are needed"
     third = add(scheduler, 3, 9)
     assert tokens(step(scheduler)) == [(2, 8, 9), (3, 8, 9)]
     assert third.blocks[0] == second.blocks[0], "shared"
-    assert scheduler.cache is not None
-    assert (scheduler.cache.queries, scheduler.cache.hits) == (25, 12)
-    scheduler.drop(second)
-    scheduler.drop(third)
-    scheduler.assert_whole()
+    assert scheduler.lives.cache is not None
+    assert (scheduler.lives.cache.queries, scheduler.lives.cache.hits) == (25, 12)
+    scheduler.lives.drop(second)
+    scheduler.lives.drop(third)
+    scheduler.lives.assert_whole()
 
 
 def test_kv_is_shared_only_after_it_was_verified() -> None:
@@ -322,16 +324,16 @@ def test_kv_is_shared_only_after_it_was_verified() -> None:
     scheduler.launched(plan)
     plan.end_leases()
     second = add(scheduler, 2, 16)
-    scheduler.drop(first)
+    scheduler.lives.drop(first)
     scheduler.schedule()
     assert second.num_cached == 0
 
 
 def test_prompts_of_every_kind_take_small_chunks_beside_decodes() -> None:
     scheduler = make(num_blocks=40, seqs=5, budget=30)
-    assert scheduler.start(EngineRequest(b"\1", list(range(20)))) is not None
+    assert scheduler.lives.start(EngineRequest(b"\1", list(range(20)))) is not None
     assert tokens(step(scheduler, 3)) == [(1, 0, 20)], "no request decodes in this step"
-    assert scheduler.start(EngineRequest(b"\2", list(range(4)))) is not None
+    assert scheduler.lives.start(EngineRequest(b"\2", list(range(4)))) is not None
     assert tokens(step(scheduler, 3)) == [(1, 20, 21)], "the first step with decodes only decodes"
     assert tokens(step(scheduler, 3)) == [(1, 21, 22), (2, 0, 3)]
     add(scheduler, 3, 4, handover=True)
@@ -352,8 +354,8 @@ def test_some_steps_only_decode_so_that_their_cost_is_known() -> None:
 
 def test_a_reservation_limits_chunks_like_a_decode() -> None:
     scheduler = make(num_blocks=40, budget=30)
-    assert scheduler.reserve(EngineRequest(b"\1", [1, 2])) is not None
-    assert scheduler.start(EngineRequest(b"\2", list(range(8)))) is not None
+    assert scheduler.lives.reserve(EngineRequest(b"\1", [1, 2])) is not None
+    assert scheduler.lives.start(EngineRequest(b"\2", list(range(8)))) is not None
     assert tokens(step(scheduler, 3)) == [(2, 0, 3)]
     add(scheduler, 3, 2, handover=True)
     assert tokens(step(scheduler, 3)) == [(2, 3, 6)]
@@ -361,12 +363,14 @@ def test_a_reservation_limits_chunks_like_a_decode() -> None:
 
 def test_a_started_request_gets_blocks_at_once_and_is_handed_back_on_preemption() -> None:
     scheduler = make(num_blocks=6, budget=100)
-    assert scheduler.start(EngineRequest(b"\1", list(range(100)))) is None
+    assert scheduler.lives.start(EngineRequest(b"\1", list(range(100)))) is None
     add(scheduler, 1, 8)
     step(scheduler)
-    started = scheduler.start(EngineRequest(b"\2", list(range(12))))
+    started = scheduler.lives.start(EngineRequest(b"\2", list(range(12))))
     assert started is not None
-    assert scheduler.start(EngineRequest(b"\3", [1])) is None, "the watermark keeps that block for growth"
+    assert scheduler.lives.start(EngineRequest(b"\3", [1])) is None, (
+        "the watermark keeps that block for growth"
+    )
     plans = [step(scheduler) for _ in range(9)]
     assert [plan.preempted for plan in plans if plan.preempted] == [[started]]
 
@@ -375,24 +379,24 @@ def test_cached_tokens_do_not_count_as_waiting():
     scheduler = make(seqs=1, prefix_cache=True)
     add(scheduler, 1, 12, handover=True)
     step(scheduler)
-    scheduler.drop(next(iter(scheduler)))
+    scheduler.lives.drop(next(iter(scheduler.lives)))
     add(scheduler, 2, 14)
-    assert scheduler.tokens_waiting == 2
+    assert scheduler.lives.tokens_waiting == 2
     add(scheduler, 3, 12)
-    assert scheduler.tokens_waiting == 2 + 4, "a block that ends the prompt is computed again"
+    assert scheduler.lives.tokens_waiting == 2 + 4, "a block that ends the prompt is computed again"
 
 
 def test_a_step_is_scheduled_ahead_if_all_growing_requests_have_room() -> None:
     scheduler = make(num_blocks=6)
     for number, length in enumerate([BLOCK, 2, 3]):
         add(scheduler, number, length)
-    reserved = scheduler.reserve(EngineRequest(b"r", [1] * (BLOCK - 1)))
+    reserved = scheduler.lives.reserve(EngineRequest(b"r", [1] * (BLOCK - 1)))
     assert reserved is not None
     step(scheduler)
     assert scheduler.may_look_ahead, "one request grows, and two blocks are free"
-    scheduler.pool.allocate(1)
+    scheduler.lives.pool.allocate(1)
     assert scheduler.may_look_ahead, "three requests run, but one grows, and one block is free"
-    scheduler.pool.allocate(1)
+    scheduler.lives.pool.allocate(1)
     assert not scheduler.may_look_ahead
 
 
@@ -424,13 +428,13 @@ def test_tenants_are_not_charged_for_cached_prompts() -> None:
     """One tenant's prompts are cached but for four tokens, those of the other not at all."""
     scheduler = make(num_blocks=4000, budget=4, prefix_cache=True)
     add(scheduler, 0, 80, handover=True)
-    while scheduler.waiting or scheduler.running:
+    while scheduler.lives.waiting or scheduler.lives.running:
         step(scheduler)
     for number in range(1, 101):
         add(scheduler, number, 84, handover=True, tenant=b"cached")
     for number in range(101, 106):
         prompt = [number] * 80
-        scheduler.add(EngineRequest(bytes([number]), prompt, tenant=b"other"), handover=True)
+        scheduler.lives.add(EngineRequest(bytes([number]), prompt, tenant=b"other"), handover=True)
     done = {b"cached": 0, b"other": 0}
     for _ in range(150):
         for live, positions in step(scheduler).chunks.items():
@@ -443,7 +447,7 @@ def test_a_reservation_is_not_charged_for_its_prompt() -> None:
     scheduler = make(num_blocks=2000, seqs=8, budget=8)
     for number in range(1, 5):
         request = EngineRequest(bytes([number]), list(range(80)), tenant=b"decodes")
-        assert scheduler.reserve(request) is not None
+        assert scheduler.lives.reserve(request) is not None
     add(scheduler, 20, 16, handover=True, tenant=b"decodes")
     add(scheduler, 21, 16, handover=True, tenant=b"other")
     served = next(iter(step(scheduler, 8).chunks))

@@ -113,8 +113,8 @@ class Operations:
             possible.append((8, lambda: self.launch(None if chance() < 0.5 else number(1, 10) * self.scale)))
         if self.flights:
             possible.append((6, lambda: self.land(number(DRAFTS + 1))))
-        if lives := list(scheduler):
-            possible.append((1, lambda: scheduler.drop(rng.choice(lives))))
+        if lives := list(scheduler.lives):
+            possible.append((1, lambda: scheduler.lives.drop(rng.choice(lives))))
         if held := self.some(Phase.HELD, is_part=False):
             possible.append((1, lambda: self.resume(rng.choice(held))))
         if reserved := self.some(Phase.RESERVED, is_part=False):
@@ -146,52 +146,54 @@ class Operations:
 
     def add(self, length: int, family: int, handover: bool, priority: int, alone: bool) -> None:
         request = self.request(length, family, priority, alone)
-        self.scheduler.add(request, handover=handover)
+        self.scheduler.lives.add(request, handover=handover)
 
     def reserve(self, length: int, family: int) -> None:
         request = self.request(length, family)
         tokens = len(request.prompt_ids)
-        free, referenced = self.scheduler.pool.free, {*self.scheduler.pool._references}
-        live = self.scheduler.reserve(request)
+        free, referenced = self.scheduler.lives.pool.free, {*self.scheduler.lives.pool._references}
+        live = self.scheduler.lives.reserve(request)
         if live is not None:
             assert len(live.blocks) * self.block >= tokens + 1
             assert live.num_cached <= tokens
-            assert self.scheduler.pool.free == free - len({*live.blocks} - referenced)
+            assert self.scheduler.lives.pool.free == free - len({*live.blocks} - referenced)
         else:
-            assert self.scheduler.pool.free == free
+            assert self.scheduler.lives.pool.free == free
 
     def start(self, length: int, family: int, alone: bool) -> None:
         request = self.request(length, family, alone=alone)
-        live = self.scheduler.start(request)
+        live = self.scheduler.lives.start(request)
         if live is not None:
             assert len(live.blocks) * self.block >= len(request.prompt_ids)
             assert (live.phase, live.num_left > 0) == (Phase.RUNNING, True)
         else:
-            assert all(live.request is not request for live in self.scheduler)
+            assert all(live.request is not request for live in self.scheduler.lives)
 
     def some(self, phase: Phase, *, is_part: bool) -> list[LiveRequest]:
         """The requests of a phase: those that compute a part of a shared prompt, or the others."""
         return [
-            live for live in self.scheduler if live.phase is phase and (live.id in self.unverified) is is_part
+            live
+            for live in self.scheduler.lives
+            if live.phase is phase and (live.id in self.unverified) is is_part
         ]
 
     def resume(self, live: LiveRequest) -> None:
         blocks, resumed_id = list(live.blocks), b"resumed" + live.id
-        if self.scheduler.resume(live, resumed_id):
+        if self.scheduler.lives.resume(live, resumed_id):
             assert live.id == resumed_id
             assert (list(live.blocks), live.num_left) == (blocks, 1)
 
     def extend(self, live: LiveRequest, more: int) -> None:
         before = list(live.blocks), list(live.token_ids)
         output = [7] * (len(live.token_ids) - len(live.request.prompt_ids) + more)
-        if self.scheduler.extend_reservation(live, output):
+        if self.scheduler.lives.extend_reservation(live, output):
             assert list(live.blocks[: len(before[0])]) == before[0]
             assert len(live.blocks) * self.block >= len(live.token_ids) + 1
         else:
             assert (list(live.blocks), list(live.token_ids)) == before
 
     def join(self, live: LiveRequest) -> None:
-        self.scheduler.join(live)
+        self.scheduler.lives.join(live)
         live.token_ids.append(7)
 
     def start_part(self, cuts: list[int], family: int) -> None:
@@ -199,13 +201,13 @@ class Operations:
         request = self.request(cuts[-1], family)
         stops = [self.scale * cut for cut in cuts]
         ranges = list(starmap(range, zip(stops[::2], stops[1::2], strict=True)))
-        free = self.scheduler.pool.free
-        live = self.scheduler.start_part(request, ranges)
+        free = self.scheduler.lives.pool.free
+        live = self.scheduler.lives.start_part(request, ranges)
         if live is None:
-            assert self.scheduler.pool.free == free
+            assert self.scheduler.lives.pool.free == free
             return
         assert len(live.blocks) * self.block >= len(request.prompt_ids)
-        if self.scheduler.states is not None:
+        if self.scheduler.lives.states is not None:
             assert live.num_cached < ranges[0].stop, "other workers need the states there"
         assert live.num_left == sum(map(len, live.ranges)) > 0
         self.unverified.add(live.id)
@@ -213,26 +215,26 @@ class Operations:
     def begin_range(self, live: LiveRequest, *, waits: bool) -> None:
         first = self.begun[live.id] = live.ranges[0]
         (self.waiting_for.add if waits else self.waiting_for.discard)(live.id)
-        self.scheduler.begin_range(live, lambda: live.id in self.waiting_for)
+        self.scheduler.lives.begin_range(live, lambda: live.id in self.waiting_for)
         assert (live.phase, live.num_computed) == (Phase.RUNNING, first.start)
 
     def verify(self, live: LiveRequest) -> None:
         """As `Engine.verified`."""
         live.unverified = False
         self.unverified.remove(live.id)
-        self.scheduler.memory.publish(live, live.num_computed)
+        self.scheduler.lives.memory.publish(live, live.num_computed)
 
     def start_import(self, length: int, family: int, most: int) -> None:
         """KV, and states, of another worker or a store, which are written beside the steps under way."""
-        exchange = self.scheduler.store_exchange
+        exchange = self.scheduler.lives.store_exchange
         if exchange is None:
             return
-        free = self.scheduler.pool.free
+        free = self.scheduler.lives.pool.free
         missing = exchange.missing(self.request(length, family), most, remnant=bool(length % 2))
-        assert self.scheduler.pool.free == free, "it takes no block"
+        assert self.scheduler.lives.pool.free == free, "it takes no block"
         started = None if missing is None else exchange.start_import(missing)
         if missing is None or started is None:
-            assert self.scheduler.pool.free == free
+            assert self.scheduler.lives.pool.free == free
             return
         assert len(started.table) * self.block >= (missing.first_chunk + len(missing.chunks)) * CHUNK_TOKENS
         self.importing.append(started)
@@ -249,12 +251,12 @@ class Operations:
     def pin(self, length: int, family: int) -> None:
         """Another worker reads what the cache has."""
         scheduler = self.scheduler
-        if scheduler.prefix_exchange is None or scheduler.cache is None:
+        if scheduler.lives.prefix_exchange is None or scheduler.lives.cache is None:
             return
         request = self.request(length, family)
-        names = scheduler.cache.names(request)
+        names = scheduler.lives.cache.names(request)
         names.extend(request.prompt_ids, len(request.prompt_ids))
-        if (pin := scheduler.prefix_exchange.pin(names.chunks, 0)) is not None:
+        if (pin := scheduler.lives.prefix_exchange.pin(names.chunks, 0)) is not None:
             self.pinned.append(pin)
             self.done["pins"] += 1
 
@@ -265,8 +267,8 @@ class Operations:
     def launch(self, chunk_limit: int | None) -> None:
         scheduler = self.scheduler
         had_work = scheduler.has_next
-        handovers = {live: list(live.blocks) for live in scheduler.running if live.handover}
-        computed = {live.id: live.num_computed for live in scheduler}
+        handovers = {live: list(live.blocks) for live in scheduler.lives.running if live.handover}
+        computed = {live.id: live.num_computed for live in scheduler.lives}
         plan = scheduler.schedule(chunk_limit)
         assert bool(plan.chunks or plan.preempted) == had_work
         assert sum(map(len, plan.chunks.values())) <= scheduler.max_num_batched_tokens
@@ -285,28 +287,30 @@ class Operations:
             assert (live.phase, list(live.blocks)) == (Phase.RUNNING, blocks), "a prefill was preempted"
         for live in plan.preempted:
             if live.hand_back:
-                assert live not in scheduler
+                assert live not in scheduler.lives
             else:
                 assert (live.phase, list(live.blocks), live.num_computed) == (Phase.WAITING, [], 0)
         awaiting = [live for live in plan.prompts if live.awaits_kv]
         assert len(awaiting) <= 1, "the workers of one plan may end another"
         assert not awaiting or not plan.decodes, "a decode waits for another worker"
-        assert not awaiting or all(live.ranges for live in scheduler.reserved), "so would one that joins"
+        assert not awaiting or all(live.ranges for live in scheduler.lives.reserved), (
+            "so would one that joins"
+        )
         if not plan.chunks:
             return
         for live, chunk in plan.prompts.items():
             if live.handover and (begun := self.begun.get(live.id)) is not None:
                 assert begun.start <= chunk.start < chunk.stop <= begun.stop, "not its positions"
-        memory = scheduler.memory
+        memory = scheduler.lives.memory
         step = build_step(
             plan,
             1 << 12,
             block_size=self.block,
             table_width=None,
-            has_states=scheduler.states is not None,
+            has_states=scheduler.lives.states is not None,
             restores=memory.take_restores(plan),
             saves=memory.saves(plan.chunks),
-            ahead=1 if scheduler.speculation is None or scheduler.states is not None else 1 + DRAFTS,
+            ahead=1 if scheduler.speculation is None or scheduler.lives.states is not None else 1 + DRAFTS,
         )
         scheduler.launched(plan)
         for live, row, count in plan.requests():
@@ -330,52 +334,57 @@ class Operations:
             for draft in range(accepted + 1):
                 position = live.learn_after_draft(7) if draft else live.learn(7)
                 if not live.unverified:
-                    scheduler.memory.publish(live, min(position, verified))
+                    scheduler.lives.memory.publish(live, min(position, verified))
                 if live.handover:
-                    scheduler.hold(live)
+                    scheduler.lives.hold(live)
                 elif position + 1 >= live.longest:
-                    scheduler.drop(live)
+                    scheduler.lives.drop(live)
                 if live.phase is not Phase.RUNNING:
                     break
-            scheduler.memory.choose_states(live, newest=verified > live.num_computed)
+            scheduler.lives.memory.choose_states(live, newest=verified > live.num_computed)
             live.num_computed = min(live.num_computed, verified)
 
     def accounts_are_right(self) -> None:
         scheduler = self.scheduler
-        scheduler.pool.assert_consistent()
-        seated = [live for live in scheduler.running if not live.ends_with_pending]
-        assert len(seated) + len(scheduler.reserved) <= scheduler.max_num_seqs
-        assert scheduler.running == sorted(scheduler.running, key=lambda r: r.order)
-        assert scheduler.waiting == sorted(scheduler.waiting, key=lambda r: r.order)
-        everyone = [*scheduler.waiting, *scheduler.running, *scheduler.held, *scheduler.reserved]
-        assert {*everyone} == {*scheduler}
-        assert len(everyone) == len(list(scheduler))
-        everyone += scheduler.leaving
+        scheduler.lives.pool.assert_consistent()
+        seated = [live for live in scheduler.lives.running if not live.ends_with_pending]
+        assert len(seated) + len(scheduler.lives.reserved) <= scheduler.lives.max_num_seqs
+        assert scheduler.lives.running == sorted(scheduler.lives.running, key=lambda r: r.order)
+        assert scheduler.lives.waiting == sorted(scheduler.lives.waiting, key=lambda r: r.order)
+        everyone = [
+            *scheduler.lives.waiting,
+            *scheduler.lives.running,
+            *scheduler.lives.held,
+            *scheduler.lives.reserved,
+        ]
+        assert {*everyone} == {*scheduler.lives}
+        assert len(everyone) == len(list(scheduler.lives))
+        everyone += scheduler.lives.leaving
         in_use = {block for live in everyone for block in live.blocks}
-        if (exchange := scheduler.store_exchange) is not None:
+        if (exchange := scheduler.lives.store_exchange) is not None:
             assert exchange._open == {*self.pinned, *self.importing}
         in_use.update(*(pin.blocks for pin in self.pinned))
         for each in self.importing:
             assert in_use.isdisjoint(each.blocks), "KV from elsewhere is written there"
             in_use.update(each.missing.hits)
         in_use.update(*(each.blocks for each in self.importing))
-        assert scheduler.pool.free == scheduler.pool.num_blocks - len(in_use)
-        assert not any(live.blocks for live in scheduler.waiting)
+        assert scheduler.lives.pool.free == scheduler.lives.pool.num_blocks - len(in_use)
+        assert not any(live.blocks for live in scheduler.lives.waiting)
         for live in everyone:
             if live.id in self.unverified:
                 assert live.num_published <= live.num_cached // self.block, "KV that may be wrong is shared"
-        if scheduler.states is not None:
+        if scheduler.lives.states is not None:
             self.slots_are_right(scheduler, everyone)
         self.steps_own_what_they_use(scheduler)
 
     def slots_are_right(self, scheduler: Scheduler, everyone: list[LiveRequest]) -> None:
-        assert scheduler.states is not None
+        assert scheduler.lives.states is not None
         slots = [live.state_slot for live in everyone if live.blocks]
         slots += [live.kept_slot for live in everyone if live.kept_slot is not None]
-        assert sorted([*slots, *scheduler.states._free]) == list(range(SLOTS)), (
+        assert sorted([*slots, *scheduler.lives.states._free]) == list(range(SLOTS)), (
             "a slot has two owners, or none"
         )
-        if scheduler.cache is None or (copies := scheduler.cache.copies) is None:
+        if scheduler.lives.cache is None or (copies := scheduler.lives.cache.copies) is None:
             return
         owned = [*copies._free, *copies._slot_of.values(), *({*copies._lent} - {*copies._slot_of.values()})]
         owned += [slot for live in everyone for _, slot in live.state_copies]
@@ -386,26 +395,26 @@ class Operations:
     def steps_own_what_they_use(self, scheduler: Scheduler) -> None:
         """What launched steps use belongs to no import and no reservation: these are written at once."""
         blocks = set[int]().union(*(flight.blocks(self.block) for flight in self.flights))
-        assert blocks.isdisjoint(scheduler.pool._free)
+        assert blocks.isdisjoint(scheduler.lives.pool._free)
         slots = set[int]().union(*(flight.slots for flight in self.flights))
         for each in self.importing:
             assert blocks.isdisjoint(each.blocks)
             assert each.state_slot not in slots
-        for live in scheduler.reserved:
+        for live in scheduler.lives.reserved:
             if not live.handover:
                 assert blocks.isdisjoint(live.blocks[live.num_cached // self.block :])
-                assert scheduler.states is None or live.state_slot not in slots
+                assert scheduler.lives.states is None or live.state_slot not in slots
 
     def end(self) -> None:
-        for live in list(self.scheduler):
-            self.scheduler.drop(live)
+        for live in list(self.scheduler.lives):
+            self.scheduler.lives.drop(live)
         for flight in self.flights:
             flight.plan.end_leases()
         for started in list(self.importing):
             self.end_import(started, 0)
         for pin in list(self.pinned):
             self.unpin(pin)
-        self.scheduler.assert_whole()
+        self.scheduler.lives.assert_whole()
 
 
 @pytest.mark.parametrize("scale", [1, 8])

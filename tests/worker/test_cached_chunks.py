@@ -31,17 +31,17 @@ class Worker:
         lives = []
         for prompt in prompts:
             request = EngineRequest(next(self._ids).to_bytes(4), prompt, cache_salt=salt)
-            lives.append(self.scheduler.add(request, handover=True))
+            lives.append(self.scheduler.lives.add(request, handover=True))
         while any(live.num_left for live in lives):
             plan = self.scheduler.schedule()
             self.scheduler.launched(plan)
             plan.end_leases()
             for live, positions in plan.chunks.items():
                 if live.num_left == 0:
-                    self.scheduler.memory.publish(live, positions.stop)
+                    self.scheduler.lives.memory.publish(live, positions.stop)
         for live in lives:
-            self.scheduler.hold(live)
-            self.scheduler.drop(live)
+            self.scheduler.lives.hold(live)
+            self.scheduler.lives.drop(live)
         self.receive_changes()
         return [live.num_cached for live in lives]
 
@@ -137,7 +137,7 @@ def test_after_every_block_is_evicted_no_chunk_counts_as_cached():
         shared = text(rng.randrange(1, 300), rng.randrange(5))
         worker.prefill(*([*shared, *text(rng.randrange(1, 100), rng.randrange(9))] for _ in range(3)))
     assert worker.known
-    pool = worker.scheduler.pool
+    pool = worker.scheduler.lives.pool
     pool.release(pool.allocate(pool.num_blocks))
     worker.receive_changes()
     assert not worker.known
