@@ -101,6 +101,7 @@ class Engine:
         self._lives = lives = RequestLives(
             pool,
             max_num_seqs=config.max_num_seqs,
+            max_model_len=model.max_model_len,
             cache=self._prefix_cache(config, started, hooks, pool),
             states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
         )
@@ -226,15 +227,14 @@ class Engine:
     def verified(self, live: LiveRequest) -> None:
         """All KV that came for a request of `start_part` was complete, so the prefix cache may share it. The
         request is held."""
-        live.unverified = False
-        self._lives.memory.publish(live, live.num_computed)
+        self._lives.verified(live)
 
     def extend_reservation(self, live: LiveRequest, output_ids: Sequence[int]) -> bool:
         """Extends a reservation to a longer output. Its new block table begins with the old one.
         False: no room, the reservation is unchanged. Raises `ValueError` if the output does not begin with
         the one before, whose blocks may have names already, or leaves no token to generate."""
         prompt = len(live.request.prompt_ids)
-        least, limit = len(live.token_ids) - prompt, live.longest - prompt
+        least, limit = len(live.token_ids) - prompt, live.asked.longest - prompt
         if not least <= len(output_ids) < limit:
             raise ValueError(f"{len(output_ids)} output_ids, but {least} to {limit - 1} are possible")
         if list(output_ids[:least]) != list(live.token_ids[prompt:]):
@@ -276,7 +276,6 @@ class Engine:
 
     def _prepare(self, live: LiveRequest, started: float | None) -> LiveRequest:
         live.started = started
-        live.longest = min(live.longest, self.model_config.max_model_len)
         if live.request.sampling.has_grammar:
             live.grammar = self._grammars.compile(live.request)
             self._lives.await_grammar(live)

@@ -2,12 +2,13 @@
 tenants equal shares. Pure."""
 
 import math
+import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,25 +48,140 @@ class Phase(Enum):
     """Ended. A launched step may still have the request."""
 
 
+class Asked(NamedTuple):
+    """What a client asks for, as steps need it. Never changes."""
+
+    longest: int
+    """Number of tokens, prompt included, at which the request ends."""
+    plain_from: float
+    """Number of tokens from which on `draw` alone says how the next token is chosen."""
+    draw: bytes
+    """A `DRAW` record."""
+    repetitions: "array[int]"
+    """Each token of the prompt once, if a repetition penalty asks for them. No other penalty does."""
+    scores_to: int
+    """Positions [0, scores_to) predict a token of the prompt whose log probability is asked for."""
+    due: float
+    """When the prompt should be computed; infinite if it is in no hurry."""
+
+
+def asked_of(request: EngineRequest, max_model_len: int) -> Asked:
+    p, prompt = request.sampling, len(request.prompt_ids)
+    penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
+    special = penalised or p.has_grammar or p.logit_bias or p.logprobs is not None
+    seed = p.seed & (1 << 64) - 1
+    return Asked(
+        longest=min(prompt + p.max_tokens, max_model_len),
+        plain_from=math.inf if special else prompt + p.min_tokens,
+        draw=np.array((seed, p.temperature, p.top_k, p.top_p, p.min_p), DRAW).tobytes(),
+        repetitions=packed(list({*request.prompt_ids}) if p.repetition_penalty != 1 else []),
+        scores_to=0 if p.prompt_logprobs is None else prompt - 1,
+        due=request.arrived + request.first_token_within,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class SharedPrompt:
+    """The ranges of a prompt that this engine computes. Other workers compute the positions between them."""
+
+    ranges: deque[range]
+    """Those that no step has begun."""
+    range_stop: int | None = None
+    """The end of the range that steps compute now. None: steps compute none, or all are computed."""
+    awaits: Callable[[], bool] | None = None
+    """Whether KV from other workers is still to come before that range. None: never."""
+    unverified: bool = True
+    """KV from other workers is not known to be complete."""
+
+
+@dataclass(slots=True, eq=False)
+class States:
+    """The slots of the states of a request, which it has as long as it has blocks."""
+
+    slot: int
+    kept: int | None = None
+    """Has its states before the step under way, which has drafts. None: the step has none."""
+    copy: CopyLease | None = None
+    """On the cached copy with which the next step begins. That step ends it."""
+    begins_with: int | None = None
+    """Slot that its next step copies to `slot` first: of `copy`, or `kept`. None: the states are there."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Position and slot of copies that launched steps write and that have no name yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Guesses:
+    """What is guessed of a request, and how well."""
+
+    tokens: Sequence[int] = ()
+    """Of the newest launched step, from `position` on."""
+    position: int = 0
+    tested: float = 0.0
+    """Drafts that were compared with their tokens, recent ones."""
+    accepted: float = 0.0
+    """How many of these were right."""
+
+    def of(self, position: int, count: int) -> Sequence[int]:
+        """The guesses of `count` tokens from this position on."""
+        first = position - self.position
+        return self.tokens[first : first + count]
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One request in the engine. Owned by the scheduler."""
+    """One request in the engine. Each group of fields has one writer."""
+
+    # Set once, by `RequestLives`
 
     request: EngineRequest
     arrival: int
     """Serial number of the request in this engine."""
     owner: Any = None
     """What the caller knows the request by. Hooks name it."""
+    max_model_len: InitVar[int] = sys.maxsize
+    id: bytes = field(init=False)
+    asked: Asked = field(init=False)
     leases: "Leases[Hashable]" = field(init=False)
     """Of launched steps, of a load from a tier and of transfers: they use its blocks and its states. These
-    are free when the request has ended and the last lease has ended. Set by `RequestLives`."""
+    are free when the request has ended and the last lease has ended."""
+
+    # Its phase and what is computed of it: written by `RequestLives` and, while it runs, by the `Scheduler`.
+    # `Outputs` takes back what wrong drafts have computed.
+
     phase: Phase = Phase.WAITING
     tag: int = 0
-    """Set by `FairShares`, to order the requests of several tenants."""
+    """Orders the requests of several tenants (`FairShares`)."""
     handover: bool = False
-    id: bytes = field(init=False)
     hand_back: bool = False
     """On preemption the request goes back to its sender and is not recomputed here."""
+    started: float | None = None
+    """When the request got its blocks for prefill here. None: still waiting, or prefilled elsewhere."""
+    grammar: CompiledGrammar | None = None
+    """Limits the next token. None: any token is allowed. Set by the `Engine`."""
+    shared: SharedPrompt | None = None
+    """None: this engine computes the whole prompt."""
+    num_computed: int = 0
+    """KV of positions [0, num_computed) is in the cache, or a launched step writes it."""
+    decodes: bool = False
+    """Whether the KV of all its tokens is computed but for the newest ones."""
+
+    # Blocks, slots and names: written by `RequestMemory`
+
+    blocks: "array[int]" = field(default_factory=lambda: array("i"))
+    """Block table: position p is in slot blocks[p // block_size] * block_size + p % block_size."""
+    states: States | None = None
+    """None: the model has no state layers, or the request has no blocks."""
+    num_cached: int = 0
+    """How many positions came from the prefix cache."""
+    names: PrefixNames | None = None
+    """Names of the full blocks of `token_ids`. None until they are needed, and without a prefix cache."""
+    num_verified: int = 0
+    """KV of positions [0, num_verified) is known to be right: a token was sampled from it."""
+    num_published: int = 0
+    """Number of leading blocks that were offered to the prefix cache."""
+
+    # Tokens: written by the step loop and by `Outputs`, with the methods below
+
     token_ids: "array[int]" = field(init=False)
     """Prompt and output, indexed by position. The last `pending` entries are `PENDING`."""
     pending: int = 0
@@ -73,87 +189,24 @@ class LiveRequest:
     """Row of the newest pending token among the sampled rows of its step."""
     slack: int = 0
     """Drafts of the steps under way: so many more tokens these may give beside the pending ones."""
-    guesses: Sequence[int] = ()
-    """Those of the newest launched step, of the tokens from the position `guessed_from` on."""
-    guessed_from: int = 0
     making: int = 0
     """Guesses that a draft head makes in the newest launched step, which come after its token."""
-    tested: float = 0.0
-    """Drafts that were compared with their tokens, recent ones. Kept by the `Speculation`."""
-    accepted: float = 0.0
-    """How many of these were right."""
-    longest: int = field(init=False)
-    """Number of tokens, prompt included, at which the request ends."""
-    plain_from: float = field(init=False)
-    """Number of tokens from which on `draw` alone says how the next token is chosen."""
-    repetitions: "array[int]" = field(init=False)
-    """Each token of the prompt once, if a repetition penalty asks for them. No other penalty does."""
     alone: bool = field(init=False)
     """The request shares no step. Cleared by its first token, which shows that it crashes nothing."""
-    draw: bytes = field(init=False)
-    """A `DRAW` record."""
-    blocks: "array[int]" = field(default_factory=lambda: array("i"))
-    """Block table: position p is in slot blocks[p // block_size] * block_size + p % block_size."""
-    state_slot: int = 0
-    """Slot of the states of the request, if the model has state layers. Valid while the request has
-    blocks."""
-    kept_slot: int | None = None
-    """Slot with its states before the step under way, which has drafts. None: the step has none."""
-    copy: CopyLease | None = None
-    """On the cached copy of states with which the next step begins. That step ends it."""
-    begins_with: int | None = None
-    """Slot of the states that its next step copies to `state_slot` first: of a cached copy, or `kept_slot`.
-    None: the states are there."""
-    state_copies: list[tuple[int, int]] = field(default_factory=list)
-    """Copies of its states that launched steps write and that have no name yet: position, slot."""
-    decodes: bool = False
-    """Whether the KV of all its tokens is computed but for the newest ones. Set by the scheduler."""
-    num_computed: int = 0
-    """KV of positions [0, num_computed) is in the cache, or a launched step writes it."""
-    num_cached: int = 0
-    """How many of these positions came from the prefix cache."""
-    names: PrefixNames | None = None
-    """Names of the full blocks of `token_ids`. None until they are needed, and without a prefix cache."""
-    scores_to: int = field(init=False)
-    """Positions [0, scores_to) predict a token of the prompt whose log probability is asked for."""
     num_scored: int = 0
-    """How many of these positions have been computed."""
-    num_verified: int = 0
-    """KV of positions [0, num_verified) is known to be right: a token was sampled from it."""
-    num_published: int = 0
-    """Number of leading blocks that were offered to the prefix cache."""
-    ranges: deque[range] = field(default_factory=deque)
-    """The positions of a shared prompt that are computed here and that no step has begun. Other workers
-    compute the positions between them."""
-    range_stop: int | None = None
-    """The end of the range that steps compute now. None: steps compute all that is left."""
-    awaits: Callable[[], bool] | None = None
-    """Whether KV from other workers is still to come before that range. None: never."""
-    unverified: bool = False
-    """KV from other workers is not known to be complete. Set for a shared prompt until `verified`."""
-    due: float = field(init=False)
-    """When its prompt should be computed; infinite if it is in no hurry."""
-    started: float | None = None
-    """When the request got its blocks for prefill here. None: still waiting, or prefilled elsewhere."""
-    grammar: CompiledGrammar | None = None
-    """Limits the next token. None: any token is allowed."""
+    """How many of the positions below `Asked.scores_to` have been computed."""
     first_logprobs: Logprobs | None = None
     """Log probabilities of the first token of a held request, if it asked for them."""
 
-    def __post_init__(self) -> None:
+    # Drafts: written by `Speculation`
+
+    guesses: Guesses = field(default_factory=Guesses)
+
+    def __post_init__(self, max_model_len: int) -> None:
         self.id = self.request.id
         self.alone = self.request.alone
-        self.due = self.request.arrived + self.request.first_token_within
+        self.asked = asked_of(self.request, max_model_len)
         self.token_ids = packed([*self.request.prompt_ids, *self.request.output_ids])
-        p, prompt = self.request.sampling, len(self.request.prompt_ids)
-        self.longest = prompt + p.max_tokens
-        self.repetitions = packed(list({*self.request.prompt_ids}) if p.repetition_penalty != 1 else [])
-        self.scores_to = 0 if p.prompt_logprobs is None else prompt - 1
-        penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
-        special = penalised or p.has_grammar or p.logit_bias or p.logprobs is not None
-        self.plain_from = math.inf if special else prompt + p.min_tokens
-        seed = p.seed & (1 << 64) - 1
-        self.draw = np.array((seed, p.temperature, p.top_k, p.top_p, p.min_p), DRAW).tobytes()
 
     @property
     def order(self) -> tuple[int, bool, int, int]:
@@ -165,15 +218,31 @@ class LiveRequest:
     def num_left(self) -> int:
         """Tokens that this engine computes before the next token can be sampled: those of a shared prompt
         that are in ranges of its own."""
-        if not self.ranges:
+        shared = self.shared
+        if shared is None or not shared.ranges:
             return len(self.token_ids) - self.num_computed
-        begun = 0 if self.range_stop is None else self.range_stop - self.num_computed
-        return begun + sum(map(len, self.ranges))
+        begun = 0 if shared.range_stop is None else shared.range_stop - self.num_computed
+        return begun + sum(map(len, shared.ranges))
+
+    @property
+    def ranges(self) -> Sequence[range]:
+        """As in `SharedPrompt`."""
+        return () if self.shared is None else self.shared.ranges
+
+    @property
+    def unverified(self) -> bool:
+        """As in `SharedPrompt`."""
+        return self.shared is not None and self.shared.unverified
+
+    @property
+    def state_slot(self) -> int:
+        """Where its states are, if it has some."""
+        return 0 if self.states is None else self.states.slot
 
     @property
     def awaits_kv(self) -> bool:
         """Whether a step that computes its next chunk may wait for other workers."""
-        return self.awaits is not None and self.awaits()
+        return self.shared is not None and self.shared.awaits is not None and self.shared.awaits()
 
     @property
     def num_known(self) -> int:
@@ -183,7 +252,7 @@ class LiveRequest:
     @property
     def ends_with_pending(self) -> bool:
         """Whether the pending token is surely the last one computed here. It may be any token."""
-        return self.pending > 0 and (self.handover or len(self.token_ids) >= self.longest)
+        return self.pending > 0 and (self.handover or len(self.token_ids) >= self.asked.longest)
 
     def promise(self, row: int, drafts: int = 0, making: int = 0) -> None:
         """Notes that a launched step samples the next token, in this row, and those after so many drafts.
@@ -209,16 +278,12 @@ class LiveRequest:
         self.num_computed += 1
         return position
 
-    def guessed(self, position: int, count: int) -> Sequence[int]:
-        """The guesses of the newest launched step, of `count` tokens from this position on."""
-        first = position - self.guessed_from
-        return self.guesses[first : first + count]
-
     @property
     def num_computable(self) -> int:
         """Tokens that a step may compute now: `num_left`, or one less while the grammar compiles. Computing
         the last one would sample the next token."""
-        left = self.num_left if self.range_stop is None else self.range_stop - self.num_computed
+        stop = None if self.shared is None else self.shared.range_stop
+        left = self.num_left if stop is None else stop - self.num_computed
         return left if self.may_sample else min(left, self.num_left - 1)
 
     @property
@@ -236,7 +301,7 @@ class LiveRequest:
         token = self.token_ids[position]
         if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):
             return "stop"
-        return "length" if position + 1 >= self.longest else ""
+        return "length" if position + 1 >= self.asked.longest else ""
 
 
 class FairShares:

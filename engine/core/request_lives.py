@@ -28,6 +28,7 @@ Every holder of blocks or seats ends, so nothing waits in a circle:
   a seat and enough blocks remain for it.
 """
 
+import sys
 from array import array
 from bisect import bisect_left, insort
 from collections import deque
@@ -39,7 +40,7 @@ from typing import Any
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.live_request import FairShares, LiveRequest, Phase
+from baton.engine.core.live_request import FairShares, LiveRequest, Phase, SharedPrompt
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import PrefixExchange
@@ -64,12 +65,14 @@ class RequestLives:
         pool: BlockPool,
         *,
         max_num_seqs: int,
+        max_model_len: int = sys.maxsize,
         cache: PrefixCache | None = None,
         states: StatePool | None = None,
     ) -> None:
         """Makes no request yet.
 
         Args:
+            max_model_len: most tokens of a request.
             cache: None: there is no prefix cache.
             states: the state slots of a model with state layers.
         """
@@ -79,6 +82,7 @@ class RequestLives:
         self.offload: Sequence[OffloadTier] = () if cache is None else cache.offload
         """The tiers of the prefix cache below the device, the fastest first."""
         self.max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
         self.store_exchange: PrefixExchange | None = None
         if cache is not None:
             self.store_exchange = PrefixExchange(pool, cache, lambda: self._spare_blocks)
@@ -162,11 +166,11 @@ class RequestLives:
         hits = self.memory.hits(live, before=ranges[0].stop)
         if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
             return None
-        live.handover = live.unverified = True
+        live.handover = True
         self.memory.take(live, len(live.token_ids), hits)
         live.num_computed = live.num_cached
         uncached = (range(max(found.start, live.num_cached), found.stop) for found in ranges)
-        live.ranges = deque(filter(None, uncached))
+        live.shared = SharedPrompt(deque(filter(None, uncached)))
         live.tag = self.shares.tag(request.tenant, live.num_left)
         if live.ranges and live.ranges[0].start > live.num_cached:
             self.memory.forget_restore(live)  # the states come from the worker of the range before
@@ -176,16 +180,25 @@ class RequestLives:
     def begin_range(self, live: LiveRequest, awaits: Callable[[], bool] | None = None) -> None:
         """Lets steps compute the next range. While `awaits` says that KV before it is on its way, a step may
         wait for that."""
-        found = live.ranges.popleft()
-        live.num_computed, live.range_stop = found.start, found.stop
-        live.awaits = awaits
+        assert live.shared is not None, "it computes a part"
+        positions = live.shared.ranges.popleft()
+        live.num_computed, live.shared.range_stop = positions.start, positions.stop
+        live.shared.awaits = awaits
         self._move(live, Phase.RUNNING)
 
-    def end_range(self, live: LiveRequest) -> None:
-        """A step computes the end of the range. If there is another one, the request waits for it."""
-        live.range_stop = None
-        if live.ranges:
-            self._move(live, Phase.RESERVED)
+    def range_launched(self, live: LiveRequest, shared: SharedPrompt, stop: int) -> None:
+        """A step computes its range up to `stop`. Behind its end the request waits for the next one."""
+        shared.awaits = None  # the step has waited for all KV before the range
+        if stop == shared.range_stop:
+            shared.range_stop = None
+            if shared.ranges:
+                self._move(live, Phase.RESERVED)
+
+    def verified(self, live: LiveRequest) -> None:
+        """All KV of a shared prompt is right, so the prefix cache may have it."""
+        assert live.shared is not None, "it computes a part"
+        live.shared.unverified = False
+        self.memory.publish(live, live.num_computed)
 
     def extend_reservation(self, live: LiveRequest, output_ids: list[int]) -> bool:
         """Extends a reservation to a longer output. False: no room, and nothing changes."""
@@ -222,7 +235,8 @@ class RequestLives:
 
     def _new(self, request: EngineRequest, owner: Any) -> LiveRequest:
         self._arrivals += 1
-        live = LiveRequest(request, self._arrivals, request.id if owner is None else owner)
+        owner = request.id if owner is None else owner
+        live = LiveRequest(request, self._arrivals, owner, self._max_model_len)
         live.leases = Leases(partial(self._over, live))
         return live
 
@@ -309,9 +323,9 @@ class RequestLives:
         queue."""
         for live in self.running:
             if not live.decodes:
-                yield live.num_left, live.due
+                yield live.num_left, live.asked.due
         for live in self.waiting:
-            yield live.num_left, live.due
+            yield live.num_left, live.asked.due
 
     @property
     def tokens_waiting(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from baton.content import CHUNK_TOKENS
 from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.live_request import LiveRequest, Phase, States
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 from baton.engine.core.state_copies import Save
@@ -86,13 +86,13 @@ class RequestMemory:
         own = self._pool.allocate(self.blocks_for(num_tokens) - len(hits) - len(remnant))
         live.blocks = array("i", [*hits, *remnant, *own])
         if self._states is not None:
-            live.state_slot = self._states.allocate()
-        if self._copies is not None and hits and live.phase is not Phase.RESERVED:
-            assert live.names is not None, "hits are found by names"
-            name = live.names.blocks[len(hits) - 1]
-            self._copies.use(name)
-            live.copy = self._copies.lend(name)
-            live.begins_with = None if live.copy is None else live.copy.slot
+            live.states = States(self._states.allocate())
+            if self._copies is not None and hits and live.phase is not Phase.RESERVED:
+                assert live.names is not None, "hits are found by names"
+                name = live.names.blocks[len(hits) - 1]
+                self._copies.use(name)
+                live.states.copy = copy = self._copies.lend(name)
+                live.states.begins_with = None if copy is None else copy.slot
         live.num_cached = known
         live.num_verified = 0
         live.num_published = len(hits)
@@ -168,21 +168,22 @@ class RequestMemory:
         if self._cache is not None and full > live.num_published:
             self._cache.publish(self._names(live, self._cache), live.blocks, live.num_published, full)
             live.num_published = full
-        while live.state_copies and live.state_copies[0][0] <= computed:
-            position, slot = live.state_copies.pop(0)
+        while live.states is not None and live.states.copies and live.states.copies[0][0] <= computed:
+            position, slot = live.states.copies.pop(0)
             assert self._cache is not None
             assert live.names is not None, "the block before the copy has a name"
             self._cache.publish_states(live.names, position, slot)
 
     def free(self, live: LiveRequest) -> None:
-        if self._states is not None and live.blocks:
+        if (states := live.states) is not None:
+            assert self._states is not None
             self.forget_restore(live)
             self.choose_states(live, newest=True)
-            self._states.release(live.state_slot)
-        for _, slot in live.state_copies:
-            assert self._copies is not None
-            self._copies.release(slot)
-        live.state_copies.clear()
+            self._states.release(states.slot)
+            for _, slot in states.copies:
+                assert self._copies is not None
+                self._copies.release(slot)
+            live.states = None
         remnant = self._remnant(live)
         self._pool.release(live.blocks, remnant)
         if remnant is not None and self._cache is not None:
@@ -198,18 +199,20 @@ class RequestMemory:
         assert self._states is not None
         if not self._states.free:
             return False
-        live.kept_slot, live.state_slot = live.state_slot, self._states.allocate()
-        live.begins_with = live.kept_slot
+        states = live.states
+        assert states is not None, "it has blocks"
+        states.begins_with = states.kept = states.slot
+        states.slot = self._states.allocate()
         return True
 
     def choose_states(self, live: LiveRequest, *, newest: bool) -> None:
         """Ends what `keep_states` began: the request goes on with the copy, or with what was kept."""
-        if live.kept_slot is not None:
+        if (states := live.states) is not None and states.kept is not None:
             assert self._states is not None
-            copy, kept = live.state_slot, live.kept_slot
-            live.state_slot, unused = (copy, kept) if newest else (kept, copy)
+            copy, kept = states.slot, states.kept
+            states.slot, unused = (copy, kept) if newest else (kept, copy)
             self._states.release(unused)
-            live.kept_slot = None
+            states.kept = None
 
     def most_drafts(self, live: LiveRequest, chunk: range) -> int:
         """Drafts behind a chunk, so that no copy of the states is taken after one of them."""
@@ -228,22 +231,23 @@ class RequestMemory:
 
     def forget_restore(self, live: LiveRequest) -> None:
         """The states of a request come from elsewhere, and not from a copy. Or it has ended."""
-        live.begins_with = None
-        if live.copy is not None:
-            live.copy.end()
-            live.copy = None
+        if (states := live.states) is not None:
+            states.begins_with = None
+            if states.copy is not None:
+                states.copy.end()
+                states.copy = None
 
     def take_restores(self, plan: Schedule) -> list[tuple[int, int]]:
         """(from, to): the slots of states to copy before the step, which is launched now. The step takes the
         leases on the copies, and has leases on its requests. So both slots stay until it is over."""
         restores: list[tuple[int, int]] = []
         for live in plan.chunks:
-            if live.begins_with is not None:
-                restores.append((live.begins_with, live.state_slot))
-                live.begins_with = None
-                if live.copy is not None:
-                    plan.copies.append(live.copy)
-                    live.copy = None
+            if (states := live.states) is not None and states.begins_with is not None:
+                restores.append((states.begins_with, states.slot))
+                states.begins_with = None
+                if states.copy is not None:
+                    plan.copies.append(states.copy)
+                    states.copy = None
         return restores
 
     def saves(self, chunks: Mapping[LiveRequest, range]) -> list[Save]:
@@ -255,18 +259,19 @@ class RequestMemory:
             return saves
         for live, chunk in chunks.items():
             positions = [*copies.positions(live.num_cached, chunk.start, chunk.stop, len(live.token_ids))]
-            last = live.range_stop if live.ranges else None
-            for position in [found for found in positions if found != last][-copies.most_written :]:
+            last = live.shared.range_stop if live.shared is not None and live.shared.ranges else None
+            for position in [each for each in positions if each != last][-copies.most_written :]:
                 if position <= live.num_known:
                     name = self._names(live, self._cache).blocks[position // self._block_size - 1]
                     if name in copies:
                         copies.use(name)
                         continue
-                own = live.state_copies
-                slot = own.pop(0)[1] if len(own) >= copies.most_written else copies.allocate()
+                assert live.states is not None, "copies are those of states"
+                written = live.states.copies
+                slot = written.pop(0)[1] if len(written) >= copies.most_written else copies.allocate()
                 if slot is not None:
-                    own.append((position, slot))
-                    saves.append(Save(live.state_slot, position, slot))
+                    written.append((position, slot))
+                    saves.append(Save(live.states.slot, position, slot))
         return saves
 
     def _usable(self, live: LiveRequest, cache: PrefixCache) -> list[bytes]:
@@ -278,7 +283,7 @@ class RequestMemory:
         positions whose logits it needs: the last one, and those for log probabilities of the prompt."""
         if live.phase is Phase.RESERVED:
             return len(live.token_ids)
-        return live.num_scored if live.num_scored < live.scores_to else len(live.token_ids) - 1
+        return live.num_scored if live.num_scored < live.asked.scores_to else len(live.token_ids) - 1
 
     def _names(self, live: LiveRequest, cache: PrefixCache) -> PrefixNames:
         """The names of all full blocks with known tokens."""

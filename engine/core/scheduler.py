@@ -124,7 +124,7 @@ class Scheduler:
 
     def _is_held_back(self, live: LiveRequest) -> bool:
         """Whether a step with this prompt would make requests that decode here wait for other workers."""
-        if live.awaits is None:
+        if live.shared is None or live.shared.awaits is None:
             return False
         decodes = any(other.decodes and not other.handover for other in self._running)
         return (decodes or self._some_may_join) and live.awaits_kv
@@ -220,10 +220,8 @@ class Scheduler:
         for live, positions in plan.chunks.items():
             live.num_computed = positions.stop
             live.decodes = positions.stop == len(live.token_ids)  # the step samples its next token
-            if live.range_stop is not None:
-                live.awaits = None  # the step has waited for all KV before the range
-                if positions.stop == live.range_stop:
-                    self.lives.end_range(live)
+            if live.shared is not None and live.shared.range_stop is not None:
+                self.lives.range_launched(live, live.shared, positions.stop)
 
     def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
         """Gives the request the blocks that it needs, and preempts others for it. False: the request itself

@@ -72,7 +72,7 @@ class Speculation:
             plan.guesses = self._guesses = max(counts, default=0)
         for live, count in zip(requests, counts, strict=True):
             # The guesses of a draft head have KV, too.
-            most = live.longest - len(live.token_ids)
+            most = live.asked.longest - len(live.token_ids)
             if count <= 0 or not memory.has_room_for(live, min(live.slack + count + plan.guesses, most)):
                 continue
             if self._has_states:
@@ -84,13 +84,13 @@ class Speculation:
         """The last token of a request is no draft: nothing comes after it."""
         if live.num_computable < 1:
             return 0
-        return max(0, min(self._most, live.longest - 1 - len(live.token_ids) - live.slack))
+        return max(0, min(self._most, live.asked.longest - 1 - len(live.token_ids) - live.slack))
 
     def _acceptance(self, live: LiveRequest) -> float:
         prior = (self._right + PRIOR) / (self._tested + 1)
-        live.tested *= FORGET
-        live.accepted *= FORGET
-        return (live.accepted + prior) / (live.tested + 1)
+        live.guesses.tested *= FORGET
+        live.guesses.accepted *= FORGET
+        return (live.guesses.accepted + prior) / (live.guesses.tested + 1)
 
     def _propose(self, live: LiveRequest, count: int, plan: Schedule) -> None:
         """Guesses the tokens that the step may sample. If a step is under way, also those that this one may
@@ -100,18 +100,18 @@ class Speculation:
                 first, count = GUESSED + self._most * live.row, min(count, live.making)
                 guesses: Sequence[int] = range(-first, -first - count, -1)
             else:
-                guesses = live.guessed(live.num_known, count)
+                guesses = live.guesses.of(live.num_known, count)
             if guesses:
                 plan.drafts[live] = Draft(guesses, len(guesses), live.slack, live.row)
             return
-        under_way = live.guessed(live.num_known, live.slack)
+        under_way = live.guesses.of(live.num_known, live.slack)
         wanted = count + live.pending
         proposed = self.drafter.propose(live, under_way, wanted)
         if len(proposed) < wanted:
             return
         guesses = [*under_way, *proposed][live.pending :]
         plan.drafts[live] = Draft(guesses, count, live.slack, live.row)
-        live.guesses, live.guessed_from = guesses, len(live.token_ids)
+        live.guesses.tokens, live.guesses.position = guesses, len(live.token_ids)
 
     def _propose_known(self, live: LiveRequest, count: int, plan: Schedule, memory: RequestMemory) -> None:
         """As `_propose`, for a request with states."""
@@ -120,7 +120,7 @@ class Speculation:
         self.waits = self.waits or bool(guesses)
         if guesses and not live.pending and memory.keep_states(live):
             plan.drafts[live] = Draft(guesses, len(guesses))
-            live.guesses, live.guessed_from = guesses, len(live.token_ids)
+            live.guesses.tokens, live.guesses.position = guesses, len(live.token_ids)
 
     def learn_cost(self, plan: Schedule, seconds: float) -> None:
         """Learns how long a step took that only decodes. The time of a draft head is that of drafts."""
@@ -133,14 +133,14 @@ class Speculation:
         """Learns that the first `accepted` of `count` drafts were right. `guesses`: what a draft head says of
         the tokens that come next."""
         if guesses and not live.handover:
-            live.guesses, live.guessed_from = guesses, live.num_known
+            live.guesses.tokens, live.guesses.position = guesses, live.num_known
         if not count:
             return
         self._steps += 1
         self._drafts += count
         self._accepted += accepted
         tested = accepted + (accepted < count)
-        live.tested += tested
-        live.accepted += accepted
+        live.guesses.tested += tested
+        live.guesses.accepted += accepted
         self._tested += tested
         self._right += accepted

@@ -105,7 +105,7 @@ class Schedule:
     def verified(self, live: LiveRequest, right: int) -> int:
         """The end of the positions of a request that stay computed, before its tokens are known, of which
         `right` are drafts. It may be behind all positions."""
-        if live.kept_slot is None or right == self.drafts[live].count:
+        if live.states is None or live.states.kept is None or right == self.drafts[live].count:
             return len(live.token_ids) + right
         return self.chunks[live].start
 
@@ -124,7 +124,7 @@ class Schedule:
         """By sampled row, the drafts that come before its token. They are known when the step is sampled,
         before its tokens are promised."""
         return {
-            row + j: array("i", live.guessed(len(live.token_ids), j))
+            row + j: array("i", live.guesses.of(len(live.token_ids), j))
             for live, row, count in self.requests()
             for j in range(1, count + 1)
         }
@@ -238,7 +238,7 @@ def _saves(
 
 def _scored(chunks: Sequence[_Chunk]) -> tuple[Scored, list[_Chunk]]:
     """The tokens of prompts that get log probabilities, and the positions that predict them."""
-    if not any(positions.start < live.scores_to for live, positions in chunks):
+    if not any(positions.start < live.asked.scores_to for live, positions in chunks):
         return NOT_SCORED, []
     rows: list[int] = []
     tokens: list[int] = []
@@ -246,7 +246,7 @@ def _scored(chunks: Sequence[_Chunk]) -> tuple[Scored, list[_Chunk]]:
     row = 0  # of position 0 of the request, if it were in the step
     for live, positions in chunks:
         row -= positions.start
-        first, end = max(positions.start, live.num_scored), min(positions.stop, live.scores_to)
+        first, end = max(positions.start, live.num_scored), min(positions.stop, live.asked.scores_to)
         if first < end:
             rows += range(row + first, row + end)
             tokens += live.token_ids[first + 1 : end + 1]
@@ -260,7 +260,7 @@ def draws_of(
     requests: Sequence[LiveRequest], vocabulary: int, behind: Sequence[int] | None = None
 ) -> tuple[Variant, Draws[np.ndarray]]:
     """How each request's next token is drawn, or that after `behind` drafts."""
-    wanted = np.frombuffer(b"".join([live.draw for live in requests]), DRAW)
+    wanted = np.frombuffer(b"".join([live.asked.draw for live in requests]), DRAW)
     drawn = wanted["temperature"] > 0
     if not drawn.any():  # then the sampler reads no draws: to make them took longer than all else here
         return Variant.GREEDY, Draws(*(np.zeros(len(requests), dtype) for dtype in DRAW_TYPES))
@@ -285,7 +285,7 @@ def _keys_ahead(
     """As `Ahead.keys`."""
     if variant is Variant.GREEDY:
         return np.zeros((len(requests), ahead), np.int32)
-    seeds = np.frombuffer(b"".join([live.draw for live in requests]), DRAW)["seed"]
+    seeds = np.frombuffer(b"".join([live.asked.draw for live in requests]), DRAW)["seed"]
     first = np.array([len(live.token_ids) for live in requests]) + np.array(behind, dtype=np.int64)
     return draw_keys(seeds[:, None], (first[:, None] + np.arange(ahead)).astype(np.uint64))
 
@@ -307,8 +307,8 @@ def draw_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def is_plain(live: LiveRequest) -> bool:
-    """Whether `LiveRequest.draw` alone says how the next token is chosen."""
-    return len(live.token_ids) >= live.plain_from
+    """Whether `Asked.draw` alone says how the next token is chosen."""
+    return len(live.token_ids) >= live.asked.plain_from
 
 
 def build_adjustments(
@@ -384,7 +384,7 @@ def _penalties(requests: Sequence[LiveRequest], drafts: Mapping[int, Sequence[in
         np.array([p.repetition_penalty for p in sampling], dtype=np.float32),
         np.array([p.presence_penalty for p in sampling], dtype=np.float32),
         np.array([p.frequency_penalty for p in sampling], dtype=np.float32),
-        flat([r.repetitions for r in live]),
+        flat([r.asked.repetitions for r in live]),
         flat(
             [
                 r.token_ids[len(r.request.prompt_ids) : r.num_known] + array("i", drafts.get(row, ()))

@@ -194,10 +194,10 @@ def test_guesses_are_those_of_the_reference(
     while engine.has_work:
         engine.step()
         for live in lives:
-            if live.guessed_from == live.num_known and live.phase is Phase.RUNNING:
+            if live.guesses.position == live.num_known and live.phase is Phase.RUNNING:
                 # Guess i has position num_known − 2 + i. Without a place there it may be worse.
-                count = min(len(live.guesses), 4 * len(live.blocks) - live.num_known + 2)
-                assert list(live.guesses[:count]) == reference.guesses(list(live.token_ids), count)
+                count = min(len(live.guesses.tokens), 4 * len(live.blocks) - live.num_known + 2)
+                assert list(live.guesses.tokens[:count]) == reference.guesses(list(live.token_ids), count)
                 compared += count
     assert compared > 100
     engine.assert_whole()

@@ -35,10 +35,7 @@ def test_stop_conditions(tiny_engine: MakeEngine, expected: Any) -> None:
     third = full[2]
     assert third not in full[:2]
     engine = tiny_engine(max_model_len=20)
-    engine.model_config = type(engine.model_config)(
-        **{name: getattr(engine.model_config, name) for name in engine.model_config.__slots__}
-        | {"eos_ids": (third,)}
-    )
+    engine._outputs._eos_ids = (third,)
     cases = {
         "eos": (request_of(1, PROMPT, max_tokens=30), full[:3], "stop"),
         "eos ignored": (request_of(2, PROMPT, max_tokens=5, ignore_eos=True), full[:5], "length"),

@@ -179,7 +179,7 @@ class TwoWorkers:
                 arrives = self.round + self.rng.randrange(5)
                 worker.lives.begin_range(live, lambda arrives=arrives: self.round < arrives)
         if shared.final.phase is shared.other.phase is Phase.HELD:
-            shared.final.unverified = False
+            answer.prefills.lives.verified(shared.final)
             answer.decodes.lives.drop(shared.other)
             answer.prefill, answer.shared = shared.final, None
 

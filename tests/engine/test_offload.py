@@ -89,7 +89,7 @@ class Worker:
                 live.token_ids.append(7)
                 if live.handover:
                     self.scheduler.lives.hold(live)
-                elif len(live.token_ids) == live.longest:
+                elif len(live.token_ids) == live.asked.longest:
                     self.scheduler.lives.drop(live)
 
     def start_copies(self, most: int = 99) -> int:

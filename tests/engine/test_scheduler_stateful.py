@@ -220,9 +220,8 @@ class Operations:
 
     def verify(self, live: LiveRequest) -> None:
         """As `Engine.verified`."""
-        live.unverified = False
+        self.scheduler.lives.verified(live)
         self.unverified.remove(live.id)
-        self.scheduler.lives.memory.publish(live, live.num_computed)
 
     def start_import(self, length: int, family: int, most: int) -> None:
         """KV, and states, of another worker or a store, which are written beside the steps under way."""
@@ -337,7 +336,7 @@ class Operations:
                     scheduler.lives.memory.publish(live, min(position, verified))
                 if live.handover:
                     scheduler.lives.hold(live)
-                elif position + 1 >= live.longest:
+                elif position + 1 >= live.asked.longest:
                     scheduler.lives.drop(live)
                 if live.phase is not Phase.RUNNING:
                     break
@@ -380,14 +379,14 @@ class Operations:
     def slots_are_right(self, scheduler: Scheduler, everyone: list[LiveRequest]) -> None:
         assert scheduler.lives.states is not None
         slots = [live.state_slot for live in everyone if live.blocks]
-        slots += [live.kept_slot for live in everyone if live.kept_slot is not None]
+        slots += [live.states.kept for live in everyone if live.states and live.states.kept is not None]
         assert sorted([*slots, *scheduler.lives.states._free]) == list(range(SLOTS)), (
             "a slot has two owners, or none"
         )
         if scheduler.lives.cache is None or (copies := scheduler.lives.cache.copies) is None:
             return
         owned = [*copies._free, *copies._slot_of.values(), *({*copies._lent} - {*copies._slot_of.values()})]
-        owned += [slot for live in everyone for _, slot in live.state_copies]
+        owned += [slot for live in everyone if live.states for _, slot in live.states.copies]
         owned += [each.state_slot for each in self.importing if each.state_slot is not None]
         assert sorted(owned) == list(range(SLOTS, SLOTS + COPIES)), "a copy has two owners, or none"
         assert {*copies._lent}.isdisjoint(copies._free)

@@ -275,9 +275,9 @@ def test_costs_that_are_not_known_are_tried_and_old_ones_tried_again() -> None:
 def test_drafts_behind_a_wrong_one_say_nothing_of_the_drafter() -> None:
     speculation, live = Speculation(None, 3, [1, 8]), add(make(), 1, 1)
     speculation.record(live, 3, 1)
-    assert (live.tested, live.accepted) == (2, 1)
+    assert (live.guesses.tested, live.guesses.accepted) == (2, 1)
     speculation.record(live, 3, 3)
-    assert (live.tested, live.accepted) == (5, 4)
+    assert (live.guesses.tested, live.guesses.accepted) == (5, 4)
     assert speculation.stats == SpeculationStats(2, 6, 4)
 
 
