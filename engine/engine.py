@@ -56,13 +56,13 @@ def build_engine(
     return Engine(config, started, hooks)
 
 
-def _speculation(config: EngineConfig, *, has_states: bool) -> Speculation | None:
+def _speculation(config: EngineConfig) -> Speculation | None:
     """None: no token is drafted."""
     if (wanted := config.speculative_config) is None:
         return None
     drafter = None if wanted.by_device else PromptLookup(wanted)
     sizes = batch_sizes(config.max_decode_rows)
-    return Speculation(drafter, wanted.num_speculative_tokens, sizes, has_states=has_states)
+    return Speculation(drafter, wanted.num_speculative_tokens, sizes)
 
 
 def _with_eos_of_tokenizer(model: ModelConfig, tokenizer: str) -> ModelConfig:
@@ -105,7 +105,7 @@ class Engine:
             cache=self._prefix_cache(config, started, hooks, pool),
             states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
         )
-        speculation = _speculation(config, has_states=started.pool.num_slots > 0)
+        speculation = _speculation(config)
         self._scheduler = Scheduler(
             lives,
             max_num_batched_tokens=config.max_num_batched_tokens,

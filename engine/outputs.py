@@ -50,7 +50,8 @@ class Outputs:
                         continue
                 count = right = row - first  # the request has ended, so later drafts are no tokens
                 break
-            self._memory.choose_states(live, newest=verified > live.num_computed)
+            if self._memory.states is not None:
+                self._memory.states.choose(live, newest=verified > live.num_computed)
             live.num_computed = min(live.num_computed, verified)
             if self._speculation is not None:
                 self._speculation.record(live, count, right, guesses[first] if guesses else ())

@@ -12,11 +12,12 @@ import time
 from array import array
 
 from baton.engine.api.request import Hooks, StepResult
+from baton.engine.core.adjustments import build_adjustments
 from baton.engine.core.live_request import Phase
 from baton.engine.core.meters import Meters
 from baton.engine.core.pace import Pace
 from baton.engine.core.scheduler import Scheduler
-from baton.engine.core.step_builder import Schedule, build_adjustments, build_step, is_plain
+from baton.engine.core.step_builder import Schedule, build_step, is_plain
 from baton.engine.execution.events import Landings
 from baton.engine.execution.runner import Launched, ModelRunner, StepGivenUp
 from baton.engine.grammar import CompiledGrammar, Grammars
@@ -156,14 +157,15 @@ class StepLoop:
 
     def _arrays(self, plan: Schedule) -> Step:
         lives = self._scheduler.lives
+        states = lives.memory.states
         return build_step(
             plan,
             self._model_config.vocab_size,
             block_size=self._runner.block_size,
             table_width=self._runner.table_width,
-            has_states=lives.states is not None,
-            restores=lives.memory.take_restores(plan),
-            saves=lives.memory.saves(plan.chunks),
+            has_states=states is not None,
+            restores=() if states is None else states.take_restores(plan),
+            saves=() if states is None else states.saves(plan.chunks),
             ahead=self._runner.ahead,
             draft_head=self._runner.drafter is not None,
         )

@@ -172,8 +172,9 @@ class RequestLives:
         uncached = (range(max(found.start, live.num_cached), found.stop) for found in ranges)
         live.shared = SharedPrompt(deque(filter(None, uncached)))
         live.tag = self.shares.tag(request.tenant, live.num_left)
-        if live.ranges and live.ranges[0].start > live.num_cached:
-            self.memory.forget_restore(live)  # the states come from the worker of the range before
+        states = self.memory.states
+        if states is not None and live.ranges and live.ranges[0].start > live.num_cached:
+            states.forget_restore(live)  # they come from the worker of the range before
         self._enter(live, Phase.RESERVED)
         return live
 

@@ -149,7 +149,8 @@ class Scheduler:
         """Adds the next chunk of a request to the plan. Returns its number of tokens."""
         count = min(live.num_computable, budget)
         if count:
-            count = self._memory.until_copy(live, count)
+            if self._memory.states is not None:
+                count = self._memory.states.until_copy(live, count)
             plan.chunks[live] = range(live.num_computed, live.num_computed + count)
             if not live.decodes:
                 plan.prompts[live] = plan.chunks[live]

@@ -17,6 +17,7 @@ from baton.engine.core.draft_counts import StepCosts, draft_counts
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.request_memory import RequestMemory
+from baton.engine.core.request_states import RequestStates
 from baton.engine.core.step_builder import Schedule
 from baton.engine.step import GUESSED, Draft
 
@@ -30,15 +31,12 @@ PRIOR = 0.5
 class Speculation:
     """Chooses the drafts of each step, and learns from what became of them."""
 
-    def __init__(
-        self, drafter: PromptLookup | None, most: int, sizes: Sequence[int], *, has_states: bool = False
-    ) -> None:
+    def __init__(self, drafter: PromptLookup | None, most: int, sizes: Sequence[int]) -> None:
         """`drafter` None: a draft head on the device. `most`: drafts of a request in a step. `sizes`: as in
-        `StepCosts`; the last one is the most tokens of a step with drafts. `has_states`: of the model."""
+        `StepCosts`; the last one is the most tokens of a step with drafts."""
         self.drafter = drafter
         self.waits = False
         """The next step may have drafts if the tokens of the step under way are known before."""
-        self._has_states = has_states
         self.costs = StepCosts(sizes)
         self._steps = self._drafts = self._accepted = 0
         self._most = most
@@ -61,10 +59,10 @@ class Speculation:
         self._right *= FORGET
         requests = [live for live in plan.chunks if live.num_left == 1]
         limits = [self._limit(live) for live in requests]
-        if self._has_states:
+        if (states := memory.states) is not None:
             requests = [live for live, chunk in plan.chunks.items() if chunk.stop == len(live.token_ids)]
             limits = [
-                min(self._limit(live), memory.most_drafts(live, plan.chunks[live])) for live in requests
+                min(self._limit(live), states.most_drafts(live, plan.chunks[live])) for live in requests
             ]
         rows = sum(map(len, plan.chunks.values()))
         counts = draft_counts([self._acceptance(live) for live in requests], limits, rows, self.costs)
@@ -75,8 +73,8 @@ class Speculation:
             most = live.asked.longest - len(live.token_ids)
             if count <= 0 or not memory.has_room_for(live, min(live.slack + count + plan.guesses, most)):
                 continue
-            if self._has_states:
-                self._propose_known(live, count, plan, memory)
+            if states is not None:
+                self._propose_known(live, count, plan, states)
             else:
                 self._propose(live, count, plan)
 
@@ -113,12 +111,12 @@ class Speculation:
         plan.drafts[live] = Draft(guesses, count, live.slack, live.row)
         live.guesses.tokens, live.guesses.position = guesses, len(live.token_ids)
 
-    def _propose_known(self, live: LiveRequest, count: int, plan: Schedule, memory: RequestMemory) -> None:
+    def _propose_known(self, live: LiveRequest, count: int, plan: Schedule, states: RequestStates) -> None:
         """As `_propose`, for a request with states."""
         assert self.drafter is not None, "a model with states has no draft head"
         guesses = self.drafter.propose(live, (), count)
         self.waits = self.waits or bool(guesses)
-        if guesses and not live.pending and memory.keep_states(live):
+        if guesses and not live.pending and states.keep(live):
             plan.drafts[live] = Draft(guesses, len(guesses))
             live.guesses.tokens, live.guesses.position = guesses, len(live.token_ids)
 

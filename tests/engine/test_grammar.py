@@ -16,8 +16,8 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.engine import Engine, Reasoning, StructuredOutput, grammar_compiler
+from baton.engine.core.adjustments import build_adjustments
 from baton.engine.core.live_request import LiveRequest
-from baton.engine.core.step_builder import build_adjustments
 from baton.engine.execution.sampler import adjust
 from baton.engine.grammar import SPARE_SECONDS, Grammars, Matcher, too_dear
 from baton.engine.grammar_compiler import Compiler, Key, Shared

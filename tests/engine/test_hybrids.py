@@ -340,8 +340,10 @@ class Steps:
     def launch(self) -> tuple[Schedule, list[tuple[int, int]]]:
         """The plan, and the slots of states to copy."""
         plan = self.scheduler.schedule()
-        restores = self.scheduler.lives.memory.take_restores(plan)
-        self.scheduler.lives.memory.saves(plan.chunks)
+        states = self.scheduler.lives.memory.states
+        assert states is not None
+        restores = states.take_restores(plan)
+        states.saves(plan.chunks)
         self.scheduler.launched(plan)
         return plan, restores
 
@@ -387,7 +389,8 @@ def test_no_copy_is_taken_where_states_of_another_worker_come_meanwhile() -> Non
     for _ in ranges:
         scheduler.lives.begin_range(live)
         while live.phase is Phase.RUNNING and (plan := scheduler.schedule()).chunks:
-            copied += [save.position for save in scheduler.lives.memory.saves(plan.chunks)]
+            assert scheduler.lives.memory.states is not None
+            copied += [save.position for save in scheduler.lives.memory.states.saves(plan.chunks)]
             scheduler.launched(plan)
             plan.end_leases()
     assert copied == [8, 32, 40]

@@ -35,7 +35,7 @@ def reference(tiny_path: Path) -> Callable[[list[int]], torch.Tensor]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.engine.execution.sampler.PIECE", 5)
-    monkeypatch.setattr("baton.engine.step_loop.PROMPT_PIECE", 6)
+    monkeypatch.setattr("baton.engine.outputs.PROMPT_PIECE", 6)
 
 
 def scores(

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from baton.engine import EngineRequest, SamplingParams
+from baton.engine.core.adjustments import build_adjustments
 from baton.engine.core.live_request import LiveRequest
-from baton.engine.core.step_builder import build_adjustments, draw_keys, draws_of, is_plain
+from baton.engine.core.step_builder import draw_keys, draws_of, is_plain
 from baton.engine.execution.sampler import adjust, choose, top_logprobs
 from baton.engine.kernels import Kernels
 from baton.engine.kernels.sampling.reference import exponentials

@@ -38,9 +38,9 @@ class Sevens(PromptLookup):
         return [7] * count
 
 
-def speculation(*, has_states: bool) -> Speculation:
+def speculation() -> Speculation:
     """Each request that decodes gets drafts."""
-    made = Speculation(Sevens(), DRAFTS, [8, 16], has_states=has_states)
+    made = Speculation(Sevens(), DRAFTS, [8, 16])
     made.costs.is_known = lambda rows: True
     made.costs.seconds = lambda rows: np.ones(2 - made.costs.index(rows))
     return made
@@ -92,7 +92,7 @@ class Operations:
             prefix_cache=cache or not states,
             states=SLOTS if states else 0,
             block_size=self.block,
-            speculation=speculation(has_states=states) if drafts else None,
+            speculation=speculation() if drafts else None,
             **options,
         )
 
@@ -300,15 +300,15 @@ class Operations:
         for live, chunk in plan.prompts.items():
             if live.handover and (begun := self.begun.get(live.id)) is not None:
                 assert begun.start <= chunk.start < chunk.stop <= begun.stop, "not its positions"
-        memory = scheduler.lives.memory
+        states = scheduler.lives.memory.states
         step = build_step(
             plan,
             1 << 12,
             block_size=self.block,
             table_width=None,
-            has_states=scheduler.lives.states is not None,
-            restores=memory.take_restores(plan),
-            saves=memory.saves(plan.chunks),
+            has_states=states is not None,
+            restores=() if states is None else states.take_restores(plan),
+            saves=() if states is None else states.saves(plan.chunks),
             ahead=1 if scheduler.speculation is None or scheduler.lives.states is not None else 1 + DRAFTS,
         )
         scheduler.launched(plan)
@@ -340,7 +340,8 @@ class Operations:
                     scheduler.lives.drop(live)
                 if live.phase is not Phase.RUNNING:
                     break
-            scheduler.lives.memory.choose_states(live, newest=verified > live.num_computed)
+            if scheduler.lives.memory.states is not None:
+                scheduler.lives.memory.states.choose(live, newest=verified > live.num_computed)
             live.num_computed = min(live.num_computed, verified)
 
     def accounts_are_right(self) -> None:

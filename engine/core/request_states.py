@@ -1,0 +1,138 @@
+"""The slots of the states of requests, and the copies of states that they begin with and leave. Pure."""
+
+from collections.abc import Callable, Mapping
+
+from baton.engine.core.block_pool import StatePool
+from baton.engine.core.live_request import LiveRequest, Phase, States
+from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
+from baton.engine.core.state_copies import Save
+from baton.engine.core.step_builder import Schedule
+
+
+class RequestStates:
+    """Gives and takes back slots, of a model with state layers."""
+
+    def __init__(
+        self,
+        pool: StatePool,
+        block_size: int,
+        cache: PrefixCache | None,
+        names_of: Callable[[LiveRequest, PrefixCache], PrefixNames],
+    ) -> None:
+        """`cache`: None if there is no prefix cache."""
+        self._pool = pool
+        self._block_size = block_size
+        self._cache = cache
+        self._copies = None if cache is None else cache.copies
+        self._names_of = names_of
+
+    def take(self, live: LiveRequest, num_hits: int) -> None:
+        """Gives the request a slot. It begins with the copy behind its first `num_hits` cached blocks."""
+        live.states = States(self._pool.allocate())
+        if self._copies is not None and num_hits and live.phase is not Phase.RESERVED:
+            assert live.names is not None, "hits are found by names"
+            name = live.names.blocks[num_hits - 1]
+            self._copies.use(name)
+            live.states.copy = copy = self._copies.lend(name)
+            live.states.begins_with = None if copy is None else copy.slot
+
+    def publish(self, live: LiveRequest, computed: int) -> None:
+        """Offers the copies among the first `computed` positions to the prefix cache."""
+        assert live.states is not None, "it has blocks"
+        while live.states.copies and live.states.copies[0][0] <= computed:
+            position, slot = live.states.copies.pop(0)
+            assert self._cache is not None
+            assert live.names is not None, "the block before the copy has a name"
+            self._cache.publish_states(live.names, position, slot)
+
+    def free(self, live: LiveRequest) -> None:
+        """Takes back all slots of the request, if it has some."""
+        if (states := live.states) is None:
+            return
+        self.forget_restore(live)
+        self.choose(live, newest=True)
+        self._pool.release(states.slot)
+        for _, slot in states.copies:
+            assert self._copies is not None
+            self._copies.release(slot)
+        live.states = None
+
+    # States of drafts
+
+    def keep(self, live: LiveRequest) -> bool:
+        """Lets the next step compute with a copy of the states, for which there must be a slot."""
+        if not self._pool.free:
+            return False
+        states = live.states
+        assert states is not None, "it has blocks"
+        states.begins_with = states.kept = states.slot
+        states.slot = self._pool.allocate()
+        return True
+
+    def choose(self, live: LiveRequest, *, newest: bool) -> None:
+        """Ends what `keep` began: the request goes on with the copy, or with what was kept."""
+        if (states := live.states) is not None and states.kept is not None:
+            copy, kept = states.slot, states.kept
+            states.slot, unused = (copy, kept) if newest else (kept, copy)
+            self._pool.release(unused)
+            states.kept = None
+
+    def most_drafts(self, live: LiveRequest, chunk: range) -> int:
+        """Drafts behind a chunk, so that no copy of the states is taken after one of them."""
+        if self._copies is None:
+            return len(live.token_ids)
+        return self._copies.next_position(live.num_cached, chunk.start, len(live.token_ids)) - chunk.stop - 1
+
+    # Copies of states
+
+    def until_copy(self, live: LiveRequest, count: int) -> int:
+        """`count` tokens, or fewer, so that the next chunk of a request ends where a copy is taken."""
+        if self._copies is None or count == 1:
+            return count
+        start = live.num_computed
+        return self._copies.cut(live.num_cached, start, start + count, len(live.token_ids)) - start
+
+    def forget_restore(self, live: LiveRequest) -> None:
+        """The states of a request come from elsewhere, and not from a copy. Or it has ended."""
+        if (states := live.states) is not None:
+            states.begins_with = None
+            if states.copy is not None:
+                states.copy.end()
+                states.copy = None
+
+    def take_restores(self, plan: Schedule) -> list[tuple[int, int]]:
+        """(from, to): the slots of states to copy before the step, which is launched now. The step takes the
+        leases on the copies, and has leases on its requests. So both slots stay until it is over."""
+        restores: list[tuple[int, int]] = []
+        for live in plan.chunks:
+            if (states := live.states) is not None and states.begins_with is not None:
+                restores.append((states.begins_with, states.slot))
+                states.begins_with = None
+                if states.copy is not None:
+                    plan.copies.append(states.copy)
+                    states.copy = None
+        return restores
+
+    def saves(self, chunks: Mapping[LiveRequest, range]) -> list[Save]:
+        """The copies of states that the step of these chunks makes, which is launched now. None at the end of
+        a range before another one: other workers write states into the slot while that step computes."""
+        saves: list[Save] = []
+        copies = self._copies
+        if copies is None or self._cache is None:
+            return saves
+        for live, chunk in chunks.items():
+            positions = [*copies.positions(live.num_cached, chunk.start, chunk.stop, len(live.token_ids))]
+            last = live.shared.range_stop if live.shared is not None and live.shared.ranges else None
+            for position in [each for each in positions if each != last][-copies.most_written :]:
+                if position <= live.num_known:
+                    name = self._names_of(live, self._cache).blocks[position // self._block_size - 1]
+                    if name in copies:
+                        copies.use(name)
+                        continue
+                assert live.states is not None, "copies are those of states"
+                written = live.states.copies
+                slot = written.pop(0)[1] if len(written) >= copies.most_written else copies.allocate()
+                if slot is not None:
+                    written.append((position, slot))
+                    saves.append(Save(live.states.slot, position, slot))
+        return saves
