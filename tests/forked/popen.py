@@ -35,12 +35,8 @@ KINDS = {
     "baton.worker.engine_process.rank_process": "roles",
 }
 """The fork server of each module, which is named after `-m`. That of `roles` has torch."""
-LAST = (
-    "baton.cluster.engine_process",
-    "tests.decode_worker.engine_process",
-    "tests.worker.patient_engine",
-)
-"""A worker starts no fork after one of these."""
+LAST = "baton.kv_transfer.process"
+"""A worker starts no fork after its transfer process."""
 ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that a program ignores if the process that starts it does."""
 _AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH", "TRITON_", "SSL_", "HF_")
@@ -149,7 +145,7 @@ class ForkedPopen(subprocess.Popen[AnyStr]):
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[name] for name in pipes))  # pyrefly: ignore[missing-attribute]
-        if command[2] in LAST:
+        if command[2] == LAST and not _may_start:
             close()
         return True
 

@@ -41,6 +41,7 @@ _PRELOADED = {
         "baton.cluster.serve",
         "baton.decode_worker.role",
         "baton.engine.execution.rank",
+        "baton.kv_transfer.process.__main__",
         "baton.kv_transfer.endpoint.rank_copier",
         "baton.prefill_worker.role",
         "baton.router.preparation.child",
@@ -211,7 +212,8 @@ def _start_server(kind: str) -> None:
         _serve(theirs)
         os._exit(0)
     theirs.close()
-    popen.use_only({kind: popen.ForkServer(ours, pid)})
+    server = popen.ForkServer(ours, pid)
+    popen.use_only({kind: server, "transfers": server} if kind == "roles" else {kind: server})
     setattr(subprocess, "Popen", popen.ForkedPopen)  # noqa: B010  a type checker refuses the assignment
 
 
