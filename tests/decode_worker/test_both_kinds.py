@@ -38,7 +38,26 @@ async def pairs(workers: Workers) -> AsyncIterator[Directions]:
         await assert_whole(*workers)
 
 
-async def persistent(pair: Pair, token_ids: list[int]) -> list[int]:
+class Turns:
+    """A request that is refused goes on when another one has ended, or at once if all have been refused."""
+
+    def __init__(self, requests: int) -> None:
+        self._running = requests
+        self._ended = asyncio.Event()
+
+    async def refused(self) -> None:
+        self._running -= 1
+        if self._running:
+            await self._ended.wait()
+        self._running += 1
+
+    def end(self) -> None:
+        self._running -= 1
+        self._ended.set()
+        self._ended = asyncio.Event()
+
+
+async def persistent(pair: Pair, token_ids: list[int], turns: Turns) -> list[int]:
     """The tokens of a request, which is submitted again whenever a worker has no room for it."""
     while True:
         prefill_id, decode_id = await pair.submit(request(token_ids, GREEDY))
@@ -50,10 +69,11 @@ async def persistent(pair: Pair, token_ids: list[int]) -> list[int]:
             if isinstance(message, pb.TokenEvent):
                 tokens.append(message.token_id)
                 if message.finish_reason:
+                    turns.end()
                     return tokens
         await pair.decode.cancel(decode_id)
         await pair.prefill.cancel(prefill_id)
-        await asyncio.sleep(0)
+        await turns.refused()
 
 
 @pytest.mark.parametrize("way", ["back", "here", "there"])
@@ -93,11 +113,12 @@ async def test_a_cancel_before_a_decode_takes_its_prefill(pairs: Directions, end
 
 async def test_blocks_of_two_workers_run_out_in_both_directions_at_once(pairs: Directions) -> None:
     """Each worker holds prefills and reservations for the other. All requests end with the right tokens."""
-    prompts = [prompt(900 + i) for i in range(4)]
+    prompts = [prompt(840 + i) for i in range(3)]
     assert 4 * sum(map(len, prompts)) > 2 * 16 * BLOCKS, "more than both workers have room for"
     expected = [(await pairs["forth"].generate(token_ids, GREEDY)).tokens for token_ids in prompts]
     asked = [(pair, i) for i in range(len(prompts)) for pair in pairs.values()]
-    answers = await within(asyncio.gather(*(persistent(pair, prompts[i]) for pair, i in asked)))
+    turns = Turns(len(asked))
+    answers = await within(asyncio.gather(*(persistent(pair, prompts[i], turns) for pair, i in asked)))
     assert answers == [expected[i] for _, i in asked]
 
 

@@ -10,9 +10,12 @@ A fresh interpreter needs two seconds of CPU time to import torch, and a test ru
 
 Transfer processes of the tests of `kv_transfer` are forks of another server, which has no torch.
 
-All else starts fresh: other programs, and a role whose environment changes what an import does. These tests start each role by its command line, fresh: `tests/system/test_serve.py` (the
-`baton serve` that is killed), `tests/system/test_roles.py`, `tests/worker/test_life.py` and `test_ranks.py`,
-and `tests/kv_transfer/test_process.py`.
+All that runs in the environment with vLLM is a fork of a third one, which has vLLM.
+
+All else starts fresh: other programs, and a role whose environment changes what an import does. These tests
+start each role by its command line, fresh: `tests/system/test_serve.py` (the `baton serve` that is killed),
+`tests/system/test_roles.py`, `tests/worker/test_life.py` (with two ranks) and
+`tests/kv_transfer/test_process.py`. Long tests of `tests/vllm_worker` start vLLM's fresh.
 """
 
 from tests.forked.popen import ForkedPopen, FreshPopen, forking

@@ -15,9 +15,8 @@ import sys
 import threading
 from asyncio.streams import FlowControlMixin
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, AnyStr
-
-import pytest
 
 from baton.machine.system import process_end
 
@@ -29,19 +28,25 @@ KINDS = {
     "baton.cluster.engine_process": "roles",
     "baton.kv_transfer.process": "transfers",
     "baton.router.preparation.child": "roles",
+    "baton.vllm_worker.engine_process": "roles",
     "tests.decode_worker.engine_process": "roles",
     "tests.worker.patient_engine": "roles",
     "tests.worker_process": "roles",
+    "tests.vllm_worker.vllm_server": "roles",
     "baton.worker.engine_process.rank_process": "roles",
 }
 """The fork server of each module, which is named after `-m`. That of `roles` has torch."""
+VLLM_PYTHON = str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
+"""All that runs by it has a fork server of its own, which has vLLM."""
 LAST = "baton.kv_transfer.process"
 """A worker starts no fork after its transfer process."""
 ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that a program ignores if the process that starts it does."""
 _AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH", "TRITON_", "SSL_", "HF_")
-"""Variables that begin so change what an interpreter or an import does, but for these:"""
-_HARMLESS = ("PYTHONPATH", "PYTHONSAFEPATH")  # `_imports_from_here` looks at the paths
+"""Variables that begin so change what an interpreter or an import does, but for these."""
+_HARMLESS = ("PYTHONPATH", "PYTHONSAFEPATH", "LD_LIBRARY_PATH")
+"""`ForkServer.fits` looks at the paths of Python. A fork has its libraries, and what it starts fresh gets the
+last variable."""
 _UNUSUAL = ("preexec_fn", "executable", "gid", "gids", "uid", "shell", "creationflags")
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 FreshPopen = subprocess.Popen
@@ -52,19 +57,30 @@ _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # pyrefly: ignore
 class ForkServer:
     """The handle of a fork server, which is a child of this process."""
 
-    def __init__(self, requests: socket.socket, pid: int) -> None:
-        self.environment = _at_import(os.environ)
+    def __init__(self, requests: socket.socket, pid: int, env: Mapping[str, str] | None = None) -> None:
+        """`env`: of the server."""
+        env = os.environ if env is None else env
+        self._environment = _at_import(env)
+        self._paths = {os.path.realpath(path) for path in (*sys.path, *_python_paths(env))}
         self._requests = requests
         self._pid = pid
 
     @classmethod
-    def fresh(cls, kind: str) -> ForkServer:
+    def fresh(cls, kind: str, env: Mapping[str, str]) -> ForkServer:
+        python = sys.executable
+        if kind.startswith("vllm"):
+            python, env = VLLM_PYTHON, {**env, "VLLM_CONFIGURE_LOGGING": "0"}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "tests.forked.server", kind, str(theirs.fileno())]
-            process = FreshPopen(command, pass_fds=[theirs.fileno()])
+            command = [python, "-m", "tests.forked.server", kind, str(theirs.fileno())]
+            process = FreshPopen(command, pass_fds=[theirs.fileno()], env=env)
         process.returncode = 0  # it ends with this process, or `close` waits for it
-        return cls(ours, process.pid)
+        return cls(ours, process.pid, env)
+
+    def fits(self, env: Mapping[str, str]) -> bool:
+        """Whether a fork has imported what a fresh process with this environment would."""
+        paths = map(os.path.realpath, _python_paths(env))
+        return _at_import(env) == self._environment and self._paths.issuperset(paths)
 
     def start(self, request: Mapping[str, Any], fds: Sequence[int]) -> int | None:
         """Returns the pid of a new child of this process, or None if the server has ended."""
@@ -86,10 +102,19 @@ _servers: dict[str, ForkServer] = {}
 _may_start = True
 
 
-def _server_of(kind: str) -> ForkServer | None:
+def _server_of(command: Sequence[str], env: Mapping[str, str]) -> ForkServer | None:
+    """None: the process must be a fresh one."""
+    if command[1:2] != ["-m"] or (kind := KINDS.get(command[2])) is None:
+        return None
+    environment: Mapping[str, str] = os.environ
+    if command[0] != sys.executable:
+        if command[0] != VLLM_PYTHON:
+            return None
+        kind, environment = "vllm v2" if "VLLM_USE_V2_MODEL_RUNNER" in env else "vllm", env
     if kind not in _servers and _may_start:
-        _servers[kind] = ForkServer.fresh(kind)
-    return _servers.get(kind)
+        _servers[kind] = ForkServer.fresh(kind, environment)
+    server = _servers.get(kind)
+    return server if server is not None and server.fits(env) else None
 
 
 def use_only(servers: Mapping[str, ForkServer]) -> None:
@@ -119,13 +144,10 @@ class ForkedPopen(subprocess.Popen[AnyStr]):
     def _fork(self, given: Mapping[str, Any]) -> bool:
         """Returns False if the process must be a fresh one."""
         args = given["args"]
-        command = [args] if isinstance(args, str | bytes | os.PathLike) else [*map(str, args)]
+        single = isinstance(args, str | bytes | os.PathLike)
+        command = [os.fsdecode(args)] if single else [*map(str, args)]
         env = dict(os.environ if given["env"] is None else given["env"])
-        if command[:2] != [sys.executable, "-m"] or command[2] not in KINDS:
-            return False
-        if any(given[name] for name in _UNUSUAL) or (server := _server_of(KINDS[command[2]])) is None:
-            return False
-        if _at_import(env) != server.environment or not _imports_from_here(env):
+        if any(given[name] for name in _UNUSUAL) or (server := _server_of(command, env)) is None:
             return False
         standard = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
         fds = [number if fd == -1 else fd for number, fd in enumerate(standard)]
@@ -150,10 +172,8 @@ class ForkedPopen(subprocess.Popen[AnyStr]):
         return True
 
 
-def _imports_from_here(env: Mapping[str, str]) -> bool:
-    paths = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    known = {os.path.realpath(path) for path in sys.path}
-    return all(os.path.realpath(path) in known for path in paths)
+def _python_paths(env: Mapping[str, str]) -> list[str]:
+    return [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
 
 
 def _at_import(env: Mapping[str, str]) -> dict[str, str]:
@@ -205,6 +225,8 @@ class AsyncProcess:
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
     """Roles that this process starts are forks, until the end of the context."""
+    import pytest  # the environment with vLLM does not have it
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", ForkedPopen)
         yield

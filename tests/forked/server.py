@@ -62,6 +62,28 @@ _PRELOADED = {
         "baton.kv_transfer.protocol.encryption",
         "psutil",
     ),
+    "vllm": (
+        "tests.vllm_worker.vllm_server",
+        "vllm",
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.models.llama",
+        "vllm.renderers.hf",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.v1.worker.cpu_worker",
+        "baton.cluster.cli",
+        "baton.cluster.roles",
+        "baton.cluster.serve",
+        "baton.kv_transfer.process.__main__",
+        "baton.router.preparation.child",
+        "baton.router.server",
+        "baton.vllm_worker.connector",
+        "baton.vllm_worker.engine_process",
+        "baton.vllm_worker.llm",
+        "baton.worker.service_process.service",
+    ),
     "loads": ("baton.bench.load.cli", "baton.bench.load.commands", "baton.bench.load.traffic.client_process"),
 }
 _PARENTS = ("serve", "prefill", "decode", "router", "tests.worker_process", "baton.bench.load")
@@ -77,11 +99,13 @@ def main() -> None:
     before = dict(os.environ)
     setproctitle.setproctitle("baton tests: fork server")  # finds the room for the titles of forks
     gc.disable()  # imports make no garbage
-    for module in _PRELOADED[kind]:
+    for module in _PRELOADED[kind.split()[0]]:
         importlib.import_module(module)
     if kind == "transfers":
         _load_nixl()
-    elif kind == "roles":
+    elif kind.startswith("vllm"):
+        _name_processes_of_vllm_late()
+    if kind not in ("transfers", "loads"):
         _close_before_the_end_of_serve()
     _set_by_imports.update(os.environ.items() - before.items())
     gc.freeze()
@@ -94,6 +118,18 @@ def _load_nixl() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start threads
     if wheel := next(filter(find_spec, NIXL_WHEELS), None):
         importlib.import_module(f"{wheel}._bindings")
+
+
+def _name_processes_of_vllm_late() -> None:
+    """vLLM reads the prefix of the names of its processes when it is imported."""
+
+    class Prefix(str):
+        def __format__(self, _: str) -> str:
+            return os.environ.get("VLLM_PROCESS_NAME_PREFIX", self)
+
+    utils = importlib.import_module("vllm.utils.system_utils")
+    assert utils.set_process_title.__defaults__ == ("", "VLLM")
+    utils.set_process_title.__defaults__ = "", Prefix("VLLM")
 
 
 def _close_before_the_end_of_serve() -> None:
@@ -213,7 +249,8 @@ def _start_server(kind: str) -> None:
         os._exit(0)
     theirs.close()
     server = popen.ForkServer(ours, pid)
-    popen.use_only({kind: server, "transfers": server} if kind == "roles" else {kind: server})
+    kinds = ("roles", "transfers") if kind == "roles" else (kind,)
+    popen.use_only(dict.fromkeys(kinds, server))
     setattr(subprocess, "Popen", popen.ForkedPopen)  # noqa: B010  a type checker refuses the assignment
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
-import socket
-import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ import psutil
 import torch
 import triton
 
+from tests.forked import ForkedPopen
+from tests.forked.popen import VLLM_PYTHON
+
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+PYTHON = Path(VLLM_PYTHON)
 """`make venv-vllm` makes it."""
 PATHS = f"{ROOT}:{Path(__file__).with_name('cheaper')}"
 """Of vLLM's processes. With `FRESH_VLLM` in their environment they are as users have them."""
@@ -28,27 +31,31 @@ Request = tuple[list[int], dict[str, Any], dict[str, Any] | None]
 Answers = list[tuple[list[int], dict[str, Any] | None]]
 
 
-_fork_servers: dict[bool, socket.socket] = {}
+@functools.cache
+def _with_triton() -> tempfile.TemporaryDirectory[str]:
+    """A directory from which Python imports the Triton of this environment."""
+    packages = tempfile.TemporaryDirectory()
+    (Path(packages.name) / "triton").symlink_to(Path(triton.__file__).parent)
+    return packages
 
 
-def _fork_server(v2: bool, home: Path) -> socket.socket:
-    """Of a process that has imported vLLM. It ends with this one."""
-    if v2 in _fork_servers:
-        return _fork_servers[v2]
+def _environment(v2: bool, home: Path) -> dict[str, str]:
     assert PYTHON.exists(), "vLLM has an environment of its own: run `make venv-vllm`"
-    environment = os.environ | {"PYTHONPATH": PATHS, "HOME": str(home)}
+    environment = os.environ | {
+        "PYTHONPATH": PATHS,
+        "HOME": str(home),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines and ranks share the CPUs
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     # vLLM keeps there what it knows of each class of models. To learn it, a process imports all of vLLM.
     environment.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
     if v2:
-        (home / "packages").mkdir()
-        (home / "packages" / "triton").symlink_to(Path(triton.__file__).parent)
-        environment["PYTHONPATH"] += f":{home}/packages"
+        environment["PYTHONPATH"] += f":{_with_triton().name}"
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    _fork_servers[v2], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        command = [PYTHON, Path(__file__).with_name("vllm_server.py"), str(theirs.fileno())]
-        subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
-    return _fork_servers[v2]
+    return environment
 
 
 class Server:
@@ -59,9 +66,12 @@ class Server:
         self.preemptions = self.bounded = 0
         questions, answers = os.pipe(), os.pipe()
         self._questions, self._answers = os.fdopen(questions[1], "w"), os.fdopen(answers[0])
-        server = _fork_server(v2, model)
-        socket.send_fds(server, [json.dumps([str(model), options]).encode()], [questions[0], answers[1]])
-        self.process = psutil.Process(int(server.recv(100)))
+        given = [str(model), json.dumps(options), str(questions[0]), str(answers[1])]
+        self._popen = ForkedPopen(
+            [VLLM_PYTHON, "-m", "tests.vllm_worker.vllm_server", *given],
+            env=_environment(v2, model), pass_fds=(questions[0], answers[1]),
+        )  # fmt: skip
+        self.process = psutil.Process(self._popen.pid)
         os.close(questions[0])
         os.close(answers[1])
 
@@ -82,7 +92,7 @@ class Server:
         for process in [*children, self.process]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait()
+        self._popen.wait()
         self._questions.close()
         self._answers.close()
 

@@ -26,7 +26,7 @@ from baton.content import prompt_hints
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
-from tests.forked import forking
+from tests.forked import ForkedPopen, FreshPopen, forking
 from tests.system.machine import titled, tree, until
 from tests.vllm_worker.engines import PATHS, PYTHON
 from tests.within import WITHIN
@@ -162,9 +162,10 @@ class VLLMCluster(Front):
         environment |= {"PYTHONPATH": PATHS, "HF_HUB_OFFLINE": "1", "BATON_CLUSTER_SECRET": SECRET}
         environment |= {"FRESH_VLLM": "1"} if fresh else {}
         with self._output.open("wb") as out:
-            self.process = subprocess.Popen(
+            self.process = (FreshPopen if fresh else ForkedPopen)(
                 [
-                    PYTHON, "-m", "baton.cluster.cli", "serve", "--engine", "vllm", "--model", str(model),
+                    str(PYTHON), "-m", "baton.cluster.cli", "serve", "--engine", "vllm",
+                    "--model", str(model),
                     "--served-model-name", "tiny", "--port", str(self.port), "--dtype", "float32",
                     "--log-dir", str(self.logs), "--num-threads", "1", "--vllm-args", "--enforce-eager",
                     *flags,

@@ -31,6 +31,7 @@ from baton.vllm_worker.attachment import Close, Commit, FromConnector, ToConnect
 from baton.vllm_worker.caches import paged_kv
 from baton.vllm_worker.plan import Chunk, Fetch, Plan, Planner, Source
 from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
+from tests.forked import forking
 from tests.within import WITHIN
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
@@ -86,6 +87,12 @@ class Server:
     def of(self, blocks: list[int], start: int, stop: int) -> list[torch.Tensor]:
         """K and V of positions, of each layer."""
         return [row[blocks].flatten(0, 1)[start:stop].clone() for rows in self.kv.rows for row in rows]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_processes() -> Iterator[None]:
+    with forking():
+        yield
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
-"""vLLM engines as processes of their own Python, since vLLM's packages do not fit ours.
+"""A vLLM engine as a process of its own Python, since vLLM's packages do not fit ours.
 
-    .venv-vllm/bin/python tests/vllm_worker/vllm_server.py SOCKET
+    .venv-vllm/bin/python -m tests.vllm_worker.vllm_server MODEL ARGUMENTS QUESTIONS ANSWERS
 
-It imports vLLM, which takes seven seconds, and then forks one engine for each message on the socket (a number
-of a descriptor), whose answer is the pid. The message has two descriptors, which are the input and the output
-of the engine, and as JSON: [model, arguments of vLLM's engine]. Of these, `kv_transfer_config` has those of
-its own class. With `graphs` every second step calls no hooks of layers, as a step that one CUDA graph holds.
-With `one_process` vLLM's scheduler is in the process with the model, as on one GPU.
+The last two are descriptors: the input and the output of the engine. The second has the arguments of vLLM's
+engine as JSON. Of these, `kv_transfer_config` has those of its own class. With `graphs` every second step
+calls no hooks of layers, as a step that one CUDA graph holds. With `one_process` vLLM's scheduler is in the
+process with the model, as on one GPU.
 
 An engine prints an empty line when it is up. Each line of its input is a list of requests, as JSON: [prompt,
 fields of SamplingParams, kv_transfer_params or null]. The answer is a line, too: of each request [tokens,
@@ -20,8 +19,6 @@ import functools
 import itertools
 import json
 import os
-import signal
-import socket
 import sys
 from types import SimpleNamespace
 from typing import Any, TextIO
@@ -29,14 +26,6 @@ from unittest.mock import Mock
 
 from setproctitle import setproctitle
 
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines and ranks share the CPUs
-    "OMP_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     # It needs Triton. Where there is no GPU, Triton's interpreter takes the place of a backend for CPUs.
     from triton.backends import backends
@@ -46,26 +35,11 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
 
-def main(requests: socket.socket) -> None:
-    import vllm  # noqa: F401
-
-    setproctitle("baton tests: fork server of vLLM")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the engines
-    while True:
-        message, fds, _, _ = socket.recv_fds(requests, 1 << 16, 2)
-        if not message:
-            return  # the tests have ended
-        if (pid := os.fork()) == 0:
-            break
-        for fd in fds:
-            os.close(fd)
-        requests.send(str(pid).encode())
+def main() -> None:
+    model, arguments, questions, answers = sys.argv[1:]
     setproctitle("vllm_server.py")
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    requests.close()
-    model, arguments = json.loads(message)
-    with os.fdopen(fds[0]) as questions, os.fdopen(fds[1], "w") as answers:
-        serve(model, arguments, questions, answers)
+    with os.fdopen(int(questions)) as asked, os.fdopen(int(answers), "w") as told:
+        serve(model, json.loads(arguments), asked, told)
 
 
 def serve(model: str, arguments: dict[str, Any], questions: TextIO, answers: TextIO) -> None:
@@ -147,4 +121,4 @@ def use_graphs() -> None:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main()

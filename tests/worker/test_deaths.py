@@ -62,10 +62,10 @@ def worker(death: Death, tmp_path: Path) -> Iterator[WorkerProcess]:
         yield started[death].wait_ready()
 
 
-async def queued(stream: WorkerStream, role: str) -> list[bytes]:
-    """Submits several prompts. Returns their ids when the engine computes the first one."""
+async def queued(stream: WorkerStream, role: str, count: int) -> list[bytes]:
+    """Submits so many prompts. Returns their ids when the engine computes the first one."""
     ids: list[bytes] = []
-    for _ in range(12 if role == "prefill" else 6):  # a decode worker has room for fewer
+    for _ in range(count):
         asked = request(PROMPT, sampling())
         if role == "prefill":
             ids.append(await stream.submit_prefill(asked, handover=True))
@@ -106,7 +106,8 @@ async def test_all_processes_end_and_routers_learn_the_attempts_of_the_crashed_s
     service, *others = worker.tree()
     victim = worker.child(death.kind) if death.kind != "service" else service
     async with attached(worker) as stream:
-        ids = await queued(stream, death.role)
+        # Enough that the engine process still has some when it stops in a step.
+        ids = await queued(stream, death.role, 12 if death.failures else 3)
         if death.failures:
             stop_in_step(victim)
         victim.send_signal(death.how)

@@ -7,6 +7,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import grpc.aio
 import psutil
 import pytest
 
+from baton.kv_transfer import TransferDeadlines
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.stubs import WorkerStub
 from tests.cluster_helpers import (
     SECRET,
     WorkerProcess,
+    WorkerStream,
     assert_whole,
     attached,
     health,
@@ -32,9 +35,11 @@ from tests.cluster_helpers import (
     tiny_model,
 )
 from tests.device import DEVICE
+from tests.forked.clock import VARIABLE, Clock
 from tests.within import WITHIN, within
 
 TINY = {"load_format": "dummy", "num_blocks": 300, "max_num_batched_tokens": 64}
+RANKS = 2 if DEVICE == "cpu" else 1
 ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
 
 
@@ -51,8 +56,8 @@ async def exit_code(worker: WorkerProcess) -> int:
 @pytest.fixture(scope="module")
 def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     directory = tmp_path_factory.mktemp("one")
-    model = tiny_model(directory / "model")
-    worker = start_worker("prefill", model, directory, index=3, engine=TINY, fresh=True)
+    model, engine = tiny_model(directory / "model"), TINY | {"tensor_parallel_size": RANKS}
+    worker = start_worker("prefill", model, directory, index=3, engine=engine, fresh=True)
     try:
         yield worker.wait_ready()
     finally:
@@ -71,7 +76,8 @@ async def test_a_worker_reports_its_start_and_describes_itself(prefill: WorkerPr
     assert worker.ready["index"] == 3
     titles = [" ".join(p.cmdline()).strip() for p in worker.tree()]
     titles = [title for title in titles if ", lanes " not in title]  # on many cores
-    assert sorted(titles) == ["baton: prefill 3", "baton: prefill 3 engine", "baton: prefill 3 transfer"]
+    children = ["engine", *(f"rank {rank}" for rank in range(1, RANKS)), "transfer"]
+    assert sorted(titles) == ["baton: prefill 3", *(f"baton: prefill 3 {child}" for child in children)]
     assert list(worker.run_dir.iterdir()) == [], "the socket file is removed when the worker is ready"
     for title, loaded in (("engine", ["libtorch."]), ("transfer", [])):
         maps = Path(f"/proc/{worker.child(title).pid}/maps").read_text()
@@ -146,46 +152,64 @@ def test_sigterm_during_the_start_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
+def clock() -> Iterator[Clock]:
+    """Of the workers in `ending`."""
+    with closing(Clock()) as clock:
+        yield clock
+
+
+@pytest.fixture(scope="module")
+def ending(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Iterator[dict[str, WorkerProcess]]:
     """Workers that the tests end."""
     workers = {
-        "drains prefill": {"role": "prefill", "engine": TINY, "deadlines": {"hold": 3.0}},
+        "drains prefill": {"role": "prefill", "engine": TINY},
         "drains decode": {"role": "decode", "engine": TINY},
         "hurried": {"role": "prefill", "engine": TINY, "drain_timeout": 0.5},
     }
-    with side_by_side(tmp_path_factory.mktemp("ending"), workers) as started:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv(VARIABLE, clock.path)
+        started = stack.enter_context(side_by_side(tmp_path_factory.mktemp("ending"), workers))
+        patch.undo()
         yield started
 
 
-async def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
-    ending: dict[str, WorkerProcess],
+async def drains(stream: WorkerStream, worker: WorkerProcess) -> None:
+    """Returns when a worker that gets SIGTERM says that it drains."""
+    worker.popen.terminate()
+    while (await stream.next_status()).health != pb.WorkerStatus.HEALTH_DRAINING:
+        pass
+
+
+async def test_after_sigterm_accepted_requests_end_and_new_ones_are_refused(
+    ending: dict[str, WorkerProcess], clock: Clock
 ) -> None:
     started = [ending["drains prefill"], ending["drains decode"]]
     prefill, decode = (worker.wait_ready() for worker in started)
     trees = [worker.tree() for worker in started]
     async with paired(prefill, decode) as pair:
-        running = sampling(max_tokens=300, ignore_eos=True)
-        _, decode_id = await pair.reserve(request(range(100), running))
-        await pair.decode.token(decode_id)
-        held = await pair.prefill.submit_prefill(request(range(50), running), handover=True)
+        asked, prefill_id = request(range(100), sampling(max_tokens=5, ignore_eos=True)), os.urandom(16)
+        decode_id = await pair.decode.reserve(asked, pair.source(prefill_id))
+        held = await pair.prefill.submit_prefill(asked, handover=True)
         await pair.prefill.token(held)
         assert await asyncio.to_thread(probed, decode) == 200
-        for worker in started:
-            worker.popen.terminate()
-        while (await pair.decode.next_status()).health != pb.WorkerStatus.HEALTH_DRAINING:
-            pass
+        await drains(pair.decode, decode)
         assert await asyncio.to_thread(probed, decode) == 503
-        late = await pair.decode.submit_decode(request([1], running), pair.source(os.urandom(16)))
+        late = await pair.decode.submit_decode(asked, pair.source(os.urandom(16)))
         assert (await pair.decode.failure(late)).code == pb.FAILURE_CODE_DRAINING
-        assert len(await pair.decode.tokens(decode_id)) == 299
+        submit = pb.SubmitPrefill(prefill_id=prefill_id, request=asked, handover=True)
+        await pair.prefill.send(prefill=submit)
+        assert len(await pair.decode.tokens(decode_id)) == 5
+        assert await exit_code(decode) == 0
+        await within(pair.decode.ended.wait())
+        await drains(pair.prefill, prefill)
         # No decode worker fetches this prefill, so the drain waits for the hold deadline.
+        clock.later(TransferDeadlines().hold)
         failure = await pair.prefill.failure(held)
         assert (failure.code, failure.message) == (
             pb.FAILURE_CODE_DROPPED,
             "not fetched before the hold deadline",
         )
-        assert [await exit_code(worker) for worker in started] == [0, 0]
-        await within(pair.decode.ended.wait())
+        assert await exit_code(prefill) == 0
     for worker, tree in zip(started, trees, strict=True):
         assert_nothing_left(worker, tree)
 

@@ -45,7 +45,6 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
     settings: dict[str, dict[str, Any]] = {
         name: {"role": "decode", "engine": engine} for name, engine in engines.items()
     }
-    settings["loses a rank"]["fresh"] = True
     settings["loses a rank"]["kv_connector"] = "tcp"
     with side_by_side(tmp_path_factory.mktemp("ranks"), settings) as started:
         yield {name: worker.wait_ready() for name, worker in started.items()}
