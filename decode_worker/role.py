@@ -209,7 +209,7 @@ class DecodeAttempt(Attempt):
             done = messages.Decoded(self.origin, self.joined_at, time.monotonic(), self.num_sampled)
             self.attempts.report(done)
 
-    def give_back(self) -> None:
+    def stop(self) -> None:
         if self.live is not None:
             self.role.engine.cancel(self.live)
 

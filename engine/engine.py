@@ -267,12 +267,10 @@ class Engine:
         if live.phase is not Phase.GONE:
             self._lives.drop(live)
 
-    def to_drop(
-        self, wanted: Callable[[Any], bool], spare: Iterable[LiveRequest], closing: Iterable[LiveRequest] = ()
-    ) -> list[LiveRequest]:
+    def to_drop(self, wanted: Callable[[Any], bool], spare: Iterable[LiveRequest]) -> list[LiveRequest]:
         """As `RequestLives.to_drop`. Spare are held requests that no transfer reads, and, after them,
         reservations with a prefill that has not started."""
-        return self._lives.to_drop(wanted, spare, closing)
+        return self._lives.to_drop(wanted, spare)
 
     def _prepare(self, live: LiveRequest, started: float | None) -> LiveRequest:
         live.started = started

@@ -226,7 +226,7 @@ class PrefillAttempt(Attempt):
             self.live = None
         self.close("finished" if resumed else "gone")
 
-    def give_back(self) -> None:
+    def stop(self) -> None:
         if self.live is not None:
             self.role.engine.cancel(self.live)
 

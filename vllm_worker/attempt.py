@@ -84,7 +84,8 @@ class VLLMAttempt(Attempt):
         if not self.leases:
             self.close("finished")
 
-    def give_back(self) -> None:
+    def over(self) -> None:
+        Attempt.over(self)
         self.needed.left(self)
 
 

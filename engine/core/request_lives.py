@@ -369,27 +369,20 @@ class RequestLives:
         self.memory.free(live)
         live.owner = None  # which mostly names the request
 
-    def to_drop(
-        self,
-        wanted: Callable[[Any], bool],
-        spare: Iterable[LiveRequest],
-        closing: Iterable[LiveRequest] = (),
-    ) -> list[LiveRequest]:
+    def to_drop(self, wanted: Callable[[Any], bool], spare: Iterable[LiveRequest]) -> list[LiveRequest]:
         """The `spare` requests, in their order, that must be dropped so that a waiting request can start.
 
         This is the first waiting request with an owner that is `wanted`; the requests before it in the queue
         start before it. If there is not enough room for all of these, as many start as can, and no request is
         dropped for the others. Spare requests are held or reserved. Reserved ones stay while a request is
-        running, since that one leaves its seat and its blocks. The caller drops the `closing` requests in any
-        case."""
+        running, since that one leaves its seat and its blocks."""
         if not any(wanted(live.owner) for live in self.waiting):
             return []
         pool, memory, states = self.pool, self.memory, self.states
-        ending, droppable = list(closing), list(spare)
+        droppable = list(spare)
         if self.running or self.loading:
             droppable = [live for live in droppable if live.phase is Phase.HELD]
-        seats = self.seats + sum(live.phase is Phase.RESERVED for live in ending)
-        least = 0
+        seats, least = self.seats, 0
         if seats <= 0:
             reserved = next((live for live in droppable if live.phase is Phase.RESERVED), None)
             if reserved is None:
@@ -397,7 +390,7 @@ class RequestLives:
             droppable.remove(reserved)
             droppable.insert(0, reserved)
             seats = least = 1
-        tables = [live.blocks for live in (*self.leaving, *ending, *droppable)]
+        tables = [live.blocks for live in (*self.leaving, *droppable)]
         certain = len(tables) - len(droppable)
         need, hits, count, dropped = 0, set[int](), 0, 0
 

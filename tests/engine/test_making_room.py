@@ -16,15 +16,12 @@ def held(scheduler: Scheduler, number: int, blocks: int) -> LiveRequest:
     return live
 
 
-def dropped(
-    scheduler: Scheduler, *wanted: LiveRequest, closing: tuple[LiveRequest, ...] = (), fetched: bytes = b""
-) -> list[int]:
+def dropped(scheduler: Scheduler, *wanted: LiveRequest, fetched: bytes = b"") -> list[int]:
     """The numbers of the held requests that are dropped; the oldest are offered first."""
-    order = sorted({*scheduler.lives.held} - {*closing}, key=lambda live: live.arrival)
+    order = sorted(scheduler.lives.held, key=lambda live: live.arrival)
     going = scheduler.lives.to_drop(
         {live.id for live in wanted}.__contains__,
         [live for live in order if live.id not in fetched],
-        closing,
     )
     return [live.id[0] for live in going]
 
@@ -90,7 +87,6 @@ def test_a_running_request_that_is_not_for_a_handover_does_not_wait() -> None:
 
 def test_blocks_that_are_being_freed_count_as_free(full: Scheduler) -> None:
     wanted = add(full, 9, BLOCK, handover=True)
-    assert dropped(full, wanted, closing=(numbered(full, 3),)) == []
     last = numbered(full, 3)
     last.leases.begin("a transfer")
     full.lives.drop(last)
@@ -144,14 +140,15 @@ def test_a_reservation_is_dropped_if_reservations_have_all_seats() -> None:
     second, third = (reserve(scheduler, number, 1) for number in (5, 6))
     wanted = add(scheduler, 9, BLOCK, handover=True)
 
-    def dropped_with(*closing: LiveRequest) -> list[LiveRequest]:
-        return scheduler.lives.to_drop({wanted.id}.__contains__, [first, third, second], closing)
+    def dropped_of(*spare: LiveRequest) -> list[LiveRequest]:
+        return scheduler.lives.to_drop({wanted.id}.__contains__, spare)
 
-    assert dropped_with() == [third], "a held request has no seat"
-    assert dropped_with(second) == []
+    assert dropped_of(first, third, second) == [third], "a held request has no seat"
     scheduler.lives.join(second)
-    going = scheduler.lives.to_drop({wanted.id}.__contains__, [first, third])
-    assert going == [], "the running request leaves its seat"
+    assert dropped_of(first, third) == [], "the running request leaves its seat"
+    third.leases.begin("a fetch")
+    scheduler.lives.drop(third)
+    assert scheduler.lives.can_admit, "its seat is free before its blocks"
 
 
 def shared(prefix: int, blocks: int, *, number: int) -> EngineRequest:

@@ -109,10 +109,16 @@ class Attempt:
         self.to(State.CLOSING)
         for lease in [*self.leases]:
             lease.revoke(reason)
+        self.stop()
         self.leases.close()
 
-    def give_back(self) -> None:
-        """Nothing uses its blocks any more: frees them."""
+    def stop(self) -> None:
+        """Its request in the engine ends now. The blocks are free when no step and no lease uses them."""
+
+    def over(self) -> None:
+        """Its last lease has ended."""
+        self.to(State.ENDED)
+        del self.attempts.by_id[self.id]
 
 
 @dataclass(slots=True, eq=False)
@@ -120,15 +126,23 @@ class Lease:
     """Something uses the attempt until `end`, which is called once: an import, a transfer, a decode here."""
 
     attempt: Attempt
+    _live: LiveRequest | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.attempt.leases.begin(self)
+
+    def keep_blocks(self) -> None:
+        """From now on the lease is one on the request in the engine, too, so its blocks stay."""
+        self._live = self.attempt.live_request
+        self._live.leases.begin(self)
 
     def revoke(self, reason: Reason) -> None:
         """The attempt ends. What uses it shall end, too, now or later."""
         raise NotImplementedError
 
     def end(self) -> None:
+        if self._live is not None:
+            self._live.leases.end(self)
         self.attempt.leases.end(self)
 
 
@@ -150,6 +164,7 @@ class Reading(Lease):
     ) -> None:
         """As `Sender.open`."""
         self.is_open = True
+        self.keep_blocks()
         self.sender.open(self.id, block_ids, num_tokens, state_slot, states_at, self)
 
     def revoke(self, reason: Reason) -> None:
@@ -168,6 +183,10 @@ class Writing(Lease):
 
     receiver: Receiver
     id: bytes
+
+    def __post_init__(self) -> None:
+        Lease.__post_init__(self)
+        self.keep_blocks()
 
     def revoke(self, reason: Reason) -> None:
         self.receiver.cancel(self.id)
@@ -209,13 +228,7 @@ class Attempts(Generic[A]):
         if attempt.id in self.by_id:
             self.fail(attempt, Code.INVALID, "this id is in use")
             return False
-
-        def over() -> None:
-            attempt.to(State.ENDED)
-            del self.by_id[attempt.id]
-            attempt.give_back()
-
-        attempt.attempts, attempt.leases = self, Leases(over)
+        attempt.attempts, attempt.leases = self, Leases(attempt.over)
         self.by_id[attempt.id] = attempt
         return True
 

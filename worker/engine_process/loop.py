@@ -230,9 +230,8 @@ class Roles:
         workers, where prompts may wait for the same reason. So a prompt with a FETCH first takes the blocks
         of prefills that no worker fetches. Then it takes those of reservations without any KV yet.
         """
-        closing = (of.live for of in self._attempts if of.closed and of.live is not None)
         spare = (attempt.live_request for attempt in self.spare())
-        for live in self._engine.to_drop(attrgetter("is_wanted"), spare, closing):
+        for live in self._engine.to_drop(attrgetter("is_wanted"), spare):
             live.owner.drop()
 
     def spare(self) -> Iterator[Attempt]:
