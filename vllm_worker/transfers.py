@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from baton.kv_transfer import (
     ArenaEnd,
     Began,
@@ -123,6 +125,25 @@ class TransferProcess:
 Event = Injected | FetchFailed | Closed | Released
 
 
+@dataclass(slots=True, eq=False)
+class Sending:
+    """A prefill of a request, until vLLM and the sender need its blocks no more. The owner of `Released`."""
+
+    request_id: str
+    has_blocks: bool = False
+    """vLLM has ended the request, and given its blocks to this connector."""
+    released: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Fetching:
+    """A fetch, while blocks may be written. The owner of its events."""
+
+    fetch: Fetch
+    deadline: float | None
+    """time.monotonic(). Infinite: it has passed. None: the request has ended."""
+
+
 class Attendant:
     """The thread that has the receiver. Its methods may be called from vLLM's thread."""
 
@@ -145,13 +166,13 @@ class Attendant:
         self._orders.put(call)
         os.eventfd_write(self._wake, 1)
 
-    def fetch(self, fetch: Fetch) -> None:
-        source = fetch.source
+    def fetch(self, owner: Fetching) -> None:
+        fetch, source = owner.fetch, owner.fetch.source
         self.order(
             lambda receiver: receiver.fetch(
                 fetch.decode_id, prefill_id=source.prefill_id, kv_address=source.kv_address,
                 incarnation=source.incarnation, attempt=fetch.attempt, block_ids=fetch.block_ids,
-                num_tokens=fetch.stop, start=fetch.start,
+                num_tokens=fetch.stop, start=fetch.start, owner=owner,
             )
         )  # fmt: skip
 
@@ -197,7 +218,7 @@ class Attendant:
                     assert not isinstance(event, Began), "vLLM computes all of a prompt, or nothing"
                     self._events.put(event)
                     if worker is not None:
-                        worker.post(event)
+                        worker.post(structs.replace(event, owner=None))
                 if worker is not None:
                     worker.flush()
                     for message in worker.receive():
@@ -217,7 +238,7 @@ class Attendant:
         if largest < self._vocabulary:
             return event
         text = f"COMMIT names token {largest}, beyond the vocabulary of {self._vocabulary}"
-        return FetchFailed(event.decode_id, text)
+        return FetchFailed(event.decode_id, text, event.owner)
 
     def _woken(self, receiver: Receiver) -> bool:
         """Carries out the orders. Returns whether the thread ends."""
@@ -254,14 +275,11 @@ class Transfers:
         self._attendant = Attendant(lambda: transport.receiver(kv), self._sender, vocabulary, worker)
         self._plan = Plan()
         # Sending.
-        self._requests: dict[bytes, str] = {}  # by prefill id, until nothing reads the blocks
-        self._ended: set[bytes] = set()  # prefill ids: vLLM has given the blocks to this connector
-        self._released: set[bytes] = set()  # before that
+        self._prefills: dict[bytes, Sending] = {}  # by id
+        self._sent: set[str] = set()  # requests whose blocks nothing reads any more, until vLLM is told
         # Fetching.
-        self._fetches: dict[bytes, Fetch] = {}  # by decode id, while blocks may be written
+        self._fetches: dict[bytes, Fetching] = {}  # by decode id
         self._fetch_ends: list[FetchFailed | Closed] = []  # that vLLM is not told of yet
-        # By decode id: time.monotonic(). Not of requests that have ended. Infinite: it has passed.
-        self._deadlines: dict[bytes, float] = {}
         self._failed_blocks: set[int] = set()
         self._first_tokens: dict[str, int] = {}  # by request id: vLLM is not told of these yet
         self.asked = False  # `injected` tells of these requests, and `ended` does not
@@ -273,7 +291,7 @@ class Transfers:
         for prefill_id in plan.expected:
             self._sender.expect(prefill_id)
         for prefill_id, request_id in plan.opened.items():
-            self._requests[prefill_id] = request_id
+            self._prefills[prefill_id] = Sending(request_id)
         computed = (Computed(*counts) for counts in plan.computed)
         messages = [*map(Started, plan.started), *computed, *map(Costs, plan.costs)]
         if messages:
@@ -284,21 +302,27 @@ class Transfers:
             blocks = [*chunk.block_ids, *[0] * missing]  # of positions that are not ready yet
             if chunk.prefill_id in opened:
                 opened.discard(chunk.prefill_id)
-                self._sender.open(chunk.prefill_id, blocks, chunk.num_tokens)
+                owner = self._prefills[chunk.prefill_id]
+                self._sender.open(chunk.prefill_id, blocks, chunk.num_tokens, owner=owner)
             else:
                 self._sender.extend(chunk.prefill_id, blocks, chunk.num_tokens)
         for prefill_id, token in plan.committed.items():
             if token is not None:
                 self._sender.commit(prefill_id, FirstToken(token))
-            self._ended.add(prefill_id)
+            self._has_blocks(prefill_id)
         for prefill_id, reason in plan.aborted.items():
             self._sender.close(prefill_id, reason)
-            if prefill_id in self._requests:
-                self._ended.add(prefill_id)
+            self._has_blocks(prefill_id)
         for fetch in plan.fetches:
-            self._fetches[fetch.decode_id] = fetch
-            self._deadlines[fetch.decode_id] = time.monotonic() + self._timeout
-            self._attendant.fetch(fetch)
+            fetching = self._fetches[fetch.decode_id] = Fetching(fetch, time.monotonic() + self._timeout)
+            self._attendant.fetch(fetching)
+
+    def _has_blocks(self, prefill_id: bytes) -> None:
+        """The connector has the blocks of a prefill, unless it never began."""
+        if (prefill := self._prefills.pop(prefill_id, None)) is not None:
+            prefill.has_blocks = True
+            if prefill.released:
+                self._sent.add(prefill.request_id)
 
     def saved(self, layer: int) -> None:
         """The step has written the KV of this layer."""
@@ -312,26 +336,25 @@ class Transfers:
         there: no COMMIT follows, so no receiver uses anything of their transfers."""
         for prefill_id in prefill_ids:
             self._sender.close(prefill_id, "cancelled")
-            self._requests.pop(prefill_id, None)
+            self._prefills.pop(prefill_id, None)
 
     def ended(self, finished: set[str]) -> tuple[set[str], set[str]]:
         """`finished`: requests that have ended since the last call. Returns requests whose blocks nothing
         reads any more, and requests whose fetch has ended."""
         self._cancel(finished)
         self._take_events()
-        sent = self._released & self._ended
-        self._released -= sent
-        self._ended -= sent
+        sent, self._sent = self._sent, set()
         received = set[str]() if self.asked else set(self._first_tokens)
         for event in self._fetch_ends:
-            fetch = self._fetches.pop(event.decode_id)
+            fetching = self._fetches.pop(event.decode_id)
+            fetch = fetching.fetch
             received.add(fetch.request_id)
-            if self._deadlines.pop(event.decode_id, None) is not None:
+            if fetching.deadline is not None:
                 reason = event.reason if isinstance(event, FetchFailed) else f"in {self._timeout:g} s"
                 log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
                 self._failed_blocks |= set(fetch.block_ids[fetch.start // self._block_size :])
         self._fetch_ends.clear()
-        return {self._requests.pop(prefill_id) for prefill_id in sent}, received
+        return sent, received
 
     def injected(self) -> dict[str, int]:
         """As `take_first_tokens`, for a scheduler in this process: KV that came after `ended` counts, too.
@@ -343,11 +366,11 @@ class Transfers:
     def _cancel(self, finished: set[str]) -> None:
         """Ends the fetches of these requests, and those that take too long."""
         now = time.monotonic()
-        for decode_id, fetch in self._fetches.items():
-            if fetch.request_id in finished:
-                self._deadlines.pop(decode_id, None)
-            elif self._deadlines.get(decode_id, math.inf) <= now:
-                self._deadlines[decode_id] = math.inf
+        for decode_id, fetching in self._fetches.items():
+            if fetching.fetch.request_id in finished:
+                fetching.deadline = None
+            elif fetching.deadline is not None and fetching.deadline <= now:
+                fetching.deadline = math.inf
             else:
                 continue
             self._attendant.cancel(decode_id)
@@ -369,11 +392,12 @@ class Transfers:
     def _take_events(self) -> None:
         for event in self._attendant.events():
             if isinstance(event, Released):
-                if event.prefill_id in self._requests:  # else it was preempted
-                    self._released.add(event.prefill_id)
+                prefill: Sending = event.owner
+                prefill.released = True
+                if prefill.has_blocks:  # else vLLM has them, also if it has preempted the request
+                    self._sent.add(prefill.request_id)
             elif isinstance(event, Injected):
-                fetch = self._fetches.pop(event.decode_id)
-                self._deadlines.pop(event.decode_id, None)
+                fetch = self._fetches.pop(event.decode_id).fetch
                 self._first_tokens[fetch.request_id] = event.first_token.token_id
             else:
                 self._fetch_ends.append(event)
