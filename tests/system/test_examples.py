@@ -17,7 +17,7 @@ import pytest
 from baton.bench.harness.cluster import free_port
 from baton.cluster import model
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
-from baton.router.text.tokenizer import load_tokenizer
+from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from tests.pages import ROOT, Step, typed
 from tests.within import WITHIN
 
@@ -50,6 +50,11 @@ def server(grpc_address: str) -> Iterator[Serve]:
         machine.remove()
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> ModelTokenizer:
+    return load_tokenizer(model.resolve(None).location)
+
+
 def main_of(script: str) -> Any:
     return runpy.run_path(str(EXAMPLES / script))["main"]
 
@@ -71,10 +76,10 @@ def test_the_grpc_example(server: Serve, grpc_address: str, capsys: pytest.Captu
     assert capsys.readouterr().out == f"{ANSWER}\n8 tokens\n"
 
 
-def test_the_embedded_model_as_a_directory(tmp_path: Path) -> None:
+def test_the_embedded_model_as_a_directory(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
     """`embedded_model.py` writes it for vLLM. Baton's engine answers with it as with the file."""
     main_of("embedded_model.py")(tmp_path, model.embedded_path())
-    tokenizer, file = load_tokenizer(str(tmp_path)), load_tokenizer(model.resolve(None).location)
+    tokenizer, file = load_tokenizer(str(tmp_path)), tokenizer
     question = [{"role": "user", "content": QUESTION}]
     chat = tokenizer.chat_template.render(question)
     assert chat == file.chat_template.render(question)
@@ -96,10 +101,9 @@ def test_every_example_is_run() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["auto", "none"], ids=["packed where the CPU can", "bfloat16"])
-def test_the_first_answers_are_far_from_a_tie(quantization: str) -> None:
+def test_the_first_answers_are_far_from_a_tie(tokenizer: ModelTokenizer, quantization: str) -> None:
     """Rounding may turn a near tie into another answer, which goes on for thousands of tokens."""
     path = model.resolve(None).location
-    tokenizer = load_tokenizer(path)
     chat = tokenizer.chat_template.render([{"role": "user", "content": QUESTION}])
     engine = build_engine(
         EngineConfig(model=path, num_blocks=16, max_model_len=256, num_threads=1, quantization=quantization)

@@ -23,7 +23,7 @@ from .machine import Machine, command_lines, tree, until
 from .recovery import each_has, ride
 from .serve import START_S, Serve
 
-CASES = cases(8, 24)
+CASES = cases(4, 24)
 ROLES = ("prefill", "decode")
 PROCESSES = ("", " engine", " transfer")
 
@@ -95,7 +95,7 @@ def family(serve: Serve, role: str) -> list[psutil.Process]:
 
 async def test_killed_and_hung_workers_come_back_and_streams_wait_for_them(served: Serve) -> None:
     """Decode's engine is killed, and the prefill worker that has to compute it all again hangs."""
-    right = await expected(served.url, CASES, at_once=8)
+    right = await expected(served.url, CASES)
     before = await asyncio.to_thread(served.incarnations)
     decode, prefill = family(served, "decode 0"), family(served, "prefill 0")
 
