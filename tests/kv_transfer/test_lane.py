@@ -75,6 +75,14 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return near, listener.accept()[0]
 
 
+def narrow() -> tuple[socket.socket, socket.socket]:
+    """A connection that holds few bytes which the near end does not read."""
+    near, far = connected()
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    return near, far
+
+
 def framed(head: Header, payload: bytes) -> bytes:
     return pack(head) + FrameWriter().message(b"", payload)
 
@@ -174,11 +182,12 @@ def test_more_messages_at_once_than_the_kernel_takes() -> None:
 
 
 def test_a_peer_that_asks_and_never_reads_does_not_fill_the_memory() -> None:
-    near, far = connected()
+    near, far = narrow()
     loop, owner = Loop(lambda: None), Owner()
     lane = receiving(far, loop, owner)
     while not owner.closed and lane.unsent < 1 << 27:
-        lane.push(FrameType.ABORTED, bytes(16), bytes(100))
+        for _ in range(100):  # so that all come long before TCP gives up the peer
+            lane.push(FrameType.ABORTED, bytes(16), bytes(100))
         loop.turn(0)
     assert owner.closed == "flood"
     assert lane.unsent < 1 << 24
@@ -202,9 +211,7 @@ def test_a_frame_pushed_onto_a_lane_that_has_just_closed_gives_its_slot_back() -
 
 def test_a_lane_that_closes_gives_every_slot_back_once() -> None:
     """Of a frame that is being written, too, and of one whose every byte waits to be."""
-    near, far = connected()
-    far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-    near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    near, far = narrow()
     loop, sender = Loop(lambda: None), Owner()
     lane = sending(far, loop, sender)
     payload = memoryview(bytes(16 << 20))
