@@ -53,13 +53,13 @@ CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</too
 
 
 @functools.lru_cache(8)
-def _compiled(grammar: str) -> LLMatcher:
+def compiled(grammar: str) -> LLMatcher:
     return LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
 
 
 def accepts(grammar: str, text: str) -> bool:
     """Whether workers take `text` as the whole output."""
-    matcher = _compiled(grammar).deep_copy()
+    matcher = compiled(grammar).deep_copy()
     said = text.encode()
     return matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
 

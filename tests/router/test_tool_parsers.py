@@ -8,10 +8,11 @@ from typing import Any
 
 import jsonschema
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from baton.router.api.messages import Tool
 from baton.router.errors import InvalidRequest
@@ -19,6 +20,7 @@ from baton.router.tools.formats import FORMATS, format_of, unread_format_of
 from baton.router.tools.json_text import Arguments
 from baton.router.tools.parser import Part
 
+from .conftest import accepts, compiled
 from .work import work
 
 NOTHING: dict[str, Any] = {"type": "object", "maxProperties": 0}
@@ -367,25 +369,29 @@ def test_a_character_takes_as_much_work_behind_a_long_output(name: str, text: st
         assert ends[1] < 15 * ends[0] + 20_000, filler
 
 
+def next_bytes(matcher: LLMatcher, least: int) -> list[int]:
+    """Those from `least` on that the grammar allows next, without 0xFF."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return (least + np.unpackbits(mask, bitorder="little")[least:0xFF].nonzero()[0]).tolist()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("many", [False, True])
 def test_a_parser_reads_every_output_of_its_grammar(name: str, many: bool):
     """The output is a random walk through the grammar, in bytes."""
-    grammar = FORMATS[name].grammar(TOOLS, many=many, spell=json.dumps)
-    alphabet = LLTokenizer("byte")
+    grammar = LLMatcher.grammar_from_lark(FORMATS[name].grammar(TOOLS, many=many, spell=json.dumps))
     rng = random.Random(name)
     numbers = set()
     for walk in range(100):
         if walk >= 20 and (max(numbers) > 1 or not many or name == "openai"):
             break
-        matcher = LLMatcher(alphabet, LLMatcher.grammar_from_lark(grammar))
+        matcher = compiled(grammar).deep_copy()
         assert not matcher.is_error(), matcher.get_error()
         said = bytearray()
         while len(said) < 5_000 and not (
             matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.5)
         ):
-            mask = matcher.compute_bitmask()
-            known = [byte for byte in range(0x09, 0xFF) if mask[byte // 8] >> byte % 8 & 1]
+            known = next_bytes(matcher, 0x09)
             allowed = [b for b in known if b < 0x7F and rng.random() < 0.8] or known
             printable = [byte for byte in allowed if byte > 0x20] or allowed
             said.append(rng.choice(printable))
@@ -427,32 +433,27 @@ def test_definitions_are_repeated_only_where_they_are_used_and_not_without_end()
 @pytest.mark.parametrize("name", FORMATS)
 def test_strict_calls_are_enforced_behind_any_text(name: str):
     """The grammar takes a text that holds no call, and behind a text the calls that the schemas allow."""
-    grammar = FORMATS[name].grammar(TOOLS, many=True, spell=json.dumps, text=True)
-    forced = FORMATS[name].grammar(TOOLS, many=True, spell=json.dumps)
-    alphabet = LLTokenizer("byte")
-
-    def takes(text: str) -> bool:
-        matcher = LLMatcher(alphabet, LLMatcher.grammar_from_lark(grammar))
-        assert not matcher.is_error(), matcher.get_error()
-        return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+    grammar, forced = (
+        LLMatcher.grammar_from_lark(FORMATS[name].grammar(TOOLS, many=True, spell=json.dumps, text=text))
+        for text in (True, False)
+    )
+    assert not compiled(grammar).is_error(), compiled(grammar).get_error()
 
     final = "<|channel|>final<|message|>" if name == "openai" else ""
     bare = {"openai": "", "llama3_json": "\n\n", "pythonic": "\n\n"}  # as behind </think>
     before = bare.get(name, "I look <b> at <tool")
     rng = random.Random(name)
-    assert takes(f"{final}Just é text < {{[ <tool_")
+    assert accepts(grammar, f"{final}Just é text < {{[ <tool_")
     for _ in range(5):
-        matcher = LLMatcher(alphabet, LLMatcher.grammar_from_lark(forced))
+        matcher = compiled(forced).deep_copy()
         said = bytearray()
         while not matcher.is_accepting():
-            mask = matcher.compute_bitmask()
-            known = [byte for byte in range(0x20, 0xFF) if mask[byte // 8] >> byte % 8 & 1] or [0x0A]
-            said.append(rng.choice(known))
+            said.append(rng.choice(next_bytes(matcher, 0x20) or [0x0A]))
             assert matcher.consume_token(said[-1])
         call = said.decode()
-        assert takes(before + call), call
+        assert accepts(grammar, before + call), call
         wrong = call.replace("get_weather", "other").replace("now", "x").replace("edit", "y")
-        assert not takes(before + wrong)
+        assert not accepts(grammar, before + wrong)
 
 
 UNREAD = {
