@@ -184,7 +184,7 @@ class DecodeAttempt(Attempt):
     # ------------------------------------------------------------ tokens
 
     def sampled(self, output: Output) -> None:
-        if self.state is State.COMPUTING:
+        if not self.num_sampled and self.state is State.COMPUTING:
             self._prefilled(output)
         if self.first_token_at is not None:
             self.attempts.report(messages.SecondToken(time.monotonic() - self.first_token_at))

@@ -126,7 +126,7 @@ Event = Injected | FetchFailed | Closed | Released
 
 
 @dataclass(slots=True, eq=False)
-class Sending:
+class SentPrefill:
     """A prefill of a request, until vLLM and the sender need its blocks no more. The owner of `Released`."""
 
     request_id: str
@@ -275,7 +275,7 @@ class Transfers:
         self._attendant = Attendant(lambda: transport.receiver(kv), self._sender, vocabulary, worker)
         self._plan = Plan()
         # Sending.
-        self._prefills: dict[bytes, Sending] = {}  # by id
+        self._prefills: dict[bytes, SentPrefill] = {}  # by id
         self._sent: set[str] = set()  # requests whose blocks nothing reads any more, until vLLM is told
         # Fetching.
         self._fetches: dict[bytes, Fetching] = {}  # by decode id
@@ -291,7 +291,7 @@ class Transfers:
         for prefill_id in plan.expected:
             self._sender.expect(prefill_id)
         for prefill_id, request_id in plan.opened.items():
-            self._prefills[prefill_id] = Sending(request_id)
+            self._prefills[prefill_id] = SentPrefill(request_id)
         computed = (Computed(*counts) for counts in plan.computed)
         messages = [*map(Started, plan.started), *computed, *map(Costs, plan.costs)]
         if messages:
@@ -392,7 +392,7 @@ class Transfers:
     def _take_events(self) -> None:
         for event in self._attendant.events():
             if isinstance(event, Released):
-                prefill: Sending = event.owner
+                prefill: SentPrefill = event.owner
                 prefill.released = True
                 if prefill.has_blocks:  # else vLLM has them, also if it has preempted the request
                     self._sent.add(prefill.request_id)
