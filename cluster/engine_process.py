@@ -11,7 +11,7 @@ from baton.worker.engine_process.start import EngineProcessConfig, start
 
 if TYPE_CHECKING:
     from baton.engine import Engine
-    from baton.worker.engine_process.loop import Parts, Role
+    from baton.worker.engine_process.loop import Context, Role
 
 
 def run(config: EngineProcessConfig) -> int:
@@ -23,17 +23,19 @@ def run(config: EngineProcessConfig) -> int:
     from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
     from baton.worker.engine_process.shared_store import SOURCE, StoreTier
 
-    def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
-        sink = SenderSink(parts.trace)
-        engine = parts.start_engine(sink.prefill_started, sink.layer_done)
-        receiver = parts.transport.receiver(paged_kv(engine))
-        workers, incarnation = Workers(engine, receiver), parts.config.incarnation
-        fetches = PrefixFetches(engine, workers, incarnation, parts.counts, parts.links, parts.trace)
-        if parts.config.store is not None:
-            parts.store = StoreTier(engine, parts.config, parts.counts, parts.trace, parts.cached_chunks)
-            fetches.behind = parts.store.fetches, SOURCE
-        prefill = PrefillRole(parts, engine, sink, receiver, fetches)
-        return engine, (prefill, DecodeRole(parts, engine, receiver, fetches))
+    def build(context: "Context") -> "tuple[Engine, Sequence[Role]]":
+        sink = SenderSink(context.trace)
+        engine = context.start_engine(sink.prefill_started, sink.layer_done)
+        receiver = context.transport.receiver(paged_kv(engine))
+        workers, incarnation = Workers(engine, receiver), context.config.incarnation
+        fetches = PrefixFetches(engine, workers, incarnation, context.counts, context.links, context.trace)
+        if context.config.store is not None:
+            context.store = StoreTier(
+                engine, context.config, context.counts, context.trace, context.cached_chunks
+            )
+            fetches.behind = context.store.fetches, SOURCE
+        prefill = PrefillRole(context, engine, sink, receiver, fetches)
+        return engine, (prefill, DecodeRole(context, engine, receiver, fetches))
 
     return loop.run(config, build)
 

@@ -11,7 +11,7 @@ from baton.kv_transfer import Began, Closed, FetchFailed, Injected, Receiver
 from baton.kv_transfer.protocol.messages import Reason
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Lease, State, Writing, logprobs_of
-from baton.worker.engine_process.loop import Parts, Role
+from baton.worker.engine_process.loop import Context, Role
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.messages import Code, PrefillSource, ToEngine
 
@@ -224,15 +224,15 @@ class DecodeRole(Role):
     handles = (messages.Decode, messages.Retarget)
 
     def __init__(
-        self, parts: Parts, engine: Engine, receiver: Receiver, prefix_fetches: PrefixFetches
+        self, context: Context, engine: Engine, receiver: Receiver, prefix_fetches: PrefixFetches
     ) -> None:
         """`prefix_fetches` share the receiver."""
-        self.counts = parts.counts
-        self.trace = parts.trace
+        self.counts = context.counts
+        self.trace = context.trace
         self.engine = engine
         self.receiver = receiver
-        self.incarnation = parts.config.incarnation
-        self._attempts = parts.attempts
+        self.incarnation = context.config.incarnation
+        self._attempts = context.attempts
         self._prefix_fetches = prefix_fetches
 
     @property

@@ -12,7 +12,7 @@ from baton.kv_transfer.endpoint.pump import NO_TOKEN
 from baton.prefill_worker.serving import ServedPrefixes
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Reading, State, handed_over
-from baton.worker.engine_process.loop import Parts, Role
+from baton.worker.engine_process.loop import Context, Role
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.parts import LayerWaits, Part, start_part
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
@@ -302,7 +302,7 @@ class PrefillRole(Role):
 
     def __init__(
         self,
-        parts: Parts,
+        context: Context,
         engine: Engine,
         sink: SenderSink,
         receiver: kv.Receiver,
@@ -310,18 +310,18 @@ class PrefillRole(Role):
     ) -> None:
         """`sink` is the engine's. It gets its sender here. `receiver` is that of the decode role, which polls
         it."""
-        self.attempts = parts.attempts
-        self.counts = parts.counts
-        self.trace = parts.trace
+        self.attempts = context.attempts
+        self.counts = context.counts
+        self.trace = context.trace
         self.engine = engine
-        self.sender = sink.sender = parts.transport.sender(paged_kv(engine, lambda: sink.layers_ready))
+        self.sender = sink.sender = context.transport.sender(paged_kv(engine, lambda: sink.layers_ready))
         self.receiver = receiver
-        self.waits = sink.waits = LayerWaits(receiver, parts.heartbeat.tick)
-        self.incarnation = parts.config.incarnation
+        self.waits = sink.waits = LayerWaits(receiver, context.heartbeat.tick)
+        self.incarnation = context.config.incarnation
         self.parts: list[PrefillAttempt] = []  # of shared prompts, that have ranges to begin
         self.sampled: list[tuple[PrefillAttempt, Output]] = []  # by the step that has landed
         self._prefix_fetches = prefix_fetches
-        self._served = ServedPrefixes(engine.prefix_exchange, self.sender, parts.trace)
+        self._served = ServedPrefixes(engine.prefix_exchange, self.sender, context.trace)
 
     @property
     def kv_fd(self) -> int:

@@ -24,7 +24,7 @@ from baton.kv_transfer.wait import wait
 from baton.prefill_worker.role import PrefillRole, SenderSink
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts
-from baton.worker.engine_process.loop import Parts, Roles
+from baton.worker.engine_process.loop import Context, Roles
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.start import EngineProcessConfig
@@ -70,7 +70,7 @@ class Worker:
         trace, attempts = TraceWriter(None, ""), Attempts[Attempt](self._sent.append)
         self._inbox: list[Any] = []
         self._slices: list[tuple[Header, bytes]] = []
-        self.parts = Parts(
+        self.context = Context(
             stand_in(EngineProcessConfig, engine=config, files=None, incarnation=incarnation),
             stand_in(ServiceLink, send=lambda message: None),
             Heartbeat.create(),
@@ -79,12 +79,12 @@ class Worker:
             attempts,
         )
         sink = SenderSink(trace)
-        self.engine = self.parts.start_engine(sink.prefill_started, sink.layer_done)
-        self.receiver = self.parts.transport.receiver(paged_kv(self.engine))
-        workers, counts = Workers(self.engine, self.receiver), self.parts.counts
-        self.fetches = PrefixFetches(self.engine, workers, incarnation, counts, self.parts.links, trace)
-        self.role = PrefillRole(self.parts, self.engine, sink, self.receiver, self.fetches)
-        self.roles = Roles(self.engine, [self.role], self.parts)
+        self.engine = self.context.start_engine(sink.prefill_started, sink.layer_done)
+        self.receiver = self.context.transport.receiver(paged_kv(self.engine))
+        workers, counts = Workers(self.engine, self.receiver), self.context.counts
+        self.fetches = PrefixFetches(self.engine, workers, incarnation, counts, self.context.links, trace)
+        self.role = PrefillRole(self.context, self.engine, sink, self.receiver, self.fetches)
+        self.roles = Roles(self.engine, [self.role], self.context)
 
     # Of the service process
 
@@ -97,20 +97,20 @@ class Worker:
         self.roles.handle(messages.Prefill(STREAM, work, handover, **how))
 
     def has(self, prefill_id: bytes) -> bool:
-        return self.parts.attempts.find(prefill_id) is not None
+        return self.context.attempts.find(prefill_id) is not None
 
     def blocks_of(self, prefill_id: bytes) -> list[int]:
         """Of a prefill that has not ended on this worker."""
-        attempt = self.parts.attempts.find(prefill_id)
+        attempt = self.context.attempts.find(prefill_id)
         return [] if attempt is None or attempt.live is None else list(attempt.live.blocks)
 
     def take(self, prefill_id: bytes, decode: Attempt) -> LiveRequest | bool | None:
         """A decode here asks for the blocks of a prefill."""
-        prefill = self.parts.attempts.find(prefill_id)
+        prefill = self.context.attempts.find(prefill_id)
         return None if prefill is None else prefill.take(decode)
 
     def let_go(self, prefill_id: bytes, decode: Attempt, *, resumed: bool) -> None:
-        prefill = self.parts.attempts.find(prefill_id)
+        prefill = self.context.attempts.find(prefill_id)
         assert prefill is not None
         prefill.let_go(decode, resumed=resumed)
 
@@ -120,7 +120,7 @@ class Worker:
     @property
     def sent(self) -> list[messages.FromEngine]:
         """To the service process."""
-        self.parts.attempts.flush()
+        self.context.attempts.flush()
         return self._sent
 
     def of(self, kind: type[M]) -> list[M]:
@@ -164,7 +164,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        return self.engine.idle and not self.parts.attempts and self.role.empty and self.receiver.idle
+        return self.engine.idle and not self.context.attempts and self.role.empty and self.receiver.idle
 
     # Of the transfer process
 
@@ -230,7 +230,7 @@ class Worker:
         """Goes on, as the loop does, until nothing is in use."""
         until = time.monotonic() + WITHIN
         while not self.idle:
-            assert time.monotonic() < until, f"left behind: {[*self.parts.attempts]}"
+            assert time.monotonic() < until, f"left behind: {[*self.context.attempts]}"
             if self.engine.has_work:
                 self.step()
             self._hear(TURN)

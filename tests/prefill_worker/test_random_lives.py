@@ -63,8 +63,8 @@ class Both(Worker):
 
     def __init__(self, model: Path, **options: Any) -> None:
         super().__init__(model, **options)
-        decode = DecodeRole(self.parts, self.engine, self.receiver, self.fetches)
-        self.roles = Roles(self.engine, [self.role, decode], self.parts)
+        decode = DecodeRole(self.context, self.engine, self.receiver, self.fetches)
+        self.roles = Roles(self.engine, [self.role, decode], self.context)
         self.fetches_open: dict[bytes, local.FetchIn] = {}
         self.brought: dict[bytes, tuple[int, int]] = {}  # of these: frames and bytes
         self.asked_store: dict[bytes, Any] = {}
@@ -76,9 +76,9 @@ class Both(Worker):
                 began=lambda fetch_id: False,
                 ends=lambda fetch_id: 0.0,
             )
-            links, parts = PrefixLinks(), self.parts
+            links, context = PrefixLinks(), self.context
             provider = Store(self.engine, store, links.to(SOURCE))
-            store_fetches = PrefixFetches(self.engine, provider, 1, parts.counts, links, parts.trace)
+            store_fetches = PrefixFetches(self.engine, provider, 1, context.counts, links, context.trace)
             self.fetches.behind = store_fetches, SOURCE
 
     def store_says(self, fetch_id: bytes, event: Injected | FetchFailed | Closed) -> None:
@@ -148,7 +148,7 @@ class Lives(RuleBasedStateMachine):
 
     def _pick(self, pick: int, *states: State) -> bytes:
         """The id of an attempt, in one of these states if there is one."""
-        found = sorted(self.worker.parts.attempts, key=lambda attempt: attempt.state not in states)
+        found = sorted(self.worker.context.attempts, key=lambda attempt: attempt.state not in states)
         some = [attempt for attempt in found if attempt.state in states] or found
         return some[pick % len(some)].id if some else b"none"
 
@@ -202,7 +202,7 @@ class Lives(RuleBasedStateMachine):
         if how == 20:
             self.worker.roles.handle(messages.CancelStream(STREAM))
         elif how == 19:
-            self.worker.parts.attempts.fail_all(Code.DRAINING, "the worker shuts down")
+            self.worker.context.attempts.fail_all(Code.DRAINING, "the worker shuts down")
         else:
             self.worker.cancel(self._pick(pick, state))
 
@@ -216,7 +216,7 @@ class Lives(RuleBasedStateMachine):
     def reaches(self, state: State) -> None:
         """Goes on until an attempt has this state."""
         until = time.monotonic() + WITHIN
-        while not any(attempt.state is state for attempt in self.worker.parts.attempts):
+        while not any(attempt.state is state for attempt in self.worker.context.attempts):
             assert time.monotonic() < until, f"no attempt is {state}"
             self.steps(1)
 
@@ -247,7 +247,7 @@ class Lives(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 5), reason=st.sampled_from(["acked", "deadline", "reused"]))
     def released(self, pick: int, reason: str) -> None:
         """The other worker has read a held prefill, or nobody has come for it."""
-        attempt = self.worker.parts.attempts.find(self._pick(pick, State.HELD))
+        attempt = self.worker.context.attempts.find(self._pick(pick, State.HELD))
         for lease in [] if attempt is None else list(attempt.leases):
             if (transfer_id := getattr(lease, "id", None)) is not None:
                 self.worker.outgoing.send(local.ReleasedOut(transfer_id, reason))
@@ -267,7 +267,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def what_has_ended_has_a_lease(self) -> None:
-        for attempt in self.worker.parts.attempts:
+        for attempt in self.worker.context.attempts:
             assert attempt.state is not State.ENDED
             assert attempt.closed == (attempt.state is State.CLOSING)
             is_held = attempt.state is State.HELD and getattr(attempt, "taker", None) is None
@@ -275,7 +275,7 @@ class Lives(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.worker.roles.handle(messages.CancelStream(STREAM))
-        for attempt in list(self.worker.parts.attempts):
+        for attempt in list(self.worker.context.attempts):
             attempt.close("cancelled")
         self.worker.settle()
         self.worker.forget()

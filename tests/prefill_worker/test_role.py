@@ -158,7 +158,7 @@ def test_spare_is_what_no_worker_wants_in_order_of_arrival(worker: Worker) -> No
     worker.outgoing.send(local.PinOut(T, (), 0))
     worker.move()  # so Q was heard of, too
     worker.take(E, decode_here(T))
-    found = {prefill_id: worker.parts.attempts.by_id[prefill_id] for prefill_id in (P, Q)}
+    found = {prefill_id: worker.context.attempts.by_id[prefill_id] for prefill_id in (P, Q)}
     assert found[Q].is_wanted
     assert [prefill.id for prefill in worker.roles.spare()] == [P, D]
     found[P].drop()
@@ -180,7 +180,7 @@ def test_what_the_prefix_cache_has_is_sent_with_the_first_layer(model: Path) -> 
         spans = sorted((p.layer, p.token_start, p.token_start + p.token_count) for p in pieces)
         assert spans == [(0, 0, 20), (0, 20, 21), (1, 0, 20), (1, 20, 21)]
         assert worker.told(local.CommitOut).frames == 4
-        assert worker.parts.counts.prompt_tokens_cached == 20
+        assert worker.context.counts.prompt_tokens_cached == 20
         worker.released(Q, "acked")
 
 

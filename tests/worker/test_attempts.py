@@ -9,7 +9,7 @@ from baton.engine import EngineRequest, Logprobs, Output
 from baton.kv_transfer import TraceWriter
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempt, Attempts
-from baton.worker.engine_process.loop import Parts
+from baton.worker.engine_process.loop import Context
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.messages import Code, FromEngine, Origin, RequestCounts
 from tests.stand_in import stand_in
@@ -90,15 +90,15 @@ def test_an_attempt_goes_on_when_its_kv_failed(of: Table) -> None:
 def test_an_id_in_use_is_refused(of: Table) -> None:
     """The engine does not know a prefill that waits for a prefix of another worker. It would get two requests
     with one id."""
-    parts = stand_in(
-        Parts,
+    context = stand_in(
+        Context,
         attempts=of.table,
         counts=RequestCounts(),
         trace=TraceWriter(None, ""),
         config=stand_in(EngineProcessConfig, incarnation=1),
     )
     unused: Any = None
-    role = DecodeRole(parts, unused, unused, unused)
+    role = DecodeRole(context, unused, unused, unused)
     again = attempt(b"a", 2).origin
     work = messages.Work(EngineRequest(again.attempt_id, [1]), timeout=1.0, origin=again)
     role.handle(messages.Decode(2, work, None))

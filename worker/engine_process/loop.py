@@ -86,7 +86,7 @@ class Role(Protocol):
 
 
 @dataclass(slots=True)
-class Parts:
+class Context:
     """The objects that roles are built from. All of them live as long as the process."""
 
     config: EngineProcessConfig
@@ -136,7 +136,7 @@ class Parts:
         return build_engine(self.config.engine, files=self.config.files, hooks=hooks)
 
 
-def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequence[Role]]]) -> int:
+def run(config: EngineProcessConfig, build: Callable[[Context], tuple[Engine, Sequence[Role]]]) -> int:
     """Runs the engine process. Returns its exit code.
 
     `build` makes the engine and the roles. An exception of a step ends the process, and the supervisor starts
@@ -148,15 +148,15 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     arenas = config.arenas
     transport = Transport(*arenas.ends(), trace, arenas.exports, arenas.adopts)
     heartbeat = Heartbeat(config.heartbeat_fd)
-    parts = Parts(config, link, heartbeat, transport, trace, Attempts(link.send))
+    context = Context(config, link, heartbeat, transport, trace, Attempts(link.send))
     heartbeat.tick()
     try:
-        engine, roles = build(parts)
+        engine, roles = build(context)
         pumps: list[OffloadPump | StoreTier] = [
             *offload_pumps(engine, heartbeat.tick, config.engine.disk_cache_dir, config.offload_fds)
         ]
-        if parts.store is not None:
-            pumps.append(parts.store)
+        if context.store is not None:
+            pumps.append(context.store)
         ready = _ready(engine)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))
@@ -167,13 +167,13 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     gc.freeze()  # these objects live as long as the process; scanning them would delay a step
     link.send(ready)
     try:
-        loop(engine, Roles(engine, roles, parts), parts, pumps)
+        loop(engine, Roles(engine, roles, context), context, pumps)
     except ChannelClosed:
         return EXIT_TRANSFER_GONE
     for pump in pumps:
         pump.close()
     engine.close()
-    parts.trace.close()
+    context.trace.close()
     link.close()
     return 0
 
@@ -182,11 +182,11 @@ class Roles:
     """The roles of one engine as one: each message belongs to exactly one of them. What a step did, each
     attempt learns here."""
 
-    def __init__(self, engine: Engine, roles: Sequence[Role], parts: Parts) -> None:
+    def __init__(self, engine: Engine, roles: Sequence[Role], context: Context) -> None:
         self._engine = engine
         self._roles = roles
-        self._parts = parts
-        self._attempts = parts.attempts
+        self._context = context
+        self._attempts = context.attempts
         self.kv_fds = [role.kv_fd for role in roles]
 
     @property
@@ -198,16 +198,16 @@ class Roles:
         match message:
             case messages.AskStatus():
                 idle = self._engine.idle and not self._attempts and all(role.empty for role in self._roles)
-                store = self._parts.store
+                store = self._context.store
                 status = messages.EngineStatus(
                     message.question,
                     self._engine.stats(),
-                    self._parts.counts,
+                    self._context.counts,
                     idle and (store is None or store.idle),
-                    self._parts.links.recent(time.monotonic()),
+                    self._context.links.recent(time.monotonic()),
                     None if store is None else store.stats,
                 )
-                self._parts.link.send(status)
+                self._context.link.send(status)
             case messages.Cancel():
                 attempt = self._attempts.find(message.attempt_id)
                 if attempt is not None and attempt.stream == message.stream:
@@ -286,10 +286,10 @@ class FreedMemory:
             trim()
 
 
-def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump | StoreTier]) -> None:
-    link = parts.link
+def loop(engine: Engine, roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreTier]) -> None:
+    link = context.link
     fds = [link.fileno(), engine.landings_fd, *roles.kv_fds]
-    fds += [] if parts.store is None else [parts.store.store.fileno()]
+    fds += [] if context.store is None else [context.store.store.fileno()]
     freed = FreedMemory()
     while True:
         idle = not engine.has_work
@@ -301,10 +301,10 @@ def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump
         if engine.landings_fd in readable:
             os.eventfd_read(engine.landings_fd)
         elif idle and seconds and not readable:
-            parts.trace.flush()
+            context.trace.flush()
         for message in link.receive_all():
             if isinstance(message, messages.Stop):
-                parts.attempts.fail_all(Code.DRAINING, "the worker shuts down")
+                context.attempts.fail_all(Code.DRAINING, "the worker shuts down")
                 link.send(messages.Stopped())
                 link.wait_for_exit()
                 roles.shutdown()
@@ -313,17 +313,17 @@ def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump
         roles.move_kv(engine.rest if engine.waits_for_device else math.inf)
         result = engine.step() if engine.has_work and not engine.rest else None
         if result is not None and any(output.finish_reason for output in result.outputs):
-            parts.report_cache()  # before a last token: the router of the next turn must know the prefix
+            context.report_cache()  # before a last token: the router of the next turn must know the prefix
         if result is not None:
-            if result.seconds and parts.trace.enabled:
-                _trace_step(parts.trace, result)
+            if result.seconds and context.trace.enabled:
+                _trace_step(context.trace, result)
             roles.after_step(result)
-        parts.attempts.flush()
-        parts.report_cache()
+        context.attempts.flush()
+        context.report_cache()
         for pump in pumps:
             pump.pump()
         if not engine.waits_for_device:
-            parts.heartbeat.tick()
+            context.heartbeat.tick()
 
 
 def seconds_to_wait(engine: Engine, roles: Roles, now: float) -> float:
