@@ -42,7 +42,7 @@ from baton.bench.harness.workers import prompt_of
 from baton.bench.shapes import DENSE, write_shape
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer import Injected, KVLayout, PagedKV
-from baton.kv_transfer.endpoint.shared_store import Held, SharedStore
+from baton.kv_transfer.endpoint.shared_store import Lent, SharedStore
 from baton.kv_transfer.shared_store import STORE_MODULE, StoreStart, Units
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, label
 from baton.kv_transfer.shared_store.client import ClientProcess
@@ -125,7 +125,7 @@ def reads(url: str, device: str, report: Report) -> None:
     blocks = range(chunks)
     store = SharedStore(
         PagedKV(kv, BLOCK, LAYOUT, str(kv[0].device), 0, 1), ends.ranks[0], "bench",
-        hold=lambda *_: Held(blocks, 0, lambda: None), known=lambda *_: None,
+        lend=lambda *_: Lent(blocks, 0, lambda: None), known=lambda *_: None,
         answered=lambda _: None, probed=lambda *_: None,
     )  # fmt: skip
 

@@ -55,7 +55,7 @@ def copy_for_store(kv: PagedKV, fds: StoreFds) -> RankCopier:
     return RankCopier(kv, *(ArenaEnd(channel, arena) for channel, arena in ends))
 
 
-class Held(NamedTuple):
+class Lent(NamedTuple):
     """KV or states that stay where they are until `release`."""
 
     block_ids: Sequence[int]
@@ -64,8 +64,8 @@ class Held(NamedTuple):
     release: Callable[[], None]
 
 
-LATER = Held((), 0, lambda: None)
-"""What `hold` returns for something that is there, while the pool has no room to keep it."""
+LATER = Lent((), 0, lambda: None)
+"""What `lend` returns for something that is there, while the pool has no room to keep it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,10 +98,10 @@ class SharedStore:
 
     def __init__(
         self, kv: PagedKV, fds: StoreFds, identity: str, *,
-        hold: Callable[[bytes, int, int], Held | None], known: Callable[[bytes, bool], None],
+        lend: Callable[[bytes, int, int], Lent | None], known: Callable[[bytes, bool], None],
         answered: Callable[[float], None], probed: Callable[[float, float], None],
     ) -> None:  # fmt: skip
-        """`identity`: as in `ObjectSeal`. `hold`: keeps the chunk of this name in place, or the states after
+        """`identity`: as in `ObjectSeal`. `lend`: keeps the chunk of this name in place, or the states after
         it, if the second argument is not 0. The third is the position of the chunk in its prompt. None: they
         are gone. `known` is
         called when this worker learns that the store has a chunk or lacks it.
@@ -119,7 +119,7 @@ class SharedStore:
 
         self._gathers = pool(fds.gathers)
         self._scatters = pool(fds.scatters) if fds.scatters else self._gathers
-        self._hold, self._on_known, self._on_answer, self._on_probe = hold, known, answered, probed
+        self._lend, self._on_known, self._on_answer, self._on_probe = lend, known, answered, probed
         self.session = 0
         self._tickets = 0
         self._orders: dict[int, tuple[Sequence[int], Answer]] = {}
@@ -377,21 +377,21 @@ class SharedStore:
         if self._writing >= self._cut.count // 2 or not self._free:
             return
         name, chunk = self._lacking.popleft()
-        held = self._hold(name_of(name), part_of(name), chunk)
-        if held is None:  # evicted meanwhile
+        lent = self._lend(name_of(name), part_of(name), chunk)
+        if lent is None:  # evicted meanwhile
             return
-        if held is LATER:
+        if lent is LATER:
             self._lacking.append((name, chunk))
             self._next_write = now + (time.monotonic() - now) / SHARE
             return
         unit = self._free.pop()
         self._writing += 1
-        tokens = len(held.block_ids) and (chunk + 1) * CHUNK_TOKENS
-        table = self._gathers.table(held.block_ids, tokens, held.state_slot)
+        tokens = len(lent.block_ids) and (chunk + 1) * CHUNK_TOKENS
+        table = self._gathers.table(lent.block_ids, tokens, lent.state_slot)
         event = self._gathers.gather(self._staged(unit, part_of(name), chunk, table, by_rank=True))
 
         def gathered() -> None:
-            held.release()
+            lent.release()
             self._order(written, [name], [unit], is_put=True)
 
         def written(done: list[bool]) -> None:

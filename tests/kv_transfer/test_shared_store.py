@@ -18,7 +18,7 @@ from baton.content import CHUNK_TOKENS
 from baton.content.cache_kinds import CachePart
 from baton.kv_transfer.arena import channel_pair, memory_file
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.endpoint.shared_store import LATER, Held, SharedStore, copy_for_store
+from baton.kv_transfer.endpoint.shared_store import LATER, Lent, SharedStore, copy_for_store
 from baton.kv_transfer.protocol.local_messages import StoreLayout, StoreOrder
 from baton.kv_transfer.shared_store import (
     MEMORY,
@@ -146,7 +146,7 @@ class Worker:
         self.waited: list[float] = []
         self.probed: list[float] = []
         self.store = SharedStore(
-            self._of_rank(0, ranks), fds, "model", hold=self._hold, known=self._knows,
+            self._of_rank(0, ranks), fds, "model", lend=self._lend, known=self._knows,
             answered=self.waited.append, probed=lambda *seconds: self.probed.append(seconds[1]),
         )  # fmt: skip
         for rank in range(1, ranks):
@@ -192,10 +192,10 @@ class Worker:
             self._thread.join(10)
             assert not self._thread.is_alive()
 
-    def _hold(self, name: bytes, part: int, chunk: int) -> Held:
+    def _lend(self, name: bytes, part: int, chunk: int) -> Lent:
         self.pinned.append(name)
         blocks = () if part else [*range(len(self.layers[0][0]))]
-        return Held(blocks, 1, lambda: self.pinned.remove(name))
+        return Lent(blocks, 1, lambda: self.pinned.remove(name))
 
     def _knows(self, name: bytes, there: bool) -> None:
         (self.known.add if there else self.known.discard)(name)
@@ -506,15 +506,15 @@ def test_a_fetch_that_is_given_up_waits_for_its_own_copies_alone(
 
 def test_what_the_pool_has_no_room_to_keep_is_written_later(two: tuple[DictStore, Worker, Worker]) -> None:
     store, worker, _ = two
-    hold, refused = worker._hold, [NAMES[0]] * 3 + [NAMES[2]]
+    hold, refused = worker._lend, [NAMES[0]] * 3 + [NAMES[2]]
 
-    def without_room(name: bytes, part: int, chunk: int) -> Held:
+    def without_room(name: bytes, part: int, chunk: int) -> Lent:
         if name in refused:
             refused.remove(name)
             return LATER
         return hold(name, part, chunk)
 
-    worker.store._hold = without_room
+    worker.store._lend = without_room
     worker.offer(NAMES[:4])
     assert len(store.objects) == 4
     assert worker.known == {*NAMES[:4]}

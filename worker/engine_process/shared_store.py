@@ -9,7 +9,7 @@ from baton.content import Tier
 from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import TraceWriter
-from baton.kv_transfer.endpoint.shared_store import LATER, PAUSE, Held, SharedStore
+from baton.kv_transfer.endpoint.shared_store import LATER, PAUSE, Lent, SharedStore
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
@@ -104,7 +104,7 @@ class StoreTier:
             kv,
             config.store,
             f"{kv.layout.fingerprint} {engine.content_root.hex()}",
-            hold=self._held,
+            lend=self._lend,
             known=cached_chunks.stored,
             answered=lambda seconds: link.waited.add(seconds),  # a probe makes a new average
             probed=link.probed,
@@ -114,14 +114,14 @@ class StoreTier:
         self._provider = Store(engine, self.store, link)
         self.fetches = PrefixFetches(engine, self._provider, config.incarnation, counts, links, trace)
 
-    def _held(self, name: bytes, part: int, chunk: int) -> Held | None:
+    def _lend(self, name: bytes, part: int, chunk: int) -> Lent | None:
         exchange = self._exchange
         if part:
             lease = exchange.lend_states(name)
-            return None if lease is None else Held((), lease.slot, lease.end)
+            return None if lease is None else Lent((), lease.slot, lease.end)
         if (pin := exchange.pin([name], chunk) or exchange.pin_remnant(name, chunk)) is None:
             return LATER if exchange.has(name, chunk) else None
-        return Held(pin.table, 0, pin.end)
+        return Lent(pin.table, 0, pin.end)
 
     @property
     def stats(self) -> StoreStats:
