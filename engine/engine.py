@@ -11,10 +11,9 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, StepResult
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.chunk_limit import ChunkLimit
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.meters import Meters
+from baton.engine.core.meters import ChunkLimit, Meters
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
@@ -349,7 +348,7 @@ class Engine:
             requests_running=len(lives.running),
             requests_decoding=scheduler.decoding,
             requests_waiting=len(lives.waiting) + len(lives.compiling) + len(lives.loading),
-            tokens_waiting=lives.tokens_waiting + under_way,
+            tokens_waiting=scheduler.tokens_waiting + under_way,
             blocks_free=lives.pool.free,
             blocks_total=lives.pool.num_blocks,
             blocks_cached=lives.pool.cached,

@@ -242,7 +242,7 @@ class StepLoop:
         """Most prompt tokens of the next step, if it decodes."""
         joins_at, self._joined = now if self._joined else self.joins_at, False
         begins = max(now, self._pace.ends) if self.under_way else now
-        return self._meters.chunk_limit.tokens(self._scheduler.lives.prompts(), begins, joins_at)
+        return self._meters.chunk_limit.tokens(self._scheduler.prompts(), begins, joins_at)
 
     def _expected(self, plan: Schedule) -> float:
         """Seconds that a step with prompts should take. 0: not known."""

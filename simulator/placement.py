@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from baton.engine.core.chunk_limit import LONG
+from baton.engine.core.meters import LONG
 from baton.router.policy import placement as policy
 from baton.router.policy import split as splitting
 from baton.router.policy.decode import DecodeLoad, DecodePool

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from baton.engine.core.chunk_limit import MIXED_STEPS, ChunkLimit, may_join, prompt_limit
-from baton.engine.core.meters import Meters
+from baton.engine.core.meters import MIXED_STEPS, ChunkLimit, Meters, may_join, prompt_limit
 from baton.engine.core.pace import EARLY
 from baton.router.policy.split import HOP_SECONDS
 from baton.rpc import worker_pb2 as pb

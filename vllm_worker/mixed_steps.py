@@ -17,8 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from baton.engine.api.stats import UNKNOWN_STEP, MixedStep
-from baton.engine.core.chunk_limit import LEAST, LONG, ChunkLimit, prompt_limit
-from baton.engine.core.meters import DECAY, Meters
+from baton.engine.core.meters import DECAY, LEAST, LONG, ChunkLimit, Meters, prompt_limit
 from baton.machine import Average
 
 ALIKE = 8

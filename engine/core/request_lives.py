@@ -169,7 +169,7 @@ class RequestLives:
         live.handover = True
         self.memory.take(live, len(live.token_ids), hits)
         live.num_computed = live.num_cached
-        uncached = (range(max(found.start, live.num_cached), found.stop) for found in ranges)
+        uncached = (range(max(each.start, live.num_cached), each.stop) for each in ranges)
         live.shared = SharedPrompt(deque(filter(None, uncached)))
         live.tag = self.shares.tag(request.tenant, live.num_left)
         states = self.memory.states
@@ -301,11 +301,11 @@ class RequestLives:
             live.num_computed = live.num_cached
             self._enter(live, Phase.RUNNING)
 
-    def _load_ended(self, live: LiveRequest, whole: bool) -> None:
+    def _load_ended(self, live: LiveRequest, has_kv: bool) -> None:
         live.leases.end(LOADING)
         if live.phase is Phase.GONE:
             return
-        if whole:
+        if has_kv:
             live.num_computed = live.num_cached
             self._move(live, Phase.RUNNING)
             self._loaded.append(live)
@@ -318,24 +318,6 @@ class RequestLives:
         live.num_computed = 0
         live.decodes = False
         self._move(live, Phase.WAITING)
-
-    def prompts(self) -> Iterator[tuple[int, float]]:
-        """Yields (tokens left, due time) of each prompt that is not computed, about in the order of the
-        queue."""
-        for live in self.running:
-            if not live.decodes:
-                yield live.num_left, live.asked.due
-        for live in self.waiting:
-            yield live.num_left, live.asked.due
-
-    @property
-    def tokens_waiting(self) -> int:
-        """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
-        prefilling = sum(live.num_left for live in self.running if not live.decodes)
-        prefilling += sum(live.num_left for live in self.reserved if live.ranges)
-        queued = [*self.waiting, *self.compiling, *self.loading]
-        cached = sum(self.memory.known(live) for live in queued) * self.pool.block_size
-        return prefilling + sum(live.num_left for live in queued) - cached
 
     @property
     def seats(self) -> int:

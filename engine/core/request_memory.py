@@ -82,8 +82,8 @@ class RequestMemory:
         the method of this name."""
         self._pool.share(hits)
         known, remnant = self._adopt(live, hits)
-        own = self._pool.allocate(self.blocks_for(num_tokens) - len(hits) - len(remnant))
-        live.blocks = array("i", [*hits, *remnant, *own])
+        new = self._pool.allocate(self.blocks_for(num_tokens) - len(hits) - len(remnant))
+        live.blocks = array("i", [*hits, *remnant, *new])
         if self.states is not None:
             self.states.take(live, len(hits))
         live.num_cached = known

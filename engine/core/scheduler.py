@@ -9,10 +9,10 @@ request that is last in order is preempted.
 Of one priority, tenants get equal shares of the prompt tokens (`FairShares`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from baton.engine.core.chunk_limit import MIXED_STEPS, may_join, prompt_limit
 from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.meters import MIXED_STEPS, may_join, prompt_limit
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
@@ -183,6 +183,24 @@ class Scheduler:
         if self.speculation is None and len(self._running) <= free:
             return True  # a request grows by at most one block in a step
         return sum(self._memory.lacks(live) for live in self._running) <= free
+
+    def prompts(self) -> Iterator[tuple[int, float]]:
+        """Yields (tokens left, due time) of each prompt that is not computed, about in the order of the
+        queue."""
+        for live in self._running:
+            if not live.decodes:
+                yield live.num_left, live.asked.due
+        for live in self._waiting:
+            yield live.num_left, live.asked.due
+
+    @property
+    def tokens_waiting(self) -> int:
+        """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
+        prefilling = sum(live.num_left for live in self._running if not live.decodes)
+        prefilling += sum(live.num_left for live in self.lives.reserved if live.ranges)
+        queued = [*self._waiting, *self.lives.compiling, *self.lives.loading]
+        cached = sum(self._memory.known(live) for live in queued) * self._pool.block_size
+        return prefilling + sum(live.num_left for live in queued) - cached
 
     @property
     def next_prompt(self) -> int:

@@ -200,6 +200,6 @@ def test_time_before_the_engine_counts(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     arrived = time.monotonic() - 30
     engine.add(replace(request_of(1, [3, 4, 5], max_tokens=1), arrived=arrived, first_token_within=31.0))
-    assert [due for _, due in engine._lives.prompts()] == [arrived + 31]
+    assert [due for _, due in engine._scheduler.prompts()] == [arrived + 31]
     (output,) = engine.step().outputs
     assert output.queue_seconds > 30

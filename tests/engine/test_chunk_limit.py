@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.engine import MixedStep
-from baton.engine.core.chunk_limit import LATE_STEPS, LEAST, LONG, ChunkLimit
+from baton.engine.core.meters import LATE_STEPS, LEAST, LONG, ChunkLimit
 from tests.engine.conftest import MakeEngine
 
 STEP, TOKEN = 0.010, 0.0001

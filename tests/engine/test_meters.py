@@ -2,8 +2,7 @@
 
 import pytest
 
-from baton.engine.core.chunk_limit import ChunkLimit
-from baton.engine.core.meters import LARGE, Meters
+from baton.engine.core.meters import LARGE, ChunkLimit, Meters
 from tests.engine.scheduling import add, make, step
 
 

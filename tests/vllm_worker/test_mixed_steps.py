@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from baton.engine.core.chunk_limit import LEAST, MIXED_STEPS
+from baton.engine.core.meters import LEAST, MIXED_STEPS
 from baton.vllm_worker.mixed_steps import ALIKE, TRIED_AGAIN, MixedSteps, StepCosts
 
 STEP, TOKEN = 0.010, 0.0001
