@@ -292,22 +292,31 @@ class World:
         )  # fmt: skip
 
 
+T = TypeVar("T")
 W = TypeVar("W", bound=World)
 
 
+def copies(of: T, count: int) -> Iterator[T]:
+    """As many equal ones. The last one is the original, which may then change."""
+    dumped = pickle.dumps(of)  # faster than deepcopy
+    for _ in range(count - 1):
+        yield pickle.loads(dumped)  # noqa: S301
+    if count:
+        yield of
+
+
 def reachable(first: W) -> Iterator[W]:
-    """Each state that events lead to from the first one, breadth first. The caller may change it."""
+    """Each state that events lead to from the first one, breadth first. The caller does not change it."""
     seen, frontier = {first.key()}, deque([first])
     while frontier:
         world = frontier.popleft()
-        dumped = pickle.dumps(world)  # to copy, and faster than deepcopy
-        for move in world.moves():
-            after = pickle.loads(dumped)  # noqa: S301
+        yield world
+        moves = world.moves()
+        for move, after in zip(moves, copies(world, len(moves)), strict=True):
             after.do(move)
             if (key := after.key()) not in seen:
                 seen.add(key)
                 frontier.append(after)
-        yield world
 
 
 def test_every_order_of_events() -> None:
