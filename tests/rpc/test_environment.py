@@ -12,7 +12,8 @@ import importlib, os, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "grpc":
-            print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"))
+            print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"), flush=True)
+            os._exit(0)
 
 
 sys.meta_path.insert(0, Finder())
