@@ -13,7 +13,9 @@ def steps_of(command: str, venv: Path | None) -> list[str]:
     """In the environment `venv`. None: in that which the command has."""
     # `make test` runs this test: a make within a make would also print its directory.
     alone = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON", "VENV"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ARGS", "MAKE", "PYTHON", "VENV"))
     }
     done = subprocess.run(
         ["bash", "-c", command],
@@ -89,7 +91,9 @@ case "$*" in *down.example*) exit 1;; esac
     (python.parent / "pip").symlink_to("python")
     no_gpu = "HAS_GPU=false"  # this machine may have one
     alone = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON", "VENV"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ARGS", "MAKE", "PYTHON", "VENV"))
     }
     subprocess.run(
         ["make", "install", f"VENV={tmp_path / 'venv'}", no_gpu, *flags],

@@ -16,7 +16,7 @@ from baton.bench.load.cli import app as bench_app
 from baton.cluster.cli import app as baton_app
 from tests.pages import PAGES, ROOT, blocks
 
-LANGUAGES = {"", "text", "yaml", "toml", "python", "json"}
+LANGUAGES = {"", "text", "yaml", "toml", "python", "json", "mermaid"}
 COMMAND = re.compile(r"^ *(\$ |(\S*/)?(baton|curl|docker|jq|kubectl|make|openssl|pip|python3?) )", re.M)
 TYPED = {
     ROOT / page

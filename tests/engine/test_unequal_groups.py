@@ -20,7 +20,7 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.content.cache_kinds import CachePart
-from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
+from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
@@ -82,6 +82,7 @@ class NotingSink(SenderSink):
         super().__init__(NO_TRACE)
         self.tables: dict[bytes, Sequence[int]] = {}
         self.lengths: dict[bytes, int] = {}
+        self.engine: Engine
         self.prefills: dict[bytes, PrefillAttempt] = {}
         self.cached: dict[bytes, int] = {}
         self.in_step: Callable[[int, Mapping[bytes, range]], None] = lambda layer, chunks: None
@@ -102,6 +103,8 @@ class NotingSink(SenderSink):
             handover=True,
             awaited=False,
         )
+        prefill.live = live_of(self.engine, request_id)
+        prefill.live = live_of(self.engine, request_id)
         assert Attempts[Attempt](lambda message: None).open(prefill)
         prefill.reading = Reading(prefill, self.sender, request_id)
         super().prefill_started(prefill, block_ids, num_tokens, num_cached, state_slot)
@@ -147,6 +150,8 @@ class Side:
         for thread in self._threads:
             thread.start()
         self.engine = build_engine(settings, files=self._files, hooks=hooks_to(self.sink))
+        self.sink.engine = self.engine
+        self.sink.engine = self.engine
         started.wait(WITHIN)
         assert kv_layout(self.engine) == layout
         transport = kv.Transport(ends[0][0], ends[1][0], NO_TRACE, exports)
@@ -205,6 +210,7 @@ class Pair:
             for released in prefill.sender.poll():
                 assert isinstance(released, kv.Released)
                 assert released.reason == "acked"
+                released.owner.end()
                 end(prefill.engine, released.prefill_id)
             for output in prefill.engine.step().outputs:
                 prefill.sender.commit(output.id, kv.FirstToken(output.token))
