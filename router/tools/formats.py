@@ -53,7 +53,7 @@ def _function_tags(opening: str, closing: str) -> tuple[Pairs, Written]:
     )
     written = Written(
         f"{opening}\n<function={{name}}>\n{{arguments}}</function>\n{closing}", "\n",
-        pair="<parameter={key}>\n{value}\n", value_end="\n</parameter>", keys=r"[^<>\s]+",
+        pair="<parameter={key}>\n{value}\n", value_end="\n</parameter>", keys=r"[^\"'<>\s]+",
     )  # fmt: skip
     return pairs, written
 

@@ -3,6 +3,7 @@ means more in them than it says."""
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -131,6 +132,18 @@ async def test_strings_of_a_format_without_json_have_the_schema(
 
     assert [text for text in taken if not takes(text)] == []
     assert [text for text in refused if takes(text)] == []
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if hasattr(form, "pairs")])
+def test_each_key_that_may_be_written_is_read(name: str):
+    form = FORMATS[name]
+    may = [key for key in ('"', "'", "a'", "'a'", "é", "a.b", "/") if re.fullmatch(form.written.keys, key)]
+    assert {"é", "a.b", "/"} <= set(may)
+    for key in may:
+        text = form.written.pair.replace("{key}", key).partition(form.pairs.before_key)[2]
+        ends = [at + 1 for at, character in enumerate(text) if character == ">"]
+        read = next(filter(None, (form.pairs.after_key.fullmatch(text[:end]) for end in ends)))
+        assert read["key"] == key
 
 
 async def test_arguments_have_the_order_of_the_schema_and_then_of_required(tokenizer: ModelTokenizer):
