@@ -17,6 +17,7 @@ from baton.router.preparation.demand import Calls, Demand, OfferedTool
 from baton.router.preparation.grammar_child import as_latest_draft
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.formats import FORMATS
+from baton.router.tools.marked import MarkedParser
 from baton.router.tools.regex import anywhere, literal
 
 from .conftest import Cluster, accepts
@@ -134,15 +135,20 @@ async def test_strings_of_a_format_without_json_have_the_schema(
     assert [text for text in refused if takes(text)] == []
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if hasattr(form, "pairs")])
+@pytest.mark.parametrize(
+    "name", [name for name, form in FORMATS.items() if form.written.pair and getattr(form, "pairs", None)]
+)
 def test_each_key_that_may_be_written_is_read(name: str):
     form = FORMATS[name]
+    assert issubclass(form, MarkedParser)
+    pairs = form.pairs
+    assert pairs is not None
     may = [key for key in ('"', "'", "a'", "'a'", "é", "a.b", "/") if re.fullmatch(form.written.keys, key)]
     assert {"é", "a.b", "/"} <= set(may)
     for key in may:
-        text = form.written.pair.replace("{key}", key).partition(form.pairs.before_key)[2]
+        text = form.written.pair.replace("{key}", key).partition(pairs.before_key)[2]
         ends = [at + 1 for at, character in enumerate(text) if character == ">"]
-        read = next(filter(None, (form.pairs.after_key.fullmatch(text[:end]) for end in ends)))
+        read = next(filter(None, (pairs.after_key.fullmatch(text[:end]) for end in ends)))
         assert read["key"] == key
 
 
