@@ -141,12 +141,13 @@ async def test_strings_of_a_format_without_json_have_the_schema(
 def test_each_key_that_may_be_written_is_read(name: str):
     form = FORMATS[name]
     assert issubclass(form, MarkedParser)
-    pairs = form.pairs
+    pairs, pair = form.pairs, form.written.pair
     assert pairs is not None
+    assert pair is not None
     may = [key for key in ('"', "'", "a'", "'a'", "é", "a.b", "/") if re.fullmatch(form.written.keys, key)]
     assert {"é", "a.b", "/"} <= set(may)
     for key in may:
-        text = form.written.pair.replace("{key}", key).partition(pairs.before_key)[2]
+        text = pair.replace("{key}", key).partition(pairs.before_key)[2]
         ends = [at + 1 for at, character in enumerate(text) if character == ">"]
         read = next(filter(None, (pairs.after_key.fullmatch(text[:end]) for end in ends)))
         assert read["key"] == key
