@@ -385,18 +385,20 @@ def test_random_lives(
             known = {key: result.tokens for key, result in expected.items()}
             draft_always(each, None if by_head else known, wrong=0.3)
     few_blocks, cancelled_halfway, preempted = config.get("num_blocks", 99) <= 20, 0, 0
+    ahead = unsampled = resumed = 0
     for number in range(10):
         lives = Lives(prefill, decode, expected)
         lives.live(requests, rng)
-        assert lives.ahead > 30, "or this shows nothing"
-        assert lives.unsampled > 5, "nor of grammars"
+        ahead, unsampled = ahead + lives.ahead, unsampled + lives.unsampled
+        resumed += len(lives.resumed)
         cancelled_halfway += lives.cancelled_halfway
-        assert len(lives.resumed) > 2
         assert bool(lives.cached) == config.get("enable_prefix_caching", False)
         preempted = sum(each.stats().preemptions for each in (prefill, decode))
         # A grammar is ready when its thread has compiled it, so lives differ.
-        if number and (cancelled_halfway or not by_head) and (preempted or not few_blocks):
+        shown = ahead > 60 and unsampled > 10 and resumed > 4
+        if number and shown and (cancelled_halfway or not by_head) and (preempted or not few_blocks):
             break
+    assert shown, "of steps ahead, of grammars, or of requests that go on where they were prefilled"
     assert cancelled_halfway or not by_head, "nor of the layer of a draft head"
     assert preempted or not few_blocks
     assert not kind or lives.imports > 20
