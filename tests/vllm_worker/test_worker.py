@@ -133,7 +133,7 @@ def test_pairs_with_batons_engine(cluster: VLLMCluster, reference: Reference, le
     ],
 )
 def test_a_stream_goes_on_when_a_process_is_killed(
-    cluster: VLLMCluster, reference: Reference, title: str, request: pytest.FixtureRequest
+    cluster: VLLMCluster, reference: Reference, title: str
 ) -> None:
     role = title[: title.index("0") + 1]
     restarts = cluster.output().count(f"{role}: ready after")
@@ -144,9 +144,8 @@ def test_a_stream_goes_on_when_a_process_is_killed(
             cluster.process_of(title).kill()
         tokens += some
     assert tokens == right
-    if request.node.get_closest_marker("long") is not None:
-        cluster.until_restarted(role, restarts + 1)
-        cluster.assert_whole()
+    cluster.until_restarted(role, restarts + 1)
+    cluster.assert_whole()
 
 
 @pytest.mark.long
