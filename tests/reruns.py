@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 RERUNS: dict[str, str] = {
-    "tests/decode_worker/test_both_kinds.py::test_a_cancel_before_a_decode_takes_its_prefill[one rank-prefill]": (
-        "2026-11-26: failed in one of ten runs beside other tests, and its error was not kept. The cancel may "
-        "come when the prompt is computed already."
+    "tests/decode_worker/test_both_kinds.py"
+    "::test_a_cancel_before_a_decode_takes_its_prefill[one rank-prefill]": (
+        "2026-11-26: failed in one of ten runs beside other tests, and its error was not kept. "
+        "The cancel may come when the prompt is computed already."
     ),
 }
 """By id, why a test may fail though nothing is wrong, and since when: "2026-11-26: the reason"."""
