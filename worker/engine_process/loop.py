@@ -292,9 +292,9 @@ def loop(engine: Engine, roles: Roles, context: Context, pumps: Sequence[Offload
     fds += [] if context.store is None else [context.store.store.fileno()]
     freed = FreedMemory()
     while True:
-        idle = not engine.has_work
-        freed.turn(idle=idle, now=time.monotonic())
-        seconds = seconds_to_wait(engine, roles, time.monotonic())
+        idle, now = not engine.has_work, time.monotonic()
+        freed.turn(idle=idle, now=now)
+        seconds = seconds_to_wait(engine, roles, now)
         if any(pump.copies for pump in pumps):
             seconds = min(seconds, POLL)
         readable = wait(fds, 0.0 if link.has_messages else seconds)
