@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.within import WITHIN
+
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
@@ -63,7 +65,7 @@ def output_of(directory: Path) -> str:
     command = [str(kustomize()), "build", str(directory)]
     # Its garbage collector takes a fifth of its time.
     environment = os.environ | {"GOGC": "off"}
-    built = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    built = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN, env=environment)
     assert built.returncode == 0, built.stderr
     assert not built.stderr, built.stderr
     return built.stdout
