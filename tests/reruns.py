@@ -10,13 +10,7 @@ from pathlib import Path
 
 import pytest
 
-RERUNS: dict[str, str] = {
-    "tests/decode_worker/test_both_kinds.py"
-    "::test_a_cancel_before_a_decode_takes_its_prefill[one rank-prefill]": (
-        "2026-11-26: failed in one of ten runs beside other tests, and its error was not kept. "
-        "The cancel may come when the prompt is computed already."
-    ),
-}
+RERUNS: dict[str, str] = {}
 """By id, why a test may fail though nothing is wrong, and since when: "2026-11-26: the reason"."""
 MOST = 5
 AGAIN = 2

@@ -6,7 +6,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from tests.cluster_helpers import (
     WorkerStream,
     assert_whole,
     paired,
+    request,
     sampling,
     started_pair,
     tiny_model,
 )
 from tests.device import DEVICE
 from tests.forked import forking
+from tests.within import WITHIN
 
 BLOCKS = 300  # of 16 positions
 TINY: dict[str, Any] = {
@@ -86,7 +88,7 @@ def workers_and_network(
             engine=TINY,
             ranks=request.param,
             kv_connector="tcp",
-            deadlines={"peer_dead": 3.0},
+            deadlines={"peer_dead": 3.0, "engine_dead": WITHIN},
         ) as started,
         network_before(started[0]) as network,
     ):
@@ -159,10 +161,28 @@ def assert_traces(directory: Path) -> None:
     assert names >= {"queued", "prompt", "step", "first token"}
     chunks: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for step in [event["args"] for event in events["prefill-0-engine"] if event["name"] == "step"]:
-        for request, start, stop in step["prompts"]:
-            chunks[request].append((start, stop))
+        for name, start, stop in step["prompts"]:
+            chunks[name].append((start, stop))
             assert stop - start <= TINY["max_num_batched_tokens"]
     assert all(a[1] <= b[0] for of_prompt in chunks.values() for a, b in pairwise(of_prompt))
+
+
+async def passed_on(stream: WorkerStream) -> None:
+    """Waits until the engine need only read what was sent: the service process answers in order."""
+    refused = await stream.submit_decode(request([1], sampling(top_p=0.0)))
+    await stream.failure(refused)
+
+
+@asynccontextmanager
+async def paused(worker: WorkerProcess, stream: WorkerStream) -> AsyncIterator[None]:
+    """The engine computes nothing meanwhile. Afterwards it first reads all that came on the stream."""
+    engine = worker.child("engine")
+    engine.suspend()
+    try:
+        yield
+        await passed_on(stream)
+    finally:
+        engine.resume()
 
 
 def prompt(length: int) -> list[int]:

@@ -10,7 +10,7 @@ from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import Pair, assert_whole, metrics, paired, request, sampling
 from tests.within import WITHIN
 
-from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status
+from .conftest import BLOCKS, ENDLESS, Workers, passed_on, paused, prompt, retarget, status
 
 CONTEXT = 4096
 
@@ -79,12 +79,10 @@ async def test_a_finished_request_is_released_on_both_sides(pair: Pair) -> None:
 
 async def test_cancel_before_anything_is_computed(workers: Workers) -> None:
     async with paired(*workers) as pair:
-        _, blocking = await pair.reserve(request(prompt(2000), ENDLESS))
-        prefill_id, decode_id = await pair.reserve(request(prompt(1000), ENDLESS))
-        await pair.prefill.cancel(prefill_id)
-        await pair.decode.cancel(decode_id)
-        await pair.decode.token(blocking)
-        await pair.decode.cancel(blocking)
+        async with paused(workers[0], pair.prefill):
+            prefill_id, decode_id = await pair.reserve(request(prompt(1000), ENDLESS))
+            await pair.prefill.cancel(prefill_id)
+            await pair.decode.cancel(decode_id)
         await assert_whole(*workers)
 
 
@@ -126,8 +124,9 @@ async def test_cancel_while_kv_is_streaming(workers: Workers, pair: Pair) -> Non
 
 
 async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers, pair: Pair) -> None:
-    prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
-    await pair.prefill.cancel(prefill_id)
+    async with paused(workers[0], pair.prefill):
+        prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
+        await pair.prefill.cancel(prefill_id)
     failure = await pair.decode.failure(decode_id)
     assert (failure.code, failure.message) == (pb.FAILURE_CODE_KV_FAILED, "cancelled")
     assert failure.prefill_id == prefill_id
@@ -137,9 +136,10 @@ async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers, pair: 
 
 
 async def test_cancel_of_the_decode_alone_leaves_the_prefill_held(workers: Workers, pair: Pair) -> None:
-    prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
-    await pair.decode.cancel(decode_id)
-    await assert_whole(workers[1])
+    async with paused(workers[0], pair.prefill):
+        prefill_id, decode_id = await pair.reserve(request(prompt(200), ENDLESS))
+        await pair.decode.cancel(decode_id)
+        await assert_whole(workers[1])
     await pair.prefill.token(prefill_id)
     end = time.monotonic() + WITHIN
     while not (await status(pair.prefill)).held_prefills:  # a status may be older than the token
@@ -236,12 +236,14 @@ async def test_a_retarget_takes_the_kv_from_another_prefill(workers: Workers, pa
     assert [*emitted, *(t.token_id for t in tokens)] == whole.tokens
 
 
-async def test_a_retarget_replaces_a_fetch_under_way(pair: Pair) -> None:
+async def test_a_retarget_replaces_a_fetch_under_way(workers: Workers, pair: Pair) -> None:
     params = sampling(max_tokens=4, ignore_eos=True)
     req = request(prompt(1500), params)
-    slow, decode_id = await pair.reserve(req)
-    other = await pair.prefill.submit_prefill(req, handover=True)
-    await retarget(pair, decode_id, other, [])
+    async with paused(workers[0], pair.prefill):
+        slow, decode_id = await pair.reserve(req)
+        other = await pair.prefill.submit_prefill(req, handover=True)
+        await retarget(pair, decode_id, other, [])
+        await passed_on(pair.decode)
     assert len(await pair.decode.tokens(decode_id)) == 4
     await pair.prefill.cancel(slow)
 
@@ -288,13 +290,16 @@ async def test_a_dead_prefill_worker_fails_the_kv(pair: Pair) -> None:
     await pair.decode.cancel(decode_id)
 
 
-async def test_the_youngest_request_is_handed_back_when_another_needs_its_blocks(pair: Pair) -> None:
+async def test_the_youngest_request_is_handed_back_when_another_needs_its_blocks(
+    workers: Workers, pair: Pair
+) -> None:
     # Both begin with 146 of 300 blocks. The end of the old one needs 155.
     grow = request(prompt(2330), sampling(max_tokens=140, ignore_eos=True))
     held = [await pair.prefill.submit_prefill(grow, handover=True) for _ in range(2)]
     for prefill_id in held:
         await pair.prefill.token(prefill_id)
-    old, young = [await pair.decode.submit_decode(grow, pair.source(prefill_id)) for prefill_id in held]
+    async with paused(workers[1], pair.decode):
+        old, young = [await pair.decode.submit_decode(grow, pair.source(prefill_id)) for prefill_id in held]
     for decode_id in (old, young):
         await pair.decode.reserved(decode_id)
     assert len(await pair.decode.tokens(old)) == 140
@@ -335,17 +340,18 @@ async def test_an_invalid_request_is_refused_and_its_stream_goes_on(pair: Pair) 
     await pair.generate(prompt(10), sampling(max_tokens=2, ignore_eos=True))
 
 
-async def test_an_attempt_id_in_use_is_refused(pair: Pair) -> None:
-    prefill_id, decode_id = await pair.reserve(request(prompt(10), sampling(max_tokens=50, ignore_eos=True)))
-    again = request(prompt(20), sampling())
-    await pair.decode.send(
-        decode=pb.SubmitDecode(decode_id=decode_id, request=again, source=pair.source(prefill_id))
-    )
-    received = []
-    while len(received) < 51:
-        received.append((await pair.decode.next(decode_id)).message)
-    failures = [m for m in received if isinstance(m, pb.AttemptFailed)]
-    assert [(f.code, f.message) for f in failures] == [(pb.FAILURE_CODE_INVALID, "this id is in use")]
+async def test_an_attempt_id_in_use_is_refused(workers: Workers, pair: Pair) -> None:
+    async with paused(workers[0], pair.prefill):
+        prefill_id, decode_id = await pair.reserve(
+            request(prompt(10), sampling(max_tokens=3, ignore_eos=True))
+        )
+        again = request(prompt(20), sampling())
+        await pair.decode.send(
+            decode=pb.SubmitDecode(decode_id=decode_id, request=again, source=pair.source(prefill_id))
+        )
+        failure = await pair.decode.failure(decode_id)
+    assert (failure.code, failure.message) == (pb.FAILURE_CODE_INVALID, "this id is in use")
+    assert len(await pair.decode.tokens(decode_id)) == 3, "the attempt that has the id goes on"
 
 
 async def test_metrics_count_a_handover(workers: Workers) -> None:

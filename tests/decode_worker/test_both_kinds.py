@@ -16,7 +16,7 @@ from tests.cluster_helpers import Pair, assert_whole, attached, request, samplin
 from tests.stand_in import stand_in
 from tests.within import within
 
-from .conftest import BLOCKS, Workers, prompt
+from .conftest import BLOCKS, Workers, paused, prompt
 
 GREEDY = sampling(max_tokens=12, ignore_eos=True)
 
@@ -100,15 +100,17 @@ async def test_a_decode_takes_a_prefill_that_is_held_already(pairs: Directions) 
 
 
 @pytest.mark.parametrize("ended", ["decode", "prefill"])
-async def test_a_cancel_before_a_decode_takes_its_prefill(pairs: Directions, ended: str) -> None:
+async def test_a_cancel_before_a_decode_takes_its_prefill(
+    workers: Workers, pairs: Directions, ended: str
+) -> None:
+    """With the decode its prefill ends, too."""
     here = pairs["here"]
-    prefill_id, decode_id = await here.submit(request(prompt(200), GREEDY))
-    await here.decode.cancel(decode_id if ended == "decode" else prefill_id)
+    async with paused(workers[0], here.decode):
+        prefill_id, decode_id = await here.submit(request(prompt(200), GREEDY))
+        await here.decode.cancel(decode_id if ended == "decode" else prefill_id)
+    await here.decode.reserved(decode_id)
     if ended == "prefill":
-        await here.decode.reserved(decode_id)
         assert (await here.decode.failure(decode_id)).code == pb.FAILURE_CODE_HANDED_BACK
-    else:
-        await here.prefill.cancel(prefill_id)
 
 
 async def test_blocks_of_two_workers_run_out_in_both_directions_at_once(pairs: Directions) -> None:

@@ -14,7 +14,7 @@ from tests.cluster_helpers import (
 )
 from tests.within import within
 
-from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status
+from .conftest import BLOCKS, ENDLESS, Workers, paused, prompt, retarget, status
 
 PARAMS = [
     sampling(max_tokens=9, ignore_eos=True),
@@ -106,10 +106,11 @@ async def test_a_local_prefill_without_room_is_refused_and_the_youngest_is_preem
     async with attached(caching_workers[1]) as decode:
         # Both begin with 146 of 300 blocks. The end of the old one needs 155.
         grow = sampling(max_tokens=140, ignore_eos=True)
-        old, young = [await decode.submit_decode(request(prompt(2330 + i), grow)) for i in range(2)]
+        async with paused(caching_workers[1], decode):
+            old, young = [await decode.submit_decode(request(prompt(2330 + i), grow)) for i in range(2)]
+            third = await decode.submit_decode(request(prompt(BLOCKS * 16 // 2), grow))
         for decode_id in (old, young):
             await decode.reserved(decode_id)
-        third = await decode.submit_decode(request(prompt(BLOCKS * 16 // 2), grow))
         assert (await decode.failure(third)).code == pb.FAILURE_CODE_NO_ROOM
         assert len(await decode.tokens(old)) == 140
         events = decode.events[young]
