@@ -196,14 +196,16 @@ async def compute_all_sizes(url: str) -> None:
     """Products of all numbers of rows that an attack may bring: code for each takes memory once."""
     async with new_session(KEY) as http:
 
-        async def ask(tokens: int, max_tokens: int) -> None:
+        async def ask(tokens: int, max_tokens: int, choices: int = 1) -> None:
             prompt = [1000 + max_tokens + i for i in range(tokens)]
             asked = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 1}
+            asked["n"] = choices
             async with http.post(f"{url}/v1/completions", json=asked) as response:
                 assert response.status == 200, await response.text()
 
         for rows in range(1, 65):
             await ask(rows, 1)
+            await ask(1, 1, choices=rows)  # a step of a prefill worker samples a token for each
         await asyncio.gather(*(ask(1, steps) for steps in range(2, 130)))
 
 
