@@ -76,12 +76,16 @@ class Ahead(NamedTuple):
 
     The step before may be under way, with drafts of its own. Then the host does not know where its requests
     go on. Column a of these arrays is for a request of which that step accepts a drafts. Column 0 is that of
-    the other arrays. Positions and contexts are larger by a."""
+    the other arrays. Positions, contexts and `Step.source_rows` are larger by a."""
 
-    after: Annotated[np.ndarray, Layout(np.int64, ("decode rows",), padding=-1)]
+    after: Annotated[np.ndarray, Layout(np.int32, ("decode rows",), padding=-1)]
     """For each token of the requests that decode: the first row in which the step before samples its request,
     if that step has drafts of it; else −1."""
-    token_ids: Annotated[np.ndarray, Layout(np.int64, ("decode rows", "ahead"))]
+    token_ids: Annotated[np.ndarray, Layout(np.int32, ("decode rows", "ahead"))]
+    guess_index: Annotated[np.ndarray, Layout(np.int32, ("decode rows",), padding=-1)]
+    """For each token of the requests that decode: the index of the draft head's guess that it is, if the host
+    does not know the guess yet; else −1. The step before makes ahead − 1 guesses in each of its rows: guess j
+    of row i has index (ahead − 1) · i + j."""
     slots: Annotated[np.ndarray, Layout(np.int64, ("decode rows", "ahead"))]
     keys: Annotated[np.ndarray, Layout(np.int32, ("drafted", "ahead"))]
     """Of each sampled row, as in `Draws`."""
@@ -95,8 +99,10 @@ class Drafting(NamedTuple):
     """What a draft head computes after the sampling of a step: the KV of all tokens, and guesses of the
     tokens that follow those sampled. All arrays are empty if there is no head."""
 
-    following: Annotated[np.ndarray, Layout(np.int64, ("followed",))]
-    """The token after each token. −1 − i: the one that the step samples in its row i."""
+    next_ids: Annotated[np.ndarray, Layout(np.int32, ("followed",))]
+    """The token after each token, if the host knows it: `next_rows` is −1. Elsewhere undefined."""
+    next_rows: Annotated[np.ndarray, Layout(np.int32, ("followed",), padding=-1)]
+    """The row in which this step samples the token after each token; −1: the host knows it."""
     first_rows: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
     """Of each request that gets guesses, the first sampled row."""
     tables: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
@@ -108,10 +114,7 @@ class Drafting(NamedTuple):
 
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
-NO_DRAFTING = Drafting(NO_ROWS, NO_ROWS, NO_ROWS, NO_ROWS, 0)
-GUESSED = 1 << 40
-"""−GUESSED − (most · i + j) stands for guess j of the first sampled row i of the step before. `most`: the
-drafts that a request may have."""
+NO_DRAFTING = Drafting(NO_ROWS.astype(np.int32), NO_ROWS.astype(np.int32), NO_ROWS, NO_ROWS, NO_ROWS, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +127,10 @@ class Step:
 
     The last tokens of a request that decodes may be *drafts*: guesses of its next tokens (`Ahead`)."""
 
-    token_ids: Annotated[np.ndarray, Layout(np.int64, ("tokens",))]
-    """−1 − i: the token that the step before samples in its row i. See also `GUESSED`."""
+    token_ids: Annotated[np.ndarray, Layout(np.int32, ("tokens",))]
+    """Of tokens that the host knows: `source_rows` and `Ahead.guess_index` are −1. Elsewhere undefined."""
+    source_rows: Annotated[np.ndarray, Layout(np.int32, ("tokens",), padding=-1)]
+    """The row in which the step before samples each token, if the host does not know it yet; else −1."""
     positions: Annotated[np.ndarray, Layout(np.int64, ("tokens",))]
     slots: Annotated[np.ndarray, Layout(np.int64, ("tokens",), padding=-1)]
     """Where the KV of each token goes."""
@@ -221,24 +226,23 @@ def assembled(leaves: Mapping[str, Any]) -> Step:
 class Draft(NamedTuple):
     """The drafts of one request in a step."""
 
-    guesses: Sequence[int]
+    guesses: Sequence[int] | None
     """Of the tokens at successive positions, from the first one that the step may sample. The drafts are
-    guesses[a : a + count], if the step before accepts a drafts. Those of a draft head (`GUESSED`) are `count`
-    guesses, which come after what the step before accepts."""
+    guesses[a : a + count], if the step before accepts a drafts. None: the draft head makes them in the step
+    before, of the tokens after those that this step accepts, and the host does not know them yet."""
     count: int
     slack: int = 0
     """Drafts of the step before, if its tokens are not known. There are slack + count guesses."""
-    row: int = 0
-    """As in `Ahead.after`, if there is slack."""
 
     def right(self, tokens: Sequence[int]) -> int:
         """How many drafts are right, if the step samples these tokens before them. There is no slack."""
+        assert self.guesses is not None, "the device counts the right ones of these"
         same = (guess == token for guess, token in zip(self.guesses, tokens, strict=False))
         return sum(takewhile(bool, same))
 
 
 def arrange(
-    token_ids: Sequence[int],
+    token_ids: Sequence[int] | np.ndarray,
     starts: Sequence[int],
     stops: Sequence[int],
     tables: Sequence["array[int]"],
@@ -251,6 +255,7 @@ def arrange(
     awaits_kv: bool = False,
     block_size: int,
     table_width: int | None,
+    source_rows: Sequence[int] | None = None,
     scored: Scored = NOT_SCORED,
     state_slots: Sequence[int] | None = None,
     restores: Sequence[tuple[int, int]] = (),
@@ -266,7 +271,9 @@ def arrange(
 
     Request i computes positions [starts[i], stops[i]) with block table tables[i]. `token_ids` has the tokens
     of all requests in order. `sampled` has the numbers of the requests that get a token, ascending.
-    `table_width`: blocks in a row of the block tables; None: as many as the longest table has. `state_slots`
+    `table_width`: blocks in a row of the block tables; None: as many as the longest table has. `source_rows`:
+    of each request, the first row in which the step before samples it, if the host does not know the first of
+    its tokens here; else −1. None: the host knows all tokens. `state_slots`
     None: no layer has states. `copies` (row, slot): the states after this row of a prompt are copied to the
     slot, before the step computes later rows. `drafts`: by number of the request, behind its tokens. `keys`
     as in `Ahead`; None: the engine has no drafts. `following`: the token after the last one of each request
@@ -289,6 +296,10 @@ def arrange(
     behind = np.concatenate([NO_ROWS, *(np.arange(count, -1, -1) for count in counts)])
     sampled_rows = np.repeat(ends[list(sampled)] - 1, counts + 1) - behind
     ids = _with_drafts(token_ids, drafts, ends)
+    begins = ends - lengths
+    sources = np.full(len(ids), -1, dtype=np.int32)
+    if source_rows is not None:
+        sources[begins] = source_rows
     if keys is None:
         ahead = NOT_AHEAD
     else:
@@ -296,28 +307,30 @@ def arrange(
         later = positions[:rows, None] + np.arange(keys.shape[1])
         blocks = padded[request[:rows, None], np.minimum(later // block_size, padded.shape[1] - 1)]
         ahead = Ahead(
-            after=np.full(rows, -1, dtype=np.int64),
+            after=np.full(rows, -1, dtype=np.int32),
             token_ids=np.repeat(ids[:rows, None], keys.shape[1], axis=1),
+            guess_index=np.full(rows, -1, dtype=np.int32),
             slots=blocks * np.int64(block_size) + later % block_size,
             keys=keys,
-            places=(np.arange(rows) - (ends - lengths)[request[:rows]]).astype(np.int32),
+            places=(np.arange(rows) - begins[request[:rows]]).astype(np.int32),
             drafts=behind,
         )
-        _look_ahead(drafts, ends - lengths, ends, ahead)
-        ids[:rows] = ahead.token_ids[:, 0]
+        _look_ahead(drafts, begins, ends, sources, ahead)
     drafting = NO_DRAFTING
     if following is not None:
-        after = np.append(ids[1:], 0)
-        after[ends - 1] = [following.get(i, 0) for i in range(len(ends))]
-        after[sampled_rows] = -1 - np.arange(len(sampled_rows))
+        next_ids = np.append(ids[1:], ids[:1])
+        next_ids[ends - 1] = [following.get(i, 0) for i in range(len(ends))]
+        next_rows = np.full(len(ids), -1, dtype=np.int32)
+        next_rows[sampled_rows] = np.arange(len(sampled_rows))
         # On the device, each query that decodes has a row in the block tables.
-        first_rows = np.searchsorted(sampled_rows, (ends - lengths)[list(guessed)])
+        first_rows = np.searchsorted(sampled_rows, begins[list(guessed)])
         rows = int(ends[num_decodes - 1]) if num_decodes else 0
-        at = [ends[i] - lengths[i] if i < num_decodes else rows + i - num_decodes for i in guessed]
+        at = [begins[i] if i < num_decodes else rows + i - num_decodes for i in guessed]
         room = np.array([len(tables[i]) for i in guessed], dtype=np.int64) * block_size
-        drafting = Drafting(after, first_rows, np.array(at, dtype=np.int64), room, guesses)
+        drafting = Drafting(next_ids, next_rows, first_rows, np.array(at, dtype=np.int64), room, guesses)
     return Step(
         token_ids=ids,
+        source_rows=sources,
         positions=positions,
         slots=slots,
         query_lengths=lengths,
@@ -339,29 +352,38 @@ def arrange(
     )
 
 
-def _with_drafts(token_ids: Sequence[int], drafts: Mapping[int, Draft], ends: np.ndarray) -> np.ndarray:
+def _with_drafts(
+    token_ids: Sequence[int] | np.ndarray, drafts: Mapping[int, Draft], ends: np.ndarray
+) -> np.ndarray:
     """The token ids of a step whose requests end at these rows, if the step before accepts no draft."""
     if not drafts:
-        return np.array(token_ids, dtype=np.int64)
-    given = np.ones(ends[-1], dtype=bool)
-    ids = np.zeros(ends[-1], dtype=np.int64)
+        return np.array(token_ids, dtype=np.int32)
+    is_draft = np.zeros(ends[-1], dtype=bool)
+    ids = np.zeros(ends[-1], dtype=np.int32)
     for i, draft in drafts.items():
         rows = slice(ends[i] - draft.count, ends[i])
-        given[rows], ids[rows] = False, draft.guesses[: draft.count]
-    ids[given] = token_ids
+        is_draft[rows] = True
+        if draft.guesses is not None:
+            ids[rows] = draft.guesses[: draft.count]
+    ids[~is_draft] = token_ids
     return ids
 
 
-def _look_ahead(drafts: Mapping[int, Draft], begins: np.ndarray, ends: np.ndarray, ahead: Ahead) -> None:
-    """Writes the token ids of `ahead`, and what comes after drafts. Request i has the rows [begins[i],
-    ends[i])."""
-    for i, (guesses, count, slack, row) in drafts.items():
+def _look_ahead(
+    drafts: Mapping[int, Draft], begins: np.ndarray, ends: np.ndarray, source_rows: np.ndarray, ahead: Ahead
+) -> None:
+    """Writes to `ahead` what comes after drafts, the ids of drafts, and the indices of guesses. Request i has
+    the rows [begins[i], ends[i])."""
+    most = ahead.token_ids.shape[1] - 1
+    for i, (guesses, count, slack) in drafts.items():
         begin, first, columns = begins[i], ends[i] - count, slack + 1
-        for j in range(count):
-            by_head = guesses[j] <= -GUESSED
-            ahead.token_ids[first + j, :columns] = guesses[j] if by_head else guesses[j : j + columns]
+        row = source_rows[begin]
+        if guesses is None:
+            ahead.guess_index[first : ends[i]] = row * most + np.arange(count)
+        else:
+            for j in range(count):
+                ahead.token_ids[first + j, :columns] = guesses[j : j + columns]
         if slack:
-            ahead.token_ids[begin, :columns] -= np.arange(columns)
             ahead.after[begin : ends[i]] = row
 
 

@@ -19,7 +19,7 @@ from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.request_memory import RequestMemory
 from baton.engine.core.request_states import RequestStates
 from baton.engine.core.step_builder import Schedule
-from baton.engine.step import GUESSED, Draft
+from baton.engine.step import Draft
 
 FORGET = 0.98
 """Factor on the weight of what became of drafts, with each later step. So a request without drafts gets some
@@ -51,7 +51,7 @@ class Speculation:
         """Adds drafts to a step, and notes what comes after drafts. Takes blocks only if they are spare."""
         for live in plan.chunks:
             if live.slack:
-                plan.drafts[live] = Draft((), 0, live.slack, live.row)
+                plan.drafts[live] = Draft((), 0, live.slack)
         plan.guesses, self.waits = self._guesses, False
         if plan.prompts or plan.preempted:
             return  # prompts fill the step
@@ -94,13 +94,10 @@ class Speculation:
         """Guesses the tokens that the step may sample. If a step is under way, also those that this one may
         give. A draft head has made the guesses in the step before, or makes them in the one under way."""
         if self.drafter is None:
-            if live.pending:
-                first, count = GUESSED + self._most * live.row, min(count, live.making)
-                guesses: Sequence[int] = range(-first, -first - count, -1)
-            else:
-                guesses = live.guesses.of(live.num_known, count)
-            if guesses:
-                plan.drafts[live] = Draft(guesses, len(guesses), live.slack, live.row)
+            guesses = None if live.pending else live.guesses.of(live.num_known, count)
+            count = min(count, live.making) if guesses is None else len(guesses)
+            if count:
+                plan.drafts[live] = Draft(guesses, count, live.slack)
             return
         under_way = live.guesses.of(live.num_known, live.slack)
         wanted = count + live.pending
@@ -108,7 +105,7 @@ class Speculation:
         if len(proposed) < wanted:
             return
         guesses = [*under_way, *proposed][live.pending :]
-        plan.drafts[live] = Draft(guesses, count, live.slack, live.row)
+        plan.drafts[live] = Draft(guesses, count, live.slack)
         live.guesses.tokens, live.guesses.position = guesses, len(live.token_ids)
 
     def _propose_known(self, live: LiveRequest, count: int, plan: Schedule, states: RequestStates) -> None:

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from baton.engine.core.live_request import DRAW, PENDING, LiveRequest
+from baton.engine.core.live_request import DRAW, LiveRequest
 from baton.engine.core.state_copies import CopyLease, Save
 from baton.engine.step import (
     NOT_SCORED,
@@ -160,12 +160,7 @@ def build_step(
     # Decodes are sorted by length: attention groups requests of similar length.
     chunks = sorted(one_by_one, key=lambda chunk: chunk[1].stop) + together
 
-    tokens: list[int] = []
-    for live, positions in chunks:
-        first = live.token_ids[positions.start]
-        tokens.append(-1 - live.row if first == PENDING else first)
-        if len(positions) > 1:
-            tokens += live.token_ids[positions.start + 1 : positions.stop]
+    tokens = [live.token_ids[positions.start : positions.stop] for live, positions in chunks]
     sampled = [i for i, (live, positions) in enumerate(chunks) if positions.stop == len(live.token_ids)]
     drafts = {i: plan.drafts[live] for i, (live, _) in enumerate(chunks) if live in plan.drafts}
     plan.sampled = [chunks[i][0] for i in sampled]
@@ -178,7 +173,7 @@ def build_step(
     variant, draws = draws_of(plan.sampled, vocabulary, behind)
     after, within = _saves(chunks, saves) if saves else ((), ())
     return arrange(
-        tokens,
+        np.frombuffer(b"".join(tokens), np.int32),
         [positions.start for _, positions in chunks],
         [positions.stop for _, positions in chunks],
         [live.blocks for live, _ in chunks],
@@ -190,6 +185,7 @@ def build_step(
         awaits_kv=any(live.unverified for live in plan.prompts),
         block_size=block_size,
         table_width=table_width,
+        source_rows=[live.row if live.pending else -1 for live, _ in chunks],
         scored=scored,
         state_slots=[live.state_slot for live, _ in chunks] if has_states else None,
         restores=restores,

@@ -21,10 +21,11 @@ from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, no_garbag
 from baton.engine.execution.inputs import attention_metadata
 from baton.engine.execution.sampler import to_host
 from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.sampling.drafts import with_sampled
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.draft_heads import DraftHead, HeadConfig
-from baton.engine.step import GUESSED, Step
+from baton.engine.step import Step
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class _Guessed(NamedTuple):
 
 
 class DraftRunner:
-    """Owns the guesses of the newest step."""
+    """Makes the guesses after each step."""
 
     def __init__(
         self,
@@ -62,21 +63,20 @@ class DraftRunner:
         layer: int,
         sampled: Tensor,
         given: Tensor,
-        most: int,
+        guesses: Tensor,
         attends: Callable[[AttentionMetadata, LayerDone], Any],
         ranks: Ranks,
         block_size: int,
     ) -> None:
-        """`layer`: its index in the cache. `sampled` and `given` are those of the runner. `most` guesses for
-        a request. `attends`: what its layer calls to attend."""
+        """`layer`: its index in the cache. `sampled`, `given` and `guesses` are those of the runner.
+        `attends`: what its layer calls to attend."""
         self.taps = len(config.taps)
         self._head = head
         self._config = config.model
         self._layer = layer
         self._sampled = sampled
         self._given = given
-        self._guesses = sampled.new_zeros((len(sampled) + 1, most))
-        """Those of each request are in the row of its first sampled row. The last row is for padding."""
+        self._guesses = guesses
         self._attends = attends
         self._ranks = ranks
         self._block_size = block_size
@@ -85,11 +85,6 @@ class DraftRunner:
         """By requests, and guesses of each."""
         self._hidden: Tensor | None = None
         """The memory in which graphs pass on hidden states. A graph itself keeps no tensor alive."""
-
-    def known(self, token_ids: Tensor) -> Tensor:
-        """The token ids with those that were guessed after the step before."""
-        index = (-GUESSED - token_ids).clamp_min(0)
-        return torch.where(token_ids <= -GUESSED, self._guesses.view(-1)[index], token_ids)
 
     def capture(self, graphs: StepGraphs) -> None:
         """Captures graphs for the steps that these graphs replay."""
@@ -148,12 +143,10 @@ class DraftRunner:
             num_decodes=decode_rows,
             prefills=prefills,
         )
-        following = inputs["drafting.following"]
-        newest = self._sampled[(-1 - following).clamp_min(0), 0].clamp_min(0)  # a negative one is an error
+        next_ids = with_sampled(inputs["drafting.next_ids"], inputs["drafting.next_rows"], self._sampled)
         size = self._config.hidden_size if self.taps else 0
-        of_model = self._head.first(of_model[: len(following), size:].contiguous())
-        token_ids = torch.where(following < 0, newest, following)
-        return self._compute(token_ids, of_model, positions, attention, layer_done)
+        of_model = self._head.first(of_model[: len(next_ids), size:].contiguous())
+        return self._compute(next_ids, of_model, positions, attention, layer_done)
 
     def _guess_all(self, inputs: Mapping[str, Tensor], hidden: Tensor, count: int) -> None:
         """Makes `count` guesses for each request. `hidden`: of all tokens of the step."""

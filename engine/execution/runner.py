@@ -28,6 +28,7 @@ from baton.engine.kernels import KV, Fp8KV, HeadNorm, Kernels, LatentHeads, Late
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.kernels.sampling.drafts import Inputs as DraftInputs
+from baton.engine.kernels.sampling.drafts import Sources, with_sampled
 from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
@@ -160,6 +161,9 @@ class ModelRunner:
         self._given = torch.zeros((2, max_sampled_rows + 1), dtype=torch.int64, device=device)
         """The first tokens of the newest step, among them all that decode, if the engine has drafts; and for
         each of them, how many drafts of its request the step before accepted. The last column is 0."""
+        self._guesses = torch.zeros((max_sampled_rows + 1, ahead - 1), dtype=torch.int64, device=device)
+        """What a draft head guesses in the newest step: the guesses of a request are in the row of its first
+        sampled row. The last row is for padding. The step after it reads here what the host does not know."""
         self.drafter: DraftRunner | None = None
         """None: the engine has no draft head."""
         if head is not None:
@@ -167,7 +171,7 @@ class ModelRunner:
                 model.layers[layer].tapped = True
             attends = partial(self._attends, config=head[1].model)
             self.drafter = DraftRunner(
-                *head, len(cache) - 1, self.sampled, self._given, ahead - 1, attends, ranks, block_size
+                *head, len(cache) - 1, self.sampled, self._given, self._guesses, attends, ranks, block_size
             )
         self.table_width: int | None = None
         """Blocks in a row of the block tables; None: as many as a step needs."""
@@ -421,13 +425,10 @@ class ModelRunner:
         """The token ids and positions of the step, and its attention, after what the step before sampled."""
         token_ids, positions = inputs["token_ids"], inputs["positions"]
         if self.ahead == 1:
-            sampled = self.sampled[(-1 - token_ids).clamp_min(0), 0].clamp_min(0)
-            return torch.where(token_ids < 0, sampled, token_ids), positions, attention
-        after, ids, slots = (inputs[f"ahead.{name}"] for name in ("after", "token_ids", "slots"))
-        if self.drafter is not None:
-            token_ids, ids = self.drafter.known(token_ids), self.drafter.known(ids)
-        known = DraftInputs(token_ids, positions, attention.slots, attention.contexts)
-        found = self._kernels.follow(known, after, ids, slots, self.sampled, self._given)
+            return with_sampled(token_ids, inputs["source_rows"], self.sampled), positions, attention
+        of_host = DraftInputs(token_ids, positions, attention.slots, attention.contexts)
+        sources = Sources(inputs["source_rows"], *(inputs[f"ahead.{name}"] for name in Sources._fields[1:]))
+        found = self._kernels.follow(of_host, sources, self.sampled, self._guesses, self._given)
         attention = replace(attention, slots=found.slots, contexts=found.contexts)
         return found.token_ids, found.positions, attention
 

@@ -303,8 +303,10 @@ def main() -> None:
     race.draw(logits, limit, whole)
     race.draw(logits, limit, whole, logits, thresholds(logits, whole, limit, limit))
     ids = torch.zeros(16, dtype=torch.int64)
-    columns, given = torch.zeros((16, 4), dtype=torch.int64), torch.zeros((2, 17), dtype=torch.int64)
-    draft_kernels.follow(drafts.Inputs(ids, ids, ids, ids.int()), ids, columns, columns, columns, given)
+    rows, columns = ids.int(), torch.zeros((16, 4), dtype=torch.int64)
+    given = torch.zeros((2, 17), dtype=torch.int64)
+    sources = drafts.Sources(rows, rows, columns.int(), columns, rows)
+    draft_kernels.follow(drafts.Inputs(rows, ids, ids, rows), sources, columns, columns, given)
     draft_kernels.accepted(ids, ids, ids, given)
 
 

@@ -163,26 +163,36 @@ def test_masked_columns_never_win(device: str) -> None:
 def test_what_follows_drafts(triton_kernels: Kernels, kernel_device: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     ahead, decodes = int(rng.integers(2, 9)), int(rng.integers(1, 40))
+    most = ahead - 1
     tokens = decodes + int(rng.integers(0, 300)) * (seed % 2)
-    contexts, most = (decodes, 50) if seed % 3 else (decodes + 20, 300)
+    contexts, kept = (decodes, 50) if seed % 3 else (decodes + 20, 300)
 
     def ints(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.integers(low, high, shape))
 
+    def some(high: int, *shape: int) -> torch.Tensor:
+        """−1 in many places."""
+        return ints(-high, high, *shape).clamp_min(-1).int()
+
     inputs = drafts.Inputs(
-        ints(-20, 90, tokens), ints(0, 70, tokens), ints(-1, 70, tokens), ints(0, 70, contexts).int()
+        ints(-1, 90, tokens).int(), ints(0, 70, tokens), ints(-1, 70, tokens), ints(0, 70, contexts).int()
     )
-    after = ints(-9, 20, decodes).clamp_min(-1)
-    sampled = torch.stack((ints(-2, 90, 60), ints(0, ahead, 60)), dim=1)
-    arrays = after, ints(-20, 90, decodes, ahead), ints(0, 70, decodes, ahead), sampled
+    sources = drafts.Sources(
+        some(20, tokens),
+        some(20, decodes),
+        ints(-1, 90, decodes, ahead).int(),
+        ints(0, 70, decodes, ahead),
+        some(60 * most, decodes),
+    )
+    sampled, guesses = torch.stack((ints(-2, 90, 60), ints(0, ahead, 60)), dim=1), ints(100, 190, 60, most)
 
     def moved(values: Any) -> Any:
         return [each.to(kernel_device) for each in values]
 
-    given, ours = torch.full((2, most + 1), 7), torch.full((2, most + 1), 7, device=kernel_device)
-    expected = drafts.follow(inputs, *arrays, given)
-    after, token_ids, slots, sampled = moved(arrays)
-    found = triton_kernels.follow(drafts.Inputs(*moved(inputs)), after, token_ids, slots, sampled, ours)
+    given, ours = torch.full((2, kept + 1), 7), torch.full((2, kept + 1), 7, device=kernel_device)
+    expected = drafts.follow(inputs, sources, sampled, guesses, given)
+    of_host, to_come = drafts.Inputs(*moved(inputs)), drafts.Sources(*moved(sources))
+    found = triton_kernels.follow(of_host, to_come, *moved((sampled, guesses)), ours)
     for mine, other in zip(found, expected, strict=True):
         assert mine.cpu().equal(other)
         assert mine.dtype == other.dtype

@@ -1,10 +1,13 @@
 """Drafts change no stream: every kind of request, with drafters that are right, wrong and both."""
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from baton.engine import EngineRequest, SpeculativeConfig, StructuredOutput
 from baton.engine.api.stats import SpeculationStats
@@ -12,6 +15,10 @@ from baton.engine.core.draft_counts import StepCosts, draft_counts
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.speculation import Speculation
+from baton.engine.core.step_builder import DRAW_TYPES
+from baton.engine.execution.inputs import read_by_device
+from baton.engine.kernels.sampling.drafts import Inputs, Sources, follow, with_sampled
+from baton.engine.step import Draft, Draws, Variant, arrange
 from tests.engine.conftest import MakeEngine, Result, TinyOf, request_of, run
 from tests.engine.drafting import draft_always
 from tests.engine.mixed_requests import mixed_requests
@@ -188,6 +195,41 @@ def test_a_model_with_states(
     assert stats.drafts > 30
     if wrong in (0.0, 1.0):
         assert stats.accepted == (stats.drafts if not wrong else 0)
+
+
+def test_a_step_says_where_the_device_finds_what_the_host_does_not_know() -> None:
+    """A request with two known drafts; one with a token to come; two after drafts, with a known draft and
+    with two of a draft head; and a prompt."""
+    sampled_rows = 10
+    step = arrange(
+        [5, -1, -1, -1, 20, 21, 22], [4, 5, 6, 7, 0], [5, 6, 7, 8, 3],
+        [array("i", [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(5)],
+        range(5), Variant.GREEDY, Draws(*(np.zeros(sampled_rows, dtype) for dtype in DRAW_TYPES)),
+        num_decodes=4, hands_over=False, block_size=4, table_width=None, source_rows=[-1, 3, 4, 7, -1],
+        drafts={0: Draft([6, 7], 2), 2: Draft([8, 9, 10], 1, 2), 3: Draft(None, 2, 1)},
+        keys=np.zeros((sampled_rows, 4), np.int32), following={}, guessed=range(4), guesses=3,
+    )  # fmt: skip
+    assert step.source_rows.tolist() == [-1, -1, -1, 3, 4, -1, 7, -1, -1, -1, -1, -1]
+    assert step.ahead.after.tolist() == [-1, -1, -1, -1, 4, 4, 7, 7, 7]
+    assert step.ahead.guess_index.tolist() == [-1] * 7 + [21, 22]
+    assert step.drafting.next_rows.tolist() == [*range(9), -1, -1, 9]
+    assert step.drafting.next_ids[9:11].tolist() == [21, 22]
+    # The step before sampled 100 + i in row i, accepted one draft in rows 4 and 7, and guessed 1000 + index.
+    sampled = torch.stack((torch.arange(100, 112), torch.zeros(12, dtype=torch.int64)), dim=1)
+    sampled[[4, 7], 1] = 1
+    guesses, arrays = torch.arange(1000, 1036).view(12, 3), read_by_device(step)
+    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    found = follow(
+        Inputs(*(tensors[name] for name in Inputs._fields)),
+        Sources(tensors["source_rows"], *(tensors[f"ahead.{name}"] for name in Sources._fields[1:])),
+        sampled,
+        guesses,
+        torch.zeros((2, 13), dtype=torch.int64),
+    )
+    assert found.token_ids.tolist() == [5, 6, 7, 103, 105, 9, 108, 1021, 1022, 20, 21, 22]
+    assert (found.positions - tensors["positions"]).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
+    after = with_sampled(tensors["drafting.next_ids"], tensors["drafting.next_rows"], sampled)
+    assert after.tolist() == [*range(100, 109), 21, 22, 109]
 
 
 def lookup(tokens: Sequence[int], count: int, drafts: Sequence[int] = (), **config: Any) -> list[int]:

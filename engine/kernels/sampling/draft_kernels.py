@@ -5,30 +5,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.sampling.drafts import Inputs
+from baton.engine.kernels.sampling.drafts import Inputs, Sources
 
 BLOCK = 256  # rows of one program
 
 
-def follow(
-    inputs: Inputs, after: Tensor, token_ids: Tensor, slots: Tensor, sampled: Tensor, given: Tensor
-) -> Inputs:
+def follow(inputs: Inputs, sources: Sources, sampled: Tensor, guesses: Tensor, given: Tensor) -> Inputs:
     """As `drafts.follow`. All tensors are dense."""
-    out = Inputs(*(torch.empty_like(values) for values in inputs))
+    positions, slots, contexts = (torch.empty_like(values) for values in inputs[1:])
+    out = Inputs(torch.empty_like(positions), positions, slots, contexts)
     tokens, kept = len(inputs.token_ids), given.shape[1]
     _follow[(triton.cdiv(max(tokens, kept, len(inputs.contexts)), BLOCK),)](
         *inputs,
-        after,
-        token_ids,
-        slots,
+        *sources,
         sampled,
+        guesses,
         given,
         *out,
         tokens,
-        min(len(after), tokens),
+        min(len(sources.after), tokens),
         len(inputs.contexts),
         kept,
-        AHEAD=token_ids.shape[1],
+        AHEAD=sources.token_ids.shape[1],
         BLOCK=BLOCK,
     )
     return out
@@ -50,10 +48,13 @@ def _follow(
     positions,
     slots,
     contexts,
+    source_rows,
     after,
     ahead_ids,
     ahead_slots,
+    guess_index,
     sampled,
+    guesses,
     given,
     out_ids,
     out_positions,
@@ -67,15 +68,17 @@ def _follow(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, own = row < tokens, row < rows
-    source = tl.load(after + row, mask=own, other=-1)
-    moved = source >= 0
-    shift = tl.load(sampled + source * 2 + 1, mask=moved, other=0)
+    inside, decoding = row < tokens, row < rows
+    first = tl.load(after + row, mask=decoding, other=-1)
+    moved = first >= 0
+    shift = tl.load(sampled + first * 2 + 1, mask=moved, other=0)
     token = tl.load(token_ids + row, mask=inside, other=0)
     token = tl.where(moved, tl.load(ahead_ids + row * AHEAD + shift, mask=moved, other=0), token)
-    pending = token < 0
-    newest = tl.load(sampled + (-1 - token) * 2, mask=pending, other=0)
-    token = tl.where(pending, tl.maximum(newest, 0), token)
+    source = tl.load(source_rows + row, mask=inside, other=-1)
+    newest = tl.load(sampled + (source + shift) * 2, mask=source >= 0, other=0)
+    token = tl.where(source >= 0, tl.maximum(newest, 0), token)
+    guess = tl.load(guess_index + row, mask=decoding, other=-1)
+    token = tl.where(guess >= 0, tl.load(guesses + guess, mask=guess >= 0, other=0), token)
     slot = tl.load(slots + row, mask=inside, other=0)
     slot = tl.where(moved, tl.load(ahead_slots + row * AHEAD + shift, mask=moved, other=0), slot)
     tl.store(out_ids + row, token, mask=inside)
@@ -84,7 +87,7 @@ def _follow(
     seen = row < contexts_size
     context = tl.load(contexts + row, mask=seen, other=0)
     tl.store(out_contexts + row, (context + shift).to(tl.int32), mask=seen)
-    tl.store(given + row, tl.where(own, token, 0), mask=row < kept)
+    tl.store(given + row, tl.where(decoding, token, 0), mask=row < kept)
     tl.store(given + kept + row, shift, mask=row < kept)
 
 

@@ -1,9 +1,10 @@
-"""What a step takes over from the step before if that has drafts, in plain torch: it defines the results.
+"""What a step takes over from the step before, in plain torch: it defines the results.
 
-`sampled` [rows, 2] has, for each row that the step before sampled, its token and how many of the drafts after
-the row were right. `given` [2, most + 1] keeps, for the first tokens of the newest step, the token, and how
-many drafts of its request the step before accepted. Its last column is 0. The other arrays are those of
-`engine.step.Step` and `Ahead`.
+`sampled` [rows, 2] int64 has, for each row that the step before sampled, its token and how many of the drafts
+after the row were right. `guesses` [rows, ahead − 1] int64 has what a draft head made in the step before.
+`given` [2, most + 1] int64 keeps, for the first tokens of the newest step, the token, and how many drafts of
+its request the step before accepted. Its last column is 0. The other arrays are those of `engine.step.Step`
+and `Ahead`.
 """
 
 from typing import NamedTuple
@@ -13,36 +14,53 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """What a step computes. The rows [0, len(after)) may come after drafts."""
+    """What a step computes."""
 
-    token_ids: Tensor  # [tokens] int64; −1 − i: the token of sampled row i
+    token_ids: Tensor  # [tokens] int32 of the step, int64 of what `follow` returns
     positions: Tensor  # [tokens] int64
     slots: Tensor  # [tokens] int64
     contexts: Tensor  # [rows] int32
 
 
-def follow(
-    inputs: Inputs, after: Tensor, token_ids: Tensor, slots: Tensor, sampled: Tensor, given: Tensor
-) -> Inputs:
-    """Returns what the step computes, after the step before. Writes `given`. after [rows], token_ids and
-    slots [rows, ahead] are those of `Ahead`."""
-    rows = min(len(after), len(inputs.token_ids))
-    after = after[:rows]
+class Sources(NamedTuple):
+    """Where a step finds what the host does not know. Only the first `rows` tokens may come after drafts or
+    be guesses."""
+
+    source_rows: Tensor  # [tokens] int32
+    after: Tensor  # [rows] int32
+    token_ids: Tensor  # [rows, ahead] int32
+    slots: Tensor  # [rows, ahead] int64
+    guess_index: Tensor  # [rows] int32
+
+
+def with_sampled(token_ids: Tensor, rows: Tensor, sampled: Tensor) -> Tensor:
+    """[tokens] int64: the tokens that a step sampled in these rows, and where the row is −1, those of
+    `token_ids`. Both are [tokens] int32. A token is 0 if its row has none: its request fails."""
+    of_rows = sampled[:, 0].index_select(0, rows.clamp_min(0)).clamp_min(0)
+    return torch.where(rows < 0, token_ids, of_rows)
+
+
+def follow(inputs: Inputs, sources: Sources, sampled: Tensor, guesses: Tensor, given: Tensor) -> Inputs:
+    """Returns what the step computes, after the step before. Writes `given`."""
+    rows = min(len(sources.after), len(inputs.token_ids))
+    after, guess_index = sources.after[:rows], sources.guess_index[:rows]
     shift = torch.where(after < 0, 0, sampled[after.clamp_min(0), 1])
 
     def chosen(values: Tensor, columns: Tensor) -> Tensor:
         column = columns[:rows].gather(1, shift[:, None])[:, 0]
         return torch.cat((torch.where(after < 0, values[:rows], column), values[rows:]))
 
-    ids = chosen(inputs.token_ids, token_ids)
-    ids = torch.where(ids < 0, sampled[(-1 - ids).clamp_min(0), 0].clamp_min(0), ids)
+    source_rows = sources.source_rows.clone()
+    source_rows[:rows] += torch.where(source_rows[:rows] < 0, 0, shift).int()
+    ids = with_sampled(chosen(inputs.token_ids, sources.token_ids), source_rows, sampled)
+    ids[:rows] = torch.where(guess_index < 0, ids[:rows], guesses.view(-1)[guess_index.clamp_min(0)])
     given.zero_()
     given[:, :rows] = torch.stack((ids[:rows], shift))
     contexts = inputs.contexts
     return Inputs(
         ids,
         torch.cat((inputs.positions[:rows] + shift, inputs.positions[rows:])),
-        chosen(inputs.slots, slots),
+        chosen(inputs.slots, sources.slots),
         torch.cat((contexts[:rows] + shift[: len(contexts)].int(), contexts[rows:])),
     )
 
