@@ -78,9 +78,10 @@ class Ahead(NamedTuple):
     go on. Column a of these arrays is for a request of which that step accepts a drafts. Column 0 is that of
     the other arrays. Positions, contexts and `Step.source_rows` are larger by a."""
 
-    after: Annotated[np.ndarray, Layout(np.int32, ("decode rows",), padding=-1)]
+    shift_rows: Annotated[np.ndarray, Layout(np.int32, ("decode rows",), padding=-1)]
     """For each token of the requests that decode: the first row in which the step before samples its request,
-    if that step has drafts of it; else −1."""
+    if that step has drafts of it; else −1. There that step counts the drafts that it accepts, which shift
+    the request."""
     token_ids: Annotated[np.ndarray, Layout(np.int32, ("decode rows", "ahead"))]
     guess_index: Annotated[np.ndarray, Layout(np.int32, ("decode rows",), padding=-1)]
     """For each token of the requests that decode: the index of the draft head's guess that it is, if the host
@@ -191,17 +192,17 @@ RECORDS: Mapping[str, Any] = {"draws": Draws, "scored": Scored, "ahead": Ahead, 
 def _leaves(record: type) -> dict[str, Any]:
     """The `Layout` of each array of a record, and the type of each number. Names of nested fields have
     dots."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, hint in get_type_hints(record, include_extras=True).items():
         inner = RECORDS.get(name)
         if inner is not None:
-            found |= {f"{name}.{leaf}": kind for leaf, kind in _leaves(inner).items()}
+            leaves |= {f"{name}.{leaf}": kind for leaf, kind in _leaves(inner).items()}
         else:
-            found[name] = hint.__metadata__[0] if hasattr(hint, "__metadata__") else hint
-    return found
+            leaves[name] = hint.__metadata__[0] if hasattr(hint, "__metadata__") else hint
+    return leaves
 
 
-NOT_AHEAD = Ahead(*(np.zeros([0, 1][: len(of.dims)], of.dtype) for of in _leaves(Ahead).values()))
+NOT_AHEAD = Ahead(*(np.zeros([0, 1][: len(layout.dims)], layout.dtype) for layout in _leaves(Ahead).values()))
 _LEAVES = _leaves(Step)
 ARRAYS: Mapping[str, Layout] = {name: x for name, x in _LEAVES.items() if isinstance(x, Layout)}
 """The arrays of a step."""
@@ -307,7 +308,7 @@ def arrange(
         later = positions[:rows, None] + np.arange(keys.shape[1])
         blocks = padded[request[:rows, None], np.minimum(later // block_size, padded.shape[1] - 1)]
         ahead = Ahead(
-            after=np.full(rows, -1, dtype=np.int32),
+            shift_rows=np.full(rows, -1, dtype=np.int32),
             token_ids=np.repeat(ids[:rows, None], keys.shape[1], axis=1),
             guess_index=np.full(rows, -1, dtype=np.int32),
             slots=blocks * np.int64(block_size) + later % block_size,
@@ -325,9 +326,11 @@ def arrange(
         # On the device, each query that decodes has a row in the block tables.
         first_rows = np.searchsorted(sampled_rows, begins[list(guessed)])
         rows = int(ends[num_decodes - 1]) if num_decodes else 0
-        at = [begins[i] if i < num_decodes else rows + i - num_decodes for i in guessed]
+        table_rows = [begins[i] if i < num_decodes else rows + i - num_decodes for i in guessed]
         room = np.array([len(tables[i]) for i in guessed], dtype=np.int64) * block_size
-        drafting = Drafting(next_ids, next_rows, first_rows, np.array(at, dtype=np.int64), room, guesses)
+        drafting = Drafting(
+            next_ids, next_rows, first_rows, np.array(table_rows, dtype=np.int64), room, guesses
+        )
     return Step(
         token_ids=ids,
         source_rows=sources,
@@ -374,17 +377,17 @@ def _look_ahead(
 ) -> None:
     """Writes to `ahead` what comes after drafts, the ids of drafts, and the indices of guesses. Request i has
     the rows [begins[i], ends[i])."""
-    most = ahead.token_ids.shape[1] - 1
+    guesses_per_row = ahead.token_ids.shape[1] - 1
     for i, (guesses, count, slack) in drafts.items():
         begin, first, columns = begins[i], ends[i] - count, slack + 1
         row = source_rows[begin]
         if guesses is None:
-            ahead.guess_index[first : ends[i]] = row * most + np.arange(count)
+            ahead.guess_index[first : ends[i]] = row * guesses_per_row + np.arange(count)
         else:
             for j in range(count):
                 ahead.token_ids[first + j, :columns] = guesses[j : j + columns]
         if slack:
-            ahead.after[begin : ends[i]] = row
+            ahead.shift_rows[begin : ends[i]] = row
 
 
 NO_PAIRS = np.zeros((0, 2), dtype=np.int64)

@@ -30,7 +30,7 @@ TWO_SHOT_BYTES = 64 << 20
 
 
 class CudaRanks(Group):
-    """Ranks on the GPUs of one machine, one process each. CUDA graphs can capture all but `least`.
+    """Ranks on the GPUs of one machine, one process each. CUDA graphs can capture all but `minimum`.
 
     A sum and the norm after it are one kernel (`engine.kernels.sum_norm`). It sends all terms to all
     ranks. For two ranks no way needs fewer bytes. More ranks send fewer if each first sums a part (two-shot
@@ -61,8 +61,8 @@ class CudaRanks(Group):
 
         self._sum_norm = SumNorm(rank, inboxes(INBOX_BYTES), INBOX_BYTES, device)
         logits, tokens = (counts_bytes(size) + nbytes for nbytes in (LOGITS_BYTES, TOKENS_BYTES))
-        self._of_logits = PeerCopy(rank, inboxes(logits), logits, device)
-        self._of_tokens = PeerCopy(rank, inboxes(tokens), tokens, device)
+        self._logits_copies = PeerCopy(rank, inboxes(logits), logits, device)
+        self._token_copies = PeerCopy(rank, inboxes(tokens), tokens, device)
         dist.barrier()  # no rank writes to an inbox before its owner has cleared it
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -81,13 +81,13 @@ class CudaRanks(Group):
         return self._sum_norm(residual, delta, weight, eps)
 
     def gather(self, x: Tensor, size: int) -> Tensor:
-        if self._of_logits.can_gather(len(x), -(-size // self.size), x.itemsize):
-            return self._of_logits.gather(x, size)
+        if self._logits_copies.can_gather(len(x), -(-size // self.size), x.itemsize):
+            return self._logits_copies.gather(x, size)
         return super().gather(x, size)
 
     def broadcast(self, x: Tensor) -> None:
-        if self._of_tokens.can_broadcast(x):
-            self._of_tokens.broadcast(x)
+        if self._token_copies.can_broadcast(x):
+            self._token_copies.broadcast(x)
         else:
             dist.broadcast(x, 0)
 
@@ -99,5 +99,5 @@ class CudaRanks(Group):
         dist.all_gather_into_tensor(gathered, x)
         return gathered
 
-    def _minimum(self, x: Tensor) -> None:
+    def _reduce_minimum(self, x: Tensor) -> None:
         dist.all_reduce(x, dist.ReduceOp.MIN)

@@ -46,7 +46,7 @@ class _Guessed(NamedTuple):
     """The newest guess of each request, and what the next one needs."""
 
     tokens: Tensor  # [requests] int64
-    places: Tensor  # [requests] int64: of the guess among all guesses
+    index: Tensor  # [requests] int64: of the guess among all guesses, as `Ahead.guess_index`
     hidden: Tensor  # [requests, hidden_size], behind which the token is
     positions: Tensor  # [requests] int64, of the hidden state
     ends: Tensor  # [requests] int64: the last position in its blocks; −1: it pads a graph
@@ -62,27 +62,28 @@ class DraftRunner:
         config: HeadConfig,
         layer: int,
         sampled: Tensor,
-        given: Tensor,
+        resolved: Tensor,
         guesses: Tensor,
         attends: Callable[[AttentionMetadata, LayerDone], Any],
         ranks: Ranks,
         block_size: int,
     ) -> None:
-        """`layer`: its index in the cache. `sampled`, `given` and `guesses` are those of the runner.
+        """`layer`: its index in the cache. `sampled`, `resolved` and `guesses` are those of the runner.
         `attends`: what its layer calls to attend."""
         self.taps = len(config.taps)
         self._head = head
         self._config = config.model
         self._layer = layer
         self._sampled = sampled
-        self._given = given
+        self._resolved = resolved
         self._guesses = guesses
         self._attends = attends
         self._ranks = ranks
         self._block_size = block_size
-        self._of_rows: dict[int, torch.cuda.CUDAGraph] = {}
-        self._of_guesses: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        """By requests, and guesses of each."""
+        self._kv_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        """By the rows of the step."""
+        self._guess_graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        """By requests, and guesses of each of them."""
         self._hidden: Tensor | None = None
         """The memory in which graphs pass on hidden states. A graph itself keeps no tensor alive."""
 
@@ -95,17 +96,16 @@ class DraftRunner:
             filled = dict.fromkeys(("tokens", "decode rows", "requests", "followed"), rows)
             # These graphs are for steps that only decode. The work of chunks is that of an earlier step.
             inputs = static.first({**filled, "pieces": 0, "scans": 0})
-            found = self._read(inputs, graphs.hidden, rows, [], lambda _: None)
-            hidden[:rows].copy_(found)
+            hidden[:rows].copy_(self._read(inputs, graphs.hidden, rows, [], lambda _: None))
 
         def guess(requests: int, count: int, _: LayerDone) -> None:
             self._guess_all(static.first({"drafting": requests}), hidden, count)
 
         with no_garbage_collection():
             for rows in reversed(sizes):
-                (self._of_rows[rows],) = graphs.capture(partial(read, rows))
+                (self._kv_graphs[rows],) = graphs.capture(partial(read, rows))
                 for count in range(1, most + 1):
-                    (self._of_guesses[rows, count],) = graphs.capture(partial(guess, rows, count))
+                    (self._guess_graphs[rows, count],) = graphs.capture(partial(guess, rows, count))
 
     def draft(self, sampled_step: SampledStep) -> Tensor | None:
         """Enqueues the work. Returns the guesses on the host, [sampled rows, count], once the step is over.
@@ -114,10 +114,10 @@ class DraftRunner:
         requests, count = len(step.drafting.first_rows), step.drafting.count
         guesses = count and requests
         if size is not None and not size.chunks:
-            self._of_rows[size.rows].replay()
+            self._kv_graphs[size.rows].replay()
             if guesses:
-                padded = min(rows for rows, _ in self._of_guesses if rows >= requests)
-                self._of_guesses[padded, count].replay()
+                padded = min(rows for rows, _ in self._guess_graphs if rows >= requests)
+                self._guess_graphs[padded, count].replay()
         else:
             inputs, hidden = sampled_step.inputs, sampled_step.hidden
             hidden = self._read(inputs, hidden, step.decode_rows, step.prefills, sampled_step.layer_done)
@@ -130,13 +130,13 @@ class DraftRunner:
     def _read(
         self,
         inputs: Mapping[str, Tensor],
-        of_model: Tensor,
+        model_hidden: Tensor,
         decode_rows: int,
         prefills: Sequence[tuple[int, int]],
         layer_done: LayerDone,
     ) -> Tensor:
         """Writes the KV of all tokens of the step. Returns their hidden states."""
-        positions, slots, contexts = _moved(inputs, self._given[1])
+        positions, slots, contexts = _moved(inputs, self._resolved[1])
         attention = attention_metadata(
             {**inputs, "slots": slots, "contexts": contexts},
             block_size=self._block_size,
@@ -145,39 +145,40 @@ class DraftRunner:
         )
         next_ids = with_sampled(inputs["drafting.next_ids"], inputs["drafting.next_rows"], self._sampled)
         size = self._config.hidden_size if self.taps else 0
-        of_model = self._head.first(of_model[: len(next_ids), size:].contiguous())
-        return self._compute(next_ids, of_model, positions, attention, layer_done)
+        model_hidden = self._head.first(model_hidden[: len(next_ids), size:].contiguous())
+        return self._compute(next_ids, model_hidden, positions, attention, layer_done)
 
     def _guess_all(self, inputs: Mapping[str, Tensor], hidden: Tensor, count: int) -> None:
         """Makes `count` guesses for each request. `hidden`: of all tokens of the step."""
-        found = self._first(inputs, hidden)
+        guessed = self._first(inputs, hidden)
         for _ in range(1, count):
-            found = self._next(found)
+            guessed = self._next(guessed)
 
     def _first(self, inputs: Mapping[str, Tensor], hidden: Tensor) -> _Guessed:
         """The first guesses after a step, from the hidden states of its tokens."""
         rows, tables, room = (inputs[f"drafting.{name}"] for name in ("first_rows", "tables", "room"))
-        last = inputs["sampled_rows"][rows + self._sampled[rows, 1]]  # of the tokens that are right
-        places = torch.where(room > 0, rows, len(self._sampled)) * self._guesses.shape[1]
+        last_right = inputs["sampled_rows"][rows + self._sampled[rows, 1]]  # the token before the guesses
+        index = torch.where(room > 0, rows, len(self._sampled)) * self._guesses.shape[1]
         ends = room.clamp_max(self._config.max_model_len) - 1
-        positions = inputs["positions"][last] + self._given[1, last.clamp_max(self._given.shape[1] - 1)]
-        return self._guess(places, hidden[last], positions, ends, inputs["block_tables"][tables])
+        shift = self._resolved[1, last_right.clamp_max(self._resolved.shape[1] - 1)]
+        positions = inputs["positions"][last_right] + shift
+        return self._guess(index, hidden[last_right], positions, ends, inputs["block_tables"][tables])
 
-    def _next(self, before: _Guessed) -> _Guessed:
+    def _next(self, newest: _Guessed) -> _Guessed:
         # A guess without a place takes the last one of its request. Later guesses may be worse for it.
-        positions = torch.minimum(before.positions + 1, before.ends).clamp_min(0)
-        block = before.tables.gather(1, (positions // self._block_size)[:, None])[:, 0].long()
-        used = before.ends >= 0
+        positions = torch.minimum(newest.positions + 1, newest.ends).clamp_min(0)
+        block = newest.tables.gather(1, (positions // self._block_size)[:, None])[:, 0].long()
+        used = newest.ends >= 0
         attention = AttentionMetadata(
             block_size=self._block_size,
             slots=torch.where(used, block * self._block_size + positions % self._block_size, -1),
-            block_tables=before.tables,
+            block_tables=newest.tables,
             contexts=torch.where(used, positions + 1, 0).int(),
             num_decodes=len(positions),
             prefills=[],
         )
-        hidden = self._compute(before.tokens, before.hidden, positions, attention, lambda _: None)
-        return self._guess(before.places + 1, hidden, positions, before.ends, before.tables)
+        hidden = self._compute(newest.tokens, newest.hidden, positions, attention, lambda _: None)
+        return self._guess(newest.index + 1, hidden, positions, newest.ends, newest.tables)
 
     def _compute(
         self,
@@ -195,25 +196,25 @@ class DraftRunner:
             return self._head(self._layer, token_ids, hidden, positions, attend)
 
     def _guess(
-        self, places: Tensor, hidden: Tensor, positions: Tensor, ends: Tensor, tables: Tensor
+        self, index: Tensor, hidden: Tensor, positions: Tensor, ends: Tensor, tables: Tensor
     ) -> _Guessed:
         """What follows these hidden states. Rank 0 guesses for all ranks."""
         logits, guesses = self._head.logits(hidden), self._guesses.view(-1)
         if self._ranks.rank == 0:
             chosen, known = logits.argmax(dim=-1), self._head.token_ids
-            guesses[places] = chosen if known is None else known[chosen]
+            guesses[index] = chosen if known is None else known[chosen]
         self._ranks.broadcast(self._guesses)
-        return _Guessed(guesses[places], places, hidden, positions, ends, tables)
+        return _Guessed(guesses[index], index, hidden, positions, ends, tables)
 
 
 def _moved(inputs: Mapping[str, Tensor], shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Positions, slots and contexts of a step, from where the step before left its requests. `shift`: by row,
     how many drafts that step accepted."""
     positions, slots, contexts = inputs["positions"], inputs["slots"], inputs["contexts"]
-    after, ahead = inputs["ahead.after"], inputs["ahead.slots"]
-    rows = len(after)
+    shift_rows, slots_ahead = inputs["ahead.shift_rows"], inputs["ahead.slots"]
+    rows = len(shift_rows)
     shift = shift[:rows]
-    moved = torch.where(after < 0, slots[:rows], ahead.gather(1, shift[:, None])[:, 0])
+    moved = torch.where(shift_rows < 0, slots[:rows], slots_ahead.gather(1, shift[:, None])[:, 0])
     return (
         torch.cat((positions[:rows] + shift, positions[rows:])),
         torch.cat((moved, slots[rows:])),

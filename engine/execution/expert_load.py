@@ -32,7 +32,7 @@ class ExpertLoad:
         """[2, layers, experts]: tokens of each expert, and steps in which it had any."""
         self.steps = torch.full((), -1, dtype=torch.int64, device=device)
         """Number of these steps; −1: no step has begun."""
-        self._before = torch.zeros(self.totals.shape, dtype=torch.int64), 0
+        self._last_read = torch.zeros(self.totals.shape, dtype=torch.int64), 0
         self._copied_at = 0.0
         self._copy: tuple[Tensor, Tensor, Event] | None = None
         self._stats = ExpertStats([0] * experts.num_experts, 0.0, 0.0)
@@ -61,12 +61,12 @@ class ExpertLoad:
         return self._stats
 
     def _update(self, totals: Tensor, steps: int) -> None:
-        before, steps_before = self._before
-        tokens, reads = (totals - before).double()
+        old_totals, old_steps = self._last_read
+        tokens, reads = (totals - old_totals).double()
         if tokens.any():
-            self._before = totals, steps
+            self._last_read = totals, steps
             self._stats = ExpertStats(
                 totals[0].sum(dim=0).tolist(),
                 imbalance=float((tokens.amax(dim=1) / tokens.mean(dim=1)).mean()),
-                used=float(reads.sum(dim=1).mean()) / (steps - steps_before),
+                used=float(reads.sum(dim=1).mean()) / (steps - old_steps),
             )

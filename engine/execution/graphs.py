@@ -182,7 +182,7 @@ class StepGraphs:
         # Two, because a queued copy may still read one while the next step is written to the other.
         self._staging = [inputs(partial(memory, pin_memory=True)) for _ in range(2)]
         self._forward: dict[Size, list[torch.cuda.CUDAGraph]] = {}
-        self._of_logits: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._choose: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
         self._share: torch.cuda.CUDAGraph | None = None
         self.capture = Capture()
@@ -205,7 +205,7 @@ class StepGraphs:
             self._forward[size] = capture(partial(self._run_forward, size))
         for done, rows in enumerate(reversed(self.batch_sizes), len(self._sizes)):
             progress(done / steps)
-            (self._of_logits[rows],) = capture(partial(self._run_logits, rows))
+            (self._logits_graphs[rows],) = capture(partial(self._run_logits, rows))
             for variant in Variant if self._ranks.rank == 0 else ():
                 (self._choose[rows, variant],) = capture(partial(self._run_choose, rows, variant))
         if self._ranks.size > 1:
@@ -295,7 +295,7 @@ class StepGraphs:
     def logits(self, rows: int) -> Tensor:
         """Launches the logits of the `rows` sampled rows of the last step. Returns [rows, vocabulary]
         float32, valid until the next step."""
-        self._of_logits[self._padded(rows)].replay()
+        self._logits_graphs[self._padded(rows)].replay()
         return self._logits[:rows]
 
     def choose(self, rows: int, variant: Variant) -> None:

@@ -55,7 +55,7 @@ class HostRanks(Group):
         parts = [self._exchanged(piece).clone() for piece in self._pieces(x)]
         return torch.cat(parts, dim=1).view(self.size, *x.shape)
 
-    def _minimum(self, x: Tensor) -> None:
+    def _reduce_minimum(self, x: Tensor) -> None:
         for piece in self._pieces(x):
             piece.copy_(self._exchanged(piece).amin(dim=0))
 

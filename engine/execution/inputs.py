@@ -46,13 +46,13 @@ def attention_metadata(
     """The metadata with these tensors, by the names of its fields. One that may be None is None if empty."""
     if "ahead.places" in tensors:
         tensors = {**tensors, "places": tensors["ahead.places"]}
-    found = {
+    values = {
         field.name: tensors[field.name]
         for field in fields(AttentionMetadata)
         if field.name in tensors and (len(tensors[field.name]) or field.default is MISSING)
     }
     return AttentionMetadata(
-        block_size=block_size, num_decodes=num_decodes, prefills=prefills, apart=apart, **found
+        block_size=block_size, num_decodes=num_decodes, prefills=prefills, apart=apart, **values
     )
 
 
@@ -80,7 +80,7 @@ class Inputs:
         on_host = self.memory.device.type == "cpu"
         self._on_host = {name: tensor.numpy() for name, tensor in self.tensors.items() if on_host}
         self._layouts = layouts
-        self._before_tables = ends[-2]
+        self._tables_offset = ends[-2]
 
     def put(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes these arrays, which have block tables, and padding to the rest of each."""
@@ -90,11 +90,11 @@ class Inputs:
             padding = self._layouts[name].padding
             if padding is not None:
                 field[count:] = padding
-        self._used = self._before_tables + arrays["block_tables"].nbytes
+        self._used = self._tables_offset + arrays["block_tables"].nbytes
 
-    def move_to(self, other: "Inputs") -> None:
+    def move_to(self, target: "Inputs") -> None:
         """Enqueues the copy of what was put here last."""
-        other.memory[: self._used].copy_(self.memory[: self._used], non_blocking=True)
+        target.memory[: self._used].copy_(self.memory[: self._used], non_blocking=True)
 
     def first(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """All arrays, those by one of these dimensions cut to its size."""

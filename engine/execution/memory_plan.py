@@ -63,8 +63,8 @@ class CacheLimits:
         return self.block_size * self.token_bytes
 
     @property
-    def least_kv(self) -> int:
-        """Bytes of the KV that a request has at least beside its states."""
+    def min_kv_bytes(self) -> int:
+        """Fewest bytes of KV for which a request with states must find room."""
         return min(self.max_model_len, TOKENS_BESIDE_STATES) * self.token_bytes
 
     @property
@@ -89,8 +89,8 @@ class MemoryUse:
 
     def room(self, share: float) -> int:
         """Bytes for KV if this process may use `share` of the GPU. Less if other processes leave less."""
-        own = min(int(share * self.total) - CUDA_BYTES - self.weights, self.free)
-        return own - self.activations - self.graphs - self.other
+        usable = min(int(share * self.total) - CUDA_BYTES - self.weights, self.free)
+        return usable - self.activations - self.graphs - self.other
 
     def __str__(self) -> str:
         return (
@@ -126,35 +126,35 @@ def choose_limits(
         raise ValueError(f"--device {config.device}: no CUDA device here; use --device cpu")
     dtype = choose_dtype(config, model, weight_format, device)
     block_size = config.block_size or (128 if device.type == "cuda" else 16)
-    wanted = config.max_model_len or model.max_model_len
-    check_max_model_len(wanted, model.max_model_len)
+    max_model_len = config.max_model_len or model.max_model_len
+    check_max_model_len(max_model_len, model.max_model_len)
     if config.enable_expert_parallel:
         model.check_expert_parallel(ranks.size)
     cache = cache_spec(model.of_rank(ranks.size), dtype, choose_kv_dtype(config, dtype, device))
     if drafts:
-        last = cache[-1]
-        assert isinstance(last, AttentionCache), "a model with states has no draft head"
-        cache = (*cache, replace(last, span=None))
-    most = CPU_POOL_BYTES // ranks.size
+        last_layer = cache[-1]
+        assert isinstance(last_layer, AttentionCache), "a model with states has no draft head"
+        cache = (*cache, replace(last_layer, span=None))
+    most_bytes = CPU_POOL_BYTES // ranks.size
     output = weight_format.bytes_per_parameter(dtype, output=True)
     weights = model.weight_bytes(dtype.itemsize, output, weight_format.bytes_per_parameter(dtype))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         check_weights_fit(config, weights // ranks.size, free, total)
-        most = ranks.least(total)
+        most_bytes = ranks.minimum(total)
     elif weights > (free := available_memory()):
         raise ValueError(
             f"--model {config.model}: its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory "
             "are available; free some, or choose a smaller model or --dtype"
         )
-    limits = CacheLimits(dtype, block_size, wanted, cache)
+    limits = CacheLimits(dtype, block_size, max_model_len, cache)
     states = f"; states: {limits.state_bytes / MIB:.1f} MiB a request" if limits.state_bytes else ""
     log.info(
         "weights: %s, %s, %s; KV: %s, %d bytes a token%s",
         weight_format.name, dtype, gib(weights // ranks.size), limits.kv_dtype, limits.token_bytes, states,
     )  # fmt: skip
-    capacity = config.num_blocks * block_size if config.num_blocks else most // limits.token_bytes
-    return limits if config.max_model_len else replace(limits, max_model_len=min(wanted, capacity))
+    capacity = config.num_blocks * block_size if config.num_blocks else most_bytes // limits.token_bytes
+    return limits if config.max_model_len else replace(limits, max_model_len=min(max_model_len, capacity))
 
 
 def choose_dtype(
@@ -202,19 +202,19 @@ def size_pool(
     The rank with the least room decides for all. `use` None: on a CPU. Raises `ValueError` with the memory
     that each part needs."""
     share = config.gpu_memory_utilization
-    room = CPU_POOL_BYTES // ranks.size if use is None else ranks.least(use.room(share))
+    room = CPU_POOL_BYTES // ranks.size if use is None else ranks.minimum(use.room(share))
     if config.num_blocks is None:
         num_slots = _num_slots(config, limits, room)
         room -= num_slots * limits.state_bytes
-        num_copies = _num_copies(config, limits, room - num_slots * limits.least_kv)
+        num_copies = _num_copies(config, limits, room - num_slots * limits.min_kv_bytes)
         num_blocks = (room - num_copies * limits.state_bytes) // limits.block_bytes
     else:
-        num_slots = _wanted_slots(config) if limits.state_bytes else 0
+        num_slots = _most_slots(config) if limits.state_bytes else 0
         num_blocks = config.num_blocks
         taken = num_slots * limits.state_bytes + num_blocks * limits.block_bytes
         num_copies = _num_copies(config, limits, room - taken)
-        if use is not None and taken > (most := ranks.least(use.room(1.0))):
-            raise _blocks_do_not_fit(config, limits, use, num_slots, most)
+        if use is not None and taken > (gpu_room := ranks.minimum(use.room(1.0))):
+            raise _blocks_do_not_fit(config, limits, use, num_slots, gpu_room)
     capacity = max(0, num_blocks) * limits.block_size
     if capacity < (config.max_model_len or 1):
         raise _no_request_fits(config, limits, use, capacity)
@@ -223,7 +223,7 @@ def size_pool(
     return size
 
 
-def _wanted_slots(config: EngineConfig) -> int:
+def _most_slots(config: EngineConfig) -> int:
     """States for all requests of a step, and those before their drafts."""
     return config.max_num_seqs * (1 if config.speculative_config is None else 2)
 
@@ -232,11 +232,11 @@ def _num_slots(config: EngineConfig, limits: CacheLimits, room: int) -> int:
     """States for all requests of a step, if there is room for them and for some KV of each."""
     if not limits.state_bytes:
         return 0
-    num_slots = min(_wanted_slots(config), room // (limits.state_bytes + limits.least_kv))
+    num_slots = min(_most_slots(config), room // (limits.state_bytes + limits.min_kv_bytes))
     if num_slots < 1:
         raise ValueError(
             f"the states of one request take {limits.state_bytes / MIB:.1f} MiB, and its KV beside them "
-            f"{limits.least_kv / MIB:.1f} MiB; there is room for {max(0, room) / MIB:.1f} MiB. Choose a "
+            f"{limits.min_kv_bytes / MIB:.1f} MiB; there is room for {max(0, room) / MIB:.1f} MiB. Choose a "
             "smaller model"
         )
     return num_slots
@@ -255,10 +255,10 @@ def _blocks_do_not_fit(
     """`room`: for states and KV, with all of the GPU."""
     assert config.num_blocks is not None
     room = max(0, room - num_slots * limits.state_bytes)
-    beside = f" beside the states of {num_slots} requests" if num_slots else ""
+    states = f" beside the states of {num_slots} requests" if num_slots else ""
     return ValueError(
         f"--num-blocks {config.num_blocks}: {gib(config.num_blocks * limits.block_bytes)} of KV, and there "
-        f"is room for {gib(room)}, {room // limits.block_bytes} blocks{beside}. {_needs(config, use)}"
+        f"is room for {gib(room)}, {room // limits.block_bytes} blocks{states}. {_needs(config, use)}"
     )
 
 
@@ -310,13 +310,13 @@ def memory_for(what: str, remedy: str) -> Iterator[None]:
 
 def _needs(config: EngineConfig, use: MemoryUse) -> str:
     """For error messages: the memory that each part needs."""
-    others = use.total - use.free - use.weights - CUDA_BYTES
-    beside = f"; other processes use about {gib(others)}" if others > GIB else ""
+    elsewhere = use.total - use.free - use.weights - CUDA_BYTES
+    processes = f"; other processes use about {gib(elsewhere)}" if elsewhere > GIB else ""
     return (
         f"Of the GPU's {gib(use.total)}, --gpu-memory-utilization {config.gpu_memory_utilization} allows "
         f"{gib(int(config.gpu_memory_utilization * use.total))}: {use} "
         f"(--max-num-batched-tokens {config.max_num_batched_tokens}, "
-        f"--max-num-seqs {config.max_num_seqs}){beside}"
+        f"--max-num-seqs {config.max_num_seqs}){processes}"
     )
 
 

@@ -43,12 +43,12 @@ def numerics_of(
 
 def hash_of_sources(directories: Iterable[Path]) -> str:
     """Of all Python files in them, with their names."""
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for directory in directories:
         for path in sorted(directory.rglob("*.py")):
             source = path.read_bytes()
-            found.update(f"{path.relative_to(directory.parent)} {len(source)}\n".encode() + source)
-    return found.hexdigest()
+            digest.update(f"{path.relative_to(directory.parent)} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
 
 
 def _cpu() -> str:

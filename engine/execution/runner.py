@@ -27,8 +27,7 @@ from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_l
 from baton.engine.kernels import KV, Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, LayerState, StateLayer
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
-from baton.engine.kernels.sampling.drafts import Inputs as DraftInputs
-from baton.engine.kernels.sampling.drafts import Sources, with_sampled
+from baton.engine.kernels.sampling.drafts import Sources, StepInputs, with_sampled
 from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
@@ -138,7 +137,7 @@ class ModelRunner:
         self._cache = cache
         self._attention = attention_caches(cache)
         self._state = state_caches(cache)
-        self._index = [sum(type(other) is type(spec) for other in cache[:i]) for i, spec in enumerate(cache)]
+        self._index = [sum(type(prev) is type(spec) for prev in cache[:i]) for i, spec in enumerate(cache)]
         """Index of each layer among the layers of its kind."""
         self._dtype = dtype
         self.chunk_tokens = kernels.chunk_tokens(dtype) if self._state else 0
@@ -158,7 +157,7 @@ class ModelRunner:
         self.sampled = torch.zeros((max_sampled_rows, columns), dtype=torch.int64, device=device)
         """What the newest step samples, by row: its token, and how many of the drafts after the row are right
         if the engine has drafts. The step after it reads here what the host does not know yet."""
-        self._given = torch.zeros((2, max_sampled_rows + 1), dtype=torch.int64, device=device)
+        self._resolved = torch.zeros((2, max_sampled_rows + 1), dtype=torch.int64, device=device)
         """The first tokens of the newest step, among them all that decode, if the engine has drafts; and for
         each of them, how many drafts of its request the step before accepted. The last column is 0."""
         self._guesses = torch.zeros((max_sampled_rows + 1, ahead - 1), dtype=torch.int64, device=device)
@@ -171,7 +170,7 @@ class ModelRunner:
                 model.layers[layer].tapped = True
             attends = partial(self._attends, config=head[1].model)
             self.drafter = DraftRunner(
-                *head, len(cache) - 1, self.sampled, self._given, self._guesses, attends, ranks, block_size
+                *head, len(cache) - 1, self.sampled, self._resolved, self._guesses, attends, ranks, block_size
             )
         self.table_width: int | None = None
         """Blocks in a row of the block tables; None: as many as a step needs."""
@@ -182,11 +181,11 @@ class ModelRunner:
     def open(self, num_blocks: int, num_slots: int = 0, *, shared: bool = False) -> None:
         """Makes an empty cache. `num_slots`: states of requests, and copies of them; 0: no layer has states.
         `shared`: all layers of a kind share the memory of one."""
-        own = 1 if shared else len(self._cache)
-        kv = [spec.allocate(num_blocks, self.block_size, self.device) for spec in self._attention[:own]]
-        self.kv_cache = [kv[i % own] for i in range(len(self._attention))]
-        states = [spec.allocate(num_slots, self.device) for spec in self._state[:own]]
-        self.states = [states[i % own] for i in range(len(self._state))]
+        count = 1 if shared else len(self._cache)
+        kv = [spec.allocate(num_blocks, self.block_size, self.device) for spec in self._attention[:count]]
+        self.kv_cache = [kv[i % count] for i in range(len(self._attention))]
+        states = [spec.allocate(num_slots, self.device) for spec in self._state[:count]]
+        self.states = [states[i % count] for i in range(len(self._state))]
 
     def close(self) -> None:
         """Gives the cache's memory back."""
@@ -349,7 +348,7 @@ class ModelRunner:
     ) -> Tensor:
         """Writes the KV of all tokens of a step with these arrays. Returns the hidden state of each, [tokens,
         hidden_size]."""
-        token_ids, positions, attention = self._after(inputs, attention)
+        token_ids, positions, attention = self._resolve(inputs, attention)
         attend = self._attends(attention, layer_done, self._config)
         if (load := self.expert_load) is not None:
             load.begin_step()
@@ -419,18 +418,18 @@ class ModelRunner:
         fp8 = isinstance(self.kv_cache[0], Fp8KV)
         return self._kernels.plan_latent(attention, config.num_heads, config.latent, self._dtype, fp8=fp8)
 
-    def _after(
+    def _resolve(
         self, inputs: Mapping[str, Tensor], attention: AttentionMetadata
     ) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """The token ids and positions of the step, and its attention, after what the step before sampled."""
         token_ids, positions = inputs["token_ids"], inputs["positions"]
         if self.ahead == 1:
             return with_sampled(token_ids, inputs["source_rows"], self.sampled), positions, attention
-        of_host = DraftInputs(token_ids, positions, attention.slots, attention.contexts)
+        planned = StepInputs(token_ids, positions, attention.slots, attention.contexts)
         sources = Sources(inputs["source_rows"], *(inputs[f"ahead.{name}"] for name in Sources._fields[1:]))
-        found = self._kernels.follow(of_host, sources, self.sampled, self._guesses, self._given)
-        attention = replace(attention, slots=found.slots, contexts=found.contexts)
-        return found.token_ids, found.positions, attention
+        actual = self._kernels.follow(planned, sources, self.sampled, self._guesses, self._resolved)
+        attention = replace(attention, slots=actual.slots, contexts=actual.contexts)
+        return actual.token_ids, actual.positions, attention
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocabulary], in the model's dtype. Columns behind are those of
@@ -450,10 +449,10 @@ class ModelRunner:
         self.sampled[: len(rows), 0] = tokens
         if self.ahead > 1:
             self.sampled[: len(rows), 1] = self._kernels.accepted(
-                tokens, rows, inputs["ahead.drafts"], self._given
+                tokens, rows, inputs["ahead.drafts"], self._resolved
             )
 
     def _keys(self, keys: Tensor, rows: Tensor) -> Tensor:
         """The keys of these sampled rows, of `Ahead.keys`."""
-        shift = self._given[1, rows.clamp_max(self._given.shape[1] - 1)]
+        shift = self._resolved[1, rows.clamp_max(self._resolved.shape[1] - 1)]
         return keys.gather(1, shift[:, None])[:, 0]

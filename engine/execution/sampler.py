@@ -43,11 +43,11 @@ def choose(
     if variant is Variant.GREEDY:
         tokens, finite = kernels.greedy(adjusted)
     else:
-        probs = least = None
+        probs = cutoffs = None
         if variant is Variant.FILTERED:
             probs = torch.softmax(adjusted / draws.temperature.clamp_min(SMALLEST_TEMPERATURE)[:, None], -1)
-            least = kernels.thresholds(probs, draws.top_k, draws.top_p, draws.min_p)
-        tokens, finite = kernels.draw(adjusted, draws.temperature, draws.keys, probs, least)
+            cutoffs = kernels.thresholds(probs, draws.top_k, draws.top_p, draws.min_p)
+        tokens, finite = kernels.draw(adjusted, draws.temperature, draws.keys, probs, cutoffs)
     if adjusted is not logits:
         _, finite = kernels.greedy(logits)
         # −∞ bars a token, so only the largest must be finite. It is NaN if any logit is.

@@ -83,8 +83,8 @@ class Rehearsal:
         self._ahead = 1 if num_slots else config.ahead
         self._drafting = config.max_decode_rows // self._ahead if self._ahead > 1 else 0
         """Requests of a step in which each has all drafts."""
-        wanted = config.speculative_config
-        self._guesses = config.ahead - 1 if wanted is not None and wanted.by_device else 0
+        speculative = config.speculative_config
+        self._guesses = config.ahead - 1 if speculative is not None and speculative.by_device else 0
         self._sequences = 0
         self.num_blocks = 0
         decodes = seats.bit_length() + 2 + 2 * self._ahead  # tokens that the first request decodes
@@ -93,10 +93,10 @@ class Rehearsal:
             for number in range(seats)
         ]
         longest = min(budget * 3 // 2, max_model_len - 1)
-        beside = min(seats, budget) > 1  # whether a decode and a chunk fit into one step
-        count = min(budget // max(1, longest) + 1, seats - beside)
+        mixes = min(seats, budget) > 1  # whether a decode and a chunk fit into one step
+        count = min(budget // max(1, longest) + 1, seats - mixes)
         self._long = [self._sequence(longest) for _ in range(count)]
-        self._beside = self._first[:1] if beside else []
+        self._mixed = self._first[:1] if mixes else []
         self._plainer = [(self._sequence(min(n, max_model_len - 1), 1), variant) for n, variant in PLAINER]
 
     def _sequence(self, prompt: int, decodes: int = 0) -> _Sequence:
@@ -127,7 +127,7 @@ class Rehearsal:
             count //= 2
         if self._drafting:
             yield step([_Chunk(s, drafts=self._ahead - 1) for s in self._first[: self._drafting]])
-        decodes = [_Chunk(sequence) for sequence in self._beside]
+        decodes = [_Chunk(sequence) for sequence in self._mixed]
         while chunks := self._fill(self._long, self._budget - len(decodes)):
             yield step([*decodes, *chunks], scored=True)
         for sequence, variant in self._plainer:
@@ -208,14 +208,14 @@ def measure_steps(
     device = runner.device
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    most, decode = 0, 0
+    peak_of_all, peak_of_decodes = 0, 0
     torch.cuda.reset_peak_memory_stats(device)
     for only_decodes in rehearse(runner, rehearsal, lambda done: progress("measuring memory", done)):
         peak = torch.cuda.max_memory_allocated(device) - allocated
-        most = max(most, peak, torch.cuda.max_memory_reserved(device) - reserved)
-        decode = max(decode, peak) if only_decodes else decode
+        peak_of_all = max(peak_of_all, peak, torch.cuda.max_memory_reserved(device) - reserved)
+        peak_of_decodes = max(peak_of_decodes, peak) if only_decodes else peak_of_decodes
         torch.cuda.reset_peak_memory_stats(device)
-    return most, decode
+    return peak_of_all, peak_of_decodes
 
 
 def warm_up(

@@ -120,8 +120,8 @@ class Ranks:
     def close(self) -> None:
         """Leaves the group; the ranks exchange nothing more."""
 
-    def least(self, value: int) -> int:
-        """The least value of all ranks."""
+    def minimum(self, value: int) -> int:
+        """The smallest value of all ranks."""
         return value
 
 
@@ -138,15 +138,15 @@ class Group(Ranks):
         parts = self._gather(F.pad(x, (0, share - x.shape[1])) if x.shape[1] < share else x)
         return parts.transpose(0, 1).reshape(len(x), self.size * share)[:, :size]
 
-    def least(self, value: int) -> int:
-        least = torch.tensor([value], device=self._device)
-        self._minimum(least)
-        return int(least.item())
+    def minimum(self, value: int) -> int:
+        values = torch.tensor([value], device=self._device)
+        self._reduce_minimum(values)
+        return int(values.item())
 
     def _gather(self, x: Tensor) -> Tensor:
         """[rows, part] → [ranks, rows, part]."""
         raise NotImplementedError
 
-    def _minimum(self, x: Tensor) -> None:
-        """Overwrites x with the least of all ranks."""
+    def _reduce_minimum(self, x: Tensor) -> None:
+        """Overwrites x with the smallest of all ranks."""
         raise NotImplementedError

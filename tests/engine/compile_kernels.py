@@ -304,10 +304,10 @@ def main() -> None:
     race.draw(logits, limit, whole, logits, thresholds(logits, whole, limit, limit))
     ids = torch.zeros(16, dtype=torch.int64)
     rows, columns = ids.int(), torch.zeros((16, 4), dtype=torch.int64)
-    given = torch.zeros((2, 17), dtype=torch.int64)
+    resolved = torch.zeros((2, 17), dtype=torch.int64)
     sources = drafts.Sources(rows, rows, columns.int(), columns, rows)
-    draft_kernels.follow(drafts.Inputs(rows, ids, ids, rows), sources, columns, columns, given)
-    draft_kernels.accepted(ids, ids, ids, given)
+    draft_kernels.follow(drafts.StepInputs(rows, ids, ids, rows), sources, columns, columns, resolved)
+    draft_kernels.accepted(ids, ids, ids, resolved)
 
 
 if __name__ == "__main__":

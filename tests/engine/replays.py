@@ -128,7 +128,7 @@ def capture_on_cpu(
     engine._scheduler._mixed_rows = runner.mixed_rows
     if (drafter := runner.drafter) is not None:
         # A real graph does not keep the memory that it reads and writes.
-        for graph in (*drafter._of_rows.values(), *drafter._of_guesses.values()):
+        for graph in (*drafter._kv_graphs.values(), *drafter._guess_graphs.values()):
             cells = cast(Any, graph).run.work.func.__closure__
             tensors = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, Tensor)]
             assert all(tensor is drafter._hidden for tensor in tensors)
@@ -138,7 +138,7 @@ def replayed(engine: Engine) -> int:
     """How many guesses of a draft head graphs have made."""
     drafter = engine._runner.drafter
     assert drafter is not None
-    return sum(cast(_Replay, graph).count * each for (_, each), graph in drafter._of_guesses.items())
+    return sum(cast(_Replay, graph).count * each for (_, each), graph in drafter._guess_graphs.items())
 
 
 def replayed_steps(engine: Engine) -> dict[tuple[bool, bool], int]:

@@ -174,7 +174,7 @@ def test_what_follows_drafts(triton_kernels: Kernels, kernel_device: str, seed: 
         """−1 in many places."""
         return ints(-high, high, *shape).clamp_min(-1).int()
 
-    inputs = drafts.Inputs(
+    inputs = drafts.StepInputs(
         ints(-1, 90, tokens).int(), ints(0, 70, tokens), ints(-1, 70, tokens), ints(0, 70, contexts).int()
     )
     sources = drafts.Sources(
@@ -189,20 +189,20 @@ def test_what_follows_drafts(triton_kernels: Kernels, kernel_device: str, seed: 
     def moved(values: Any) -> Any:
         return [each.to(kernel_device) for each in values]
 
-    given, ours = torch.full((2, kept + 1), 7), torch.full((2, kept + 1), 7, device=kernel_device)
-    expected = drafts.follow(inputs, sources, sampled, guesses, given)
-    of_host, to_come = drafts.Inputs(*moved(inputs)), drafts.Sources(*moved(sources))
+    resolved, ours = torch.full((2, kept + 1), 7), torch.full((2, kept + 1), 7, device=kernel_device)
+    expected = drafts.follow(inputs, sources, sampled, guesses, resolved)
+    of_host, to_come = drafts.StepInputs(*moved(inputs)), drafts.Sources(*moved(sources))
     found = triton_kernels.follow(of_host, to_come, *moved((sampled, guesses)), ours)
     for mine, other in zip(found, expected, strict=True):
         assert mine.cpu().equal(other)
         assert mine.dtype == other.dtype
-    assert ours.cpu().equal(given)
+    assert ours.cpu().equal(resolved)
 
     counts = rng.integers(0, ahead, 30)
     left = torch.from_numpy(np.concatenate([np.arange(count, -1, -1) for count in counts]))
     rows = torch.arange(len(left))
-    given = ints(0, 2, 2, len(left) + 1)
+    resolved = ints(0, 2, 2, len(left) + 1)
     chosen = ints(0, 2, len(left))
-    expected_counts = drafts.accepted(chosen, rows, left, given)
-    assert triton_kernels.accepted(*moved((chosen, rows, left, given))).cpu().equal(expected_counts)
+    expected_counts = drafts.accepted(chosen, rows, left, resolved)
+    assert triton_kernels.accepted(*moved((chosen, rows, left, resolved))).cpu().equal(expected_counts)
     assert expected_counts.max() > 0

@@ -17,7 +17,7 @@ from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import DRAW_TYPES
 from baton.engine.execution.inputs import read_by_device
-from baton.engine.kernels.sampling.drafts import Inputs, Sources, follow, with_sampled
+from baton.engine.kernels.sampling.drafts import Sources, StepInputs, follow, with_sampled
 from baton.engine.step import Draft, Draws, Variant, arrange
 from tests.engine.conftest import MakeEngine, Result, TinyOf, request_of, run
 from tests.engine.drafting import draft_always
@@ -210,7 +210,7 @@ def test_a_step_says_where_the_device_finds_what_the_host_does_not_know() -> Non
         keys=np.zeros((sampled_rows, 4), np.int32), following={}, guessed=range(4), guesses=3,
     )  # fmt: skip
     assert step.source_rows.tolist() == [-1, -1, -1, 3, 4, -1, 7, -1, -1, -1, -1, -1]
-    assert step.ahead.after.tolist() == [-1, -1, -1, -1, 4, 4, 7, 7, 7]
+    assert step.ahead.shift_rows.tolist() == [-1, -1, -1, -1, 4, 4, 7, 7, 7]
     assert step.ahead.guess_index.tolist() == [-1] * 7 + [21, 22]
     assert step.drafting.next_rows.tolist() == [*range(9), -1, -1, 9]
     assert step.drafting.next_ids[9:11].tolist() == [21, 22]
@@ -220,7 +220,7 @@ def test_a_step_says_where_the_device_finds_what_the_host_does_not_know() -> Non
     guesses, arrays = torch.arange(1000, 1036).view(12, 3), read_by_device(step)
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
     found = follow(
-        Inputs(*(tensors[name] for name in Inputs._fields)),
+        StepInputs(*(tensors[name] for name in StepInputs._fields)),
         Sources(tensors["source_rows"], *(tensors[f"ahead.{name}"] for name in Sources._fields[1:])),
         sampled,
         guesses,
@@ -228,8 +228,8 @@ def test_a_step_says_where_the_device_finds_what_the_host_does_not_know() -> Non
     )
     assert found.token_ids.tolist() == [5, 6, 7, 103, 105, 9, 108, 1021, 1022, 20, 21, 22]
     assert (found.positions - tensors["positions"]).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
-    after = with_sampled(tensors["drafting.next_ids"], tensors["drafting.next_rows"], sampled)
-    assert after.tolist() == [*range(100, 109), 21, 22, 109]
+    next_ids = with_sampled(tensors["drafting.next_ids"], tensors["drafting.next_rows"], sampled)
+    assert next_ids.tolist() == [*range(100, 109), 21, 22, 109]
 
 
 def lookup(tokens: Sequence[int], count: int, drafts: Sequence[int] = (), **config: Any) -> list[int]:

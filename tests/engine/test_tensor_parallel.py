@@ -198,7 +198,7 @@ def test_ranks_exchange_tensors_of_any_size(size: int, monkeypatch: pytest.Monke
                 found += [
                     ranks.gather(part, 7).tolist(),
                     ranks.all_reduce(x).tolist(),
-                    ranks.least(5 - rank),
+                    ranks.minimum(5 - rank),
                 ]
                 ranks.broadcast(x := torch.full((40,), rank + 3))
                 found.append(x.tolist())

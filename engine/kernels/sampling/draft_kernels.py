@@ -5,57 +5,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.sampling.drafts import Inputs, Sources
+from baton.engine.kernels.sampling.drafts import Sources, StepInputs
 
 BLOCK = 256  # rows of one program
 
 
-def follow(inputs: Inputs, sources: Sources, sampled: Tensor, guesses: Tensor, given: Tensor) -> Inputs:
+def follow(
+    inputs: StepInputs, sources: Sources, sampled: Tensor, guesses: Tensor, resolved: Tensor
+) -> StepInputs:
     """As `drafts.follow`. All tensors are dense."""
     positions, slots, contexts = (torch.empty_like(values) for values in inputs[1:])
-    out = Inputs(torch.empty_like(positions), positions, slots, contexts)
-    tokens, kept = len(inputs.token_ids), given.shape[1]
-    _follow[(triton.cdiv(max(tokens, kept, len(inputs.contexts)), BLOCK),)](
+    out = StepInputs(torch.empty_like(positions), positions, slots, contexts)
+    tokens, columns = len(inputs.token_ids), resolved.shape[1]
+    _follow[(triton.cdiv(max(tokens, columns, len(inputs.contexts)), BLOCK),)](
         *inputs,
         *sources,
         sampled,
         guesses,
-        given,
+        resolved,
         *out,
         tokens,
-        min(len(sources.after), tokens),
+        min(len(sources.shift_rows), tokens),
         len(inputs.contexts),
-        kept,
+        columns,
         AHEAD=sources.token_ids.shape[1],
         BLOCK=BLOCK,
     )
     return out
 
 
-def accepted(tokens: Tensor, rows: Tensor, drafts: Tensor, given: Tensor) -> Tensor:
+def accepted(tokens: Tensor, rows: Tensor, drafts: Tensor, resolved: Tensor) -> Tensor:
     """As `drafts.accepted`. All tensors are dense."""
     count = torch.empty_like(tokens)
-    kept = given.shape[1]
+    columns = resolved.shape[1]
     _accepted[(triton.cdiv(len(tokens), BLOCK),)](
-        tokens, rows, drafts, given, count, len(tokens), kept, BLOCK=BLOCK
+        tokens, rows, drafts, resolved, count, len(tokens), columns, BLOCK=BLOCK
     )
     return count
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "contexts_size", "kept"])
+@triton.jit(do_not_specialize=["tokens", "rows", "contexts_size", "columns"])
 def _follow(
     token_ids,
     positions,
     slots,
     contexts,
     source_rows,
-    after,
+    shift_rows,
     ahead_ids,
     ahead_slots,
     guess_index,
     sampled,
     guesses,
-    given,
+    resolved,
     out_ids,
     out_positions,
     out_slots,
@@ -63,13 +65,13 @@ def _follow(
     tokens,
     rows,
     contexts_size,
-    kept,
+    columns,
     AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, decoding = row < tokens, row < rows
-    first = tl.load(after + row, mask=decoding, other=-1)
+    first = tl.load(shift_rows + row, mask=decoding, other=-1)
     moved = first >= 0
     shift = tl.load(sampled + first * 2 + 1, mask=moved, other=0)
     token = tl.load(token_ids + row, mask=inside, other=0)
@@ -87,12 +89,12 @@ def _follow(
     seen = row < contexts_size
     context = tl.load(contexts + row, mask=seen, other=0)
     tl.store(out_contexts + row, (context + shift).to(tl.int32), mask=seen)
-    tl.store(given + row, tl.where(decoding, token, 0), mask=row < kept)
-    tl.store(given + kept + row, shift, mask=row < kept)
+    tl.store(resolved + row, tl.where(decoding, token, 0), mask=row < columns)
+    tl.store(resolved + columns + row, shift, mask=row < columns)
 
 
-@triton.jit(do_not_specialize=["count", "kept"])
-def _accepted(tokens, rows, drafts, given, accepted, count, kept, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "columns"])
+def _accepted(tokens, rows, drafts, resolved, accepted, count, columns, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < count
     left = tl.load(drafts + row, mask=inside, other=0)
@@ -103,7 +105,7 @@ def _accepted(tokens, rows, drafts, given, accepted, count, kept, BLOCK: tl.cons
     for j in range(most):
         right = right & (j < left)
         token = tl.load(tokens + row + j, mask=right, other=0)
-        following = tl.load(given + at + j + 1, mask=right & (at + j + 1 < kept), other=0)
+        following = tl.load(resolved + at + j + 1, mask=right & (at + j + 1 < columns), other=0)
         right = right & (token == following)
         total += right.to(tl.int64)
     tl.store(accepted + row, total, mask=inside)

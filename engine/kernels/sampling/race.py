@@ -24,7 +24,7 @@ def draw(
     temperature: Tensor | None = None,
     keys: Tensor | None = None,
     probs: Tensor | None = None,
-    least: Tensor | None = None,
+    cutoffs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `Kernels.draw`; logits, of any float dtype, and probs need dense rows only. keys are those of
     `draw_keys`. `temperature` None: as `Kernels.greedy`."""
@@ -42,7 +42,7 @@ def draw(
         temperature,
         keys,
         probs,
-        least,
+        cutoffs,
         best,
         where,
         part_finite,
@@ -117,11 +117,11 @@ def _exponential(key, columns):
 @triton.jit
 def _best_of_row(best, where, part_finite, tokens, finite, parts, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    own = tl.arange(0, PARTS)
-    inside = own < parts
+    part = tl.arange(0, PARTS)
+    inside = part < parts
     _, winner = tl.max(
-        tl.load(best + row * parts + own, mask=inside, other=float("-inf")), axis=0, return_indices=True
+        tl.load(best + row * parts + part, mask=inside, other=float("-inf")), axis=0, return_indices=True
     )
     tl.store(tokens + row, tl.load(where + row * parts + winner).to(tl.int64))
-    all_finite = tl.min(tl.load(part_finite + row * parts + own, mask=inside, other=1), axis=0)
+    all_finite = tl.min(tl.load(part_finite + row * parts + part, mask=inside, other=1), axis=0)
     tl.store(finite + row, all_finite != 0)

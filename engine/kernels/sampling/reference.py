@@ -21,22 +21,22 @@ def draw(
     temperature: Tensor,
     keys: Tensor,
     probs: Tensor | None = None,
-    least: Tensor | None = None,
+    cutoffs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like `greedy`, but samples at temperature [rows] float32 (0: greedy).
 
     This is a race of exponential clocks, also known as the Gumbel-max trick: token i wins with
     probability p[i]. The clocks of a row are a function of its key, keys [rows] int32. With probs
-    [rows, vocabulary] (softmax of logits / temperature) and least [rows], only tokens with at least this
+    [rows, vocabulary] (softmax of logits / temperature) and cutoffs [rows], only tokens with at least this
     probability take part.
 
     One random number per row, looked up in the cumulative distribution, would be less stable. A rounding
     error in any logit would move all boundaries; here it matters only if it swaps the first two."""
     tokens, finite = greedy(logits)
-    if probs is None or least is None:
+    if probs is None or cutoffs is None:
         probs = torch.softmax(logits / temperature.clamp_min(SMALLEST_TEMPERATURE)[:, None], dim=-1)
     else:
-        probs = torch.where(probs < least[:, None], 0.0, probs)
+        probs = torch.where(probs < cutoffs[:, None], 0.0, probs)
     raced = (probs / exponentials(keys, logits.shape[1])).argmax(dim=-1)
     return torch.where(temperature > 0, raced, tokens), finite
 
@@ -58,9 +58,9 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
         if width == vocabulary or not undecided.any():
             break
         width = min(vocabulary, 16 * width)
-    least = best.gather(1, count - 1)
+    smallest = best.gather(1, count - 1)
     unlimited = (top_k >= vocabulary) & (top_p > 1)
-    return torch.maximum(torch.where(unlimited, 0.0, least)[:, 0], min_p * best[:, 0])
+    return torch.maximum(torch.where(unlimited, 0.0, smallest)[:, 0], min_p * best[:, 0])
 
 
 def exponentials(keys: Tensor, count: int) -> Tensor:
