@@ -293,9 +293,9 @@ def arrange(
     state_copies = np.zeros(0 if state_slots is None else len(positions), dtype=np.int32)
     for row, slot in copies:
         state_copies[row] = slot + 1
-    counts = np.array([drafts[i].count if i in drafts else 0 for i in sampled], dtype=np.int64)
-    behind = np.concatenate([NO_ROWS, *(np.arange(count, -1, -1) for count in counts)])
-    sampled_rows = np.repeat(ends[list(sampled)] - 1, counts + 1) - behind
+    row_counts = np.array([drafts[i].count + 1 if i in drafts else 1 for i in sampled], dtype=np.int64)
+    drafts_behind = np.repeat(np.cumsum(row_counts), row_counts) - np.arange(1, row_counts.sum() + 1)
+    sampled_rows = np.repeat(ends[list(sampled)] - 1, row_counts) - drafts_behind
     ids = _with_drafts(token_ids, drafts, ends)
     begins = ends - lengths
     sources = np.full(len(ids), -1, dtype=np.int32)
@@ -314,7 +314,7 @@ def arrange(
             slots=blocks * np.int64(block_size) + later % block_size,
             keys=keys,
             places=(np.arange(rows) - begins[request[:rows]]).astype(np.int32),
-            drafts=behind,
+            drafts=drafts_behind,
         )
         _look_ahead(drafts, begins, ends, sources, ahead)
     drafting = NO_DRAFTING
