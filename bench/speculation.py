@@ -135,7 +135,7 @@ def _set_acceptance(device: torch.device, kernels: type[Kernels]) -> Tensor:
     share = torch.zeros((), device=device)
     count = torch.zeros((), dtype=torch.int64, device=device)
 
-    def accepted(tokens: Tensor, rows: Tensor, drafts: Tensor, given: Tensor) -> Tensor:
+    def accepted(tokens: Tensor, rows: Tensor, drafts: Tensor, resolved: Tensor) -> Tensor:
         index = torch.arange(len(tokens), device=device)
         count.add_(1)
         random = ((count * 7919 + index) * 2654435761 % 4294967291) * 40503 % 65521 / 65521.0

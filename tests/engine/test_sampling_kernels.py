@@ -192,7 +192,8 @@ def test_what_follows_drafts(triton_kernels: Kernels, kernel_device: str, seed: 
     resolved, ours = torch.full((2, kept + 1), 7), torch.full((2, kept + 1), 7, device=kernel_device)
     expected = drafts.follow(inputs, sources, sampled, guesses, resolved)
     of_host, to_come = drafts.StepInputs(*moved(inputs)), drafts.Sources(*moved(sources))
-    found = triton_kernels.follow(of_host, to_come, *moved((sampled, guesses)), ours)
+    sampled, guesses = moved((sampled, guesses))
+    found = triton_kernels.follow(of_host, to_come, sampled, guesses, ours)
     for mine, other in zip(found, expected, strict=True):
         assert mine.cpu().equal(other)
         assert mine.dtype == other.dtype
