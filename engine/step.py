@@ -106,10 +106,10 @@ class Drafting(NamedTuple):
     """The row in which this step samples the token after each token; −1: the host knows it."""
     first_rows: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
     """Of each request that gets guesses, the first sampled row."""
-    tables: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
+    table_rows: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
     """Its row in the block tables on the device."""
-    room: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
-    """Positions in its blocks."""
+    capacities: Annotated[np.ndarray, Layout(np.int64, ("drafting",))]
+    """Positions in its blocks. 0: it pads a graph."""
     count: int
     """Guesses of each of them."""
 
@@ -327,9 +327,9 @@ def arrange(
         first_rows = np.searchsorted(sampled_rows, begins[list(guessed)])
         rows = int(ends[num_decodes - 1]) if num_decodes else 0
         table_rows = [begins[i] if i < num_decodes else rows + i - num_decodes for i in guessed]
-        room = np.array([len(tables[i]) for i in guessed], dtype=np.int64) * block_size
+        capacities = np.array([len(tables[i]) for i in guessed], dtype=np.int64) * block_size
         drafting = Drafting(
-            next_ids, next_rows, first_rows, np.array(table_rows, dtype=np.int64), room, guesses
+            next_ids, next_rows, first_rows, np.array(table_rows, dtype=np.int64), capacities, guesses
         )
     return Step(
         token_ids=ids,

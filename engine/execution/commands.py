@@ -93,8 +93,8 @@ class Commands:
         arrays = arrays_of(step)
         sizes = _sizes_of(arrays)
         slot = self._next([Kind.RUN, *(sizes[name] for name in DIMENSIONS), *numbers_of(step)])
-        for part, array in zip(_parts(slot, sizes), arrays, strict=True):
-            part[...] = array
+        for target, array in zip(_arrays_in(slot, sizes), arrays, strict=True):
+            target[...] = array
         self._publish()
 
     def send(self, kind: Kind) -> None:
@@ -138,17 +138,17 @@ def _sizes_of(arrays: Sequence[np.ndarray]) -> dict[str, int]:
     }
 
 
-def _parts(slot: np.ndarray, sizes: Mapping[str, int]) -> Iterator[np.ndarray]:
+def _arrays_in(slot: np.ndarray, sizes: Mapping[str, int]) -> Iterator[np.ndarray]:
     """The places of the arrays of a step, in the order of `ARRAYS`."""
     at = aligned(8 * HEAD)
     for layout in ARRAYS.values():
-        part = np.ndarray(layout.shape(sizes), layout.dtype, slot, at)
-        yield part
-        at += aligned(part.nbytes)
+        array = np.ndarray(layout.shape(sizes), layout.dtype, slot, at)
+        yield array
+        at += aligned(array.nbytes)
 
 
 def _step(slot: np.ndarray) -> Step:
     _, *head = slot[: 8 * HEAD].view(np.int64).tolist()
-    arrays = _parts(slot, dict(zip(DIMENSIONS, head, strict=False)))
+    arrays = _arrays_in(slot, dict(zip(DIMENSIONS, head, strict=False)))
     numbers = [kind(x) for kind, x in zip(NUMBERS.values(), head[len(DIMENSIONS) :], strict=True)]
     return assembled(dict(zip((*ARRAYS, *NUMBERS), (*arrays, *numbers), strict=True)))

@@ -4,7 +4,7 @@
     the last right token of each request ─▶ a guess ─▶ with that guess, another one ─▶ …
 
 Graphs replay the first line if a graph has replayed the step and it has no prompts, by its rows. One graph
-replays all guesses, by the requests and the guesses of each. Requests that pad a graph have no room; their
+replays all guesses, by the requests and the guesses of each. Requests that pad a graph have no blocks; their
 guesses go to a row of their own. The next step overwrites the KV of the guesses. Nothing here waits for the
 device.
 """
@@ -156,13 +156,14 @@ class DraftRunner:
 
     def _first(self, inputs: Mapping[str, Tensor], hidden: Tensor) -> _Guessed:
         """The first guesses after a step, from the hidden states of its tokens."""
-        rows, tables, room = (inputs[f"drafting.{name}"] for name in ("first_rows", "tables", "room"))
+        names = "first_rows", "table_rows", "capacities"
+        rows, table_rows, capacities = (inputs[f"drafting.{name}"] for name in names)
         last_right = inputs["sampled_rows"][rows + self._sampled[rows, 1]]  # the token before the guesses
-        index = torch.where(room > 0, rows, len(self._sampled)) * self._guesses.shape[1]
-        ends = room.clamp_max(self._config.max_model_len) - 1
+        index = torch.where(capacities > 0, rows, len(self._sampled)) * self._guesses.shape[1]
+        ends = capacities.clamp_max(self._config.max_model_len) - 1
         shift = self._resolved[1, last_right.clamp_max(self._resolved.shape[1] - 1)]
         positions = inputs["positions"][last_right] + shift
-        return self._guess(index, hidden[last_right], positions, ends, inputs["block_tables"][tables])
+        return self._guess(index, hidden[last_right], positions, ends, inputs["block_tables"][table_rows])
 
     def _next(self, newest: _Guessed) -> _Guessed:
         # A guess without a place takes the last one of its request. Later guesses may be worse for it.

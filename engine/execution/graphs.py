@@ -149,7 +149,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        parts: tuple[Forward, Logits, Choose, Callable[[int], tuple[Apart, Attends] | None]],
+        stages: tuple[Forward, Logits, Choose, Callable[[int], tuple[Apart, Attends] | None]],
         sampled: Tensor,
         widths: Widths,
         *,
@@ -159,12 +159,12 @@ class StepGraphs:
         ranks: Ranks,
         progress: Callable[[float], None],
     ) -> None:
-        """Captures the parts of steps of up to len(sampled) sampled rows. The last part gives what chunks
+        """Captures the stages of steps of up to len(sampled) sampled rows. The last one gives what chunks
         need that attend between graphs, for so many rows. None: they attend in graphs.
 
         `sampled` is the runner's: each step writes there what it samples, and the next step reads it."""
         device, requests = sampled.device, len(sampled)
-        self._forward_of, self._logits_of, self._choose_of, apart_of = parts
+        self._forward_of, self._logits_of, self._choose_of, apart_of = stages
         self._ranks = ranks
         self._sampled = sampled
         self._widths = widths

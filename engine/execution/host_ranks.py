@@ -52,8 +52,8 @@ class HostRanks(Group):
             piece.copy_(self._exchanged(piece)[0])
 
     def _gather(self, x: Tensor) -> Tensor:
-        parts = [self._exchanged(piece).clone() for piece in self._pieces(x)]
-        return torch.cat(parts, dim=1).view(self.size, *x.shape)
+        gathered = [self._exchanged(piece).clone() for piece in self._pieces(x)]
+        return torch.cat(gathered, dim=1).view(self.size, *x.shape)
 
     def _reduce_minimum(self, x: Tensor) -> None:
         for piece in self._pieces(x):

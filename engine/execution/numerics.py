@@ -21,7 +21,7 @@ def numerics_of(
     """Names all of it. Workers with other code, versions or devices may compute other bits."""
     engine = Path(__file__).parents[1]
     experts = " with whole experts" if config.enable_expert_parallel else ""
-    parts: dict[str, object] = {
+    facts: dict[str, object] = {
         "device": _cpu(),
         "ranks": f"{config.tensor_parallel_size}{experts}",
         "dtype": str(limits.dtype).removeprefix("torch."),
@@ -33,12 +33,12 @@ def numerics_of(
     if device.type == "cuda":
         import triton
 
-        parts |= {"device": torch.cuda.get_device_name(device), "triton": triton.__version__}
+        facts |= {"device": torch.cuda.get_device_name(device), "triton": triton.__version__}
     else:
-        parts["threads"] = torch.get_num_threads()  # a product may be cut for them
+        facts["threads"] = torch.get_num_threads()  # a product may be cut for them
     if any(layer.kind == "latent" for layer in attention_caches(limits.cache)):
-        parts["block"] = limits.block_size  # on a GPU it decides which kernel attends
-    return "; ".join(f"{key}={value}" for key, value in parts.items())
+        facts["block"] = limits.block_size  # on a GPU it decides which kernel attends
+    return "; ".join(f"{key}={value}" for key, value in facts.items())
 
 
 def hash_of_sources(directories: Iterable[Path]) -> str:

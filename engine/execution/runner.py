@@ -241,8 +241,8 @@ class ModelRunner:
         apart = Apart(q, out)
 
         def attends(attention: AttentionMetadata) -> LayerDone:
-            parts = self._plan_latent(attention, self._config)
-            plan = [part for part in parts if part.rows.start >= attention.num_decodes]
+            groups = self._plan_latent(attention, self._config)
+            plan = [group for group in groups if group.rows.start >= attention.num_decodes]
             return lambda layer: apart.layers[layer](plan)
 
         return apart, attends
@@ -292,9 +292,9 @@ class ModelRunner:
     def _copy_states(self, slots: np.ndarray) -> None:
         """Enqueues copies of the states of all layers, each from a slot to another, in two launches."""
         pairs = slots.tolist()
-        for parts in zip(*self.states, strict=True) if pairs else ():
-            targets = [part[to] for part in parts for _, to in pairs]
-            torch._foreach_copy_(targets, [part[source] for part in parts for source, _ in pairs])
+        for states in zip(*self.states, strict=True) if pairs else ():
+            targets = [state[to] for state in states for _, to in pairs]
+            torch._foreach_copy_(targets, [state[source] for state in states for source, _ in pairs])
 
     def _score(self, hidden: Tensor, step: Step) -> ScoredLogprobs | None:
         """Enqueues the log probabilities of prompts."""
