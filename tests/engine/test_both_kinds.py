@@ -109,7 +109,7 @@ def requests_of() -> list[EngineRequest]:
     ]
     trunk = [rng.randrange(3, 199) for _ in range(30)]
     requests = []
-    for number in range(24):
+    for number in range(12):
         kind = kinds[number // len(WAYS) % len(kinds)]  # each kind in each way
         prompt = trunk[: rng.randrange(24)] + [rng.randrange(3, 199) for _ in range(rng.randrange(1, 9))]
         requests.append(

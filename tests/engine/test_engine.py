@@ -222,12 +222,13 @@ def test_a_nan_fails_one_request_only(
     mixed = [request for pair in zip(requests, victims, strict=False) for request in pair] + requests[4:]
     results = run(engine, mixed)
     engine.assert_whole()
+    expected = run(tiny_engine(num_blocks=256), requests)
     for victim in victims:
         assert results[victim.id].failed == "the model's logits are not finite numbers"
         assert not results[victim.id].outputs
     for request in requests:
         assert results[request.id].failed is None
-        assert results[request.id].tokens == run(tiny_engine(), [request])[request.id].tokens
+        assert results[request.id].tokens == expected[request.id].tokens
     clean = run(engine, [request_of(7, [*PROMPT, 8, 7], max_tokens=9, logit_bias={POISON: -1e6})])
     # It was on blocks that held NaN.
     assert all(result.failed is None for result in clean.values())

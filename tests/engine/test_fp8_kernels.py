@@ -107,7 +107,7 @@ def random_weight(inner: int, size: int, grouped: bool, *, blocks: bool = False)
         (1, 512, 128, 4, False),
         (3, 1008, 200, 32, True),
         (20, 528, 64, 8, False),
-        (100, 512, 300, 12, True),
+        (100, 512, 140, 12, True),
         (130, 256, 200, 12, False),
     ],
 )

@@ -247,7 +247,7 @@ def computed(step: Step) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("seats", "budget", "context"),
-    [(8, 64, 256), (8, 64, 40), (5, 5, 256), (1, 1, 256), (1, 64, 256), (64, 2048, 4)],
+    [(8, 64, 256), (8, 64, 40), (5, 5, 64), (1, 1, 40), (1, 64, 256), (64, 2048, 4)],
 )
 def test_a_rehearsal_runs_the_largest_steps_within_all_limits(
     tiny_engine: MakeEngine, seats: int, budget: int, context: int

@@ -59,7 +59,7 @@ def requests_of() -> list[EngineRequest]:
     rng = random.Random(5)
     trunks = [[rng.randrange(3, 190) for _ in range(40)] for _ in range(3)]
     requests = []
-    for number in range(72):
+    for number in range(48):
         prompt = rng.choice(trunks)[: rng.choice([1, 4, 8, 9, 16, 21, 33])]
         prompt = prompt + [rng.randrange(3, 190) for _ in range(rng.choice([0, 1, 5]))]
         kind = rng.choice(KINDS)

@@ -1,7 +1,8 @@
 """Drafts change no stream: every kind of request, with drafters that are right, wrong and both."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine import EngineRequest, SpeculativeConfig, StructuredOutput
+from baton.engine import Engine, EngineRequest, SpeculativeConfig, StructuredOutput
 from baton.engine.api.stats import SpeculationStats
 from baton.engine.core.draft_counts import StepCosts, draft_counts
 from baton.engine.core.drafters import PromptLookup
@@ -84,24 +85,20 @@ ROOMY: dict[str, Any] = {"num_blocks": 512, "speculative_config": SEVEN}
 CACHED: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "speculative_config": THREE}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+FEW_BLOCKS: dict[str, Any] = {**PREEMPTING, "num_blocks": 24, "speculative_config": THREE}
+FEW_SEATS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "speculative_config": SEVEN}
+
+
 @pytest.mark.parametrize(
-    ("config", "wrong"),
+    ("config", "wrong", "overlap"),
     [
-        pytest.param(ROOMY, 0.0, id="right"),
-        pytest.param(ROOMY, 0.3, id="some wrong"),
-        pytest.param(ROOMY, 1.0, id="wrong"),
-        pytest.param(
-            {**PREEMPTING, "num_blocks": 24, "speculative_config": THREE},
-            0.3,
-            id="preemption",
-        ),
-        pytest.param({**CACHED, "num_blocks": 512}, 0.0, id="prefix cache"),
-        pytest.param(
-            {"max_num_seqs": 3, "max_num_batched_tokens": 32, "speculative_config": SEVEN},
-            0.3,
-            id="few seats",
-        ),
+        pytest.param(ROOMY, 0.0, False, id="right"),
+        pytest.param(ROOMY, 0.3, True, id="some wrong"),
+        pytest.param(ROOMY, 1.0, False, id="wrong"),
+        pytest.param(FEW_BLOCKS, 0.3, True, id="preemption"),
+        pytest.param({**CACHED, "num_blocks": 512}, 0.0, True, id="prefix cache"),
+        pytest.param(FEW_SEATS, 0.3, False, id="few seats"),
+        pytest.param(FEW_SEATS, 0.3, True, id="few seats, overlap"),
     ],
 )
 def test_drafts_change_no_stream(
@@ -110,8 +107,8 @@ def test_drafts_change_no_stream(
     spelled_path: Path,
     expected: dict[bytes, Result],
     config: dict[str, Any],
-    overlap: bool,
     wrong: float,
+    overlap: bool,
 ) -> None:
     engine = (late_engine if overlap else tiny_engine)(model=str(spelled_path), **config)
     draft_always(engine, answers_of(expected), wrong)
@@ -150,6 +147,22 @@ SEATS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 8}
 COPIES: dict[str, Any] = {"block_size": 2, "enable_prefix_caching": True, "num_blocks": 512}
 
 
+def with_endings() -> list[EngineRequest]:
+    return [*crowd(), *endings()]
+
+
+@pytest.fixture(scope="module")
+def plain_of(tiny_of: TinyOf, tiny_engine: MakeEngine) -> Callable[[str], tuple[Engine, dict[bytes, Result]]]:
+    """By kind, an engine without drafts, and its results for `with_endings`."""
+
+    @cache
+    def make(kind: str) -> tuple[Engine, dict[bytes, Result]]:
+        engine = tiny_engine(model=str(tiny_of(kind)), num_blocks=512)
+        return engine, run(engine, with_endings())
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "wrong", "overlap"),
     [
@@ -165,6 +178,7 @@ def test_a_model_with_states(
     tiny_of: TinyOf,
     tiny_engine: MakeEngine,
     late_engine: MakeEngine,
+    plain_of: Callable[[str], tuple[Engine, dict[bytes, Result]]],
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     config: dict[str, Any],
@@ -173,9 +187,8 @@ def test_a_model_with_states(
 ) -> None:
     """Requests go on from the states before wrong drafts. No copy of states is one after a draft."""
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)
-    path, requests = str(tiny_of(kind)), [*crowd(), *endings()]
-    plain = tiny_engine(model=path, num_blocks=512)
-    expected = run(plain, requests)
+    path, requests = str(tiny_of(kind)), with_endings()
+    plain, expected = plain_of(kind)
     engine = (late_engine if overlap else tiny_engine)(model=path, speculative_config=THREE, **config)
     draft_always(engine, answers_of(expected), wrong)
     for _ in range(2 if "enable_prefix_caching" in config else 1):
@@ -328,18 +341,18 @@ def test_a_drafter_that_was_always_wrong_is_asked_rarely_and_again_when_it_is_ri
 ) -> None:
     """Each draft costs a tenth of a step."""
     engine = tiny_engine(speculative_config=THREE)
-    request = request_of(1, PROMPT, max_tokens=200, ignore_eos=True)
-    draft_always(engine, {request.id: [0] * 300}, 1.0)
+    request = request_of(1, PROMPT, max_tokens=100, ignore_eos=True)
+    draft_always(engine, {request.id: [0] * 200}, 1.0)
     speculation = engine._scheduler.speculation
     assert speculation is not None
     speculation.costs = costs_of([1.0, 1.1, 1.3, 1.7, 2, 3])
     monkeypatch.setattr(speculation.costs, "record", lambda rows, seconds: None)
-    assert len(run(engine, [request])[request.id].tokens) == 200
+    assert len(run(engine, [request])[request.id].tokens) == 100
     wrong = speculation.stats.drafts
-    assert 0 < wrong < 40
-    other = request_of(2, PROMPT, max_tokens=200, ignore_eos=True, temperature=1.0)
+    assert 0 < wrong < 25
+    other = request_of(2, PROMPT, max_tokens=100, ignore_eos=True, temperature=1.0)
     draft_always(engine, answers_of(run(tiny_engine(), [other])), 0.0)
     speculation.costs = costs_of([1.0, 1.1, 1.3, 1.7, 2, 3])
     monkeypatch.setattr(speculation.costs, "record", lambda rows, seconds: None)
     run(engine, [other])
-    assert speculation.stats.accepted > 100, "it is asked again"
+    assert speculation.stats.accepted > 40, "it is asked again"

@@ -6,7 +6,9 @@ own view of the commands, as a process has.
 
 import copy
 import json
+import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ from baton.engine import Engine, EngineConfig
 from baton.engine.execution import host_ranks
 from baton.engine.execution.commands import SLOTS, Commands, Kind
 from baton.engine.execution.host_ranks import HostRanks
+from baton.engine.execution.rank import open_store
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Fp8Experts, parts
 from baton.engine.loader import check_model
@@ -44,11 +47,11 @@ FAMILIES = [
     pytest.param("Qwen3", {"head_dim": 32}, (4,), id="qwen3"),
     pytest.param("Qwen3Moe", {}, (2,), id="qwen3-moe"),
     pytest.param("Llama4", {"interleave_moe_layer_step": 2}, (2,), id="llama4"),
-    pytest.param("GptOss", {}, (2, 4), id="gpt-oss"),
+    pytest.param("GptOss", {}, (4,), id="gpt-oss"),
     pytest.param("Phi3", {}, (2,), id="phi3"),
-    pytest.param("Gemma3", {}, (2, 4), id="gemma3"),
-    pytest.param("Olmo2", {}, (2, 4), id="olmo2"),
-    pytest.param("Glm4", {}, (2, 4), id="glm4"),
+    pytest.param("Gemma3", {}, (4,), id="gemma3"),
+    pytest.param("Olmo2", {}, (4,), id="olmo2"),
+    pytest.param("Glm4", {}, (4,), id="glm4"),
     pytest.param("Bamba", {"mamba_proj_bias": True}, (2, 4), id="bamba"),
     pytest.param("GraniteMoeHybrid", {"mamba_n_groups": 1}, (2,), id="granite-moe-hybrid"),
     pytest.param("Qwen3Next", {"attention_bias": True}, (2,), id="qwen3-next"),
@@ -90,7 +93,7 @@ def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
         pytest.param("Llama4", {}, {}, (2,), id="llama4"),
         pytest.param("GptOss", {}, {}, (2,), id="gpt-oss"),
         pytest.param("GraniteMoeHybrid", {}, {}, (2,), id="granite-moe-hybrid"),
-        pytest.param("DeepseekV3", {}, {}, (2, 4), id="deepseek-v3"),
+        pytest.param("DeepseekV3", {}, {}, (4,), id="deepseek-v3"),
     ],
 )
 def test_whole_experts_on_each_rank_give_the_same_tokens(
@@ -217,20 +220,18 @@ def test_ranks_exchange_tensors_of_any_size(size: int, monkeypatch: pytest.Monke
 
 
 def test_a_store_outlives_its_file() -> None:
-    """At the end of a process torch opens the store again. By then its file is closed, and the number of the
-    descriptor may be that of a socket."""
-    script = (
-        "import os, socket\n"
-        "from baton.engine.execution.rank import open_store\n"
-        "from baton.engine.execution.rank_files import RankFiles\n"
-        "files = RankFiles.create(2)\n"
-        "fd, store = files.exchange, open_store(files.exchange, 2)\n"
-        "store.set('key', 'value')\n"
-        "files.close()\n"
-        "ends = socket.socketpair()\n"
-        "os.dup2(ends[0].fileno(), fd)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    """When it goes, torch opens it again, or aborts the process: here a fork. By then the file is closed, and
+    the number of the descriptor may be that of a socket."""
+    if (pid := os.fork()) == 0:
+        files = RankFiles.create(2)
+        fd, store = files.exchange, open_store(files.exchange, 2)
+        store.set("key", "value")
+        files.close()
+        ends = socket.socketpair()
+        os.dup2(ends[0].fileno(), fd)
+        del store
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_command_arrives_as_it_was_sent() -> None:
