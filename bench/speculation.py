@@ -114,7 +114,7 @@ def _tokens_per_s(
     seconds = 0.0
     for number, prompt in enumerate(prompts):
         engine.add(_request(number, prompt, max_tokens, **sampling))
-        while not engine.step().outputs:
+        while not engine.loop.step().outputs:
             pass
         began = time.perf_counter()
         drain(engine)
@@ -227,12 +227,12 @@ def _steady(engine: Engine, *, batch: int, steps: int) -> tuple[float, float]:
     to step."""
     fill(engine, batch, CONTEXT, 4 * (steps + 24))
     for _ in range(12):
-        engine.step()
+        engine.loop.step()
     tokens = count = 0
     torch.cuda.synchronize()
     began = time.perf_counter()
     while count < steps:
-        done = engine.step()
+        done = engine.loop.step()
         count += done.seconds > 0
         tokens += len(done.outputs)
     seconds = time.perf_counter() - began

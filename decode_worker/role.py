@@ -290,7 +290,7 @@ class DecodeRole(Role):
         for event in self.receiver.poll(spare):
             event.owner.handle(event)
         self._prefix_fetches.expire()
-        self.engine.joins_at = self.receiver.next_injection
+        self.engine.loop.joins_at = self.receiver.next_injection
         now = time.monotonic()
         for attempt in [of for of in self._attempts if of.state in _WAITING]:
             assert isinstance(attempt, DecodeAttempt), "these are states of decodes"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, StepResult
+from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output
 from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.drafters import PromptLookup
@@ -116,7 +116,7 @@ class Engine:
         self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
         self._meters = Meters(limit, started.largest)
         self._runner = runner
-        self._loop = StepLoop(
+        self.loop = StepLoop(
             runner,
             self._scheduler,
             self._outputs,
@@ -126,8 +126,7 @@ class Engine:
             hooks,
             overlap=runner.device.type == "cuda" if config.overlap is None else config.overlap,
         )
-        self.landings_fd = self._loop.landings_fd
-        """An eventfd, readable when a launched step is over. The caller reads it."""
+        """Computes the requests. The caller calls its `step` while it `has_work`."""
         self.kv_cache = runner.kv_cache
         self.states = runner.states
         """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
@@ -244,7 +243,7 @@ class Engine:
         """Starts decoding a reservation after the caller wrote its KV. `token`, the first one sampled from
         this KV, is the input of the next step. Returns the output for this token, which may be the last."""
         self._lives.join(live)
-        self._loop.joined()
+        self.loop.joined()
         live.token_ids.append(token)
         # The prefill said how much of the prompt it found in its cache.
         return self._outputs.emit(live, len(live.token_ids) - 1, logprobs)._replace(cached_tokens=0)
@@ -278,26 +277,6 @@ class Engine:
             self._lives.await_grammar(live)
         return live
 
-    # Steps
-
-    def step(self) -> StepResult:
-        """As `StepLoop.step`."""
-        return self._loop.step()
-
-    @property
-    def rest(self) -> float:
-        """As `StepLoop.rest`."""
-        return self._loop.rest
-
-    @property
-    def joins_at(self) -> float:
-        """As `StepLoop.joins_at`."""
-        return self._loop.joins_at
-
-    @joins_at.setter
-    def joins_at(self, at: float) -> None:
-        self._loop.joins_at = at
-
     def close(self) -> None:
         """Computes nothing more, and ends the other ranks."""
         self._runner.stop()
@@ -310,24 +289,14 @@ class Engine:
         return self._lives.pool.free
 
     @property
-    def has_work(self) -> bool:
-        """Whether `step` would do anything. False while all requests wait for blocks or for a load."""
-        return bool(self._loop.under_way) or self._scheduler.has_work
-
-    @property
-    def waits_for_device(self) -> bool:
-        """Whether a step is under way. The engine shows no sign of life until its end."""
-        return bool(self._loop.under_way)
-
-    @property
     def idle(self) -> bool:
         """Whether there is no request in any phase, no lease on one, and no block that a tier fills."""
         loading = any(tier.loading for tier in self.offload)
-        return not self._lives.some and not self._loop.under_way and not loading
+        return not self._lives.some and not self.loop.under_way and not loading
 
     def assert_whole(self) -> None:
         """Proves, when idle, that no block and no other part of a request was left behind."""
-        assert not self._loop.under_way, "a step is under way"
+        assert not self.loop.under_way, "a step is under way"
         self._lives.assert_whole()
 
     @property
@@ -343,7 +312,7 @@ class Engine:
     def stats(self) -> EngineStats:
         lives, scheduler, meters = self._lives, self._scheduler, self._meters
         limit, cache = meters.chunk_limit, lives.cache
-        under_way = sum(plan.prompt_tokens for plan, _ in self._loop.under_way)
+        under_way = sum(plan.prompt_tokens for plan, _ in self.loop.under_way)
         return EngineStats(
             requests_running=len(lives.running),
             requests_decoding=scheduler.decoding,

@@ -36,7 +36,8 @@ class StepLoop:
     """Launches and lands the steps of an engine.
 
     Attributes:
-        under_way: the launched steps that have not landed, the oldest first.
+        under_way: the launched steps that have not landed, the oldest first. While there is one, the engine
+            shows no sign of life until its end.
         joins_at: when the next reservation should have its KV (time.monotonic()). Set by the caller.
         landings_fd: an eventfd, readable when a launched step is over. The caller reads it.
     """
@@ -85,7 +86,12 @@ class StepLoop:
         return result
 
     @property
-    def rest(self) -> float:
+    def has_work(self) -> bool:
+        """Whether `step` would do anything. False while all requests wait for blocks or for a load."""
+        return bool(self.under_way) or self._scheduler.has_work
+
+    @property
+    def seconds_to_step(self) -> float:
         """Seconds until `step` has something to do, if no request comes in and `landings_fd` stays silent.
         Infinite: nothing until then."""
         if not self.under_way or self._is_over:

@@ -29,8 +29,8 @@ def prompt(length: int, seed: int) -> list[int]:
 def drain(engine: Any) -> int:
     """Steps until the engine has no work. Returns the number of output tokens."""
     tokens = 0
-    while engine.has_work:
-        tokens += len(engine.step().outputs)
+    while engine.loop.has_work:
+        tokens += len(engine.loop.step().outputs)
     return tokens
 
 
@@ -39,8 +39,8 @@ def answers(engine: Any, requests: Sequence[EngineRequest]) -> list[list[int]]:
     tokens: dict[bytes, list[int]] = {request.id: [] for request in requests}
     for request in requests:
         engine.add(request)
-    while engine.has_work:
-        for output in engine.step().outputs:
+    while engine.loop.has_work:
+        for output in engine.loop.step().outputs:
             tokens[output.id].append(output.token)
     return list(tokens.values())
 
@@ -59,7 +59,7 @@ def fill(engine: Any, batch: int, prompt_tokens: int, output_tokens: int, **samp
     for number in range(batch):
         engine.add(greedy(prompt(prompt_tokens, 1000 * batch + number), output_tokens, **sampling))
     while engine.stats().tokens_waiting:
-        engine.step()
+        engine.loop.step()
 
 
 def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sampling: Any) -> list[float]:
@@ -72,9 +72,9 @@ def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sam
     gaps: list[float] = []
     last = time.perf_counter()
     for number in range(margin + steps):
-        done = engine.step()
+        done = engine.loop.step()
         while not done.seconds:  # the step was only launched
-            done = engine.step()
+            done = engine.loop.step()
         now = time.perf_counter()
         if len(done.outputs) == batch and number >= margin:
             gaps.append(now - last)

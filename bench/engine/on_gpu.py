@@ -283,10 +283,10 @@ def experts_read(engine: Engine, batch: int, context: int) -> float:
     assert load is not None
     fill(engine, batch, context - COUNTED // 2, 3 * COUNTED)
     for _ in range(3):  # no counted step has a prompt
-        engine.step()
+        engine.loop.step()
     before, steps = load.totals.clone(), int(load.steps)
     for _ in range(COUNTED):
-        engine.step()
+        engine.loop.step()
     _, reads = load.totals - before
     steps = int(load.steps) - steps
     drain(engine)

@@ -34,7 +34,7 @@ def alone(engine: Engine, requests: list[pb.Request]) -> list[list[int]]:
             EngineRequest(r.request_id, list(r.prompt_ids), list(r.output_ids), SamplingParams(**fields))
         )
     while not engine.idle:
-        for output in engine.step().outputs:
+        for output in engine.loop.step().outputs:
             tokens[output.id].append(output.token)
     engine.assert_whole()
     return list(tokens.values())

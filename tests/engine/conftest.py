@@ -48,8 +48,8 @@ def run(engine: Engine, requests: Iterable[EngineRequest] = (), **add: Any) -> d
     for request in requests:
         engine.add(request, **add)
         results[request.id] = Result()
-    while engine.has_work:
-        step = engine.step()
+    while engine.loop.has_work:
+        step = engine.loop.step()
         for output in step.outputs:
             result = results.setdefault(output.id, Result())
             result.outputs.append(output)
@@ -405,7 +405,7 @@ def late_engine(tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPa
 
             monkeypatch.setattr(engine._runner, "sample", sample_late)
         # The real method would start a thread that waits for the event.
-        engine._loop._landings.expect = lambda event: None
+        engine.loop._landings.expect = lambda event: None
         return engine
 
     return make

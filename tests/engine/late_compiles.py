@@ -93,7 +93,7 @@ def main() -> int:
                 "ignore_eos": True,
             }
             warm.add(request_of(number, prompt, **extra))
-        warm.step()
+        warm.loop.step()
     print(f"{len(compiled)} more in {STEPS} steps", *compiled, sep="\n  ")
     return bool(compiled)
 

@@ -124,7 +124,7 @@ def capture_on_cpu(
     runner = engine._runner
     runner.table_width = -(-engine.model_config.max_model_len // engine.block_size)
     runner.capture(64, lambda done: None)
-    engine._loop.graph_rows = runner.graph_rows
+    engine.loop.graph_rows = runner.graph_rows
     engine._scheduler._mixed_rows = runner.mixed_rows
     if (drafter := runner.drafter) is not None:
         # A real graph does not keep the memory that it reads and writes.

@@ -26,7 +26,7 @@ class Everything:
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back = self.joined = 0
         self.tables: dict[bytes, Sequence[int]] = {}
-        engine._loop.hooks = hooks_to(self)
+        engine.loop.hooks = hooks_to(self)
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
@@ -46,7 +46,7 @@ class Everything:
         while waiting or held or not engine.idle:
             waiting = [request for request in waiting if not self.enter(request, way_of[request.id])]
             held = [first for first in held if not self.go_on(current, way_of, first)]
-            result = engine.step()
+            result = engine.loop.step()
             assert not result.failed
             assert not result.refused
             for output in result.outputs:
@@ -168,7 +168,7 @@ def test_nothing_is_computed_twice_for_a_resumed_request(tiny_engine: MakeEngine
     expected = run(tiny_engine(), [request])[request.id].tokens
     engine = tiny_engine(enable_prefix_caching=True)
     engine.add(replace(request, id=b"prefill"), handover=True)
-    (first,) = engine.step().outputs
+    (first,) = engine.loop.step().outputs
     again = engine.resume(live_of(engine, b"prefill"), request.id)
     assert again == Output(request.id, 0, first.token)
     computed: list[tuple[int, int]] = []
@@ -189,7 +189,7 @@ def test_nothing_is_computed_twice_for_a_resumed_request(tiny_engine: MakeEngine
 def test_resuming_ends_a_request_with_its_last_token(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     engine.add(request_of(1, [3, 4, 5], max_tokens=1), handover=True)
-    (first,) = engine.step().outputs
+    (first,) = engine.loop.step().outputs
     again = engine.resume(live_of(engine, first.id), b"decode")
     assert again == Output(b"decode", 0, first.token, finish_reason="length")
     engine.assert_whole()
@@ -201,5 +201,5 @@ def test_time_before_the_engine_counts(tiny_engine: MakeEngine) -> None:
     arrived = time.monotonic() - 30
     engine.add(replace(request_of(1, [3, 4, 5], max_tokens=1), arrived=arrived, first_token_within=31.0))
     assert [due for _, due in engine._scheduler.prompts()] == [arrived + 31]
-    (output,) = engine.step().outputs
+    (output,) = engine.loop.step().outputs
     assert output.queue_seconds > 30

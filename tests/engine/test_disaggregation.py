@@ -39,7 +39,7 @@ class Pair:
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back: list[bytes] = []
         self.copied = 0  # positions
-        prefill._loop.hooks = hooks_to(self)
+        prefill.loop.hooks = hooks_to(self)
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
@@ -54,7 +54,7 @@ class Pair:
             self.prefill.add(request, handover=True)
         ready: list[Output] = []
         while not (self.prefill.idle and self.decode.idle):
-            result = self.prefill.step()
+            result = self.prefill.loop.step()
             self.emit(result.outputs)
             for output in result.outputs:
                 if output.finish_reason:
@@ -62,7 +62,7 @@ class Pair:
                 else:
                     ready.append(output)
             ready = [output for output in ready if not self.hand_over(todo[output.id], output)]
-            result = self.decode.step()
+            result = self.decode.loop.step()
             self.emit(result.outputs)
             for request_id in result.preempted:
                 self.handed_back.append(request_id)
@@ -171,14 +171,14 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     prefill.add(longer, handover=True)
     outputs: list[Output] = []
     while not outputs:  # a grammar may still be being compiled
-        outputs += prefill.step().outputs
+        outputs += prefill.loop.step().outputs
     (first,) = outputs
     assert first.output_index == 2
     copy_kv(prefill, pair.tables[request.id], decode, reserved, 13)
     end(prefill, request.id)
     outputs = [decode.join(live_of(decode, request.id), first.token, first.logprobs)]
-    while decode.has_work:
-        outputs += decode.step().outputs
+    while decode.loop.has_work:
+        outputs += decode.loop.step().outputs
     assert [(o.output_index, o.token) for o in outputs] == list(enumerate(expected))[2:]
     prefill.assert_whole()
     decode.assert_whole()
@@ -216,7 +216,7 @@ def test_the_chunk_limit_knows_when_a_request_joins(
     monkeypatch.setattr(engine._meters, "chunk_limit", limit)
     engine.add(request_of(1, [3, 4, 5], max_tokens=20, ignore_eos=True))
     for _ in range(2):
-        engine.step()
+        engine.loop.step()
     limit.taken.clear()
     joining = request_of(3, [3, 4, 5], max_tokens=9, ignore_eos=True)
     reserved = engine.reserve(joining)
@@ -224,15 +224,15 @@ def test_the_chunk_limit_knows_when_a_request_joins(
     for kv in engine.kv_cache:
         parts(kv)[0][:, list(reserved.blocks)] = 0
     engine.add(request_of(2, range(3, 190)))
-    engine.step()
-    engine.joins_at = 0.0
+    engine.loop.step()
+    engine.loop.joins_at = 0.0
     for _ in range(2):
-        engine.step()
-    engine.joins_at = math.inf
-    engine.step()
+        engine.loop.step()
+    engine.loop.joins_at = math.inf
+    engine.loop.step()
     engine.join(live_of(engine, joining.id), 7)
     for _ in range(2):
-        engine.step()
+        engine.loop.step()
     assert limit.taken == [40, 16, 16, 40, 16, 40]
 
 

@@ -143,7 +143,7 @@ def test_an_engine_on_the_kernels_of_a_gpu(
     wanted = SpeculativeConfig("eagle3", model=str(head), num_speculative_tokens=3)
     engine = build_engine(replace(config, overlap=True, cuda_graphs=True, speculative_config=wanted))
     monkeypatch.setattr(engine._runner, "_record", LateEvent)
-    monkeypatch.setattr(engine._loop._landings, "expect", lambda event: None)
+    monkeypatch.setattr(engine.loop._landings, "expect", lambda event: None)
     capture_on_cpu(engine, monkeypatch, chunk_sizes=[32])
     graphs = engine._runner._graphs
     assert graphs is not None
@@ -191,8 +191,8 @@ def test_guesses_are_those_of_the_reference(
         engine.add(asked)
         lives.append(live_of(engine, asked.id))
     compared = 0
-    while engine.has_work:
-        engine.step()
+    while engine.loop.has_work:
+        engine.loop.step()
         for live in lives:
             if live.guesses.position == live.num_known and live.phase is Phase.RUNNING:
                 # Guess i has position num_known − 2 + i. Without a place there it may be worse.

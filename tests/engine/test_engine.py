@@ -336,7 +336,7 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
     assert len(results[request.id].outputs) == 1
     assert engine.stats().held_prefills == 1
     assert not engine.idle
-    assert not engine.has_work
+    assert not engine.loop.has_work
     end(engine, request.id)
     end(engine, request.id)
     assert engine.idle
@@ -397,11 +397,11 @@ def test_cancel_in_every_phase(tiny_engine: MakeEngine) -> None:
         request_of(i, [*PROMPT, i], ignore_eos=True) for i in range(6)
     )
     engine.add(held, handover=True)
-    engine.step()
-    engine.step()
+    engine.loop.step()
+    engine.loop.step()
     engine.add(decoding)
-    engine.step()
-    engine.step()
+    engine.loop.step()
+    engine.loop.step()
     assert engine.reserve(reserved) is not None
     reservation = engine.reserve(joined)
     assert reservation is not None
@@ -409,8 +409,8 @@ def test_cancel_in_every_phase(tiny_engine: MakeEngine) -> None:
         parts(cache)[0][:, list(reservation.blocks)] = 0.5  # in place of the KV that a prefill would send
     engine.join(live_of(engine, joined.id), 3)
     engine.add(chunked)
-    engine.step()  # only decodes
-    engine.step()
+    engine.loop.step()  # only decodes
+    engine.loop.step()
     engine.add(waiting)
     stats = engine.stats()
     assert (stats.requests_running, stats.requests_waiting) == (3, 1)
@@ -420,9 +420,9 @@ def test_cancel_in_every_phase(tiny_engine: MakeEngine) -> None:
         end(engine, request.id)
         end(engine, request.id)
     assert engine.idle
-    assert not engine.has_work
+    assert not engine.loop.has_work
     engine.assert_whole()
-    assert engine.step().outputs == []
+    assert engine.loop.step().outputs == []
 
 
 def test_sampling_defaults_are_openais() -> None:
@@ -455,7 +455,7 @@ def test_a_started_request_gets_the_same_tokens_and_changes_no_others(
                 3, long, right[3][:5], max_tokens=12, ignore_eos=True, temperature=0.8, seed=3
             )
             assert engine.start(sampled)
-        for output in engine.step().outputs:
+        for output in engine.loop.step().outputs:
             got[int.from_bytes(output.id)].append(output.token)
     assert got == {1: right[1], 2: right[2], 3: right[3][5:]}
     assert engine.stats().short.seconds > 0
@@ -470,8 +470,8 @@ def test_a_request_in_steps_of_its_own_gets_the_same_tokens(tiny_engine: MakeEng
         engine.add(request)
     got: dict[bytes, list[int]] = {request.id: [] for request in requests}
     together = set()
-    while engine.has_work:
-        outputs = engine.step().outputs
+    while engine.loop.has_work:
+        outputs = engine.loop.step().outputs
         together.add(len(outputs))
         assert len(outputs) == 1 or got[requests[1].id] or requests[1].id not in {o.id for o in outputs}
         for output in outputs:

@@ -105,11 +105,11 @@ def test_a_step_is_launched_before_its_grammars_know_the_last_token(
         engine.add(request)
     got: dict[bytes, list[int]] = {request.id: [] for request in requests}
     unsampled = 0
-    while engine.has_work:
-        result = engine.step()
+    while engine.loop.has_work:
+        result = engine.loop.step()
         for output in result.outputs:
             got[output.id].append(output.token)
-        sampled = [launched.is_sampled for _, launched in engine._loop.under_way]
+        sampled = [launched.is_sampled for _, launched in engine.loop.under_way]
         unsampled += not all(sampled)
         assert sampled in ([], [True], [True, True], [True, False]), "one waits for tokens of the one before"
     assert got == {key: result.tokens for key, result in expected.items()}
@@ -361,14 +361,14 @@ def test_requests_that_wait_for_their_grammars_delay_no_other(
     assert engine.stats().requests_waiting == 5
     outputs = []
     while len(outputs) < 9:
-        outputs += engine.step().outputs
+        outputs += engine.loop.step().outputs
     assert {output.id for output in outputs} == {(4).to_bytes(16)}
-    assert engine.has_work
-    assert engine.step().outputs == []
+    assert engine.loop.has_work
+    assert engine.loop.step().outputs == []
     may_compile.set()
     outputs.clear()
-    while engine.has_work:
-        outputs += engine.step().outputs
+    while engine.loop.has_work:
+        outputs += engine.loop.step().outputs
     for number in range(4):
         tokens = [output.token for output in outputs if output.id == number.to_bytes(16)]
         assert text_of(tokens[:-1]) == "abc"
@@ -452,9 +452,9 @@ def test_a_step_waits_for_no_token_after_the_reasoning(
     engine.add(request)
     got: list[int] = []
     late: list[int] = []
-    while engine.has_work:
-        got += [output.token for output in engine.step().outputs]
-        late += [len(got)] * any(not launched.is_sampled for _, launched in engine._loop.under_way)
+    while engine.loop.has_work:
+        got += [output.token for output in engine.loop.step().outputs]
+        late += [len(got)] * any(not launched.is_sampled for _, launched in engine.loop.under_way)
     assert got == expected
     assert late
     assert max(late) <= 5, "a step waits for the token before it only while the request reasons"
@@ -486,8 +486,8 @@ def test_fields_that_allow_no_token_fail_their_request_only(spelled_engine: Any,
     )
     engine.add(request_of(2, [1, 9], max_tokens=3))
     refused = {}
-    while engine.has_work:
-        refused |= dict(engine.step().refused)
+    while engine.loop.has_work:
+        refused |= dict(engine.loop.step().refused)
     [message] = refused.values()
     assert "allow no token together" in message
 

@@ -18,7 +18,7 @@ from tests.engine.test_engine import PROMPT
 def land_one(engine: Engine) -> Any:
     """Calls `step` until a launched step lands. Returns its result."""
     while True:
-        result = engine.step()
+        result = engine.loop.step()
         if result.seconds:
             return result
 
@@ -30,16 +30,16 @@ def test_a_step_is_launched_while_one_is_under_way(
     engine = late_engine()
     request = request_of(1, PROMPT, max_tokens=3, ignore_eos=True, **sampling)
     engine.add(request)
-    assert engine.rest == 0
-    assert not engine.step().outputs
-    assert not engine.step().outputs
-    assert engine.waits_for_device
-    assert engine.rest == float("inf"), "two at most"
-    first = engine.step()
+    assert engine.loop.seconds_to_step == 0
+    assert not engine.loop.step().outputs
+    assert not engine.loop.step().outputs
+    assert engine.loop.under_way
+    assert engine.loop.seconds_to_step == float("inf"), "two at most"
+    first = engine.loop.step()
     assert [output.output_index for output in first.outputs] == [0]
     assert first.seconds > 0
     assert [land_one(engine).outputs[0].output_index for _ in range(2)] == [1, 2]
-    assert not engine.has_work, "that the third token is the last is known before it is"
+    assert not engine.loop.has_work, "that the third token is the last is known before it is"
     engine.assert_whole()
 
 
@@ -52,10 +52,10 @@ def test_the_blocks_of_an_ended_request_stay_in_use_until_its_last_launched_step
     stopped = request_of(2, PROMPT, max_tokens=20, ignore_eos=True, stop_token_ids=(tokens[1],))
     engine.add(stopped)
     land_one(engine)
-    engine.step()
+    engine.loop.step()
     (last,) = land_one(engine).outputs
     assert last.finish_reason == "stop"
-    assert engine.waits_for_device, "a step with the ended request is under way"
+    assert engine.loop.under_way, "a step with the ended request is under way"
     assert engine.blocks_free < 8
     assert engine.stats().requests_running == 0
     assert not engine.idle
@@ -68,18 +68,18 @@ def test_a_slow_launch_does_not_delay_the_tokens_of_the_step_before(late_engine:
     """The launch of a prompt without a graph takes long. If the step under way would end meanwhile, its
     tokens come first."""
     engine = late_engine()
-    engine._loop.graph_rows = engine._scheduler._full_step = len(PROMPT) - 1
+    engine.loop.graph_rows = engine._scheduler._full_step = len(PROMPT) - 1
     requests = [request_of(number, PROMPT, max_tokens=1) for number in range(3)]
     for request in requests:
         engine.add(request, handover=True)
-    assert not engine.step().outputs
-    engine._loop._pace.fits_slow_launch = lambda now: True
-    assert not engine.step().outputs, "there is time, so a second step is launched"
+    assert not engine.loop.step().outputs
+    engine.loop._pace.fits_slow_launch = lambda now: True
+    assert not engine.loop.step().outputs, "there is time, so a second step is launched"
     assert land_one(engine).outputs[0].id == requests[0].id
-    engine._loop._pace.fits_slow_launch = lambda now: False
-    assert engine.rest == float("inf"), "no launch before the second prompt has landed"
+    engine.loop._pace.fits_slow_launch = lambda now: False
+    assert engine.loop.seconds_to_step == float("inf"), "no launch before the second prompt has landed"
     assert land_one(engine).outputs[0].id == requests[1].id
-    assert engine.rest == 0
+    assert engine.loop.seconds_to_step == 0
     assert land_one(engine).outputs[0].id == requests[2].id
 
 
@@ -103,8 +103,8 @@ def test_prompt_tokens_wait_until_their_step_is_over(late_engine: MakeEngine) ->
     engine = late_engine()
     engine.add(request_of(1, PROMPT, ignore_eos=True))
     assert engine.stats().tokens_waiting == len(PROMPT)
-    engine.step()
-    assert (len(engine._loop.under_way), engine.stats().tokens_waiting) == (1, len(PROMPT))
+    engine.loop.step()
+    assert (len(engine.loop.under_way), engine.stats().tokens_waiting) == (1, len(PROMPT))
     land_one(engine)
     assert engine.stats().tokens_waiting == 0
     end(engine, bytes([1]) * 16)
@@ -120,22 +120,22 @@ def test_a_landing_makes_its_file_descriptor_readable(tiny_engine: MakeEngine) -
 
     engine._runner._record = record
     poll = select.poll()
-    poll.register(engine.landings_fd, select.POLLIN)
+    poll.register(engine.loop.landings_fd, select.POLLIN)
     for number in range(3):
         engine.add(request_of(number, PROMPT, max_tokens=3 + number, ignore_eos=True))
     tokens = steps = 0
-    while engine.has_work:
-        while engine.has_work and (rest := engine.rest) < math.inf:
+    while engine.loop.has_work:
+        while engine.loop.has_work and (rest := engine.loop.seconds_to_step) < math.inf:
             if not rest:
-                tokens += len(engine.step().outputs)
+                tokens += len(engine.loop.step().outputs)
                 steps += 1
-        if engine.has_work:
+        if engine.loop.has_work:
             assert not poll.poll(0), "nothing to do, and no wakeup"
             began, ended = events.pop(0), events.pop(0)
             began.happens()
             ended.happens()
             assert poll.poll(60_000)
-            os.eventfd_read(engine.landings_fd)
+            os.eventfd_read(engine.loop.landings_fd)
     assert tokens == 3 + 4 + 5
     assert steps <= 2 * 5 + 1, "each step is launched by one call and landed by one, at most"
     engine.assert_whole()

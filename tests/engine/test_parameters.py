@@ -69,8 +69,8 @@ def test_it_changes_what_batons_engine_answers(name: str, engine: Engine) -> Non
     def answer(parameters: dict[str, Any]) -> list[Any]:
         found: list[Any] = []
         engine.add(received(parameters))
-        while engine.has_work:
-            step = engine.step()
+        while engine.loop.has_work:
+            step = engine.loop.step()
             assert not step.failed
             assert not step.refused
             found += [(output.token, output.logprobs, output.finish_reason) for output in step.outputs]

@@ -29,7 +29,7 @@ class Shared:
         self.table: list[int] = []  # of the request in the source
         self.blocks: list[int] = []  # in the target
         self.written = 0  # positions that are in the blocks of the target
-        target._loop.hooks = hooks_to(self)
+        target.loop.hooks = hooks_to(self)
 
     def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
         chunk = chunks.get((1).to_bytes(16))
@@ -60,7 +60,7 @@ def shared_prompt(length: int) -> EngineRequest:
 def computed(request: EngineRequest, engine: Engine) -> list[int]:
     """Holds the request in an engine. Returns its blocks."""
     engine.add(request, handover=True)
-    while not engine.step().outputs:
+    while not engine.loop.step().outputs:
         pass
     return list(live_of(engine, request.id).blocks)
 
@@ -85,13 +85,13 @@ def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
     shared.blocks, shared.written = list(reservation.blocks), reservation.num_cached
     outputs = []
     for start, _ in own:
-        assert not target.has_work, "nothing is computed before its time"
+        assert not target.loop.has_work, "nothing is computed before its time"
         following = target.next_range(live_of(target, request.id))
         assert following is not None
         assert following.start == start
         target.begin_range(live_of(target, request.id))
         assert target.next_range(live_of(target, request.id)) is None
-        outputs += target.step().outputs
+        outputs += target.loop.step().outputs
     assert live_of(target, request.id).phase is Phase.HELD
     assert target.stats().blocks_cached == 0, "no other request may use KV that is not verified"
     target.verified(live_of(target, request.id))
@@ -105,7 +105,7 @@ def test_a_shared_prompt_goes_on_like_one_that_was_computed_here(
     assert resumed is not None
     found = [resumed.token]
     while not target.idle:
-        found += [output.token for output in target.step().outputs]
+        found += [output.token for output in target.loop.step().outputs]
     assert found == expected
     end(source, request.id)
     target.assert_whole()
@@ -121,7 +121,7 @@ def test_waiting_for_other_workers_is_no_slow_prefill(tiny_engine: MakeEngine) -
     assert reservation is not None
     shared.blocks = list(reservation.blocks)
     target.begin_range(live_of(target, request.id))
-    target.step()
+    target.loop.step()
     before = target._meters.prefill_tokens_per_s, target._meters.step_seconds
     assert min(before) > 0
 
@@ -129,9 +129,9 @@ def test_waiting_for_other_workers_is_no_slow_prefill(tiny_engine: MakeEngine) -
         time.sleep(0.1)
         shared.layer_done(layer, chunks)
 
-    target._loop.hooks = replace(target._loop.hooks, layer_done=late)
+    target.loop.hooks = replace(target.loop.hooks, layer_done=late)
     target.begin_range(live_of(target, request.id))
-    assert target.step().seconds > 0.1
+    assert target.loop.step().seconds > 0.1
     assert (target._meters.prefill_tokens_per_s, target._meters.step_seconds) == before
     end(source, request.id)
 
@@ -147,7 +147,7 @@ def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> No
     found: dict[bytes, list[int]] = {each.id: [] for each in beside}
     for each in beside:
         engine.add(each)
-    for output in engine.step().outputs:
+    for output in engine.loop.step().outputs:
         found[output.id].append(output.token)
     reservation = engine.start_part(request, [range(64, 120)])
     assert reservation is not None
@@ -155,7 +155,7 @@ def test_garbage_stays_in_the_rows_of_its_request(tiny_engine: MakeEngine) -> No
     engine.begin_range(live_of(engine, request.id))
     failed: list[bytes] = []
     while not failed or any(live.id != request.id for live in engine._lives):
-        result = engine.step()
+        result = engine.loop.step()
         failed += [request_id for request_id, _ in result.failed]
         for output in result.outputs:
             found[output.id].append(output.token)
@@ -177,13 +177,13 @@ def test_a_step_ends_with_the_layer_whose_kv_will_not_come(tiny_engine: MakeEngi
         layers.append(layer)
         return layer == 1
 
-    engine._loop.hooks = replace(engine._loop.hooks, layer_done=lost)
+    engine.loop.hooks = replace(engine.loop.hooks, layer_done=lost)
     reservation = engine.start_part(request, [range(64, 120)])
     assert reservation is not None
     engine.begin_range(live_of(engine, request.id))
     if shared:
         engine.add(other)
-    result = engine.step()
+    result = engine.loop.step()
     assert result.prompts[request.id] == range(64, 120), "its caller learns of it"
     assert layers == ([0, 1, 2] if shared else [0, 1])
     end(engine, request.id)
@@ -191,7 +191,7 @@ def test_a_step_ends_with_the_layer_whose_kv_will_not_come(tiny_engine: MakeEngi
     if not shared:
         engine.add(other)
     while not engine.idle:
-        found += [output.token for output in engine.step().outputs]
+        found += [output.token for output in engine.loop.step().outputs]
     assert found == expected
     engine.assert_whole()
 
@@ -202,10 +202,10 @@ def test_a_draft_head_computes_its_layer_when_no_step_can_be_given_up(
     random_eagle(tmp_path / "head", tiny_path, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     drafts = SpeculativeConfig("eagle3", model=str(tmp_path / "head"))
     engine, request = tiny_engine(**CACHING, speculative_config=drafts), shared_prompt(60)
-    engine._loop.hooks = replace(engine._loop.hooks, layer_done=lambda layer, chunks: layer == 3)
+    engine.loop.hooks = replace(engine.loop.hooks, layer_done=lambda layer, chunks: layer == 3)
     assert engine.start_part(request, [range(32, 60)]) is not None
     engine.begin_range(live_of(engine, request.id))
-    assert engine.step().prompts == {request.id: range(32, 60)}
+    assert engine.loop.step().prompts == {request.id: range(32, 60)}
     end(engine, request.id)
     engine.assert_whole()
 

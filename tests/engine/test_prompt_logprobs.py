@@ -46,8 +46,8 @@ def scores(
         engine.add(request, **add)
     found: dict[bytes, list[PromptLogprobs]] = {request.id: [] for request in requests}
     answered = set()
-    while engine.has_work:
-        result = engine.step()
+    while engine.loop.has_work:
+        result = engine.loop.step()
         for piece in result.prompt_logprobs:
             assert piece.id not in answered
             found[piece.id].append(piece)

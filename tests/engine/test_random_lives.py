@@ -90,7 +90,7 @@ class Lives:
         self.resumed: set[bytes] = set()
         self.ahead = self.unsampled = self.cancelled_halfway = self.imports = 0
         self.cached = 0  # positions that reservations found in the prefix cache
-        prefill._loop.hooks = hooks_to(self)
+        prefill.loop.hooks = hooks_to(self)
         for engine in (prefill, decode):
             engine._runner.run = partial(self.run, engine._runner)
 
@@ -119,9 +119,9 @@ class Lives:
         return launched
 
     def step(self, engine: Engine) -> None:
-        result = engine.step()
-        self.ahead += len(engine._loop.under_way) == 2
-        self.unsampled += any(not launched.is_sampled for _, launched in engine._loop.under_way)
+        result = engine.loop.step()
+        self.ahead += len(engine.loop.under_way) == 2
+        self.unsampled += any(not launched.is_sampled for _, launched in engine.loop.under_way)
         assert not result.failed
         assert not result.refused
         for output in result.outputs:
@@ -221,26 +221,26 @@ class Lives:
                 self.cancelled_halfway += 1
                 self.cancel(rng.choice(halfway))
             for engine in rng.sample([self.prefill, self.decode], rng.randrange(3)):
-                if engine.has_work:
+                if engine.loop.has_work:
                     self.step(engine)
                 self.garble(engine)
                 if rng.random() < 0.5:
                     self.fail_to_import(engine, rng)
         for engine in (self.prefill, self.decode):
-            while engine.has_work:
+            while engine.loop.has_work:
                 self.step(engine)
             assert engine.idle
             engine.assert_whole()
 
     def halfway(self) -> list[bytes]:
         """Prompts in a step that is launched, but not sampled."""
-        plans = [plan for plan, launched in self.prefill._loop.under_way if not launched.is_sampled]
+        plans = [plan for plan, launched in self.prefill.loop.under_way if not launched.is_sampled]
         return [live.id for plan in plans for live in plan.prompts if live.handover and live.id in self.where]
 
     @staticmethod
     def under_way(engine: Engine, used: dict[int, set[int]]) -> set[int]:
         """What launched steps may be using."""
-        return set[int]().union(*(used[id(launched)] for _, launched in engine._loop.under_way))
+        return set[int]().union(*(used[id(launched)] for _, launched in engine.loop.under_way))
 
     def garble(self, engine: Engine) -> None:
         """Overwrites all free blocks and slots of states: no request may depend on their content."""

@@ -197,7 +197,7 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
             if number % 3 == 0:
                 continue  # two at once
             while engine.stats().requests_running + engine.stats().requests_waiting > 1:
-                for output in engine.step().outputs:
+                for output in engine.loop.step().outputs:
                     found.setdefault(output.id, []).append(output.token)
                     if output.id != decoding.id:
                         end(engine, output.id)

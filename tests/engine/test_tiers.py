@@ -37,8 +37,8 @@ def answers(
         engine.add(EngineRequest(request_id, prompt, sampling=SamplingParams(max_tokens=20, ignore_eos=True)))
         to_the_end = number % 3 == 2 or number == len(prompts) - 1
         while not engine.idle if to_the_end else engine.stats().requests_waiting:
-            if engine.has_work:
-                for output in engine.step().outputs:
+            if engine.loop.has_work:
+                for output in engine.loop.step().outputs:
                     tokens[output.id].append(output.token)
             for pump in pumps:
                 pump.pump()

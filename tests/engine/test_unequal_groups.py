@@ -205,14 +205,14 @@ class Pair:
         for request in requests:
             self.reserved[request.id] = self._submit(request)
         while not (prefill.engine.idle and decode.engine.idle and prefill.sender.idle):
-            if not (prefill.engine.has_work or decode.engine.has_work):
+            if not (prefill.engine.loop.has_work or decode.engine.loop.has_work):
                 wait([prefill.sender.fileno(), decode.receiver.fileno()], 0.001)
             for released in prefill.sender.poll():
                 assert isinstance(released, kv.Released)
                 assert released.reason == "acked"
                 released.owner.end()
                 end(prefill.engine, released.prefill_id)
-            for output in prefill.engine.step().outputs:
+            for output in prefill.engine.loop.step().outputs:
                 prefill.sender.commit(output.id, kv.FirstToken(output.token))
             for event in decode.receiver.poll():
                 assert isinstance(event, kv.Injected)
@@ -221,7 +221,7 @@ class Pair:
                     live_of(decode.engine, event.decode_id), event.first_token.token_id
                 )
                 tokens[joined.id].append(joined.token)
-            for output in decode.engine.step().outputs:
+            for output in decode.engine.loop.step().outputs:
                 tokens[output.id].append(output.token)
         prefill.engine.assert_whole()
         decode.engine.assert_whole()
@@ -232,8 +232,8 @@ class Pair:
     def cache(side: Side, request: EngineRequest) -> None:
         """Computes the prefix of the request there, for its cache."""
         side.engine.add(replace(request, id=os.urandom(16), prompt_ids=request.prompt_ids[:PREFIX]))
-        while side.engine.has_work:
-            side.engine.step()
+        while side.engine.loop.has_work:
+            side.engine.loop.step()
 
     def _submit(self, request: EngineRequest) -> LiveRequest:
         prefill, decode = self.prefill, self.decode

@@ -138,13 +138,13 @@ class Worker:
     # Of the loop
 
     def step(self) -> StepResult:
-        result = self.engine.step()
+        result = self.engine.loop.step()
         self.roles.after_step(result)
         return result
 
     def compute(self) -> None:
         """Steps until there is nothing to compute."""
-        while self.engine.has_work:
+        while self.engine.loop.has_work:
             self.step()
 
     def move(self) -> None:
@@ -231,7 +231,7 @@ class Worker:
         until = time.monotonic() + WITHIN
         while not self.idle:
             assert time.monotonic() < until, f"left behind: {[*self.context.attempts]}"
-            if self.engine.has_work:
+            if self.engine.loop.has_work:
                 self.step()
             self._hear(TURN)
             self.roles.move_kv(math.inf)

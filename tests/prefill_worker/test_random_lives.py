@@ -210,7 +210,7 @@ class Lives(RuleBasedStateMachine):
     def steps(self, steps: int) -> None:
         for _ in range(steps):
             self.worker.turn()
-            if self.worker.engine.has_work:
+            if self.worker.engine.loop.has_work:
                 self.worker.step()
 
     def reaches(self, state: State) -> None:

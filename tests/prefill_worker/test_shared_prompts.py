@@ -127,7 +127,7 @@ def test_a_shared_prompt_has_the_token_of_one_worker(
     first, last, *_ = pair
     first.compute()
     assert first.tokens == [(A, 0, "length")], "it says that the part is computed"
-    assert not last.engine.has_work, "no step computes the first range, as far as it knows"
+    assert not last.engine.loop.has_work, "no step computes the first range, as far as it knows"
     assert not last.of(messages.PrefillStarted)
     order(pair)
     assert last.of(messages.PrefillStarted) == [messages.PrefillStarted(STREAM, B)]
@@ -252,7 +252,7 @@ def test_a_part_with_several_ranges_computes_each_after_the_range_before(path: P
         last.fetched(fetches[0].prefill_id, fetches[0].transfer_id, *fetches[0].ranges)
         first.fetched(fetches[1].prefill_id, fetches[1].transfer_id, *fetches[1].ranges)
         for near, far, prefill_id in ((first, last, A), (last, first, B), (first, last, A), (last, first, B)):
-            assert not far.engine.has_work, "no two ranges begin before the KV between them"
+            assert not far.engine.loop.has_work, "no two ranges begin before the KV between them"
             chunk = near.step().prompts[prefill_id]
             begun.append((prefill_id, chunk.start, chunk.stop))
             if chunk.stop < 30:

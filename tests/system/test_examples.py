@@ -88,8 +88,8 @@ def test_the_embedded_model_as_a_directory(tokenizer: ModelTokenizer, tmp_path: 
     params = SamplingParams(temperature=0, max_tokens=20)
     engine.add(EngineRequest(bytes(16), tokenizer.encode(chat), [], params))
     outputs = []
-    while engine.has_work:
-        outputs += engine.step().outputs
+    while engine.loop.has_work:
+        outputs += engine.loop.step().outputs
     engine.close()
     assert tokenizer.decode([output.token for output in outputs[:-1]]) == ANSWER
     assert outputs[-1].finish_reason == "stop"
@@ -112,8 +112,8 @@ def test_the_first_answers_are_far_from_a_tie(tokenizer: ModelTokenizer, quantiz
         params = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
         engine.add(EngineRequest(bytes(16), tokenizer.encode(prompt), [], params))
         tokens, margins = [], []
-        while engine.has_work:
-            for output in engine.step().outputs:
+        while engine.loop.has_work:
+            for output in engine.loop.step().outputs:
                 assert output.logprobs is not None
                 best, second = output.logprobs.top_logprobs
                 tokens.append(output.token)

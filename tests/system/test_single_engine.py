@@ -86,8 +86,8 @@ async def test_equals_one_engine(
         expected[i.to_bytes(16)] = []
         params = SamplingParams(structured_output=wanted, **sampling)
         one_engine.add(EngineRequest(i.to_bytes(16), choices[i].prompt_token_ids, [], params))
-    while one_engine.has_work:
-        for output in one_engine.step().outputs:
+    while one_engine.loop.has_work:
+        for output in one_engine.loop.step().outputs:
             expected[output.id].append(output.token)
     one_engine.assert_whole()
     for choice, tokens, work in zip(choices, expected.values(), WORK, strict=True):

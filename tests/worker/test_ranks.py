@@ -61,8 +61,8 @@ def alone(engine: Engine, length: int) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     engine.add(EngineRequest(os.urandom(16), prompt_of(length), sampling=params))
     tokens: list[int] = []
-    while engine.has_work:
-        tokens += [output.token for output in engine.step().outputs]
+    while engine.loop.has_work:
+        tokens += [output.token for output in engine.loop.step().outputs]
     return tokens
 
 

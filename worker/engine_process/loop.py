@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Protocol
 from baton.content import vocabulary_fingerprint
 from baton.engine import CachedBlock, Engine, Hooks, StepResult, build_engine
 from baton.engine.loader.tokenizer_json import vocabulary
+from baton.engine.step_loop import StepLoop
 from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import spins, wait
@@ -287,19 +288,19 @@ class FreedMemory:
 
 
 def loop(engine: Engine, roles: Roles, context: Context, pumps: Sequence[OffloadPump | StoreTier]) -> None:
-    link = context.link
-    fds = [link.fileno(), engine.landings_fd, *roles.kv_fds]
+    link, steps = context.link, engine.loop
+    fds = [link.fileno(), steps.landings_fd, *roles.kv_fds]
     fds += [] if context.store is None else [context.store.store.fileno()]
     freed = FreedMemory()
     while True:
-        idle, now = not engine.has_work, time.monotonic()
+        idle, now = not steps.has_work, time.monotonic()
         freed.turn(idle=idle, now=now)
-        seconds = seconds_to_wait(engine, roles, now)
+        seconds = seconds_to_wait(steps, roles, now)
         if any(pump.copies for pump in pumps):
             seconds = min(seconds, POLL)
         readable = wait(fds, 0.0 if link.has_messages else seconds)
-        if engine.landings_fd in readable:
-            os.eventfd_read(engine.landings_fd)
+        if steps.landings_fd in readable:
+            os.eventfd_read(steps.landings_fd)
         elif idle and seconds and not readable:
             context.trace.flush()
         for message in link.receive_all():
@@ -310,8 +311,8 @@ def loop(engine: Engine, roles: Roles, context: Context, pumps: Sequence[Offload
                 roles.shutdown()
                 return
             roles.handle(message)
-        roles.move_kv(engine.rest if engine.waits_for_device else math.inf)
-        result = engine.step() if engine.has_work and not engine.rest else None
+        roles.move_kv(steps.seconds_to_step if steps.under_way else math.inf)
+        result = steps.step() if steps.has_work and not steps.seconds_to_step else None
         if result is not None and any(output.finish_reason for output in result.outputs):
             context.report_cache()  # before a last token: the router of the next turn must know the prefix
         if result is not None:
@@ -322,15 +323,15 @@ def loop(engine: Engine, roles: Roles, context: Context, pumps: Sequence[Offload
         context.report_cache()
         for pump in pumps:
             pump.pump()
-        if not engine.waits_for_device:
+        if not steps.under_way:
             context.heartbeat.tick()
 
 
-def seconds_to_wait(engine: Engine, roles: Roles, now: float) -> float:
+def seconds_to_wait(steps: StepLoop, roles: Roles, now: float) -> float:
     """How long the loop may sleep until a message comes. 0: it polls."""
-    if engine.has_work:
-        return min(engine.rest, roles.poll_within)
-    if spins(engine.joins_at, now):  # all KV of a request has come, and its COMMIT has not
+    if steps.has_work:
+        return min(steps.seconds_to_step, roles.poll_within)
+    if spins(steps.joins_at, now):  # all KV of a request has come, and its COMMIT has not
         return 0.0
     return min(IDLE_TICK, roles.poll_within)
 

@@ -147,7 +147,7 @@ class StoreTier:
 
     def pump(self) -> None:
         store = self.store
-        store.move(busy=self._engine.has_work)
+        store.move(busy=self._engine.loop.has_work)
         for event in store.poll():
             event.owner.handle(event)
         self.fetches.expire()
