@@ -42,7 +42,8 @@ from baton.bench.harness.workers import prompt_of
 from baton.bench.shapes import DENSE, write_shape
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer import Injected, KVLayout, PagedKV
-from baton.kv_transfer.endpoint.shared_store import Lent, SharedStore
+from baton.kv_transfer.endpoint.shared_store import SharedStore
+from baton.kv_transfer.endpoint.store_offers import Lent
 from baton.kv_transfer.shared_store import STORE_MODULE, StoreStart, Units
 from baton.kv_transfer.shared_store.chunk_object import ObjectSeal, label
 from baton.kv_transfer.shared_store.client import ClientProcess
@@ -158,7 +159,7 @@ def reads(url: str, device: str, report: Report) -> None:
         names = [os.urandom(16) for _ in blocks]
         for chunk, name in enumerate(names):
             store.offer(b"", name, chunk)
-        until(lambda: not store.writes)
+        until(lambda: not store.offers.writes)
         size, seal = units.object_bytes(0), ObjectSeal(secret, "bench", encrypt=False)
         keys = [seal.key(label(b"", name), 0) for name in names]
         places = [(chunk * size, size) for chunk in blocks]

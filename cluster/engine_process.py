@@ -11,14 +11,15 @@ from baton.worker.engine_process.start import EngineProcessConfig, start
 
 if TYPE_CHECKING:
     from baton.engine import Engine
-    from baton.worker.engine_process.loop import Context, Role
+    from baton.worker.engine_process.context import Context
+    from baton.worker.engine_process.roles import Role
 
 
 def run(config: EngineProcessConfig) -> int:
     # These imports load torch, which is slow. The process must be tied to its parent before.
     from baton.decode_worker.role import DecodeRole
     from baton.prefill_worker.role import PrefillRole, SenderSink
-    from baton.worker.engine_process import loop
+    from baton.worker.engine_process import process
     from baton.worker.engine_process.paged_kv import paged_kv
     from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
     from baton.worker.engine_process.shared_store import SOURCE, StoreTier
@@ -37,7 +38,7 @@ def run(config: EngineProcessConfig) -> int:
         prefill = PrefillRole(context, engine, sink, receiver, fetches)
         return engine, (prefill, DecodeRole(context, engine, receiver, fetches))
 
-    return loop.run(config, build)
+    return process.run(config, build)
 
 
 if __name__ == "__main__":

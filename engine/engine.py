@@ -13,6 +13,7 @@ from baton.engine.api.stats import EngineStats
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.making_room import to_drop
 from baton.engine.core.meters import ChunkLimit, Meters
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
@@ -266,9 +267,9 @@ class Engine:
             self._lives.drop(live)
 
     def to_drop(self, wanted: Callable[[Any], bool], spare: Iterable[LiveRequest]) -> list[LiveRequest]:
-        """As `RequestLives.to_drop`. Spare are held requests that no transfer reads, and, after them,
+        """As `making_room.to_drop`. Spare are held requests that no transfer reads, and, after them,
         reservations with a prefill that has not started."""
-        return self._lives.to_drop(wanted, spare)
+        return to_drop(self._lives, wanted, spare)
 
     def _prepare(self, live: LiveRequest, started: float | None) -> LiveRequest:
         live.started = started
@@ -304,10 +305,10 @@ class Engine:
         """Speed at which a prompt is computed now, alone or beside decodes. 0: not known."""
         return self._meters.prompt_tokens_per_s(decoding=self._scheduler.decoding > 0)
 
-    def prompt_seconds(self, tokens: int, rest: int) -> float:
-        """Seconds by which a prompt is computed sooner if `tokens` of it have KV already and `rest` have not.
-        0: not known."""
-        return self._meters.prompt_seconds(tokens, rest, decoding=self._scheduler.decoding > 0)
+    def prompt_seconds(self, tokens: int, uncached: int) -> float:
+        """Seconds by which a prompt is computed sooner if `tokens` of it have KV already, and `uncached` have
+        not. 0: not known."""
+        return self._meters.prompt_seconds(tokens, uncached, decoding=self._scheduler.decoding > 0)
 
     def stats(self) -> EngineStats:
         lives, scheduler, meters = self._lives, self._scheduler, self._meters

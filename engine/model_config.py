@@ -221,7 +221,7 @@ class LatentConfig:
         return 1 << (self.nope_dim + self.rope_dim - 1).bit_length()
 
     @property
-    def least_expanded(self) -> int:
+    def min_expanded_queries(self) -> int:
         """The least queries of a chunk for which keys and values of the heads are made of the latents. For
         fewer, making those of a position takes more multiplications than it saves: a query of a head then
         multiplies by a key and a value in place of a latent, which is both, and its rotated part."""

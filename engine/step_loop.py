@@ -134,6 +134,7 @@ class StepLoop:
             result.prompts.update(_by_id(plan))
             return False
         self._scheduler.launched(plan)
+        result.ranges_launched += [live.id for live in plan.prompts if live.phase is Phase.RESERVED]
         self.under_way.append((plan, launched))
         if not plan.waits:
             self._sample(plan, launched)

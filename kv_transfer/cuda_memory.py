@@ -131,9 +131,9 @@ class PeerDeviceMemory(Slots):
         check(export, "cuda_ipc")
         try:
             own = _exported.get((export.token, export.handles[0]))
-            self._is_own = own is not None
+            self._is_local = own is not None
             address = c_ulonglong(own or 0)
-            if not self._is_own:
+            if not self._is_local:
                 handle = _Handle.from_buffer_copy(export.handles[0])
                 _call("cuIpcOpenMemHandle_v2", byref(address), handle, _LAZY_ENABLE_PEER_ACCESS)
         except (CudaError, OSError, ValueError) as e:
@@ -154,5 +154,5 @@ class PeerDeviceMemory(Slots):
             raise CudaError(f"the memory has {there} bytes, and its owner says {claimed}")
 
     def close(self) -> None:
-        if not self._is_own:
+        if not self._is_local:
             _call("cuIpcCloseMemHandle", self.address)

@@ -10,12 +10,12 @@ from baton.content import CHUNK_TOKENS
 from baton.engine import EngineRequest
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
 from baton.vllm_worker.attachment import Close
-from baton.worker.engine_process.attempts import Attempt, Lease
+from baton.worker.engine_process.attempt import Attempt, Lease
 from baton.worker.messages import PrefillSource
 
 
 @dataclass(slots=True, eq=False)
-class Computing(Lease):
+class Computing(Lease["VLLMAttempt"]):
     """vLLM has the request, or will have it."""
 
     task: asyncio.Task[None]
@@ -26,7 +26,7 @@ class Computing(Lease):
 
 
 @dataclass(slots=True, eq=False)
-class Sending(Lease):
+class Sending(Lease["VLLMAttempt"]):
     """The connector may read the blocks of a handover."""
 
     tell: Callable[[Close], None]
@@ -53,7 +53,7 @@ class VLLMAttempt(Attempt):
     """None: vLLM has finished the request."""
     sending: Sending | None = None
     """None: it is no handover, or the connector reads its blocks no more."""
-    given: bool = False
+    submitted: bool = False
     """vLLM has had the request."""
     answered: bool = False
     """vLLM has sampled a token."""

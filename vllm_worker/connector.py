@@ -14,15 +14,10 @@ worker has the transfer process (`attachment`), and a router draws the ids of pr
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import math
 import os
-import secrets
 import time
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -37,12 +32,13 @@ from vllm.v1.request import RequestStatus
 from baton.content.cache_kinds import latent_head_dim
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.machine.system import die_with_parent
-from baton.rpc.auth import SECRET_VARIABLE, load_secret
 from baton.vllm_worker.attachment import Attach, WorkerLink
 from baton.vllm_worker.caches import layer_number, paged_kv
+from baton.vllm_worker.identity import fingerprint, secret
 from baton.vllm_worker.mixed_steps import MixedSteps
 from baton.vllm_worker.plan import REJECTED, Plan, Planner
-from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
+from baton.vllm_worker.transfer_process import Settings, TransferProcess
+from baton.vllm_worker.transfers import Transfers
 from baton.vllm_worker.version import check_version
 
 if TYPE_CHECKING:
@@ -57,7 +53,7 @@ if TYPE_CHECKING:
 
 _KINDS = {"FullAttentionSpec": "attention", "MLAAttentionSpec": "latent"}
 """vLLM's kinds of caches, and those of `content.cache_kinds`."""
-_transfers_here: list[Transfers] = []
+_process_transfers: list[Transfers] = []
 """Those of this process, if it has the model. vLLM's scheduler has a connector of its own."""
 
 
@@ -155,7 +151,7 @@ class BatonConnector(KVConnectorBase_V1):
         meta = connector_output.kv_connector_worker_meta or FirstTokens({}, 0)
         assert isinstance(meta, FirstTokens)
         tokens, now = meta.tokens, time.monotonic()
-        if _transfers_here and (came := _transfers_here[0].injected()):
+        if _process_transfers and (came := _process_transfers[0].injected()):
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *came}
             tokens |= came
         for request_id, token in tokens.items():
@@ -241,7 +237,7 @@ class BatonConnector(KVConnectorBase_V1):
             ranks=config.parallel_config.tensor_parallel_size,
         )
         self._layers = {name: i for i, name in enumerate(sorted(kv_caches, key=layer_number))}
-        model, vocabulary = _fingerprint(config), config.model_config.get_vocab_size()
+        model, vocabulary = fingerprint(config), config.model_config.get_vocab_size()
         if settings.attach:
             if not config.use_v2_model_runner:
                 from baton.vllm_worker.model_runner import let_requests_begin_with
@@ -262,13 +258,13 @@ class BatonConnector(KVConnectorBase_V1):
                 return
         else:
             name = f"vllm {self._kv_transfer_config.kv_role.removeprefix('kv_')} {os.getpid()}"
-            process = TransferProcess(kv, settings, name, model, _secret(settings.host))
+            process = TransferProcess(kv, settings, name, model, secret(settings.host))
             transport, heartbeat, worker = process.transport, process.heartbeat, None
             self._process = process
         self._transfers = Transfers(
             kv, transport, heartbeat, timeout=settings.timeout, vocabulary=vocabulary, worker=worker
         )
-        _transfers_here.append(self._transfers)
+        _process_transfers.append(self._transfers)
 
     def get_handshake_metadata(self) -> Reachable | None:
         return None if self._process is None else Reachable(self._process.address)
@@ -326,7 +322,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         if self._transfers is not None:
-            _transfers_here.remove(self._transfers)
+            _process_transfers.remove(self._transfers)
             self._transfers.close()
             self._transfers = None
         if self._process is not None:
@@ -365,43 +361,3 @@ def _settings(extra: dict[str, Any]) -> Settings:
             f"BatonConnector has {', '.join(sorted(known))}"
         )
     return Settings(**extra)
-
-
-def _secret(host: str) -> bytes:
-    """Returns the secret that all servers share: of the cluster, or of this user on this machine."""
-    if SECRET_VARIABLE in os.environ or not host.startswith("127."):
-        return load_secret()
-    path = Path.home() / ".cache" / "baton" / "vllm-secret"
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.touch(mode=0o600)
-    draft.write_text(secrets.token_hex(32))
-    with contextlib.suppress(FileExistsError):  # another server was faster, or this is not the first start
-        path.hardlink_to(draft)
-    draft.unlink()
-    return load_secret(path)
-
-
-def _fingerprint(config: VllmConfig) -> str:
-    """Returns the name of the model, equal on servers whose KV means the same."""
-    model = config.model_config
-    shape = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith("_")}
-    shape.pop("transformers_version", None)
-    said = json.dumps(
-        [shape, str(model.dtype), model.quantization, model.revision], sort_keys=True, default=str
-    )
-    digest = hashlib.sha256(said.encode())
-    for file in sorted(Path(model.model).glob("*.safetensors")):
-        digest.update(_sample(file))
-    return f"model={digest.hexdigest()[:32]}; engine=vllm"
-
-
-def _sample(file: Path) -> bytes:
-    """Returns 4 KiB of each of 64 places of a file. Training changes all tensors."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        found = [str(size).encode()]
-        for i in range(64):
-            opened.seek(size * i // 64)
-            found.append(opened.read(4096))
-    return b"".join(found)

@@ -32,7 +32,7 @@ from baton.vllm_worker.attempt import VLLMAttempt
 from baton.vllm_worker.cached_blocks import CachedBlocks
 from baton.vllm_worker.roles import Roles
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.start import EXIT_START_FAILED, EngineProcessConfig, start
 from baton.worker.ipc import ServiceLink
 from baton.worker.messages import Code, EngineReady, FromEngine
@@ -79,7 +79,7 @@ class EngineProcess:
     def __init__(self, config: EngineProcessConfig) -> None:
         self._config = config
         self._link = ServiceLink(config.address)
-        self._attempts = Attempts[VLLMAttempt](self._send)
+        self._attempts = AttemptTable[VLLMAttempt](self._send)
         self._heartbeat = Heartbeat(config.heartbeat_fd)
         self._connector = ConnectorLink([config.arenas, *config.rank_arenas], config.heartbeat_fd)
         # vLLM's process dies with the thread that starts it. This one lives on, while it can be reached.

@@ -146,8 +146,7 @@ class Planner:
         None: routers know it."""
         self._named = named
         self._new_id = new_id
-        self._prompts: dict[str, _Prompt] = {}
-        self._fetches: dict[str, Fetch] = {}  # until blocks are allocated
+        self._requests: dict[str, _Prompt | Fetch] = {}  # a fetch: until it has blocks
         self._plan = Plan()
 
     def expect(self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int) -> None:
@@ -155,7 +154,7 @@ class Planner:
         params = params or {}
         if params.get("do_remote_decode"):
             fixed_id = bytes.fromhex(params["prefill_id"]) if self._named else b""
-            self._prompts[request_id] = _Prompt(
+            self._requests[request_id] = _Prompt(
                 prompt_tokens,
                 fixed_id,
                 awaited=params.get("report_start", False),
@@ -172,18 +171,20 @@ class Planner:
             decode_id, attempt = self._new_id(), 1
             if self._named:
                 decode_id, attempt = bytes.fromhex(params["decode_id"]), params["attempt"]
-            self._fetches[request_id] = Fetch(request_id, decode_id, attempt, source, (), 0, prompt_tokens)
+            self._requests[request_id] = Fetch(request_id, decode_id, attempt, source, (), 0, prompt_tokens)
 
     def to_fetch(self, request_id: str, computed: int) -> int:
         """Returns how many tokens of a prompt come from the prefill server, beyond those computed here."""
-        fetch = self._fetches.get(request_id)
-        return 0 if fetch is None else max(0, fetch.stop - computed)
+        fetch = self._requests.get(request_id)
+        return max(0, fetch.stop - computed) if isinstance(fetch, Fetch) else 0
 
     def allocated(self, request_id: str, block_ids: Sequence[int], to_fetch: int) -> None:
         """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
         prompt. After a preemption the prompt is computed here."""
-        fetch = self._fetches.pop(request_id, None)
-        if fetch is not None and to_fetch:
+        if not isinstance(fetch := self._requests.get(request_id), Fetch):
+            return
+        del self._requests[request_id]
+        if to_fetch:
             start = fetch.stop - to_fetch
             self._plan.fetches.append(replace(fetch, block_ids=block_ids, start=start))
 
@@ -196,8 +197,8 @@ class Planner:
     ) -> None:
         """The step computes `count` tokens of the request after the first `computed`. `anew`: `new_blocks`
         replace the blocks of the request, since it is new or starts again after a preemption."""
-        prompt = self._prompts.get(request_id)
-        if prompt is None or (prompt.preempted and prompt.fixed_id):
+        prompt = self._requests.get(request_id)
+        if not isinstance(prompt, _Prompt) or (prompt.preempted and prompt.fixed_id):
             return
         if anew:
             prompt.block_ids = []
@@ -216,8 +217,8 @@ class Planner:
 
     def preempted(self, request_id: str) -> None:
         """The blocks of the request are free, from this step on."""
-        prompt = self._prompts.get(request_id)
-        if prompt is not None and prompt.prefill_id:
+        prompt = self._requests.get(request_id)
+        if isinstance(prompt, _Prompt) and prompt.prefill_id:
             self._plan.preempted.append(prompt.prefill_id)
             prompt.prefill_id, prompt.preempted = b"", True
 
@@ -233,9 +234,8 @@ class Planner:
 
         Returns whether its blocks must stay until they are sent, and the parameters with which a decode
         server fetches them, if a proxy needs these."""
-        self._fetches.pop(request_id, None)
-        prompt = self._prompts.pop(request_id, None)
-        if prompt is None:
+        prompt = self._requests.pop(request_id, None)
+        if not isinstance(prompt, _Prompt):
             return False, None
         if not prompt.prefill_id:
             if prompt.fixed_id and not prompt.preempted:

@@ -31,9 +31,11 @@ from baton.vllm_worker.plan import REJECTED, Source
 from baton.vllm_worker.sampling import prompt_logprobs, sampling, tokens
 from baton.vllm_worker.stats import Load
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempts, State, handed_over, logprobs_of
+from baton.worker.engine_process.attempt import AttemptTable, handed_over, logprobs_of
 from baton.worker.engine_process.cached_chunks import CachedChunks
-from baton.worker.messages import Code, RequestCounts, ToEngine, Work
+from baton.worker.engine_process.states import State
+from baton.worker.messages import Code, ToEngine, Work
+from baton.worker.request_counts import RequestCounts
 
 Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
 """(request, fields of SamplingParams, priority): yields vLLM's RequestOutputs. Raises ValueError if the
@@ -66,7 +68,7 @@ class Roles:
 
     def __init__(
         self,
-        attempts: Attempts[VLLMAttempt],
+        attempts: AttemptTable[VLLMAttempt],
         generate: Generate,
         tell: Callable[[ToConnector], None],
         computing: Callable[[Collection[bytes]], None],
@@ -209,7 +211,7 @@ class Roles:
         return True
 
     def _open(self, attempt: VLLMAttempt) -> bool:
-        """As `Attempts.open`."""
+        """As `AttemptTable.open`."""
         is_new = self._attempts.open(attempt)
         if is_new:
             self._needed.came(attempt)
@@ -227,7 +229,7 @@ class Roles:
             while waits(attempt, self._table.values()):
                 self._moved.clear()
                 await self._moved.wait()
-            attempt.given = True
+            attempt.submitted = True
             self._computes()
             async with aclosing(self._generate(attempt.request, fields, priority)) as outputs:
                 async for output in outputs:
@@ -339,7 +341,7 @@ class Roles:
     def _computes(self) -> None:
         """The requests in vLLM have changed, or are further."""
         self._moved.set()
-        self._computing([x.id for x in self._table.values() if x.computing is not None and x.given])
+        self._computing([x.id for x in self._table.values() if x.computing is not None and x.submitted])
 
     # ------------------------------------------------------------ of the connector
 

@@ -9,12 +9,13 @@ ends.
 import errno
 import shutil
 import tempfile
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
 
 from baton.worker import messages
-from baton.worker.messages import Exit, FromEngine, ToEngine
+from baton.worker.messages import Exit, FromEngine, Stopped, ToEngine
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the directory there has a name of its own and mode 0700
 MAX_MESSAGE_BYTES = 16 << 20
@@ -62,6 +63,11 @@ class EngineLink:
 
     async def receive(self) -> FromEngine:
         return messages.decode_from_engine(await self._socket.recv())
+
+    async def receive_all(self, deliver: Callable[[FromEngine], None]) -> None:
+        """Passes on each message of the engine until its last one, `Stopped`."""
+        while not isinstance(message := await self.receive(), Stopped):
+            deliver(message)
 
     def remove_directory(self) -> None:
         """Removes the socket file and its directory. Idempotent.

@@ -124,7 +124,7 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of one call of `Engine.step`.
+    """The result of one call of `StepLoop.step`.
 
     Requests in `preempted`, `failed` and `refused` have left the engine. Exception: requests that were added
     with handover and fail or are refused before their first token are held until `Engine.cancel`."""
@@ -145,6 +145,9 @@ class StepResult:
     """Requests that this step decoded."""
     prompts: dict[bytes, range] = field(default_factory=dict)
     """The positions of prompts that this step computed, or that a step gave up, by request id."""
+    ranges_launched: list[bytes] = field(default_factory=list)
+    """Requests of `start_part` of which this call has launched a range up to its end. They wait for
+    `begin_range` of the next one."""
 
 
 class CachedBlock(NamedTuple):

@@ -1,19 +1,16 @@
-"""The engine's state of a request, from `add`, `reserve` or `start` until its end; and the tags that give
-tenants equal shares. Pure."""
+"""The engine's state of a request, from `add`, `reserve` or `start` until its end. Pure."""
 
-import math
 import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from baton.content import packed
 from baton.engine.api.request import EngineRequest, Logprobs
+from baton.engine.core.asked import Asked, asked_of
 from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.state_copies import CopyLease
 from baton.engine.grammar import CompiledGrammar
@@ -22,12 +19,6 @@ from baton.machine.leases import Leases
 PENDING = -1
 """Placeholder in `LiveRequest.token_ids`: a launched step samples this token; the host does not know it
 yet."""
-
-
-DRAW = np.dtype(
-    [("seed", "u8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4")], align=True
-)
-"""Sampling parameters of one request as a record. Joining the records of a batch gives one array."""
 
 
 class Phase(Enum):
@@ -46,38 +37,6 @@ class Phase(Enum):
     range is."""
     GONE = auto()
     """Ended. A launched step may still have the request."""
-
-
-class Asked(NamedTuple):
-    """What a client asks for, as steps need it. Never changes."""
-
-    longest: int
-    """Number of tokens, prompt included, at which the request ends."""
-    plain_from: float
-    """Number of tokens from which on `draw` alone says how the next token is chosen."""
-    draw: bytes
-    """A `DRAW` record."""
-    repetitions: "array[int]"
-    """Each token of the prompt once, if a repetition penalty asks for them. No other penalty does."""
-    scores_to: int
-    """Positions [0, scores_to) predict a token of the prompt whose log probability is asked for."""
-    due: float
-    """When the prompt should be computed; infinite if it is in no hurry."""
-
-
-def asked_of(request: EngineRequest, max_model_len: int) -> Asked:
-    p, prompt = request.sampling, len(request.prompt_ids)
-    penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
-    special = penalised or p.has_grammar or p.logit_bias or p.logprobs is not None
-    seed = p.seed & (1 << 64) - 1
-    return Asked(
-        longest=min(prompt + p.max_tokens, max_model_len),
-        plain_from=math.inf if special else prompt + p.min_tokens,
-        draw=np.array((seed, p.temperature, p.top_k, p.top_p, p.min_p), DRAW).tobytes(),
-        repetitions=packed(list({*request.prompt_ids}) if p.repetition_penalty != 1 else []),
-        scores_to=0 if p.prompt_logprobs is None else prompt - 1,
-        due=request.arrived + request.first_token_within,
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -302,26 +261,3 @@ class LiveRequest:
         if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):
             return "stop"
         return "length" if position + 1 >= self.asked.longest else ""
-
-
-class FairShares:
-    """Gives tenants equal shares of the prompt tokens, by the tags of their requests.
-
-    A tag is the virtual time at which the prompt would be done if the tenants shared every step. The request
-    with the least tag goes first. This is self-clocked fair queueing (Golestani 1994), here for each
-    chunk. So a short prompt waits for one step of another tenant's long prompt, not for all of it."""
-
-    def __init__(self) -> None:
-        self.now = 0  # virtual time, in prompt tokens: requests up to this tag were served
-        self._tags: dict[bytes, int] = {}  # by tenant, the tag of its newest request; only tags after `now`
-
-    def tag(self, tenant: bytes, tokens: int) -> int:
-        """The tag of a new request with so many prompt tokens to compute."""
-        # A tenant without requests under way has no claim for the time before.
-        self._tags = {tenant: tag for tenant, tag in self._tags.items() if tag > self.now}
-        self._tags[tenant] = self._tags.get(tenant, self.now) + tokens
-        return self._tags[tenant]
-
-    def served(self, tag: int) -> None:
-        """Requests up to this tag were served."""
-        self.now = max(self.now, tag)

@@ -273,14 +273,14 @@ class Meters:
         step = self.chunk_limit.mixed_step(self.chunk_limit.long_seconds)
         return min(alone, step.tokens / step.seconds) if step.tokens and decoding else alone
 
-    def prompt_seconds(self, tokens: int, rest: int, *, decoding: bool) -> float:
-        """Seconds by which a prompt is computed sooner if `tokens` of it have KV already and `rest` have not.
-        0: not known.
+    def prompt_seconds(self, tokens: int, uncached: int, *, decoding: bool) -> float:
+        """Seconds by which a prompt is computed sooner if `tokens` of it have KV already, and `uncached` have
+        not. 0: not known.
 
         With few tokens in all this is less than their share of a long prompt, since a step reads the weights
         anyway. It is more if they come after many others."""
         speed = self.prompt_tokens_per_s(decoding=decoding)
-        whole, without = self._alone(tokens + rest), self._alone(rest)
+        whole, without = self._alone(tokens + uncached), self._alone(uncached)
         if speed and not decoding and 0 < without < whole:
             return whole - without
         return tokens / speed if speed else 0.0

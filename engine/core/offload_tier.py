@@ -54,7 +54,7 @@ class _Load:
     then: Callable[[bool], None]
     tokens: int
     began: float = field(default_factory=time.monotonic)
-    whole: bool = True
+    intact: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class OffloadTier:
         # At most half of the places: otherwise all blocks of this tier would also be in the pool.
         self._clean = min(pool.num_blocks // CLEAN_SHARE, num_places // 2)
         self._free = list(range(num_places - 1, -1, -1))
-        self._there: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, _Entry] = {}
         self._by_tenant: dict[bytes, OrderedDict[bytes, _Entry]] = {}  # least recently used first
         self._to_save: deque[tuple[int, bytes]] = deque()  # block and name; in the order of their eviction
         self._looked = -pool.num_blocks  # `moves` of the pool when it was looked at
@@ -113,14 +113,14 @@ class OffloadTier:
         self._paused_until = 0.0  # time.monotonic()
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._there
+        return name in self._entries
 
     @property
     def stats(self) -> OffloadStats:
         return OffloadStats(
             self.tier,
             blocks_total=self.num_places,
-            blocks_used=len(self._there),
+            blocks_used=len(self._entries),
             tokens_per_s=self._speed.value,
             saved=self._saved,
             loaded_tokens=self._loaded,
@@ -159,7 +159,7 @@ class OffloadTier:
         return copies
 
     def _lacks(self, name: bytes) -> bool:
-        return name not in self._there and name not in self._saving
+        return name not in self._entries and name not in self._saving
 
     def _take_place(self) -> int | None:
         """A place for one more block. If all are taken, the tenant with most blocks gives up the one that is
@@ -174,7 +174,7 @@ class OffloadTier:
         return None
 
     def _forget(self, name: bytes, entry: _Entry) -> None:
-        del self._there[name]
+        del self._entries[name]
         names = self._by_tenant[entry.tenant]
         del names[name]
         if not names:
@@ -199,7 +199,7 @@ class OffloadTier:
         load = _Load(len(wanted), then, len(wanted) * self._pool.block_size)
         self._loads += 1
         for name, block in wanted:
-            entry = self._there[name]
+            entry = self._entries[name]
             entry.readers += 1
             self._by_tenant[entry.tenant].move_to_end(name)
             self._waiting.append(BlockCopy(name, block, entry, load))
@@ -212,45 +212,45 @@ class OffloadTier:
 
     # Both
 
-    def ended(self, copy: BlockCopy, whole: bool) -> None:
-        """A copy is over. `whole`: of a copy in, whether its checksum was that of the copy out. Of a copy
+    def ended(self, copy: BlockCopy, intact: bool) -> None:
+        """A copy is over. `intact`: of a copy in, whether its checksum was that of the copy out. Of a copy
         out, whether the place has all bytes."""
         self._copies -= 1
         if copy.load is not None:
-            self._in(copy, copy.load, whole)
+            self._in(copy, copy.load, intact)
         elif self._saving.get(copy.name) is not copy:
             # The block was given out meanwhile, so the bytes may be of another prompt.
             self._free.append(copy.place)
             self._dropped += 1
-        elif not whole:
+        elif not intact:
             del self._saving[copy.name]
             self._free.append(copy.place)
             self._failed += 1
             self._paused_until = time.monotonic() + PAUSE
         else:
             del self._saving[copy.name]
-            self._there[copy.name] = copy.entry
+            self._entries[copy.name] = copy.entry
             self._by_tenant.setdefault(copy.entry.tenant, OrderedDict())[copy.name] = copy.entry
             self._saved += 1
 
-    def _in(self, copy: BlockCopy, load: _Load, whole: bool) -> None:
+    def _in(self, copy: BlockCopy, load: _Load, intact: bool) -> None:
         entry = copy.entry
         entry.readers -= 1
-        if self._there.get(copy.name) is not entry:  # another load found it damaged
+        if self._entries.get(copy.name) is not entry:  # another load found it damaged
             if not entry.readers:
                 self._free.append(entry.place)
-        elif not whole:
+        elif not intact:
             self._damaged += 1
             self._forget(copy.name, entry)
-        load.whole &= whole
+        load.intact &= intact
         load.left -= 1
         if load.left:
             return
         self._loads -= 1
-        self._loaded += load.tokens * load.whole
+        self._loaded += load.tokens * load.intact
         self._speed.add(load.tokens, time.monotonic() - load.began)
         self._doubt = 1.0
-        load.then(load.whole)
+        load.then(load.intact)
 
     @property
     def loading(self) -> bool:
@@ -259,17 +259,17 @@ class OffloadTier:
 
     def assert_consistent(self) -> None:
         """Asserts that each place has one owner, and that all maps agree."""
-        named = [entry.place for entry in self._there.values()]
+        named = [entry.place for entry in self._entries.values()]
         saving = [copy.place for copy in self._saving.values()]
         assert len(self._free) + len(named) + len(saving) <= self.num_places, "a place has two owners"
         assert len({*self._free, *named, *saving}) == len(self._free) + len(named) + len(saving)
         by_tenant = {name: entry for names in self._by_tenant.values() for name, entry in names.items()}
-        assert by_tenant == self._there
+        assert by_tenant == self._entries
 
     def assert_whole(self) -> None:
         """Asserts that no copy waits or is under way."""
         self.assert_consistent()
         assert not self._copies, "a copy is under way"
         assert not self._waiting, "a copy was left behind"
-        assert not any(entry.readers for entry in self._there.values())
-        assert len(self._free) + len(self._there) == self.num_places, "a place was lost"
+        assert not any(entry.readers for entry in self._entries.values())
+        assert len(self._free) + len(self._entries) == self.num_places, "a place was lost"

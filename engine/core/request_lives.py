@@ -21,7 +21,7 @@ Every holder of blocks or seats ends, so nothing waits in a circle:
 - A held request that is not fetched can go on here. For that it needs only a seat, and a running request
   leaves its seat at its end. The caller resumes it between two steps, so before a waiting request.
 - A reservation ends if its prefill has started on the other worker. If the prefill is waiting there, that
-  worker makes room for it (`to_drop`): it drops held requests that are not fetched. If this is not
+  worker makes room for it (`making_room`): it drops held requests that are not fetched. If this is not
   enough, and no request is running, it drops reservations with a prefill that has not started. Otherwise
   two workers that are full of reservations for each other's waiting prefills would wait forever.
 - The first waiting request gets what the holders leave: a request of `reserve` or `start` comes in only if
@@ -30,9 +30,9 @@ Every holder of blocks or seats ends, so nothing waits in a circle:
 
 import sys
 from array import array
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -40,7 +40,8 @@ from typing import Any
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool, StatePool
-from baton.engine.core.live_request import FairShares, LiveRequest, Phase, SharedPrompt
+from baton.engine.core.fair_shares import FairShares
+from baton.engine.core.live_request import LiveRequest, Phase, SharedPrompt
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import PrefixExchange
@@ -58,6 +59,7 @@ class RequestLives:
 
     Attributes:
         leaving: requests that have ended while a step, a load or a transfer uses their blocks.
+        loaded: requests of which a load has ended since the last schedule.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class RequestLives:
         self.held = self._of_phase[Phase.HELD]
         self.reserved = self._of_phase[Phase.RESERVED]
         self.leaving = self._of_phase[Phase.GONE]
-        self._loaded: list[LiveRequest] = []  # since the last schedule
+        self.loaded: list[LiveRequest] = []
         self._arrivals = 0
         self.shares = FairShares()
 
@@ -138,7 +140,7 @@ class RequestLives:
         live = self._new(request, owner)
         live.phase = Phase.RESERVED
         tokens, hits = len(live.token_ids) + 1, self.memory.hits(live)
-        if not self._has_room_beside_queue(self.memory.need(tokens, hits)):
+        if not self._has_spare_room(self.memory.need(tokens, hits)):
             return None
         live.tag = self.shares.now  # nothing of its prompt is computed here
         live.hand_back = True
@@ -150,7 +152,7 @@ class RequestLives:
         """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
         live = self._new(request, owner)
         hits = self.memory.hits(live)
-        if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
+        if not self._has_spare_room(self.memory.need(len(live.token_ids), hits)):
             return None
         live.tag = self._tag(live)
         live.hand_back = True
@@ -164,7 +166,7 @@ class RequestLives:
         `begin_range`, and the caller writes the KV of the other positions. None: no room."""
         live = self._new(request, owner)
         hits = self.memory.hits(live, before=ranges[0].stop)
-        if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
+        if not self._has_spare_room(self.memory.need(len(live.token_ids), hits)):
             return None
         live.handover = True
         self.memory.take(live, len(live.token_ids), hits)
@@ -258,12 +260,13 @@ class RequestLives:
 
     @property
     def can_admit(self) -> bool:
-        """Whether the first request of the queue could start now. No other request overtakes it."""
-        if not self.waiting or self._places <= 0:
+        """Whether the first request of the queue, which is not empty, could start now. No other request
+        overtakes it."""
+        if self._places <= 0:
             return False
         return self._need(self.waiting[0]) + self.memory.headroom <= self.pool.free
 
-    def _has_room_beside_queue(self, need: int) -> bool:
+    def _has_spare_room(self, need: int) -> bool:
         """Whether a request that is not queued may take a seat and `need` blocks. The first request of the
         queue keeps a seat and its blocks, or requests that are not queued could delay it forever."""
         return self._places > bool(self.waiting) and need <= self._spare_blocks
@@ -286,8 +289,8 @@ class RequestLives:
 
     def take_loaded(self) -> list[LiveRequest]:
         """The requests that run since the last call because what they waited for was loaded."""
-        loaded = [live for live in self._loaded if live.phase is Phase.RUNNING]
-        self._loaded.clear()
+        loaded = [live for live in self.loaded if live.phase is Phase.RUNNING]
+        self.loaded.clear()
         return loaded
 
     def _begin(self, live: LiveRequest, hits: Sequence[int]) -> None:
@@ -308,7 +311,7 @@ class RequestLives:
         if has_kv:
             live.num_computed = live.num_cached
             self._move(live, Phase.RUNNING)
-            self._loaded.append(live)
+            self.loaded.append(live)
         else:
             self.requeue(live)
 
@@ -350,52 +353,6 @@ class RequestLives:
         self.leaving.remove(live)
         self.memory.free(live)
         live.owner = None  # which mostly names the request
-
-    def to_drop(self, wanted: Callable[[Any], bool], spare: Iterable[LiveRequest]) -> list[LiveRequest]:
-        """The `spare` requests, in their order, that must be dropped so that a waiting request can start.
-
-        This is the first waiting request with an owner that is `wanted`; the requests before it in the queue
-        start before it. If there is not enough room for all of these, as many start as can, and no request is
-        dropped for the others. Spare requests are held or reserved. Reserved ones stay while a request is
-        running, since that one leaves its seat and its blocks."""
-        if not any(wanted(live.owner) for live in self.waiting):
-            return []
-        pool, memory, states = self.pool, self.memory, self.states
-        droppable = list(spare)
-        if self.running or self.loading:
-            droppable = [live for live in droppable if live.phase is Phase.HELD]
-        seats, least = self.seats, 0
-        if seats <= 0:
-            reserved = next((live for live in droppable if live.phase is Phase.RESERVED), None)
-            if reserved is None:
-                return []
-            droppable.remove(reserved)
-            droppable.insert(0, reserved)
-            seats = least = 1
-        tables = [live.blocks for live in (*self.leaving, *droppable)]
-        certain = len(tables) - len(droppable)
-        need, hits, count, dropped = 0, set[int](), 0, 0
-
-        def is_enough(drops: int) -> bool:
-            going = tables[: certain + drops]
-            if states is not None and count > states.free + len(going):
-                return False
-            spare_blocks = pool.free_after(going, hits) - need
-            if 0 <= spare_blocks < memory.watermark and count == 1:
-                return pool.free_after(going, ()) == pool.num_blocks  # as `RequestMemory.headroom`
-            return spare_blocks >= memory.watermark
-
-        for live in self.waiting[:seats]:  # later ones need a seat, not blocks
-            count += 1
-            cached = memory.hits(live)
-            hits.update(cached)
-            need += memory.blocks_for(len(live.token_ids)) - len(cached)
-            if not is_enough(len(droppable)):
-                break
-            dropped = bisect_left(range(len(droppable)), True, lo=max(least, dropped), key=is_enough)
-            if wanted(live.owner):
-                break
-        return droppable[:dropped]
 
     def assert_whole(self) -> None:
         """Asserts, when idle, that no request and no block was left behind."""

@@ -143,12 +143,12 @@ class RequestMemory:
             else:
                 wanted.append((usable[index], live.blocks[index]))
 
-        def landed(whole: bool) -> None:
-            if whole and live.phase is not Phase.GONE:
+        def landed(intact: bool) -> None:
+            if intact and live.phase is not Phase.GONE:
                 cache.publish(names, live.blocks, first, stop)
                 cache.hits += (stop - first) * self._block_size
                 live.num_published, live.num_cached = stop, stop * self._block_size
-            ended(whole)
+            ended(intact)
 
         cache.load(wanted, landed)
         return True

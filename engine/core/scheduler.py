@@ -64,8 +64,9 @@ class Scheduler:
 
         `chunk_limit`: most prompt tokens of a step while requests decode or are reserved. Reserved requests
         count because they may join during the step and then wait for its end."""
-        plan = Schedule(started=self.lives.take_loaded())
-        self.lives.queue_compiled()
+        plan = Schedule(started=self.lives.take_loaded() if self.lives.loaded else [])
+        if self.lives.compiling:
+            self.lives.queue_compiled()
         alone = self._next_alone()
         ready = [live for live in self._running if (live is alone if alone else not live.alone)]
         prompts = [live for live in ready if not live.decodes]
@@ -99,7 +100,7 @@ class Scheduler:
         """Starts waiting requests while there is budget, with `before` only those that come before it in
         order. Returns the number of their tokens in the plan."""
         used = 0
-        while budget > used and not plan.preempted and self.lives.can_admit:
+        while budget > used and not plan.preempted and self._can_admit:
             live = self._waiting[0]
             if live is not alone and (alone is not None or live.alone):
                 break
@@ -112,6 +113,10 @@ class Scheduler:
                 plan.started.append(live)
                 used += self._add_chunk(live, budget - used, plan)
         return used
+
+    @property
+    def _can_admit(self) -> bool:
+        return bool(self._waiting) and self.lives.can_admit
 
     def _may_join(self, live: LiveRequest, plan: Schedule) -> bool:
         """Whether the next chunk of a prompt may share the step."""
@@ -161,7 +166,7 @@ class Scheduler:
     def _next_alone(self) -> LiveRequest | None:
         """The request that has this step to itself, if any. Such requests get every second step while other
         requests are ready."""
-        ready = [*self._running, *(self._waiting[:1] if self.lives.can_admit else ())]
+        ready = [*self._running, *(self._waiting[:1] if self._can_admit else ())]
         alone = next((live for live in ready if live.alone), None)
         if self._was_alone and not all(live.alone for live in ready):
             alone = None
@@ -226,13 +231,13 @@ class Scheduler:
         grammar is being compiled for it."""
         if self.lives.compiling or any(not self._is_held_back(live) for live in self._running):
             return True
-        return self.lives.can_admit
+        return self._can_admit
 
     @property
     def has_next(self) -> bool:
         """Whether there is anything to compute beyond the steps under way."""
         following = (live for live in self._running if not live.ends_with_pending)
-        return any(not self._is_held_back(live) for live in following) or self.lives.can_admit
+        return any(not self._is_held_back(live) for live in following) or self._can_admit
 
     def launched(self, plan: Schedule) -> None:
         """Notes that a launched step writes the KV of its chunks. Later steps may read it."""

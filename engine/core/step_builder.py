@@ -10,7 +10,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from baton.engine.core.live_request import DRAW, LiveRequest
+from baton.engine.core.asked import DRAW
+from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.state_copies import CopyLease, Save
 from baton.engine.step import (
     NOT_SCORED,

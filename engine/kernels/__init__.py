@@ -204,7 +204,7 @@ class Kernels:
     ) -> Any:
         """The plan that `latent_attention` needs, the same for all layers of a step. `fp8`: the caches are in
         FP8."""
-        least = math.inf if self.exact else shape.least_expanded
+        least = math.inf if self.exact else shape.min_expanded_queries
         return latent.LatentPlan(plan_attention(metadata, None, dtype, exact=self.exact), least)
 
     def latent_attention(

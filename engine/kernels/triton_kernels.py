@@ -192,7 +192,7 @@ class TritonKernels(Kernels):
             metadata,
             num_heads,
             shape,
-            shape.least_expanded,
+            shape.min_expanded_queries,
             dtype,
             self._multiprocessors,
             fp8=fp8,

@@ -72,7 +72,9 @@ class MoE:
         ) -> tuple[Tensor | Fp8Experts | FourBits, Tensor | None]:
             """Matrices of these projections [own experts, out, in], and their biases [own experts, out]."""
             stacks = [
-                Stack([f"{name}.{kind}_proj" for kind in kinds], [own.here(i, rows)] * len(kinds), columns)
+                Stack(
+                    [f"{name}.{kind}_proj" for kind in kinds], [own.only_with(i, rows)] * len(kinds), columns
+                )
                 for i, name in enumerate(names)
             ]
             parts = [part for stack in stacks for part in stack.rows]

@@ -40,7 +40,7 @@ class Part(NamedTuple):
     def indices(self) -> slice:
         return slice(self.start, self.stop)
 
-    def here(self, index: int, part: "Part") -> "Part":
+    def only_with(self, index: int, part: "Part") -> "Part":
         """`part`, if this part has `index`; else no index of the same dimension."""
         return part if self.start <= index < self.stop else Part(0, 0, part.size)
 

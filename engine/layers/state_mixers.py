@@ -33,11 +33,11 @@ class StateMixer:
         self.groups = weights.ranks.shared_part(state.groups)
         of_groups = self.groups.of(state.state_size)
         rows = [self.inner, self.inner, of_groups, of_groups, *[self.heads] * (len(inputs) - 4)]
-        rows = beside(*rows) if len(set(inputs)) == 1 else rows
+        rows = side_by_side(*rows) if len(set(inputs)) == 1 else rows
         names = [f"{name}.{part}" for part in inputs]
         self.input = weights.linear(names, rows, hidden, bias=state.proj_bias)
         self.out = weights.linear([f"{name}.out_proj"], [hidden], self.inner, bias=state.proj_bias)
-        channels = beside(self.inner, of_groups, of_groups)
+        channels = side_by_side(self.inner, of_groups, of_groups)
         kernel = take(weights, f"{name}.conv1d.weight", channels, whole(1), whole(state.conv_width))
         self.of_both = (
             kernel[:, 0].T.contiguous(),
@@ -96,7 +96,7 @@ def take(weights: Weights, name: str, parts: list[Part], *others: Part) -> Tenso
     return weights.stack([name] * len(parts), [(part, *others) for part in parts])
 
 
-def beside(*parts: Part) -> list[Part]:
+def side_by_side(*parts: Part) -> list[Part]:
     """The parts of one dimension that has the dimensions of all these parts side by side."""
     size = sum(part.size for part in parts)
     starts = [sum(part.size for part in parts[:i]) for i in range(len(parts))]

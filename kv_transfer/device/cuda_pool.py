@@ -217,7 +217,7 @@ class CudaPool:
         marks_at = len(batch) * (1 + self._kernels.fields)
         count = marks_at + len(sources) * each
         table = self._tables.take(count)
-        there = table.there.data_ptr()
+        there = table.on_device.data_ptr()
         table.words[: len(batch)] = 0
         sum_at = [there + 8 * i for i in range(len(batch))]
         with torch.cuda.stream(self._stream):

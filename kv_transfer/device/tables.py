@@ -24,7 +24,7 @@ class Table:
 
     pinned: torch.Tensor
     words: np.ndarray  # the pinned memory
-    there: torch.Tensor
+    on_device: torch.Tensor
 
     @classmethod
     def of_size(cls, count: int, device: torch.device) -> "Table":
@@ -33,18 +33,18 @@ class Table:
 
     def send(self, count: int, stream: torch.cuda.Stream) -> None:
         """Enqueues a copy of the first words to the device."""
-        copy(self.there.data_ptr(), self.pinned.data_ptr(), 8 * count, stream.cuda_stream)
+        copy(self.on_device.data_ptr(), self.pinned.data_ptr(), 8 * count, stream.cuda_stream)
 
     def send_behind(self, start: int, numbers: Sequence[int], stream: torch.cuda.Stream) -> torch.Tensor:
         """As `send`, of the first `start` words and of these numbers behind them, which it returns."""
         stop = start + len(numbers)
         self.words[start:stop] = numbers
         self.send(stop, stream)
-        return self.there[start:stop]
+        return self.on_device[start:stop]
 
     def fetch(self, count: int, stream: torch.cuda.Stream) -> None:
         """Enqueues a copy of the first words from the device."""
-        copy(self.pinned.data_ptr(), self.there.data_ptr(), 8 * count, stream.cuda_stream)
+        copy(self.pinned.data_ptr(), self.on_device.data_ptr(), 8 * count, stream.cuda_stream)
 
 
 class Tables:
@@ -61,7 +61,7 @@ class Tables:
         """The numbers, on the device once the stream gets there, until the event of the next `over`."""
         table = self._filled(numbers)
         table.send(len(numbers), self.stream)
-        return table.there[: len(numbers)]
+        return table.on_device[: len(numbers)]
 
     def write(self, numbers: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Enqueues copies of the numbers to memory on the device: each run is (address, how many)."""

@@ -42,30 +42,30 @@ SILENCE = 10.0
 
 def open_ranks(kv: PagedKV, end: ArenaEnd, *, exported: bool = False) -> Pool:
     """The KV cache of all ranks, as rank 0 uses it for one direction. `exported` as in `open_pool`."""
-    own = open_pool(kv, end.arena, exported=exported)
+    rank0 = open_pool(kv, end.arena, exported=exported)
     if not end.ranks:
-        return own
+        return rank0
     return RankedPool(
-        own, kv, [Channel(rank, local.Copied | local.Exported | local.Opened) for rank in end.ranks]
+        rank0, kv, [Channel(rank, local.Copied | local.Exported | local.Opened) for rank in end.ranks]
     )
 
 
 class _Ready(NamedTuple):
     """A layer is written."""
 
-    own: Event  # on this rank's device
+    rank0: Event  # on this rank's device
     layers_ready: int  # on all ranks
 
 
 class _Copies(NamedTuple):
     """Copies are over."""
 
-    own: Event | None  # on this rank's device; None: no copy there
+    rank0: Event | None  # on this rank's device; None: no copy there
     ordered: tuple[int, ...]  # of each other rank: these many since the start
 
 
 class _Table(NamedTuple):
-    own: Any
+    rank0: Any
     block_ids: Sequence[int]
     state_slot: int
 
@@ -79,13 +79,13 @@ class _Order(NamedTuple):
 class _PeerMemory:
     """Implements PeerMemory: memory of a peer as all ranks have it."""
 
-    own: PeerMemory
+    rank0: PeerMemory
     number: int
     channels: Sequence[Channel]
     opening: dict[int, list[local.Opened | None]]  # `RankedPool._opening`
 
     def close(self) -> None:
-        self.own.close()
+        self.rank0.close()
         self.opening.pop(self.number, None)
         with suppress(ChannelClosed):  # the other ranks then close it by themselves
             for channel in self.channels:
@@ -97,9 +97,9 @@ class RankedPool:
 
     Only the thread that gathers or scatters may call `passed`."""
 
-    def __init__(self, own: Pool, kv: PagedKV, channels: Sequence[Channel]) -> None:
-        self.gather_most = own.gather_most
-        self._own = own
+    def __init__(self, rank0: Pool, kv: PagedKV, channels: Sequence[Channel]) -> None:
+        self.gather_most = rank0.gather_most
+        self._rank0 = rank0
         self._channels = channels
         self._block_size = kv.block_size
         self._layout = kv.layout
@@ -119,25 +119,25 @@ class RankedPool:
         self._opening: dict[int, list[local.Opened | None]] = {}
 
     def enter_thread(self) -> None:
-        self._own.enter_thread()
+        self._rank0.enter_thread()
 
     def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> _Table:
-        return _Table(self._own.table(block_ids, num_tokens, state_slot), block_ids, state_slot)
+        return _Table(self._rank0.table(block_ids, num_tokens, state_slot), block_ids, state_slot)
 
     def record(self) -> _Ready:
-        return _Ready(self._own.record(), self._layers_ready())
+        return _Ready(self._rank0.record(), self._layers_ready())
 
     def passed(self, event: _Ready | _Copies) -> bool:
         """Raises `ChannelClosed` if a rank is gone, and `RuntimeError` if it hangs."""
         if isinstance(event, _Ready):
-            return self._own.passed(event.own)
+            return self._rank0.passed(event.rank0)
         self._receive()
         now = time.monotonic()
         for i, heard in enumerate(self._heard):
             if self._copied[i] < self._ordered[i] and now - heard > SILENCE:
                 raise RuntimeError(f"rank {i + 1} has not copied KV for {SILENCE:g} s")
         copied = all(done >= count for done, count in zip(self._copied, event.ordered, strict=True))
-        return copied and (event.own is None or self._own.passed(event.own))
+        return copied and (event.rank0 is None or self._rank0.passed(event.rank0))
 
     def gather(self, batch: Sequence[Staged], after: Sequence[_Ready | None] = ()) -> _Copies:
         by_rank = self._by_rank()
@@ -145,8 +145,8 @@ class RankedPool:
             rank = rank_of(self._layout, item.piece.head_start, 1 + len(self._channels), item.piece.part)
             by_rank[rank].append(_Order(item, ready or _Ready(None, 0)))
         self._order(by_rank)
-        own, events = _of_own(by_rank[0]), [order.ready.own for order in by_rank[0]]
-        return self._copies(self._own.gather(own, events if after else ()) if own else None)
+        rank0, events = _of_rank0(by_rank[0]), [order.ready.rank0 for order in by_rank[0]]
+        return self._copies(self._rank0.gather(rank0, events if after else ()) if rank0 else None)
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[_Copies, _Copies]:
         by_rank = self._by_rank()
@@ -154,12 +154,12 @@ class RankedPool:
             for rank in self._holders(item.piece):
                 by_rank[rank].append(_Order(item, _Ready(None, 0)))
         self._order(by_rank)
-        own = _of_own(by_rank[0])
-        copied, scattered = self._own.scatter(own) if own else (None, None)
+        rank0 = _of_rank0(by_rank[0])
+        copied, scattered = self._rank0.scatter(rank0) if rank0 else (None, None)
         return self._copies(copied), self._copies(scattered)
 
     def export(self) -> Export:
-        found = [self._own.export()]
+        found = [self._rank0.export()]
         for i, channel in enumerate(self._channels):
             while (exported := self._exports[i]) is None:
                 wait([channel.fileno()], None)
@@ -170,7 +170,7 @@ class RankedPool:
         return join(found)
 
     def adopt(self, export: Export) -> None:
-        self._own.adopt(export)
+        self._rank0.adopt(export)
         answers = self._ask_to_open(0, export)
         for i, channel in enumerate(self._channels):
             while answers[i] is None:
@@ -179,10 +179,10 @@ class RankedPool:
         self._all_opened(0)
 
     def open(self, export: Export, dtype: str) -> _PeerMemory:
-        own = self._own.open(export, dtype)
+        rank0 = self._rank0.open(export, dtype)
         self._memories += 1
         self._ask_to_open(self._memories, export, dtype)
-        return _PeerMemory(own, self._memories, self._channels, self._opening)
+        return _PeerMemory(rank0, self._memories, self._channels, self._opening)
 
     def opened(self, memory: _PeerMemory) -> bool:
         self._receive()
@@ -214,14 +214,14 @@ class RankedPool:
             for rank in self._holders(item.piece):
                 by_rank[rank].append(_Order(item, _Ready(None, 0)))
                 readers[-1].append((rank, ordered[rank] + len(by_rank[rank])))
-        own = _of_own(by_rank[0])
-        pulled, own_outcome = self._own.pull(memory.own, own) if own else (None, list)
+        rank0 = _of_rank0(by_rank[0])
+        pulled, rank0_outcome = self._rank0.pull(memory.rank0, rank0) if rank0 else (None, list)
         self._order(by_rank, memory.number)
 
         def outcome() -> list[Rest]:
-            rests = [dict(enumerate(own_outcome(), 1)), *self._rests]
+            rests = [dict(enumerate(rank0_outcome(), 1)), *self._rests]
             return [
-                _whole({(self._heads[x.piece.part][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
+                _joined({(self._heads[x.piece.part][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
                 for x, read_by in zip(batch, readers, strict=True)
             ]
 
@@ -230,7 +230,7 @@ class RankedPool:
     def close(self) -> None:
         for channel in self._channels:
             channel.sock.close()
-        self._own.close()
+        self._rank0.close()
 
     def _holders(self, piece: Slice) -> list[int]:
         """The ranks that hold heads of the slice."""
@@ -274,15 +274,15 @@ class RankedPool:
         item = replace(item, piece=replace(piece, token_start=start), table=table)
         return local.Copy(item, ready.layers_ready, memory)
 
-    def _copies(self, own: Event | None) -> _Copies:
-        return _Copies(own, tuple(self._ordered))
+    def _copies(self, rank0: Event | None) -> _Copies:
+        return _Copies(rank0, tuple(self._ordered))
 
 
-def _whole(read: Collection[tuple[Range, Rest]]) -> Rest:
+def _joined(read: Collection[tuple[Range, Rest]]) -> Rest:
     """The rest of a slice: None if ranks with the same heads read different words."""
     known = [rest for rest in dict(read).values() if rest is not None]
     return sum(known) % (1 << 64) if len(known) == len(read) else None
 
 
-def _of_own(batch: Sequence[_Order]) -> list[Staged]:
-    return [replace(item, table=item.table.own) for item, _ in batch]
+def _of_rank0(batch: Sequence[_Order]) -> list[Staged]:
+    return [replace(item, table=item.table.rank0) for item, _ in batch]

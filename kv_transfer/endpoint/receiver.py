@@ -1,11 +1,7 @@
-"""The engine's half of the receiving side: from arena slots into reserved blocks.
+"""The engine's half of the receiving side: fetches, from their FETCH to their end.
 
-All of it runs in the thread of the engine. The receiver owns a slot from `Arrived` until its copy is over.
-Blocks of a fetch are written until the event of its last scatter has passed. The end of the fetch is reported
-only then.
-
-One injection costs the host some 0.2 ms, and the same thread launches steps. So while the device computes, a
-slice waits up to 2 ms for others, unless it is of the last layer. While a launch is due, all slices wait.
+All of it runs in the thread of the engine. Blocks of a fetch are written (`injector`) until the event of its
+last scatter has passed. The end of the fetch is reported only then.
 
 Of a prompt that several workers compute, KV is used layer by layer, while the step of another worker computes
 it (`fetch_ranges`, `wait_for_layer`). The engine thread waits inside its step then, and empties slots
@@ -17,7 +13,6 @@ hundred times as long.
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -26,20 +21,16 @@ import msgspec
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.endpoint.injector import Injector
 from baton.kv_transfer.endpoint.live_fetch import LayerPace, LayersThere, LiveFetch
-from baton.kv_transfer.endpoint.pulls import Pulls
 from baton.kv_transfer.layout import Range
 from baton.kv_transfer.protocol import local_messages as local
-from baton.kv_transfer.staging import scattered_at_once
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import Began, Closed, FetchFailed, Injected, InjectStats, PagedKV
 from baton.kv_transfer.wait import EVENT_POLL, wait
 
 Event = Injected | FetchFailed | Closed | Began
 
-INJECTING = 0.0005  # seconds that one injection may take the host, rarely longer
-HOLD = 0.002  # seconds that a slice waits for others
-PATIENCE = 0.02  # seconds after which launches wait for a slice: on a busy host a launch is always due
 _MAX_REFETCHES = 2
 TICK = 0.1
 """Seconds between two signs of life of an engine that waits inside a step."""
@@ -60,14 +51,9 @@ class Receiver:
         self._trace = trace
         self._channel = Channel(end.channel, local.ToReceiver)
         self._fetches: dict[bytes, LiveFetch] = {}  # by decode id, until an outcome is certain
-        self._by_transfer: dict[bytes, LiveFetch] = {}
-        self._arrivals: deque[local.Arrived] = deque()  # not yet looked at
-        self._oldest = 0.0  # when the first of them came
+        self._injector = Injector(self._pool, kv.layout, trace, end.arena.slot_bytes, pulls=pulls)
         self._early: list[Event] = []  # of polls inside a step
         self._ending: list[LiveFetch] = []  # outcome certain, last scatter perhaps not over
-        self._at_once = scattered_at_once(end.arena.slot_bytes)
-        self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
-        self._pulls = Pulls(self._pool, allowed=pulls)
 
     def fetch(
         self,
@@ -191,7 +177,7 @@ class Receiver:
         self._channel.send(request)  # first: while the table is made, the request is on its way
         table = self._pool.table(block_ids, num_tokens, state_slot)
         fetch = LiveFetch(decode_id, request, table, started, owner)
-        self._fetches[decode_id] = self._by_transfer[request.transfer_id] = fetch
+        self._fetches[decode_id] = self._injector.live[request.transfer_id] = fetch
         return fetch
 
     def cancel(self, decode_id: bytes) -> None:
@@ -212,23 +198,20 @@ class Receiver:
 
         `spare`: seconds until the next step must be launched. Infinite: no step is computed now.
         """
-        free: list[int] = []
-        self._pulled()  # first: the sender waits for these slots, and the next copies take long to launch
-        while messages := self._channel.receive():
+        injector, channel, free = self._injector, self._channel, list[int]()
+        channel.send(*injector.pulled())  # first: the sender waits for these, and the next copies take long
+        while messages := channel.receive():
             for message in messages:
                 if isinstance(message, local.ExportIn | local.ExportGone):
-                    free += self._take(math.inf)  # slices of the session that has ended may be there
-                    self._pulls.handle(message)
+                    free += injector.take(math.inf)  # slices of the session that has ended may be there
+                    injector.pulls.handle(message)
                 else:
                     self._handle(message)
-        free += self._take(spare)
-        while self._copies and self._pool.passed(self._copies[0][0]):
-            free += self._copies.popleft()[1]
+        free += injector.take(spare)
         if free:
-            self._channel.send(local.SlotsFree(free))
-        self._channel.send(*self._pulls.opened())
-        self._pulled()
-        self._channel.flush()
+            channel.send(local.SlotsFree(free))
+        channel.send(*injector.pulls.opened(), *injector.pulled())
+        channel.flush()
         return self._ended()
 
     def began(self, decode_id: bytes) -> bool:
@@ -254,119 +237,37 @@ class Receiver:
     @property
     def _polls(self) -> bool:
         """Whether something ends that `fileno` does not show."""
-        waiting = self._arrivals or self._copies or self._pulls or self._ending or self._channel.pending
+        waiting = self._injector or self._ending or self._channel.pending
         fetches = self._fetches.values()
         return bool(waiting or any(f.complete or (f.layers and f.layers.beginning) for f in fetches))
 
     @property
     def idle(self) -> bool:
         """No fetch is open, and no memory of the transport is in use on this side."""
-        return not (self._fetches or self._ending or self._arrivals or self._copies or self._pulls)
+        return not (self._fetches or self._ending or self._injector)
 
     def shutdown(self) -> None:
         """Closes the receiver. Nothing is written into blocks afterwards."""
         self._pool.close()
-        self._pulls.close()
+        self._injector.pulls.close()
         self._channel.sock.close()
 
     # ------------------------------------------------------------ inside
 
     def _handle(self, message: local.Arrived | local.Complete | local.FailedIn) -> None:
+        live = self._injector.live
         match message:
             case local.FailedIn(transfer_id, reason, retry):
-                if transfer_id in self._by_transfer:
-                    self._failed(self._by_transfer[transfer_id], reason, retry)
+                if transfer_id in live:
+                    self._failed(live[transfer_id], reason, retry)
             case local.Complete(transfer_id):
-                if transfer_id in self._by_transfer:
-                    self._by_transfer[transfer_id].complete = message
+                if transfer_id in live:
+                    live[transfer_id].complete = message
             case local.Arrived():
-                fetch = self._by_transfer.get(message.header.transfer_id)
-                if fetch is not None and fetch.layers is not None:
-                    fetch.layers.arrived(message.header.piece)
-                self._oldest = self._oldest if self._arrivals else time.monotonic()
-                self._arrivals.append(message)
-
-    def _pulled(self) -> None:
-        for arrived, whole in self._pulls.ended():
-            self._channel.send(local.PulledIn([m.slot for m in arrived], whole))
-            for m, right in zip(arrived, whole, strict=True):
-                if right and (fetch := self._by_transfer.get(m.header.transfer_id)):
-                    fetch.unread -= 1
-                    if fetch.layers is not None:
-                        fetch.layers.written(m.header.piece)
-
-    def _take(self, spare: float) -> list[int]:
-        """Injects what arrived, as far as there is time. Returns the slots of ended transfers."""
-        taken_at = time.monotonic()
-        if self._arrivals and taken_at - self._oldest > PATIENCE:
-            spare = math.inf
-        until, free = taken_at + spare - INJECTING, []
-        last = self._layout.num_layers - 1
-        complete = any(f.complete for f in self._fetches.values())
-        is_late = spare == math.inf or complete or any(m.header.piece.layer == last for m in self._arrivals)
-        while self._arrivals and (now := time.monotonic()) <= until:
-            if not is_late and now - self._oldest < HOLD:
-                break
-            taken = [self._arrivals.popleft() for _ in range(min(len(self._arrivals), self._at_once))]
-            by_session: dict[int | None, list[local.Arrived]] = {}
-            for m in taken:
-                if m.header.transfer_id in self._by_transfer:
-                    by_session.setdefault(m.session, []).append(m)
-                else:  # cancelled, or fetched anew
-                    free.append(m.slot)
-            for session, arrived in by_session.items():
-                if session is None:
-                    fetches = [self._by_transfer[m.header.transfer_id] for m in arrived]
-                    self._inject([self._staged(m, m.slot, taken_at) for m in arrived], fetches)
-                else:
-                    self._pull(session, arrived, taken_at)
-        return free
-
-    def _staged(self, m: local.Arrived, slot: int, taken_at: float) -> local.Staged:
-        fetch, piece = self._by_transfer[m.header.transfer_id], m.header.piece
-        # The transfer process has refused what does not fit; a write outside the reservation must not happen.
-        if self._layout.parts[piece.part].per_token:
-            start, stop = next((r for r in fetch.request.ranges if piece.token_start < r[1]), (0, 0))
-            assert start <= piece.token_start < piece.token_start + piece.token_count <= stop, piece
-        else:
-            stop = piece.token_start
-            assert stop in fetch.request.states_at, piece
-        assert piece.layer < self._layout.num_layers, piece
-        fetch.frames += 1
-        fetch.bytes += m.header.length
-        fetch.heads += piece.token_count * piece.head_count
-        if piece.token_start + piece.token_count == stop and not (fetch.request.chunks or fetch.layers):
-            fetch.pace.came(piece.layer, self._layout.num_layers, taken_at)
-        return local.Staged(piece, slot, fetch.table, m.dtype, m.generation)
-
-    def _inject(self, batch: list[local.Staged], fetches: Sequence[LiveFetch]) -> None:
-        now = time.monotonic()
-        with self._trace.measure("inject", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
-            copied, scattered = self._pool.scatter(batch)
-        self._copies.append((copied, [x.slot for x in batch]))
-        self._note_scatter(batch, scattered, now)
-        for fetch, item in zip(fetches, batch, strict=True):
-            if fetch.layers is not None:
-                fetch.layers.scattered(scattered, item.piece)
-
-    def _pull(self, session: int, arrived: Sequence[local.Arrived], taken_at: float) -> None:
-        now, batch = time.monotonic(), [self._staged(m, m.there, taken_at) for m in arrived]
-        with self._trace.measure("pull", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
-            scattered = self._pulls.start(session, batch, arrived)
-        for m in arrived:
-            self._by_transfer[m.header.transfer_id].unread += 1
-        if scattered:
-            self._note_scatter(batch, *scattered, now)
-
-    def _note_scatter(self, batch: Sequence[local.Staged], scattered: Any, now: float) -> None:
-        tables = {id(x.table) for x in batch}
-        for fetch in self._fetches.values():
-            if id(fetch.table) in tables:
-                fetch.last_scatter = scattered
-                fetch.scatter_at = fetch.scatter_at or now
+                self._injector.arrived(message)
 
     def _failed(self, fetch: LiveFetch, reason: str, retry: bool) -> None:
-        del self._by_transfer[fetch.request.transfer_id]
+        del self._injector.live[fetch.request.transfer_id]
         once = fetch.request.chunks or fetch.layers
         if retry and not once and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
@@ -375,7 +276,7 @@ class Receiver:
             fetch.pace = LayerPace()
             fetch.scatter_at = 0.0
             fetch.request = msgspec.structs.replace(fetch.request, transfer_id=os.urandom(16))
-            self._by_transfer[fetch.request.transfer_id] = fetch
+            self._injector.live[fetch.request.transfer_id] = fetch
             self._channel.send(fetch.request)
         else:
             del self._fetches[fetch.decode_id]
@@ -386,7 +287,7 @@ class Receiver:
         """Ends a live fetch. The slots of its late slices are only freed."""
         fetch = self._fetches.pop(decode_id, None)
         if fetch is not None:
-            del self._by_transfer[fetch.request.transfer_id]
+            del self._injector.live[fetch.request.transfer_id]
             self._channel.send(local.CancelIn(fetch.request.transfer_id))
         return fetch
 
@@ -414,7 +315,7 @@ class Receiver:
             if (complete := fetch.complete) is None:
                 continue
             if fetch.frames < complete.frames:
-                assert self._arrivals, "complete without all frames"
+                assert self._injector.arrivals, "complete without all frames"
             elif fetch.unread == 0 and self._over(fetch):
                 out.append(self._injected(fetch))
         for fetch in [f for f in self._ending if self._over(f)]:
@@ -428,7 +329,7 @@ class Receiver:
         assert done is not None
         assert (done.frames, done.size) == (fetch.frames, fetch.bytes), done
         del self._fetches[fetch.decode_id]
-        del self._by_transfer[fetch.request.transfer_id]
+        del self._injector.live[fetch.request.transfer_id]
         self._channel.send(local.InjectedIn(fetch.request.transfer_id))
         now = time.monotonic()
         stats = InjectStats(

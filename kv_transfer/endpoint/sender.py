@@ -1,33 +1,66 @@
-"""The engine's half of the sending side: what is ready. The `pump` moves it into the arena."""
+"""The engine's half of the sending side: what is ready, and the thread that moves it into the arena.
 
-from collections.abc import Sequence
+The engine's thread appends to the commands of the pump, and takes from `_events`. Both deques are safe for
+one producer and one consumer. The sender's thread has all else of the pump while it holds `_awake`. The
+engine's thread takes this lock only if the other one sleeps, and never waits for it.
+"""
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.kv_transfer.arena import ArenaEnd
-from baton.kv_transfer.endpoint.pump import Pump
+from baton.kv_transfer.channel import ChannelClosed
+from baton.kv_transfer.endpoint.pump import LOOK, Pump
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import ContentWanted, PagedKV, Released
+from baton.kv_transfer.wait import wait
 
 
 class Sender:
-    """Serves the KV of held prefills to the decode workers that fetch them. Owns the pump.
+    """Serves the KV of held prefills to the decode workers that fetch them. Owns a thread and its pump.
 
-    The engine thread makes all calls, and none waits for the pump but `shutdown`."""
+    The engine thread makes all calls, and none waits for the other thread but `shutdown`.
+
+    Attributes:
+        poll_within: as in `Receiver`.
+        error: what ended the thread. None: it runs.
+    """
 
     def __init__(
         self, end: ArenaEnd, kv: PagedKV, trace: TraceWriter, *, exports: bool = False, adopts: bool = False
     ) -> None:
         """`exports` and `adopts` as in `Transport`."""
-        self._pump = Pump(end, kv, trace, exports=exports, adopts=adopts)
+        self.poll_within: float | None = None
+        self.error: Exception | None = None
+        self._pump = Pump(end, kv, trace, self._report, exports=exports, adopts=adopts)
+        self._events: deque[Released | ContentWanted] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # `poll` has something
+        self._asleep = False  # until it is woken
+        self._awake = threading.Lock()  # held unless the thread sleeps
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kv pump", daemon=True)
+        self._thread.start()
 
     def fileno(self) -> int:
         """Readable when `poll` has something."""
-        return self._pump.fileno()
+        return self._notify
 
     def poll(self) -> list[Released | ContentWanted]:
         """What came since the last call. Raises RuntimeError if a thread of the sender died."""
-        return self._pump.poll()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._notify)
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        if isinstance(self.error, ChannelClosed):
+            raise self.error
+        if self.error is not None:
+            raise RuntimeError("the KV pump died") from self.error
+        return events
 
     @property
     def idle(self) -> bool:
@@ -36,11 +69,16 @@ class Sender:
 
     def shutdown(self) -> None:
         """Stops reading blocks and closes the sender."""
-        self._pump.shutdown()
+        self._order(self._stop)
+        self._thread.join()
+        self._pump.pool.close()
+        self._pump.channel.sock.close()
+        os.close(self._wake)
+        os.close(self._notify)
 
     def expect(self, prefill_id: bytes) -> None:
         """The prefill is accepted but not scheduled yet. Its FETCH waits without a deadline."""
-        self._pump.order(self._pump.expect, prefill_id)
+        self._order(self._pump.expect, prefill_id)
 
     def open(
         self,
@@ -57,13 +95,13 @@ class Sender:
         `states_at`: of a part of a shared prompt, the positions after which its states are sent, if the
         transfer asks for a range that ends there. None: those after `num_tokens` are sent, in any case."""
         table = self._pump.pool.table(block_ids, num_tokens, state_slot)
-        self._pump.order(self._pump.open, prefill_id, table, num_tokens, states_at, owner)
+        self._order(self._pump.open, prefill_id, table, num_tokens, states_at, owner)
 
     def extend(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
         """The prefill has these blocks now: more than at `open`, for an engine that allocates chunk by chunk.
         Call it before `ready` for positions in the new blocks."""
         table = self._pump.pool.table(block_ids, num_tokens)
-        self._pump.order(self._pump.extend, prefill_id, table, wakes=False)
+        self._order(self._pump.extend, prefill_id, table, wakes=False)
 
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
         """K and V of [start, stop) are written when the current stream gets here. `layer` None: of all layers
@@ -71,16 +109,17 @@ class Sender:
         if start < stop:
             # After the last layer the pump is woken: no computation may follow, so nothing would hide the
             # time until its next look.
-            pump, is_last = self._pump, layer == self._pump.last_layer
-            pump.order(pump.ready, prefill_id, layer, start, stop, pump.pool.record(), wakes=is_last)
+            pump = self._pump
+            is_last, event = layer == pump.last_layer, pump.pool.record()
+            self._order(pump.ready, prefill_id, layer, start, stop, event, wakes=is_last)
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         """All positions of all layers are ready. The prefill is held until the decode worker's ACK."""
-        self._pump.order_now(self._pump.commit, prefill_id, first_token)
+        self._order_now(self._pump.commit, prefill_id, first_token)
 
     def close(self, prefill_id: bytes, reason: Reason) -> None:
         """The engine ends the prefill. Idempotent, also for ids that were never opened."""
-        self._pump.order(self._pump.close, prefill_id, reason)
+        self._order(self._pump.close, prefill_id, reason)
 
     def serve(
         self, pin_id: bytes, block_ids: Sequence[int], start: int, stop: int, owner: Any = None
@@ -88,8 +127,62 @@ class Sender:
         """Sends positions [start, stop) of these blocks, which are complete and stay until `Released`.
 
         This answers `ContentWanted`. The positions are those of its first chunks."""
-        self._pump.order(self._pump.serve, pin_id, self._pump.pool.table(block_ids, stop), start, stop, owner)
+        self._order(self._pump.serve, pin_id, self._pump.pool.table(block_ids, stop), start, stop, owner)
 
     def has_fetch(self, prefill_id: bytes) -> bool:
         """A decode worker asks for the prefill. This may be true before `open`."""
         return prefill_id in self._pump.fetched
+
+    # ------------------------------------------------------------ to and from the thread
+
+    def _order(self, command: Callable[..., None], *args: Any, wakes: bool = True) -> None:
+        """Makes the thread call one of the pump's commands. `wakes` False: an awake thread looks when it does
+        anyway."""
+        self._pump.commands.append((command, args))
+        if wakes or self._asleep:  # looked at after the command is there: the thread looks in the other order
+            os.eventfd_write(self._wake, 1)
+
+    def _order_now(self, command: Callable[..., None], *args: Any) -> None:
+        """As `_order`, but in this thread if the other one sleeps: a request waits, and to wake a thread
+        takes 0.1 ms."""
+        pump = self._pump
+        pump.commands.append((command, args))
+        if self._awake.acquire(blocking=False):
+            is_alone = len(pump.commands) == 1
+            try:
+                pump.do_commands()
+                if is_alone and not pump.channel.pending:
+                    return  # the thread has nothing to do, and would compete for the GIL
+            except ChannelClosed as e:
+                self.error = e
+            finally:
+                self._awake.release()
+        os.eventfd_write(self._wake, 1)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _report(self, event: Released | ContentWanted) -> None:
+        self._events.append(event)
+        os.eventfd_write(self._notify, 1)
+
+    def _run(self) -> None:
+        try:
+            pump, channel, look = self._pump, self._pump.channel, None
+            with self._awake:
+                pump.begin()
+            fd = channel.fileno()
+            while not self._stopping:
+                # While nothing is urgent, messages about free slots can wait, too.
+                watched = [self._wake] if look == LOOK else [self._wake, fd]
+                self._asleep = look is None
+                limit = 0 if pump.commands else look  # commands from before it was seen to be asleep
+                ready = wait(watched, limit, [fd] if channel.pending else [])
+                self._asleep = False
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                with self._awake:
+                    look = pump.turn()
+        except Exception as e:  # noqa: BLE001  any error: poll() raises it in the engine's thread
+            self.error = e
+            os.eventfd_write(self._notify, 1)

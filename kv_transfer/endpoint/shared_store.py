@@ -12,40 +12,23 @@ that never comes holds no block. A new store process does no order of the one be
 import os
 import socket
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
-
-from msgspec.structs import replace
+from typing import Any
 
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
-from baton.kv_transfer.channel import Channel
-from baton.kv_transfer.device.pool import Event, Pool
+from baton.kv_transfer.device.pool import Pool
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.endpoint.ranked_pool import open_ranks
-from baton.kv_transfer.protocol.local_messages import (
-    Staged,
-    StoreAnswer,
-    StoreLayout,
-    StoreOpened,
-    StoreOrder,
-)
+from baton.kv_transfer.endpoint.store_offers import Lent, StoreOffers
+from baton.kv_transfer.endpoint.store_orders import StoreOrders
+from baton.kv_transfer.protocol.local_messages import StoreLayout
 from baton.kv_transfer.protocol.messages import FirstToken
 from baton.kv_transfer.shared_store import READERS, StoreFds, Units
 from baton.kv_transfer.shared_store.chunk_object import label, name_of, part_of
 from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
-
-OFFERS = 1 << 14
-"""Objects that wait to be written. One more replaces the oldest."""
-SHARE = 0.01
-"""Of the time in which requests run, how long the engine's thread may gather chunks to write."""
-PAUSE = 10.0
-"""Seconds without writes after one has failed: the store is full, for example."""
-
-Answer = Callable[[list[bool]], None]
 
 
 def copy_for_store(kv: PagedKV, fds: StoreFds) -> RankCopier:
@@ -53,19 +36,6 @@ def copy_for_store(kv: PagedKV, fds: StoreFds) -> RankCopier:
     units = Units(kv.layout, kv.ranks)
     ends = [(socket.socket(fileno=fd), fds.map(units)) for [fd] in (fds.gathers, fds.scatters)]
     return RankCopier(kv, *(ArenaEnd(channel, arena) for channel, arena in ends))
-
-
-class Lent(NamedTuple):
-    """KV or states that stay where they are until `release`."""
-
-    block_ids: Sequence[int]
-    """A block table up to the end of the chunk."""
-    state_slot: int
-    release: Callable[[], None]
-
-
-LATER = Lent((), 0, lambda: None)
-"""What `lend` returns for something that is there, while the pool has no room to keep it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,12 +57,11 @@ class _Fetch:
 
 
 class SharedStore:
-    """Owns the units that the store process does not have. The engine's thread calls it. No call blocks.
+    """The engine's thread calls it. No call blocks.
 
     Attributes:
-        session: of the store process that is connected. 0: there is none.
+        offers: what is written to the store.
         unanswered: probes, and fetches that were given up before the store had said what it has.
-        written, refused: objects that the store took, or did not.
         missed: objects that it had, and that were wrong or gone when they were read.
     """
 
@@ -109,36 +78,26 @@ class SharedStore:
         of a probe, and the seconds that it needed to read an object."""
         self._layout = kv.layout
         self._block_size = kv.block_size
-        self._cut = units = Units(kv.layout, kv.ranks)
+        self._units = units = Units(kv.layout, kv.ranks)
         self._batch = max(1, units.count // READERS)  # objects that are read by one call
-        self._channel = Channel(socket.socket(fileno=fds.store), StoreAnswer | StoreOpened)
+        describes = StoreLayout(identity, kv.layout, kv.ranks)
+        self._orders = orders = StoreOrders(socket.socket(fileno=fds.store), units, describes)
 
         def pool(ranks: Sequence[int]) -> Pool:
             sockets = [socket.socket(fileno=fd) for fd in ranks]
-            return open_ranks(kv, ArenaEnd(self._channel.sock, fds.map(units), sockets))
+            return open_ranks(kv, ArenaEnd(orders.channel.sock, fds.map(units), sockets))
 
-        self._gathers = pool(fds.gathers)
-        self._scatters = pool(fds.scatters) if fds.scatters else self._gathers
-        self._lend, self._on_known, self._on_answer, self._on_probe = lend, known, answered, probed
-        self.session = 0
-        self._tickets = 0
-        self._orders: dict[int, tuple[Sequence[int], Answer]] = {}
-        self._free = list(range(units.count))
-        self._writing = 0  # units that offers have
+        gathers = pool(fds.gathers)
+        self._scatters = pool(fds.scatters) if fds.scatters else gathers
+        self._pools = {gathers, self._scatters}
+        self._on_known, self._on_answer, self._on_probe = known, answered, probed
+        self.offers = StoreOffers(orders, gathers, lend, lambda name: self._knows(name, True))
         self._fetches: dict[bytes, _Fetch] = {}
         self._events: list[Injected | FetchFailed | Closed] = []
-        # Copies that the device makes: when the event has passed, the function is called.
-        self._copies: deque[tuple[Pool, Event, Callable[[], None]]] = deque()
-        self._offers: OrderedDict[bytes, int] = OrderedDict()  # label → position in its prompt, in chunks
-        self._lacking: deque[tuple[bytes, int]] = deque()  # offers that the store does not have
-        self._asks = False  # what it has of some offers
-        self._next_write = self._paused_until = 0.0  # time.monotonic()
-        self.written = self.refused = self.missed = self.unanswered = 0
-        self._describes = StoreLayout(identity, kv.layout, kv.ranks)
-        self._channel.send(self._describes)
+        self.missed = self.unanswered = 0
 
     def fileno(self) -> int:
-        return self._channel.fileno()
+        return self._orders.channel.fileno()
 
     # As a `Receiver`
 
@@ -148,12 +107,12 @@ class SharedStore:
     ) -> None:  # fmt: skip
         """As `Receiver.fetch_content`. `state_slot`: the states after the last chunk that comes, go there.
         None: the model has none. Chunks without states after them do not come if it has."""
-        if not self.session or self._channel.full:
+        if not self._orders.ready:
             self._events.append(FetchFailed(fetch_id, "busy", owner))
             return
         table = self._scatters.table(block_ids, (first_chunk + len(chunks)) * CHUNK_TOKENS, state_slot or 0)
         fetch = self._fetches[fetch_id] = _Fetch(fetch_id, first_chunk, table, owner)
-        names, parts = [label(salt, name) for name in chunks], range(1, len(self._cut.objects))
+        names, parts = [label(salt, name) for name in chunks], range(1, len(self._units.objects))
         ends = range(len(chunks), 0, -1) if parts else range(0)
         ends = [end for end in ends if not (first_chunk + end) * CHUNK_TOKENS % self._block_size]
         states = [label(salt, chunks[end - 1], parts[-1]) for end in ends]  # the last one that is written
@@ -173,21 +132,21 @@ class SharedStore:
             fetch.objects = [*names[:count], *(label(salt, name, part) for name in last for part in parts)]
             fetch.chunks, fetch.stop = count, len(fetch.objects)
 
-        self._order(answered, [*names, *states], is_urgent=True)
+        self._orders.order(answered, [*names, *states], is_urgent=True)
 
     def probe(self) -> bool:
         """The store process shall measure how fast the store is. False: not now, the units are in use."""
-        if not self.session or self._channel.full or len(self._free) < READERS * self._batch:
+        if not self._orders.ready or len(self._orders.free) < READERS * self._batch:
             return False
 
         def answered(units: Sequence[int], _: list[bool]) -> None:
-            self._free += units
+            self._orders.free += units
             self.unanswered -= 1
 
         for _ in range(READERS):
-            units = [self._free.pop() for _ in range(self._batch)]
+            units = [self._orders.free.pop() for _ in range(self._batch)]
             names = [label(b"", os.urandom(16)) for _ in units]
-            self._order(partial(answered, units), names, units, is_urgent=True, is_put=True)
+            self._orders.order(partial(answered, units), names, units, is_urgent=True, is_put=True)
         self.unanswered += READERS
         return True
 
@@ -217,78 +176,43 @@ class SharedStore:
 
     def offer(self, salt: bytes, name: bytes, chunk: int, *, states: bool = False) -> None:
         """The prefix cache has this chunk, at this position in its prompt, or the states after it."""
-        for part in range(1, len(self._cut.objects)) if states else (0,):
-            self._offer(label(salt, name, part), chunk)
+        for part in range(1, len(self._units.objects)) if states else (0,):
+            self.offers.offer(label(salt, name, part), chunk)
+
+    @property
+    def session(self) -> int:
+        """Of the store process that is connected. 0: there is none."""
+        return self._orders.session
 
     @property
     def copies(self) -> bool:
         """Whether `move` must be called soon, also if nothing comes from the store process."""
-        return bool(self._fetches or self._copies or self._lacking)
-
-    @property
-    def writes(self) -> bool:
-        """Whether offers wait or are under way that the store will take."""
-        wait = self._offers or self._lacking or self._writing or self._asks
-        return bool(wait and self.session) and time.monotonic() >= self._paused_until
+        return bool(self._fetches) or self._orders.copying or self.offers.due
 
     @property
     def idle(self) -> bool:
         """Whether no block is in use, and nothing is to be written."""
-        return not self._copies and not self._fetches and not self.writes
+        return not self._orders.copying and not self._fetches and not self.offers.writes
 
     def move(self, *, busy: bool) -> None:
         """Takes answers, and starts what is due. `busy`: requests run, so writes may take little time."""
-        while messages := self._channel.receive():
-            for message in messages:
-                match message:
-                    case StoreOpened(_, waited, seconds) if seconds:
-                        self._on_probe(waited, seconds)
-                    case StoreOpened(session):
-                        self._reset(session)
-                    case StoreAnswer(ticket, done):
-                        if (order := self._orders.pop(ticket, None)) is not None:  # else of the one before
-                            order[1](done)
-        self._channel.flush()
-        while self._copies and self._copies[0][0].passed(self._copies[0][1]):
-            self._copies.popleft()[2]()
+        if self._orders.receive(self._on_probe):
+            self.offers.resume()
         now = time.monotonic()
         for fetch in list(self._fetches.values()):
             if fetch.stop is not None:
                 self._go_on(fetch, fetch.stop, now)
-        if self.session and not self._channel.full:
-            self._ask()
-            if self._lacking and now >= max(self._next_write, self._paused_until):
-                self._write(now, busy=busy)
+        if self._orders.ready:
+            self.offers.turn(now, busy=busy)
 
     def close(self) -> None:
-        self._channel.sock.close()
-        for pool in {self._gathers, self._scatters}:
+        self._orders.channel.sock.close()
+        for pool in self._pools:
             pool.close()
 
-    def _order(
-        self, then: Answer, names: Sequence[bytes], units: Sequence[int] = (), *,
-        is_urgent: bool = False, is_put: bool = False,
-    ) -> None:  # fmt: skip
-        self._tickets += 1
-        self._orders[self._tickets] = units, then
-        order = self.session, self._tickets, is_urgent, is_put, tuple(names), tuple(units)
-        self._channel.send(StoreOrder(*order))
-
-    def _reset(self, session: int) -> None:
-        """There is another store process: what the one before had to do has failed."""
-        self.session = session
-        if not session:
-            self._channel.send(self._describes)
-        orders, self._orders = self._orders, {}
-        for units, then in orders.values():
-            then([False] * len(units))
-        self._paused_until = 0.0  # no store has refused these
-
-    # Fetches
-
     def _go_on(self, fetch: _Fetch, stop: int, now: float) -> None:
-        while fetch.asked < stop and self._free and not self._channel.full:
-            count = min(stop - fetch.asked, len(self._free), self._batch)
+        while fetch.asked < stop and self._orders.free and not self._orders.channel.full:
+            count = min(stop - fetch.asked, len(self._orders.free), self._batch)
             self._get(fetch, range(fetch.asked, fetch.asked + count))
             fetch.asked += count
         if fetch.copying if fetch.ended else fetch.answered < fetch.asked or fetch.asked < stop:
@@ -306,107 +230,34 @@ class SharedStore:
         self._events.append(event)
 
     def _get(self, fetch: _Fetch, numbers: range) -> None:
-        units = [self._free.pop() for _ in numbers]
+        units = [self._orders.free.pop() for _ in numbers]
 
         def came(unit: int) -> None:
             fetch.answered, fetch.answered_at = fetch.answered + 1, time.monotonic()
-            self._free.append(unit)
+            self._orders.free.append(unit)
 
         def copied(unit: int) -> None:
             fetch.copying -= 1
             came(unit)
 
-        def answered(whole: list[bool]) -> None:
-            for number, unit, right in zip(numbers, units, whole, strict=True):
+        def answered(intact: list[bool]) -> None:
+            for number, unit, right in zip(numbers, units, intact, strict=True):
                 assert fetch.stop is not None, "objects are ordered when it is known"
                 if not right:
                     self.missed += 1
                     self._knows(name := fetch.objects[number], False)
-                    self._offer(name, fetch.first_chunk + number)  # it may have been computed meanwhile
+                    self.offers.offer(name, fetch.first_chunk + number)  # it may have been computed meanwhile
                     # Chunks are of no use without the states after the last one.
                     fetch.stop = 0 if len(fetch.objects) > fetch.chunks else min(fetch.stop, number)
                 if number >= fetch.stop:
                     came(unit)
                     continue
                 chunk, part = fetch.first_chunk + number, part_of(fetch.objects[number])
-                _, event = self._scatters.scatter(self._staged(unit, part, chunk, fetch.table))
+                _, event = self._scatters.scatter(self._orders.staged(unit, part, chunk, fetch.table))
                 fetch.copying += 1
-                self._copies.append((self._scatters, event, partial(copied, unit)))
+                self._orders.copy(self._scatters, event, partial(copied, unit))
 
-        self._order(answered, [fetch.objects[number] for number in numbers], units, is_urgent=True)
-
-    def _staged(self, unit: int, part: int, chunk: int, table: Any, *, by_rank: bool = False) -> list[Staged]:
-        """The slices of an object. `by_rank`: those that each rank writes."""
-        cut, start, found = self._cut, chunk * CHUNK_TOKENS, []
-        for slot, piece in enumerate(cut.objects[part], unit * cut.slots):
-            if piece.token_count:
-                piece = replace(piece, token_start=start)
-            of_ranks = cut.of_ranks(piece) if by_rank else [piece]
-            for number, each in enumerate(of_ranks, 1 if len(of_ranks) > 1 else 0):
-                found.append(Staged(each, slot + number * cut.object_slots, table))
-        return found
-
-    # Offers
-
-    def _offer(self, name: bytes, chunk: int) -> None:
-        self._offers[name] = chunk
-        if len(self._offers) > OFFERS:
-            self._offers.popitem(last=False)
-
-    def _ask(self) -> None:
-        """Asks which of the next offers the store lacks."""
-        if self._asks or self._lacking or not self._offers:
-            return
-        some = [self._offers.popitem(last=False) for _ in range(min(len(self._offers), self._cut.count))]
-
-        def answered(there: list[bool]) -> None:
-            self._asks = False
-            if not there:  # the process has ended
-                self._offers.update(some)
-            for (name, chunk), known in zip(some, there, strict=False):
-                if known:
-                    self._knows(name, True)
-                else:
-                    self._lacking.append((name, chunk))
-
-        self._asks = True
-        self._order(answered, [name for name, _ in some])
-
-    def _write(self, now: float, *, busy: bool) -> None:
-        """Writes one object, if there is a unit for it and room to keep its blocks meanwhile."""
-        if self._writing >= self._cut.count // 2 or not self._free:
-            return
-        name, chunk = self._lacking.popleft()
-        lent = self._lend(name_of(name), part_of(name), chunk)
-        if lent is None:  # evicted meanwhile
-            return
-        if lent is LATER:
-            self._lacking.append((name, chunk))
-            self._next_write = now + (time.monotonic() - now) / SHARE
-            return
-        unit = self._free.pop()
-        self._writing += 1
-        tokens = len(lent.block_ids) and (chunk + 1) * CHUNK_TOKENS
-        table = self._gathers.table(lent.block_ids, tokens, lent.state_slot)
-        event = self._gathers.gather(self._staged(unit, part_of(name), chunk, table, by_rank=True))
-
-        def gathered() -> None:
-            lent.release()
-            self._order(written, [name], [unit], is_put=True)
-
-        def written(done: list[bool]) -> None:
-            self._free.append(unit)
-            self._writing -= 1
-            if all(done):
-                self.written += 1
-                self._knows(name, True)
-            else:
-                self.refused += 1
-                self._paused_until = time.monotonic() + PAUSE
-
-        self._copies.append((self._gathers, event, gathered))
-        if busy:
-            self._next_write = now + (time.monotonic() - now) / SHARE
+        self._orders.order(answered, [fetch.objects[number] for number in numbers], units, is_urgent=True)
 
     def _knows(self, name: bytes, is_there: bool) -> None:
         if not part_of(name):

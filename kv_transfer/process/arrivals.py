@@ -68,15 +68,15 @@ class Arrivals:
         transfer = self._receiving[slot]
         return transfer and self.fetches.open.get(transfer.id)
 
-    def kv_ends(self, header: Header, slot: int, whole: bool | None) -> None:
-        """`whole`: whether the checksum matched; None: the lane closed before."""
+    def kv_ends(self, header: Header, slot: int, intact: bool | None) -> None:
+        """`intact`: whether the checksum matched; None: the lane closed before."""
         if self._receiving[slot] is None:
             self._end(slot)  # granted again with the next event, not for each such frame
             return
         transfer = self.open_transfer(slot)
-        if transfer is not None and transfer.incoming.live and whole is not None:
-            self._verified(header, transfer, right=whole)
-            if whole and self.hand_over(transfer, Arrived(header, slot, transfer.incoming.layout.dtype)):
+        if transfer is not None and transfer.incoming.live and intact is not None:
+            self._verified(header, transfer, right=intact)
+            if intact and self.hand_over(transfer, Arrived(header, slot, transfer.incoming.layout.dtype)):
                 del self._receiving[slot]
                 return
         self._end(slot)

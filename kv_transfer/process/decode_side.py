@@ -63,8 +63,8 @@ class DecodeSide:
                 for slot in slots:
                     if not self.exports.drops(slot):
                         self._slots.release(slot)
-            case local.PulledIn(slots, whole):
-                self.exports.pulled(dict(zip(slots, whole, strict=True)))
+            case local.PulledIn(slots, intact):
+                self.exports.pulled(dict(zip(slots, intact, strict=True)))
             case local.Opened(number, reached, why):
                 self.exports.opened(number, reached, why)
             case local.FetchIn(transfer_id) if self.draining:
@@ -149,5 +149,5 @@ class ReceivingSession(Session["DecodeSide"]):
     def kv_begins(self, lane: Lane | FarLane, header: Header, slot: int) -> None:
         self.handler.arrivals.kv_begins(self, header, slot)
 
-    def kv_ends(self, lane: Lane | FarLane, header: Header, slot: int, whole: bool | None) -> None:
-        self.handler.arrivals.kv_ends(header, slot, whole)
+    def kv_ends(self, lane: Lane | FarLane, header: Header, slot: int, intact: bool | None) -> None:
+        self.handler.arrivals.kv_ends(header, slot, intact)

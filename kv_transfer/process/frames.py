@@ -72,8 +72,8 @@ class LaneOwner(Generic[L]):
         """A frame begins, in a slot that the lane took. `kv_ends` follows."""
         raise NotImplementedError
 
-    def kv_ends(self, lane: L, header: Header, slot: int, whole: bool | None) -> None:
-        """The frame is over. `whole`: whether its checksum matched; None: the lane closed before."""
+    def kv_ends(self, lane: L, header: Header, slot: int, intact: bool | None) -> None:
+        """The frame is over. `intact`: whether its checksum matched; None: the lane closed before."""
         raise NotImplementedError
 
     # ------------------------------------------------------------ KV frames that leave

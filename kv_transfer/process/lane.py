@@ -95,7 +95,7 @@ class Lane:
         self._ahead = self._ahead_room  # bytes that follow those in _edge
         self._header: Header | None = None  # of the frame being received
         self._payload = memoryview(b"")
-        self._rest = 0  # bytes of the payload still to come
+        self._payload_left = 0  # bytes of the payload still to come
         self._began = 0.0
         self._low_water = 1
         if keys is not None:
@@ -219,19 +219,19 @@ class Lane:
         budget, is_empty = _BURST, False
         while (budget > 0 or self._ahead) and self.closing is None and not self.closed:
             edge = self._edge[self._edge_got :]
-            if self._rest == 0:
+            if self._payload_left == 0:
                 want = [edge]
-            elif self._rest > _PIECE:
-                at = len(self._payload) - self._rest
+            elif self._payload_left > _PIECE:
+                at = len(self._payload) - self._payload_left
                 want = [self._payload[at : at + _PIECE]]
             else:
-                want = [self._payload[-self._rest :], edge]
+                want = [self._payload[-self._payload_left :], edge]
             if self._ahead:
                 self._take(self._move_ahead(want))
                 continue
             if is_empty:  # a recv would only say so
                 break
-            between = self._rest == 0
+            between = self._payload_left == 0
             try:
                 got = self.sock.recvmsg_into([*want, self._ahead_room] if between else want)[0]
             except BlockingIOError:
@@ -247,7 +247,7 @@ class Lane:
             self._ahead = self._ahead_room[: max(0, got - room)]
             self._take(min(got, room))
         # Wake up for the rest of this frame, or for a piece of it: fewer bytes are not worth a wakeup.
-        self._wait_for(min(max(self._rest, 1), _PIECE) if self.receiving else 1)
+        self._wait_for(min(max(self._payload_left, 1), _PIECE) if self.receiving else 1)
 
     def _move_ahead(self, want: Sequence[memoryview]) -> int:
         """Fills `want` with bytes that were read ahead, as far as there are any. Returns their number."""
@@ -260,11 +260,11 @@ class Lane:
 
     def _take(self, got: int) -> None:
         """Counts `got` bytes that came: of a payload, of its trailer, of the next header."""
-        payload = min(got, self._rest)
+        payload = min(got, self._payload_left)
         if payload:
-            at = len(self._payload) - self._rest
+            at = len(self._payload) - self._payload_left
             self._reader.piece(self._payload[at : at + payload])
-            self._rest -= payload
+            self._payload_left -= payload
         self._edge_got += got - payload
         if self._header is not None and self._edge_got >= MAX_TRAILER_BYTES:
             self._end(self._header)
@@ -301,7 +301,7 @@ class Lane:
         elif header.length > (self.max_payload if kv else MAX_CONTROL_BYTES):
             raise FrameError("length", f"{header.type.name} of {header.length} bytes")
         self._reader.begin(packed)
-        self._header, self._rest = header, header.length
+        self._header, self._payload_left = header, header.length
         self._edge_got = MAX_TRAILER_BYTES - self._reader.trailer_bytes
         if not kv:
             self._payload = memoryview(bytearray(header.length))
@@ -315,17 +315,17 @@ class Lane:
 
     def _end(self, header: Header) -> None:
         start = MAX_TRAILER_BYTES - self._reader.trailer_bytes
-        whole = self._reader.whole(self._edge[start:MAX_TRAILER_BYTES])
-        if self._keys is not None and not whole:  # the header may be forged, too
+        intact = self._reader.is_intact(self._edge[start:MAX_TRAILER_BYTES])
+        if self._keys is not None and not intact:  # the header may be forged, too
             raise FrameError("tag", f"{header.type.name} is not as it was sent")
         payload, slot = self._payload, self._slot
         self._header, self._payload, self._slot = None, memoryview(b""), None
         if slot is None:
-            if not whole:
+            if not intact:
                 raise FrameError("control", f"{header.type.name}: payload checksum does not match")
             self.owner.control(self, header, payload)
         else:
-            self.owner.kv_ends(self, header, slot, whole)
+            self.owner.kv_ends(self, header, slot, intact)
             self._trace.frame("recv", header, self._began, time.monotonic())
 
     def _write(self) -> None:

@@ -68,10 +68,10 @@ class Begins(Local):
 
 
 class Ends(Local):
-    """The frame is over. `whole`: whether its checksum matched; None: the lane closed before its end came."""
+    """The frame is over. `intact`: whether its checksum matched; None: the lane closed before."""
 
     lane: int
-    whole: bool | None
+    intact: bool | None
 
 
 class Gone(Local):
@@ -191,8 +191,8 @@ class Mover(LaneOwner[Lane]):
     def kv_begins(self, lane: Lane, header: Header, slot: int) -> None:
         self._channel.post(Begins(self._ids[lane], header, slot))
 
-    def kv_ends(self, lane: Lane, header: Header, slot: int, whole: bool | None) -> None:
-        self._channel.post(Ends(self._ids[lane], whole))
+    def kv_ends(self, lane: Lane, header: Header, slot: int, intact: bool | None) -> None:
+        self._channel.post(Ends(self._ids[lane], intact))
 
     def frame_begins(self, lane: Lane, frame: OutgoingFrame) -> bool:
         return True

@@ -74,10 +74,10 @@ class FarLane:
             case mover.Begins(_, header, slot):
                 self._incoming = header, slot
                 self._owner.kv_begins(self, header, slot)
-            case mover.Ends(_, whole):
+            case mover.Ends(_, intact):
                 assert self._incoming is not None
                 (header, slot), self._incoming = self._incoming, None
-                self._owner.kv_ends(self, header, slot, whole)
+                self._owner.kv_ends(self, header, slot, intact)
             case mover.Gone(_, slot, sent):
                 frame = self._frames.pop(slot)
                 self.unsent -= len(frame.payload)

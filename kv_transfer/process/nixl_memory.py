@@ -66,7 +66,7 @@ class _Peer:
 
 
 class SliceToRead(NamedTuple):
-    there: int  # slot of the peer
+    peer_slot: int  # slot of the peer
     slot: int  # of ours
     length: int
     checksum: int  # of slots without marks
@@ -147,7 +147,7 @@ class NixlMemory:
                 raise
             log.warning("NIXL cannot use memory of %s, and uses the host's: %s", device, e)
             out, here = self._registered(sending, receiving, None, slot_bytes)
-        self._here = here
+        self._local = here
         place = _PLACE.pack(out.address, out.device or 0) if out.mark_bytes else _ADDRESS.pack(out.address)
         shown = self._nixl.nixlRegDList(self._segment, [(out.address, out.size, out.device or 0, b"")])
         metadata = self._agent.getLocalPartialMD(shown, True, self._backend)
@@ -164,14 +164,14 @@ class NixlMemory:
         self._steps: deque[tuple[_Read, Future[bool | None]]] = deque()
         self._tokens_over: list[tuple[int, bool]] = []
         self._slots_over: dict[int, bool] = {}
-        self._threads = ThreadPoolExecutor(threads, "reads", self._here.enter_thread)
+        self._threads = ThreadPoolExecutor(threads, "reads", self._local.enter_thread)
         self._wake = wake
         self._moved = 0.0  # when a read began or ended (time.monotonic())
 
     @property
     def slot_bytes(self) -> int:
         """Of the slots that it reads into."""
-        return self._here.slot_bytes
+        return self._local.slot_bytes
 
     @property
     def why_not_exported(self) -> str:
@@ -186,21 +186,21 @@ class NixlMemory:
     def open(self, session: int, incarnation: int, export: Export) -> str:
         """Starts to read the token of the memory. Returns why it cannot be read; empty: `opened` tells."""
         try:
-            form = _PLACE if self._here.mark_bytes else _ADDRESS
+            form = _PLACE if self._local.mark_bytes else _ADDRESS
             handle = self._seal.open(export.handles[0], _name(incarnation))
             address, *device = form.unpack(handle[: form.size])
-            token_at = address + export.num_slots * (export.slot_bytes + self._here.mark_bytes)
+            token_at = address + export.num_slots * (export.slot_bytes + self._local.mark_bytes)
             if token_at + TOKEN > _END:
                 return (
                     f"{export.num_slots} slots of {export.slot_bytes} bytes do not fit behind their address"
                 )
-            if self._here.mark_bytes and export.slot_bytes > self.slot_bytes:
+            if self._local.mark_bytes and export.slot_bytes > self.slot_bytes:
                 return f"slots of {export.slot_bytes} bytes, and those here have {self.slot_bytes}"
             name = self._agent.loadRemoteMD(handle[form.size :])
             self._users[name] += 1
             self._open[session] = peer = _Peer(name, address, sum(device), export)
-            place = self._here.tokens + session % (PAGE // TOKEN) * TOKEN
-            read = partial(self._here.token_read, place)
+            place = self._local.tokens + session % (PAGE // TOKEN) * TOKEN
+            read = partial(self._local.token_read, place)
             self._start(peer, [(place, token_at, TOKEN)], lambda: read() == export.token, token_of=session)
         except ValueError as e:
             return f"the metadata: {e}"
@@ -212,9 +212,9 @@ class NixlMemory:
         """Sessions of which the token was read, and why their memory cannot be read; empty: it can."""
         self._take()
         tokens, self._tokens_over = self._tokens_over, []
-        for session, whole in tokens:
+        for session, intact in tokens:
             if session in self._open:
-                yield session, "" if whole else "NIXL did not read the token"
+                yield session, "" if intact else "NIXL did not read the token"
 
     def close(self, session: int) -> None:
         """Its reads go on: their slots are used until `finished` names them."""
@@ -225,19 +225,19 @@ class NixlMemory:
 
     def read(self, session: int, slices: Sequence[SliceToRead]) -> None:
         """Starts to read slices of the peer. `finished` tells how each ends."""
-        peer, here = self._open[session], self._here
+        peer, here = self._open[session], self._local
         export = peer.export
         if not here.mark_bytes:  # each is verified and free again as soon as it is there
             for x in slices:
-                piece = here.slot(x.slot), peer.address + x.there * export.slot_bytes, x.length
+                piece = here.slot(x.slot), peer.address + x.peer_slot * export.slot_bytes, x.length
                 is_right = partial(_is_right, here.arena.slot(x.slot)[: x.length], x.checksum)
                 self._start(peer, [piece], is_right, slots=[x.slot])
             return
         pieces: list[tuple[int, int, int]] = []
         marks = peer.address + export.num_slots * export.slot_bytes
         for x in slices:
-            pieces.append((here.slot(x.slot), peer.address + x.there * export.slot_bytes, x.length))
-            pieces.append((here.mark(x.slot), marks + x.there * MARK, MARK))
+            pieces.append((here.slot(x.slot), peer.address + x.peer_slot * export.slot_bytes, x.length))
+            pieces.append((here.mark(x.slot), marks + x.peer_slot * MARK, MARK))
         if pieces:
             self._start(peer, pieces, None, slots=[x.slot for x in slices])
 
@@ -314,19 +314,19 @@ class NixlMemory:
     def _take_steps(self) -> None:
         while self._steps:
             read, future = self._steps.popleft()
-            if (whole := future.result()) is None:
+            if (intact := future.result()) is None:
                 self._under_way.add(read)
                 continue
             self._moved = time.monotonic()
             self._reads -= 1
             self._release(read.peer)
-            self._slots_over |= dict.fromkeys(read.slots, whole)
+            self._slots_over |= dict.fromkeys(read.slots, intact)
             if read.token_of is not None:
-                self._tokens_over.append((read.token_of, whole))
+                self._tokens_over.append((read.token_of, intact))
 
     def _begin(self, read: _Read, peer: _Peer, pieces: Sequence[tuple[int, int, int]]) -> bool | None:
         """In any thread. UCX copies shared memory here, and returns when it is copied."""
-        nixl, number = self._nixl, self._here.device or 0
+        nixl, number = self._nixl, self._local.device or 0
         try:
             ours = nixl.nixlXferDList(self._segment, [(here, size, number) for here, _, size in pieces])
             theirs = nixl.nixlXferDList(

@@ -46,7 +46,7 @@ class _Pull:
     """A slice that is read."""
 
     session: int
-    there: int  # its slot in the memory of the peer
+    peer_slot: int  # its slot in the memory of the peer
     generation: int
     header: Header
     into_arena: bool
@@ -125,7 +125,7 @@ class PeerExports:
         number, nixl, now = session.number, self._reader(session, slices), time.monotonic()
         session.moved(now)
         to_read: list[SliceToRead] = []
-        for there, generation, seq, length, piece in slices:
+        for peer_slot, generation, seq, length, piece in slices:
             if number not in self._memories:
                 break  # a slice before this one ended the session
             header = Header(FrameType.KV, transfer_id, piece, seq, length)
@@ -136,11 +136,11 @@ class PeerExports:
                 raise ProtocolError("credit", str(e)) from None
             self._arrivals.kv_begins(session, header, slot)
             into_arena = nixl is not None and nixl.for_receiver is None
-            self._pulls[slot] = _Pull(number, there, generation, header, into_arena, now)
+            self._pulls[slot] = _Pull(number, peer_slot, generation, header, into_arena, now)
             if nixl is None:
-                self._hand_over(slot, number, there)
+                self._hand_over(slot, number, peer_slot)
             elif self._arrivals.open_transfer(slot):
-                to_read.append(SliceToRead(there, slot, length, generation))
+                to_read.append(SliceToRead(peer_slot, slot, length, generation))
             else:
                 self.pulled({slot: False})
         if nixl and number in self._memories:
@@ -161,12 +161,12 @@ class PeerExports:
                 raise ProtocolError("length", f"a slice of {length} bytes in slot {slot}")
         return memory.nixl
 
-    def _hand_over(self, slot: int, session: int, there: int) -> bool:
+    def _hand_over(self, slot: int, session: int, peer_slot: int) -> bool:
         """The engine reads the slice in memory that it has opened. Returns False if it does not need to."""
         pull, transfer = self._pulls[slot], self._arrivals.open_transfer(slot)
         if transfer is not None:
             dtype = transfer.incoming.layout.dtype
-            arrived = Arrived(pull.header, slot, dtype, session, there, pull.generation)
+            arrived = Arrived(pull.header, slot, dtype, session, peer_slot, pull.generation)
             if self._arrivals.hand_over(transfer, arrived):
                 return True
         self.pulled({slot: False})
@@ -183,7 +183,7 @@ class PeerExports:
             self.pulled(read)
         else:
             # The peer may use the slots again before the engine has verified them.
-            self._take_there([self._pulls[slot] for slot in read])
+            self._give_back([self._pulls[slot] for slot in read])
             for slot, came in read.items():
                 if came:
                     self._hand_over(slot, RING, slot)
@@ -203,7 +203,7 @@ class PeerExports:
         if not slots:
             return
         pulls = {slot: self._pulls.pop(slot) for slot in slots}
-        self._take_there([pull for pull in pulls.values() if not pull.taken])
+        self._give_back([pull for pull in pulls.values() if not pull.taken])
         for slot, pull in pulls.items():
             right = slots[slot]
             self._trace.frame("recv", pull.header, pull.began, time.monotonic())
@@ -215,12 +215,12 @@ class PeerExports:
             else:
                 self._arrivals.read(pull.header, slot, right=right)
 
-    def _take_there(self, pulls: Sequence[_Pull]) -> None:
+    def _give_back(self, pulls: Sequence[_Pull]) -> None:
         """The peers may use these slots again."""
         taken: dict[int, list[int]] = {}
         for pull in pulls:
             pull.taken = True
-            taken.setdefault(pull.session, []).append(pull.there)
+            taken.setdefault(pull.session, []).append(pull.peer_slot)
         for number, there in taken.items():
             if memory := self._memories.get(number):
                 memory.session.moved(time.monotonic())

@@ -142,7 +142,7 @@ class PrefillSide:
     def _note_last(self, piece: Slice, held: Held, now: float) -> None:
         last_layer = self._config.layout.num_layers - 1
         if piece.layer == last_layer and piece.token_start + piece.token_count == held.stop:
-            self.table.whole(held, now)
+            self.table.all_sent(held, now)
 
     def _announce(self, transfer_id: bytes, slices: Sequence[tuple[local.SliceOut, int]], now: float) -> None:
         """Names slices that the peer reads, each with its generation."""

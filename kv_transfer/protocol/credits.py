@@ -220,7 +220,7 @@ class SenderSlots:
         self._used_by: dict[int, SenderAccount] = {}  # by slot
 
     @property
-    def whole(self) -> bool:
+    def all_free(self) -> bool:
         """No slot is in use."""
         return len(self.free) == self.total
 

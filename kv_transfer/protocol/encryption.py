@@ -103,7 +103,7 @@ class FrameDecryptor(FrameReader):
     def piece(self, piece: memoryview) -> None:
         self._cipher.update_into(piece, piece)
 
-    def whole(self, trailer: memoryview) -> bool:
+    def is_intact(self, trailer: memoryview) -> bool:
         try:
             self._cipher.finalize_with_tag(bytes(trailer))
         except InvalidTag:

@@ -117,12 +117,12 @@ class Fetches:
         self._deadlines = deadlines
         self._layout = layout
         self._slot_bytes = slot_bytes
-        self._whole: Transfer | None = None  # the newest of which all frames came before COMMIT
+        self._newest_complete: Transfer | None = None  # the newest of which all frames came before COMMIT
 
     @property
     def commit_due(self) -> float:
         """Since when a transfer misses only its COMMIT. Infinite: none does. Of several the newest counts."""
-        newest = self._whole
+        newest = self._newest_complete
         return newest.last_frame_at if newest is not None and newest.incoming.live else math.inf
 
     def has_transfers(self, peer: PeerKey) -> bool:
@@ -256,7 +256,7 @@ class Fetches:
         except Fault as e:
             raise FrameRefused(self._broken(transfer, e.kind, str(e), now)) from None
         if not (complete or incoming.missing_frames):
-            self._whole = transfer
+            self._newest_complete = transfer
         return complete
 
     def damaged(self, transfer: Transfer, now: float) -> list[Effect]:

@@ -168,7 +168,7 @@ class FrameReader:
         """The next bytes of the payload are there. They become plain text in place."""
         self._checksum.update(piece)
 
-    def whole(self, trailer: memoryview) -> bool:
+    def is_intact(self, trailer: memoryview) -> bool:
         """Whether the frame came as it was sent."""
         return trailer == _trailer(self._checksum)
 

@@ -86,7 +86,7 @@ class HeldPrefills:
         self._deadlines = deadlines
         self._max_waiting = max_waiting
         self._draining = False
-        self._whole: tuple[Held, float] | None = None  # the newest `whole`, and when
+        self._newest_sent: tuple[Held, float] | None = None  # the newest `all_sent`, and when
 
     # ------------------------------------------------------------ from the engine
 
@@ -251,16 +251,16 @@ class HeldPrefills:
         held.moved = now
         return True
 
-    def whole(self, held: Held, now: float) -> None:
+    def all_sent(self, held: Held, now: float) -> None:
         """The engine has handed over the last slice of the open transfer."""
-        self._whole = held, now
+        self._newest_sent = held, now
 
     @property
     def commit_due(self) -> float:
         """Since when a transfer misses only its COMMIT. Infinite: none does. Of several the newest counts."""
-        if self._whole is None or self._whole[0].state is not HoldState.STREAMING:
+        if self._newest_sent is None or self._newest_sent[0].state is not HoldState.STREAMING:
             return math.inf
-        return self._whole[1]
+        return self._newest_sent[1]
 
     def sent(self, transfer_id: bytes, now: float) -> None:
         """All of a frame has left, perhaps a while after it was counted: that is progress, too."""

@@ -194,11 +194,11 @@ class Opened(Local):
 
 
 class PulledIn(Local):
-    """Slices in exported memory are read. `whole`: of each, whether its generation and checksum were
+    """Slices in exported memory are read. `intact`: of each, whether its generation and checksum were
     right."""
 
     slots: list[int]
-    whole: list[bool]
+    intact: list[bool]
 
 
 class InjectedIn(Local):
@@ -218,7 +218,7 @@ class Arrived(Local):
     slot: int
     dtype: str  # of the sender's KV, if the slot has KV
     session: int | None = None
-    there: int = 0  # its slot in that memory
+    peer_slot: int = 0  # its slot in that memory
     generation: int = 0
 
 
@@ -330,7 +330,7 @@ class CopyBlocks(Local):
 class BlocksCopied(Local):
     """Another rank → rank 0: these copies are over, in their order. As `BlockStore.ended`."""
 
-    whole: Sequence[bool]
+    intact: Sequence[bool]
 
 
 FromSender = Exported | Offer | SlicesOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled

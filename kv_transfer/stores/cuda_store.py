@@ -137,37 +137,37 @@ class CudaStore(HostStore):
         batch.places, batch.is_load = [place for _, place in pairs], is_load
         used, table, blocks = self._lines.words(count), batch.table, [block for block, _ in pairs]
         self._lines.fill(
-            table.words[:used], table.there.data_ptr(), blocks, self._staging.data_ptr(), self._stride
+            table.words[:used], table.on_device.data_ptr(), blocks, self._staging.data_ptr(), self._stride
         )
         # By torch, which gives this thread the context of the device if it has none yet.
-        table.there[:used].copy_(table.pinned[:used], non_blocking=True)
+        table.on_device[:used].copy_(table.pinned[:used], non_blocking=True)
         staged = [self._staging[i * self._stride : i * self._stride + size] for i in range(count)]
         there = [self._memory[p * self._stride : p * self._stride + size] for p in batch.places]
         if is_load:
             for dense, place in zip(staged, there, strict=True):
                 dense.copy_(place, non_blocking=True)
-        self._lines.launch(table.there[:used], count, into_pool=is_load)
+        self._lines.launch(table.on_device[:used], count, into_pool=is_load)
         if not is_load:
             for dense, place in zip(staged, there, strict=True):
                 place.copy_(dense, non_blocking=True)
-        table.pinned[: 2 * count].copy_(table.there[: 2 * count], non_blocking=True)
+        table.pinned[: 2 * count].copy_(table.on_device[: 2 * count], non_blocking=True)
         batch.over.record(self._stream)
         self._under_way.append(batch)
 
     def ended(self) -> list[bool]:
-        whole: list[bool] = []
+        intact: list[bool] = []
         while self._under_way and self._under_way[0].over.query():
             batch = self._under_way.popleft()
             count = len(batch.places)
             sums = batch.table.words[count : 2 * count].tolist()
             for place, found in zip(batch.places, sums, strict=True):
                 if batch.is_load:
-                    whole.append(found == self.sums[place])
+                    intact.append(found == self.sums[place])
                 else:
                     self.sums[place] = found
-                    whole.append(True)
+                    intact.append(True)
             self._spare.append(batch)
-        return whole
+        return intact
 
     def memory(self, place: int) -> memoryview:
         return self._memory[place * self._stride :][: self._lines.block_bytes].numpy().data

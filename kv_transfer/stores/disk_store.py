@@ -33,7 +33,7 @@ class _Copy:
     is_load: bool
     io: Future[bool] | None = None
     """Whether the file was read or written."""
-    whole: bool | None = None
+    intact: bool | None = None
     """Whether the copy came to its end with the right bytes. None: it is not over."""
 
 
@@ -73,10 +73,10 @@ class DiskStore(BlockStore):
             self._reading.append(copy)
 
     def ended(self) -> list[bool]:
-        for whole in self._staging.ended():
+        for intact in self._staging.ended():
             copy = self._staged.popleft()
             if copy.is_load:
-                copy.whole = whole
+                copy.intact = intact
             else:
                 self._sums[copy.place] = self._staging.sums[copy.slot]
                 copy.io = self._threads.submit(self._move, copy)
@@ -86,10 +86,10 @@ class DiskStore(BlockStore):
         while self._under_way:
             copy = self._under_way[0]
             if not copy.is_load and copy.io is not None and copy.io.done():
-                copy.whole = copy.io.result()
-            if copy.whole is None:
+                copy.intact = copy.io.result()
+            if copy.intact is None:
                 break
-            ended.append(copy.whole)
+            ended.append(copy.intact)
             self._free.append(copy.slot)
             self._under_way.popleft()
         return ended

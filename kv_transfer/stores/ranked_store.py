@@ -1,9 +1,9 @@
 """The host tier's copies when an engine has several ranks.
 
     rank 0: `RankedStore` ── CopyBlocks(blocks, places) ─▶ other ranks: `serve_store`
-                          ◀─ BlocksCopied(whole) ────────  each between its KV cache and its own memory
+                          ◀─ BlocksCopied(intact) ────────  each between its KV cache and its own memory
 
-Each rank keeps its heads of a block. A block is whole if it is whole on all ranks.
+Each rank keeps its heads of a block. A block is intact if it is intact on all ranks.
 """
 
 import socket
@@ -22,15 +22,15 @@ from baton.kv_transfer.wait import EVENT_POLL, wait
 class RankedStore(BlockStore):
     """The store of rank 0. Owns the channels to the other ranks."""
 
-    def __init__(self, own: BlockStore, ranks: Sequence[socket.socket], silence: float) -> None:
+    def __init__(self, rank0: BlockStore, ranks: Sequence[socket.socket], silence: float) -> None:
         """`silence`: seconds without a copy, while some are due, after which another rank counts as hung."""
-        self.batch = own.batch
+        self.batch = rank0.batch
         self._silence = silence
-        self._most = own.room // own.batch
-        self._own = own
+        self._most = rank0.room // rank0.batch
+        self._rank0 = rank0
         self._channels = [Channel(sock, BlocksCopied) for sock in ranks]
         # Of each rank: copies that are over and not reported.
-        self._whole: list[deque[bool]] = [deque() for _ in range(1 + len(ranks))]
+        self._intact: list[deque[bool]] = [deque() for _ in range(1 + len(ranks))]
         self._batches: deque[int] = deque()  # blocks of each batch that is not over on all ranks
         self._heard = [0.0] * len(ranks)  # when a rank last copied, or had nothing to do
 
@@ -39,7 +39,7 @@ class RankedStore(BlockStore):
         return max(0, self._most - len(self._batches)) * self.batch
 
     def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
-        self._own.copy(pairs, is_load=is_load)
+        self._rank0.copy(pairs, is_load=is_load)
         if not self._batches:
             self._heard = [time.monotonic()] * len(self._channels)
         for first in range(0, len(pairs), self.batch):
@@ -51,28 +51,28 @@ class RankedStore(BlockStore):
     def ended(self) -> list[bool]:
         """Raises `ChannelClosed` if a rank is gone, and `RuntimeError` if one hangs."""
         now, due = time.monotonic(), sum(self._batches)
-        self._whole[0] += self._own.ended()
-        for i, (channel, whole) in enumerate(zip(self._channels, self._whole[1:], strict=True)):
+        self._intact[0] += self._rank0.ended()
+        for i, (channel, intact) in enumerate(zip(self._channels, self._intact[1:], strict=True)):
             channel.flush()
             while messages := channel.receive():
                 self._heard[i] = now
                 for message in messages:
-                    whole += message.whole
-            if len(whole) >= due:
+                    intact += message.intact
+            if len(intact) >= due:
                 self._heard[i] = now
             elif now - self._heard[i] > self._silence:
                 raise RuntimeError(f"rank {i + 1} has not copied blocks for {self._silence:g} s")
         found: list[bool] = []
-        while self._batches and all(len(whole) >= self._batches[0] for whole in self._whole):
+        while self._batches and all(len(intact) >= self._batches[0] for intact in self._intact):
             for _ in range(self._batches.popleft()):
-                of_ranks = [whole.popleft() for whole in self._whole]
+                of_ranks = [intact.popleft() for intact in self._intact]
                 found.append(all(of_ranks))
         return found
 
     def close(self) -> None:
         for channel in self._channels:
             channel.sock.close()
-        self._own.close()
+        self._rank0.close()
 
 
 def serve_store(store: BlockStore, sock: socket.socket) -> None:
@@ -92,6 +92,6 @@ def _serve(store: BlockStore, channel: Channel) -> None:
             for order in channel.receive():
                 store.copy(order.pairs, is_load=order.is_load)
                 under_way += len(order.pairs)
-            if whole := store.ended():
-                under_way -= len(whole)
-                channel.send(BlocksCopied(whole))
+            if intact := store.ended():
+                under_way -= len(intact)
+                channel.send(BlocksCopied(intact))

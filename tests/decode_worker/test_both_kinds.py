@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.decode_worker.role import DecodeAttempt, DecodeRole
+from baton.decode_worker.attempt import DecodeAttempt
 from baton.kv_transfer import Receiver
 from baton.rpc import worker_pb2 as pb
-from baton.worker.engine_process.attempts import Attempt, Attempts, State
-from baton.worker.engine_process.loop import Roles
+from baton.worker.engine_process.attempt import AttemptTable
+from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
+from baton.worker.engine_process.roles import Roles
+from baton.worker.engine_process.states import State
 from baton.worker.messages import Origin
 from tests.cluster_helpers import Pair, assert_whole, attached, request, sampling
 from tests.stand_in import stand_in
@@ -140,9 +142,9 @@ async def test_a_prompt_takes_the_blocks_of_reservations_whose_kv_has_not_begun(
 
 
 def test_no_reservation_is_dropped_whose_kv_comes() -> None:
-    attempts = Attempts[Attempt](lambda message: None)
+    attempts = AttemptTable[EngineAttempt](lambda message: None)
     receiver = stand_in(Receiver, began=lambda decode_id: decode_id == b"begun")
-    role = stand_in(DecodeRole, receiver=receiver)
+    shared = stand_in(Resources, receiver=receiver)
     ways = {
         b"waits": (State.FETCHING,),
         b"begun": (State.FETCHING,),
@@ -153,8 +155,9 @@ def test_no_reservation_is_dropped_whose_kv_comes() -> None:
     for name, states in ways.items():
         origin = Origin(name, "", "", 0.0)
         attempt = DecodeAttempt(
-            role=role, stream=1, origin=origin, tokens=1, prompt_tokens=1, source=None, deadline=0.0
-        )
+            shared=shared, stream=1, origin=origin, tokens=1, prompt_tokens=1,
+            source=None, deadline=0.0,
+        )  # fmt: skip
         assert attempts.open(attempt)
         for state in states:
             attempt.to(state)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from baton.rpc.auth import SECRET_VARIABLE
-from baton.vllm_worker.transfers import Settings
+from baton.vllm_worker.transfer_process import Settings
 
 from .conftest import K8S, ROOT, Object, build, of_kind, pod_templates
 from .test_schemas import VERSIONS

@@ -217,7 +217,9 @@ def _read_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         groups = [TorchPlan([group], ()) for group in found.decodes]
         groups += [TorchPlan((), [group]) for group in found.prefills]
         return [
-            _Latents((*each.decodes, *each.prefills)[0].rows, latents.LatentPlan(each, shape.least_expanded))
+            _Latents(
+                (*each.decodes, *each.prefills)[0].rows, latents.LatentPlan(each, shape.min_expanded_queries)
+            )
             for each in groups
         ]
 

@@ -48,7 +48,7 @@ def test_the_sizes_of_published_models(
     dtype: torch.dtype,
 ) -> None:
     """Heads of 192 are padded to 256, and have values of 128."""
-    monkeypatch.setattr(LatentConfig, "least_expanded", least)
+    monkeypatch.setattr(LatentConfig, "min_expanded_queries", least)
     spans = [(0, 1), (63, 64), (40, 41), (700, 701), (30, 45)]
     LatentStep(spans, heads, dims, block_size, dtype).check(triton_kernels, DEVICE)
 
@@ -92,7 +92,7 @@ def test_a_context_that_the_scratch_memory_does_not_hold_is_absorbed(
 ) -> None:
     from baton.engine.kernels.attention import latent_kernels
 
-    monkeypatch.setattr(LatentConfig, "least_expanded", 2)
+    monkeypatch.setattr(LatentConfig, "min_expanded_queries", 2)
     monkeypatch.setattr(latent_kernels, "SCRATCH_BYTES", 256 * 4 * (32 + 16) * 4)
     monkeypatch.setattr(latent_kernels, "MOST_ABSORBED", 4)
     step = LatentStep([(126, 128), (250, 257), (0, 3), (60, 63), (0, 2), (5, 6)])

@@ -186,7 +186,7 @@ def test_chunks_are_expanded_from_the_length_that_pays(nope: int, rank: int, val
     model = replace(model_config_from_hf(MODELS["glm-4.7-flash"], {}, ""), latent=shape)
     assert model.kernel_head_dim == 256
     assert replace(model, latent=replace(shape, rank=500)).kernel_head_dim == 576, "a GPU refuses it"
-    assert shape.least_expanded == least
+    assert shape.min_expanded_queries == least
     saved = 2 * rank - nope - value
     assert (least - 1) * saved <= rank * (nope + value) < least * saved
 
@@ -234,7 +234,7 @@ def test_absorbed_and_expanded_attention_are_equal(monkeypatch: pytest.MonkeyPat
     step = LatentStep([(20, 21), (0, 5), (3, 40), (60, 95)])
     found = []
     for least in (1, 1000):
-        monkeypatch.setattr(LatentConfig, "least_expanded", least)
+        monkeypatch.setattr(LatentConfig, "min_expanded_queries", least)
         found.append(step.run(Kernels(), "cpu", exact=True)[0])
     torch.testing.assert_close(found[0], found[1])
     torch.testing.assert_close(found[0], step.expected())

@@ -4,6 +4,7 @@ import pytest
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.making_room import to_drop
 from baton.engine.core.scheduler import Scheduler
 
 from .scheduling import BLOCK, add, make, step
@@ -19,7 +20,8 @@ def held(scheduler: Scheduler, number: int, blocks: int) -> LiveRequest:
 def dropped(scheduler: Scheduler, *wanted: LiveRequest, fetched: bytes = b"") -> list[int]:
     """The numbers of the held requests that are dropped; the oldest are offered first."""
     order = sorted(scheduler.lives.held, key=lambda live: live.arrival)
-    going = scheduler.lives.to_drop(
+    going = to_drop(
+        scheduler.lives,
         {live.id for live in wanted}.__contains__,
         [live for live in order if live.id not in fetched],
     )
@@ -123,7 +125,7 @@ def test_a_reservation_is_dropped_last_and_only_if_no_request_is_running() -> No
     wanted = add(scheduler, 9, 4 * BLOCK, handover=True)
 
     def dropped_now() -> list[LiveRequest]:
-        return scheduler.lives.to_drop({wanted.id}.__contains__, spare)
+        return to_drop(scheduler.lives, {wanted.id}.__contains__, spare)
 
     assert dropped_now() == [first, third]
     scheduler.lives.join(second)
@@ -141,7 +143,7 @@ def test_a_reservation_is_dropped_if_reservations_have_all_seats() -> None:
     wanted = add(scheduler, 9, BLOCK, handover=True)
 
     def dropped_of(*spare: LiveRequest) -> list[LiveRequest]:
-        return scheduler.lives.to_drop({wanted.id}.__contains__, spare)
+        return to_drop(scheduler.lives, {wanted.id}.__contains__, spare)
 
     assert dropped_of(first, third, second) == [third], "a held request has no seat"
     scheduler.lives.join(second)

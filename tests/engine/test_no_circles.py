@@ -11,6 +11,7 @@ import pytest
 from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.making_room import to_drop
 from baton.engine.core.prefix_exchange import Import, Pin
 from baton.engine.core.scheduler import Scheduler
 from tests.engine.scheduling import BLOCK, make, step
@@ -220,7 +221,7 @@ class TwoWorkers:
             if answer.decode in worker.lives.reserved
             and (answer.prefill is None or answer.prefill.phase is Phase.WAITING)
         ]
-        for live in worker.lives.to_drop(fetched.__contains__, [*held, *not_begun]):
+        for live in to_drop(worker.lives, fetched.__contains__, [*held, *not_begun]):
             self.seen[f"{live.phase.name} dropped"] += 1
             worker.lives.drop(live)
 

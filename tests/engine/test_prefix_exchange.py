@@ -12,7 +12,7 @@ from baton.content import CHUNK_TOKENS, Tier
 from baton.engine.api.request import EngineRequest, Hooks
 from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.prefix_exchange import Import
-from baton.kv_transfer.endpoint.shared_store import LATER
+from baton.kv_transfer.endpoint.store_offers import LATER
 from baton.worker.engine_process.shared_store import StoreTier
 from tests.engine.scheduling import ROOT, make
 from tests.stand_in import stand_in

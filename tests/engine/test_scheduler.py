@@ -7,6 +7,7 @@ import pytest
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import Phase
+from baton.engine.core.making_room import to_drop
 from baton.engine.core.meters import MIXED_STEPS
 from tests.engine.scheduling import BLOCK, add, make, step, tokens
 
@@ -135,7 +136,7 @@ def test_without_a_free_slot_no_request_starts() -> None:
     assert tokens(step(scheduler)) == [(1, 3, 4)], "the held request keeps its slot"
     assert not scheduler.lives.can_admit
     assert scheduler.lives.start(EngineRequest(b"4", [1])) is None
-    assert scheduler.lives.to_drop(lambda owner: owner == third.id, [held]) == [held]
+    assert to_drop(scheduler.lives, lambda owner: owner == third.id, [held]) == [held]
     scheduler.lives.drop(held)
     assert (2, 0, 3) in tokens(step(scheduler))
 

@@ -27,8 +27,10 @@ from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import KV, Fp8KV, parts
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.wait import wait
-from baton.prefill_worker.role import PrefillAttempt, PrefillRole, SenderSink
-from baton.worker.engine_process.attempts import Attempt, Attempts, Reading
+from baton.prefill_worker.attempt import PrefillAttempt
+from baton.prefill_worker.role import SenderSink
+from baton.worker.engine_process.attempt import AttemptTable
+from baton.worker.engine_process.engine_attempt import EngineAttempt, Reading, Resources
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
 from baton.worker.engine_process.parts import LayerWaits
 from baton.worker.messages import Origin
@@ -96,7 +98,9 @@ class NotingSink(SenderSink):
         self.lengths[request_id] = num_tokens
         self.cached[request_id] = num_cached
         prefill = self.prefills[request_id] = PrefillAttempt(
-            role=stand_in(PrefillRole),
+            shared=stand_in(Resources, engine=self.engine),
+            sender=self.sender,
+            waits=stand_in(LayerWaits),
             stream=None,
             origin=Origin(request_id, "", "", 0.0),
             tokens=num_tokens,
@@ -105,8 +109,8 @@ class NotingSink(SenderSink):
         )
         prefill.live = live_of(self.engine, request_id)
         prefill.live = live_of(self.engine, request_id)
-        assert Attempts[Attempt](lambda message: None).open(prefill)
-        prefill.reading = Reading(prefill, self.sender, request_id)
+        assert AttemptTable[EngineAttempt](lambda message: None).open(prefill)
+        prefill.reading = Reading(prefill, request_id, self.sender)
         super().prefill_started(prefill, block_ids, num_tokens, num_cached, state_slot)
 
     def layer_done(self, layer: int, chunks: Mapping[Any, range]) -> bool:

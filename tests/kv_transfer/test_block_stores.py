@@ -256,7 +256,7 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
         serve_store(other(paged("float32", "cpu"), 2), theirs)
         ranked = RankedStore(own(paged("float32", "cpu"), 2), [ours], silence=10)
         ranked.copy([(3, 0)], is_load=False)
-        while other is CpuStore and not ranked._whole[1]:
+        while other is CpuStore and not ranked._intact[1]:
             ranked.ended()
         now = 11.0
         with pytest.raises(RuntimeError, match=r"rank 1 .* 10 s") if other is Stalled else nullcontext():

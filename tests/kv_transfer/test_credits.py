@@ -51,7 +51,7 @@ def test_a_sender_has_a_slot_and_a_credit_for_each_frame() -> None:
     assert one.has_room, "the credit of what did not leave is unused"
     slots.close(2)
     slots.give_back(1, unsent=False)
-    assert slots.whole
+    assert slots.all_free
 
 
 class Sender:

@@ -37,9 +37,9 @@ class Owner(LaneOwner[Lane]):
     def kv_begins(self, lane: Lane, header: Header, slot: int) -> None:
         pass
 
-    def kv_ends(self, lane: Lane, header: Header, slot: int, whole: bool | None) -> None:
+    def kv_ends(self, lane: Lane, header: Header, slot: int, intact: bool | None) -> None:
         self.seen += 1
-        if whole:
+        if intact:
             self.whole.append((header, bytes(self.slots.arena.slot(slot)[: header.length])))
         self.slots.lay_out([slot])
 

@@ -118,7 +118,7 @@ def test_the_metadata_names_no_memory_but_the_slots_that_peers_read(
     pair: tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena],
 ) -> None:
     owner, _, reader, _ = pair
-    into = owner._here  # the slots that it reads into, which are registered, too
+    into = owner._local  # the slots that it reads into, which are registered, too
     plain = SEAL.open(owner.export.handles[0], OWNER_NAME)
     handle = SEAL.seal(into.address.to_bytes(8, "little") + plain[8:], OWNER_NAME)
     beside = msgspec.structs.replace(owner.export, handles=(handle,), token=into.arena.token)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
+from baton.kv_transfer.endpoint import injector
 from baton.kv_transfer.endpoint import receiver as receiver_module
 from baton.kv_transfer.endpoint.live_fetch import LayerPace
 from baton.kv_transfer.endpoint.receiver import Receiver
@@ -39,7 +40,8 @@ class Now:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Now:
     made = Now()
-    monkeypatch.setattr(receiver_module, "time", made)
+    for module in (injector, receiver_module):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
@@ -163,7 +165,7 @@ def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any, now: Now) -
     assert not receiver.idle
     assert receiver.poll(spare=1.0) == []
     assert not pool.work, "it waits for others"
-    now.seconds += 2 * receiver_module.HOLD
+    now.seconds += 2 * injector.HOLD
     assert receiver.poll(spare=1.0) == []
     assert len(pool.work) == 2
     arrive(bench, transfer_id, 2, 1)
@@ -189,7 +191,7 @@ def test_where_a_launch_is_always_due_slices_do_not_wait_for_ever(
     complete(bench, transfer_id)
     assert receiver.poll(spare=0.0) == []
     assert not pool.work
-    now.seconds += 1.1 * receiver_module.PATIENCE
+    now.seconds += 1.1 * injector.PATIENCE
     assert receiver.poll(spare=0.0) == []
     pool.go(2)
     (event,) = receiver.poll(spare=0.0)

@@ -148,16 +148,16 @@ def test_commit_does_not_wait_for_the_pump(sending: Any, until: Any, monkeypatch
         end_of_sleep.wait(WITHIN)
         return []
 
-    monkeypatch.setattr("baton.kv_transfer.endpoint.pump.wait", sleep)
-    os.eventfd_write(sender._pump._wake, 1)  # ends the wait that is under way
+    monkeypatch.setattr("baton.kv_transfer.endpoint.sender.wait", sleep)
+    os.eventfd_write(sender._wake, 1)  # ends the wait that is under way
     assert sleeps.wait(WITHIN)
     with contextlib.suppress(BlockingIOError):  # no wait was under way
-        os.eventfd_read(sender._pump._wake)
+        os.eventfd_read(sender._wake)
     sender.commit(b"p", kv.FirstToken(1))
     assert bench.next(until, lm.CommitOut).first_token == kv.FirstToken(1)
     bench.next(until, lm.Finished)
     with pytest.raises(BlockingIOError):  # the pump is not woken for nothing
-        os.eventfd_read(sender._pump._wake)
+        os.eventfd_read(sender._wake)
     monkeypatch.undo()
     end_of_sleep.set()
     sender.close(b"p", "cancelled")
@@ -249,7 +249,7 @@ def test_the_pump_looks_at_transfers_only_under_its_lock(
     assert urgent is not None
 
     def look(turns: Turns) -> bool:
-        locked.append(sender._pump._awake.locked())
+        locked.append(sender._awake.locked())
         return urgent(turns)
 
     monkeypatch.setattr(Turns, "urgent", property(look))
@@ -267,7 +267,7 @@ def test_the_pump_looks_at_transfers_only_under_its_lock(
 def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: Any) -> None:
     bench = Bench(Sender, lm.FromSender)
     bench.channel.send(lm.SlotFree(3, False))  # a slot that it never gave
-    select_error = until(lambda: bench.endpoint._pump.error, "the pump to die", bench.endpoint)
+    select_error = until(lambda: bench.endpoint.error, "the pump to die", bench.endpoint)
     with pytest.raises(RuntimeError, match="pump died") as error:
         bench.endpoint.poll()
     assert error.value.__cause__ is select_error

@@ -18,7 +18,8 @@ from baton.content import CHUNK_TOKENS
 from baton.content.cache_kinds import CachePart
 from baton.kv_transfer.arena import channel_pair, memory_file
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.endpoint.shared_store import LATER, Lent, SharedStore, copy_for_store
+from baton.kv_transfer.endpoint.shared_store import SharedStore, copy_for_store
+from baton.kv_transfer.endpoint.store_offers import LATER, Lent
 from baton.kv_transfer.protocol.local_messages import StoreLayout, StoreOrder
 from baton.kv_transfer.shared_store import (
     MEMORY,
@@ -212,7 +213,7 @@ class Worker:
     def offer(self, names: Sequence[bytes], salt: bytes = b"") -> None:
         for name in names:
             self.store.offer(salt, name, NAMES.index(name))
-        self.until(lambda: not self.store.writes, "all writes")
+        self.until(lambda: not self.store.offers.writes, "all writes")
 
     def fetch(self, names: Sequence[bytes], salt: bytes = b"") -> None:
         self.store.fetch_content(
@@ -241,7 +242,7 @@ class Worker:
     def close(self) -> None:
         self.until(lambda: self.store.idle, "all copies and writes")
         assert not self.pinned
-        self.until(lambda: len(self.store._free) == self.units.count, "all units to come back")
+        self.until(lambda: len(self.store._orders.free) == self.units.count, "all units to come back")
         self._end_process()
         self.store.close()
         self._theirs.close()
@@ -302,7 +303,7 @@ def test_every_kind_of_cache_and_number_of_ranks_fits(layout: kv.KVLayout, ranks
         assert reader.fetched(NAMES) == 0, "KV is of no use without states"
         writer.store.offer(b"", NAMES[28], 28, states=True)  # within a block of the reader
         writer.store.offer(b"", NAMES[33], 33, states=True)
-        writer.until(lambda: not writer.store.writes, "all writes")
+        writer.until(lambda: not writer.store.offers.writes, "all writes")
     stop = 34 if layout is HYBRID else len(NAMES)
     assert reader.fetched(NAMES) == stop
     for name in NAMES[:stop]:
@@ -321,7 +322,7 @@ def test_states_that_are_not_whole_bring_nothing() -> None:
     writer.offer(NAMES[:4])
     chunks = {*store.objects}
     writer.store.offer(b"", NAMES[3], 3, states=True)
-    writer.until(lambda: not writer.store.writes, "all writes")
+    writer.until(lambda: not writer.store.offers.writes, "all writes")
     first, *_ = (key for key in store.objects if key not in chunks)
     store.objects[first] = bytes(len(store.objects[first]))
     assert reader.fetched(NAMES[:4]) == 0
@@ -372,7 +373,7 @@ def test_a_wrong_object_that_is_found_after_the_prompt_was_computed_is_written_a
     reader.offer(NAMES[:1])
     assert store.objects[key] == bytes(len(good)), "it seems to be there"
     may_read.set()
-    reader.until(lambda: reader.store.missed and not reader.store.writes, "the right one")
+    reader.until(lambda: reader.store.missed and not reader.store.offers.writes, "the right one")
     assert writer.fetched(NAMES[:1]) == 1
 
 
@@ -495,9 +496,9 @@ def test_a_fetch_that_is_given_up_waits_for_its_own_copies_alone(
 ) -> None:
     _, worker, _ = two
     with monkeypatch.context() as late:
-        late.setattr(worker.store._gathers, "passed", lambda event: False)
+        late.setattr(worker.store.offers._gathers, "passed", lambda event: False)
         worker.store.offer(b"", NAMES[0], 0)
-        worker.until(lambda: worker.store._copies, "a chunk that is gathered")
+        worker.until(lambda: worker.store._orders.copying, "a chunk that is gathered")
         worker.fetch(NAMES[1:3])
         worker.store.cancel(b"f")
         assert worker.event() == kv.Closed(b"f")
@@ -514,7 +515,7 @@ def test_what_the_pool_has_no_room_to_keep_is_written_later(two: tuple[DictStore
             return LATER
         return hold(name, part, chunk)
 
-    worker.store._lend = without_room
+    worker.store.offers._lend = without_room
     worker.offer(NAMES[:4])
     assert len(store.objects) == 4
     assert worker.known == {*NAMES[:4]}
@@ -608,9 +609,9 @@ def test_a_full_store_is_left_alone_for_a_while(two: tuple[DictStore, Worker, Wo
     store.full = True
     writer.offer(NAMES)
     assert 1 <= len(store.puts) <= writer.units.count // 2, "those under way"
-    writer.until(lambda: not writer.store._orders, "answers")
+    writer.until(lambda: not writer.store._orders._orders, "answers")
     store.full = False
-    writer.store._paused_until = 0.0
-    writer.until(lambda: not writer.store.writes, "the rest")
+    writer.store.offers._paused_until = 0.0
+    writer.until(lambda: not writer.store.offers.writes, "the rest")
     assert reader.fetched(NAMES[-2:]) == 2
-    assert writer.store.refused >= 1
+    assert writer.store.offers.refused >= 1

@@ -23,10 +23,13 @@ from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.wait import wait
 from baton.prefill_worker.role import PrefillRole, SenderSink
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempt, Attempts
-from baton.worker.engine_process.loop import Context, Roles
+from baton.worker.engine_process.attempt import Attempt, AttemptTable
+from baton.worker.engine_process.context import Context
+from baton.worker.engine_process.engine_attempt import EngineAttempt
+from baton.worker.engine_process.loop import may_move, tell
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
+from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.ipc import ServiceLink
 from baton.worker.messages import Code, Origin, PlanRange, Work
@@ -67,7 +70,7 @@ class Worker:
         (sending, outgoing), (receiving, incoming) = channel_pair(), channel_pair()
         self.outgoing = Channel(outgoing, local.FromSender)
         self.incoming = Channel(incoming, local.FromReceiver)
-        trace, attempts = TraceWriter(None, ""), Attempts[Attempt](self._sent.append)
+        trace, attempts = TraceWriter(None, ""), AttemptTable[EngineAttempt](self._sent.append)
         self._inbox: list[Any] = []
         self._slices: list[tuple[Header, bytes]] = []
         self.context = Context(
@@ -139,7 +142,7 @@ class Worker:
 
     def step(self) -> StepResult:
         result = self.engine.loop.step()
-        self.roles.after_step(result)
+        tell(self.context, result)
         return result
 
     def compute(self) -> None:
@@ -149,8 +152,12 @@ class Worker:
 
     def move(self) -> None:
         """Waits for a report of the sender."""
-        assert self.role.kv_fd in wait([self.role.kv_fd], 10.0), "the sender reports nothing"
+        assert wait([self.role.kv.fileno()], 10.0), "the sender reports nothing"
         self.roles.move_kv(math.inf)
+
+    def move_if_due(self) -> None:
+        if wait(self.roles.kv_fds, 0.0) or may_move(self.context.attempts, self.roles):
+            self.roles.move_kv(math.inf)
 
     def take_in(self, *kinds: type) -> None:
         """Handles events of these kinds from the receiver, as the decode role does."""
@@ -234,7 +241,7 @@ class Worker:
             if self.engine.loop.has_work:
                 self.step()
             self._hear(TURN)
-            self.roles.move_kv(math.inf)
+            self.move_if_due()
             for event in self.receiver.poll():
                 event.owner.handle(event)
         self.engine.assert_whole()
@@ -251,7 +258,7 @@ class Worker:
         )
 
     def close(self) -> None:
-        self.role.shutdown()
+        self.role.kv.shutdown()
         self.receiver.shutdown()
         self.engine.close()
         for channel in (self.outgoing, self.incoming):

@@ -6,7 +6,6 @@ The test plays routers, the transfer processes and other workers. In the end not
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,11 +26,11 @@ from baton.kv_transfer.layout import Range, cut, slice_bytes
 from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempt
-from baton.worker.engine_process.loop import Roles
+from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.paged_kv import kv_layout
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
 from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.engine_process.roles import Roles
 from baton.worker.engine_process.shared_store import SOURCE, Store
 from baton.worker.engine_process.states import TRANSITIONS, State
 from baton.worker.messages import Code, ContentSource, Origin, PrefillSource, Work
@@ -101,7 +100,7 @@ class Both(Worker):
                     self.fetches_open[message.transfer_id] = message
                 elif isinstance(message, local.CancelIn):
                     self.end_fetch(message.transfer_id)
-        self.roles.move_kv(math.inf)
+        self.move_if_due()
 
     def end_fetch(self, transfer_id: bytes) -> None:
         self.fetches_open.pop(transfer_id, None)
@@ -340,6 +339,7 @@ def test_nothing_is_left_of_any_life(lives: type[Lives]) -> None:
 
 def test_an_illegal_step_names_both_states() -> None:
     attempt = decode_here(b"d")
+    assert AttemptTable[Attempt](lambda _: None).open(attempt)
     attempt.to(State.TAKING)
     with pytest.raises(RuntimeError, match="from TAKING to FETCHING"):
         attempt.to(State.FETCHING)

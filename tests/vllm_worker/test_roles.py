@@ -19,7 +19,7 @@ from baton.vllm_worker.attempt import VLLMAttempt
 from baton.vllm_worker.plan import REJECTED
 from baton.vllm_worker.roles import EngineGone, Roles
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.attempt import AttemptTable
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.messages import Code, FromEngine, Origin, PrefillSource, Work
 from tests.vllm_worker.played import played
@@ -53,7 +53,7 @@ class Worker:
         self._outputs: defaultdict[bytes, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
         self.aborted: list[bytes] = []
         self.gone = False
-        self.attempts = Attempts[VLLMAttempt](self.sent.append)
+        self.attempts = AttemptTable[VLLMAttempt](self.sent.append)
         self.cached = CachedChunks()
         self.roles = Roles(
             self.attempts, self._generate, self.told.append, self._computes, self.attempts.flush, self._gone,

@@ -30,7 +30,8 @@ from baton.kv_transfer.wait import wait
 from baton.vllm_worker.attachment import Close, Commit, FromConnector, ToConnector
 from baton.vllm_worker.caches import paged_kv
 from baton.vllm_worker.plan import Chunk, Fetch, Plan, Planner, Source
-from baton.vllm_worker.transfers import Settings, TransferProcess, Transfers
+from baton.vllm_worker.transfer_process import Settings, TransferProcess
+from baton.vllm_worker.transfers import Transfers
 from tests.forked import forking
 from tests.within import WITHIN
 
@@ -199,7 +200,7 @@ def test_a_prefill_that_no_server_fetches_is_freed_and_late_fetches_fail(
 ) -> None:
     """A client behind a proxy went away, or came late. Other KV is in the blocks by then."""
     settings = partial(TransferConfig, deadlines=TransferDeadlines(hold=0.2))
-    monkeypatch.setattr("baton.vllm_worker.transfers.TransferConfig", settings)
+    monkeypatch.setattr("baton.vllm_worker.transfer_process.TransferConfig", settings)
     prefill, decode = Server("prefill", 0), Server("decode", 1)
     ids = iter([b"p" * 16, b"d" * 16])
     planner = Planner(new_id=lambda: next(ids))

@@ -8,10 +8,10 @@ from baton.decode_worker.role import DecodeRole
 from baton.engine import EngineRequest, Logprobs, Output
 from baton.kv_transfer import TraceWriter
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempt, Attempts
-from baton.worker.engine_process.loop import Context
-from baton.worker.engine_process.start import EngineProcessConfig
-from baton.worker.messages import Code, FromEngine, Origin, RequestCounts
+from baton.worker.engine_process.attempt import Attempt, AttemptTable
+from baton.worker.engine_process.context import Context
+from baton.worker.engine_process.engine_attempt import Resources
+from baton.worker.messages import Code, FromEngine, Origin
 from tests.stand_in import stand_in
 
 
@@ -20,7 +20,7 @@ class Table:
 
     def __init__(self) -> None:
         self.sent: list[FromEngine] = []
-        self.table = Attempts[Attempt](self.sent.append)
+        self.table = AttemptTable[Attempt](self.sent.append)
         self.a, self.b, self.c = made = [attempt(b"a", 1), attempt(b"b", 1), attempt(b"c", 2)]
         for each in made:
             assert self.table.open(each)
@@ -93,9 +93,7 @@ def test_an_id_in_use_is_refused(of: Table) -> None:
     context = stand_in(
         Context,
         attempts=of.table,
-        counts=RequestCounts(),
-        trace=TraceWriter(None, ""),
-        config=stand_in(EngineProcessConfig, incarnation=1),
+        resources=lambda *_: stand_in(Resources, trace=TraceWriter(None, ""), incarnation=1),
     )
     unused: Any = None
     role = DecodeRole(context, unused, unused, unused)

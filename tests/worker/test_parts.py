@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 
 from baton.kv_transfer import Receiver, Sender, TraceWriter
-from baton.prefill_worker.role import PrefillAttempt, PrefillRole, SenderSink
+from baton.prefill_worker.attempt import PrefillAttempt
+from baton.prefill_worker.role import SenderSink
 from baton.rpc import worker_pb2 as pb
-from baton.worker.engine_process.attempts import Attempt, Attempts, State
-from baton.worker.engine_process.loop import Roles
+from baton.worker.engine_process.attempt import AttemptTable
+from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
 from baton.worker.engine_process.parts import LayerWaits, Part
+from baton.worker.engine_process.roles import Roles
+from baton.worker.engine_process.states import State
 from baton.worker.messages import Origin
 from tests.bad_network import BadNetwork
 from tests.cluster_helpers import (
@@ -423,18 +426,19 @@ def share_with(
         each.sock.close()
 
 
-def prefill_of(role: PrefillRole, name: bytes, part: Part | None) -> PrefillAttempt:
-    origin = Origin(name, "", "", 0.0)
+def prefill_of(sender: Sender, name: bytes, part: Part | None) -> PrefillAttempt:
+    origin, shared, waits = Origin(name, "", "", 0.0), stand_in(Resources), stand_in(LayerWaits)
     return PrefillAttempt(
-        role=role, stream=None, origin=origin, tokens=24, handover=True, awaited=False, part=part
-    )
+        shared=shared, sender=sender, waits=waits, stream=None, origin=origin, tokens=24, handover=True,
+        awaited=False, part=part,
+    )  # fmt: skip
 
 
 def test_a_part_sends_nothing_that_rests_on_kv_which_did_not_come() -> None:
     """Not even before the step is over: KV and states of the layers after it."""
     sink, sent = SenderSink(TraceWriter(None, "")), list[tuple[Any, ...]]()
     part = Part(b"p", is_final=False, tokens=8, gaps={}, outputs={b"out": 24})
-    prefill = prefill_of(stand_in(PrefillRole), b"p", part)
+    prefill = prefill_of(stand_in(Sender), b"p", part)
     arriving = stand_in(Receiver, wait_for_layer=lambda ids, layer, *_: layer < 1)
     sink.sender = stand_in(Sender, ready=lambda *of: sent.append(of))
     sink.waits = LayerWaits(arriving, lambda: None)
@@ -450,10 +454,10 @@ def test_a_part_that_other_workers_read_is_not_spare() -> None:
         b"last": Part(b"last", is_final=True, tokens=1, gaps={}),
         b"first": Part(b"first", is_final=False, tokens=1, gaps={}),
     }
-    attempts = Attempts[Attempt](lambda _: None)
-    role = stand_in(PrefillRole, sender=stand_in(Sender, has_fetch=lambda _: False))
+    attempts = AttemptTable[EngineAttempt](lambda _: None)
+    sender = stand_in(Sender, has_fetch=lambda _: False)
     for name, part in parts.items():
-        prefill = prefill_of(role, name, part)
+        prefill = prefill_of(sender, name, part)
         assert attempts.open(prefill)
         prefill.to(State.COMPUTING)
         prefill.to(State.HELD)

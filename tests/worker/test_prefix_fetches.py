@@ -12,12 +12,13 @@ from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExcha
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, Receiver, TraceWriter
 from baton.kv_transfer.endpoint.shared_store import SharedStore
 from baton.worker.engine_process import prefix_fetches, prefix_links
-from baton.worker.engine_process.attempts import Attempt, Attempts
+from baton.worker.engine_process.attempt import Attempt, AttemptTable
 from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
 from baton.worker.engine_process.shared_store import SLACK, Store
 from baton.worker.engine_process.shared_store import SOURCE as STORE
-from baton.worker.messages import ContentSource, Origin, RequestCounts
+from baton.worker.messages import ContentSource, Origin
+from baton.worker.request_counts import RequestCounts
 from tests.stand_in import stand_in
 
 TOKEN_BYTES = 100
@@ -95,7 +96,7 @@ class World:
 
     def attempt(self, name: bytes) -> Attempt:
         made = self._attempts[name] = Attempt(stream=1, origin=Origin(name, "", "", 0.0), tokens=1)
-        assert Attempts[Attempt](lambda message: None).open(made)
+        assert AttemptTable[Attempt](lambda message: None).open(made)
         return made
 
     def cancel(self, name: bytes) -> None:

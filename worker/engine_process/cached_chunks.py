@@ -14,7 +14,7 @@ Let b be the block size and c the number of leading chunks of a prompt that rout
 The engine uses the full blocks of these tokens that end before the last position of the prompt.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from baton.content import Tier, hint
@@ -26,9 +26,14 @@ class CachedChunks:
     """Learns of the prefix cache by the engine's `Hooks`. Collects changes until `take`, which the loop calls
     once per step.
 
-    The tier of a chunk is the fastest one that has a block in which it ends."""
+    The tier of a chunk is the fastest one that has a block in which it ends.
+
+    Attributes:
+        offer: gets each block that enters the cache. None: there is no shared store.
+    """
 
     def __init__(self) -> None:
+        self.offer: Callable[[CachedBlock], None] | None = None
         self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
         self._tier_of: dict[bytes, Tier] = {}  # of these blocks
         self._blocks: dict[int, list[Tier]] = {}  # chunk → of each cached block in which it ends, its tier
@@ -38,6 +43,8 @@ class CachedChunks:
     def cached(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
             self.add(block.name, block.chunks)
+            if self.offer is not None:
+                self.offer(block)
 
     def add(self, block: bytes, names: Sequence[bytes]) -> None:
         """A block has entered the cache, in which the chunks with these names end."""

@@ -60,8 +60,8 @@ class OffloadPump:
         self._end()
 
     def _end(self) -> None:
-        for whole in self._store.ended():
-            self._tier.ended(self._under_way.popleft(), whole)
+        for intact in self._store.ended():
+            self._tier.ended(self._under_way.popleft(), intact)
 
     @property
     def copies(self) -> bool:

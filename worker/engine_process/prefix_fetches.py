@@ -24,9 +24,10 @@ from baton.engine import Engine, EngineRequest
 from baton.engine.core.prefix_exchange import Import, MissingPrefix, PrefixExchange
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWriter
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
-from baton.worker.engine_process.attempts import Attempt, Lease
+from baton.worker.engine_process.attempt import Attempt, Lease
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
-from baton.worker.messages import ContentSource, RequestCounts
+from baton.worker.messages import ContentSource
+from baton.worker.request_counts import RequestCounts
 
 LONGEST = 5.0
 """Seconds that a fetch may take if the speed of prefills is not known."""
@@ -38,7 +39,7 @@ prompt would wait for it again."""
 
 
 @dataclass(slots=True, eq=False)
-class Waiting(Lease):
+class Waiting(Lease[Attempt]):
     """A prompt waits for a fetch. `source` is None if it waits for its own fetch."""
 
     fetch: "PrefixFetch"

@@ -3,20 +3,22 @@ fetched."""
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from baton.content import Tier
 from baton.engine import CachedBlock, Engine, EngineRequest
 from baton.engine.core.prefix_exchange import MissingPrefix, PrefixExchange
 from baton.kv_transfer import TraceWriter
-from baton.kv_transfer.endpoint.shared_store import LATER, PAUSE, Lent, SharedStore
+from baton.kv_transfer.endpoint.shared_store import SharedStore
+from baton.kv_transfer.endpoint.store_offers import LATER, PAUSE, Lent
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetch, PrefixFetches, Provider
 from baton.worker.engine_process.prefix_links import RECENT, Link, PrefixLinks
 from baton.worker.engine_process.start import EngineProcessConfig
-from baton.worker.messages import ContentSource, RequestCounts, StoreStats
+from baton.worker.messages import ContentSource, StoreStats
+from baton.worker.request_counts import RequestCounts
 
 SLACK = 0.05
 """Seconds that a prompt may wait for the store if computing takes longer: this process may be busy."""
@@ -109,6 +111,7 @@ class StoreTier:
             answered=lambda seconds: link.waited.add(seconds),  # a probe makes a new average
             probed=link.probed,
         )
+        cached_chunks.offer = self._entered
         # What the cache had when this session began.
         self._again: Iterator[tuple[bytes, list[bytes]]] | None = None
         self._provider = Store(engine, self.store, link)
@@ -128,7 +131,7 @@ class StoreTier:
         store = self.store
         is_open = bool(store.session)
         speed = self._link.tokens_per_s.value if is_open else 0.0
-        return StoreStats(is_open, speed, store.written, store.refused, store.missed)
+        return StoreStats(is_open, speed, store.offers.written, store.offers.refused, store.missed)
 
     @property
     def copies(self) -> bool:
@@ -139,11 +142,10 @@ class StoreTier:
     def idle(self) -> bool:
         return self._again is None and self.store.idle
 
-    def entered(self, blocks: Iterable[CachedBlock]) -> None:
-        """These blocks are in the prefix cache now."""
-        for block in blocks:
-            for chunk, name in enumerate(block.chunks, block.first_chunk):
-                self.store.offer(block.salt, name, chunk)
+    def _entered(self, block: CachedBlock) -> None:
+        """The block is in the prefix cache now."""
+        for chunk, name in enumerate(block.chunks, block.first_chunk):
+            self.store.offer(block.salt, name, chunk)
 
     def pump(self) -> None:
         store = self.store
@@ -153,7 +155,7 @@ class StoreTier:
         self.fetches.expire()
         if self._provider.measure(time.monotonic()):  # the store may have lost all objects
             self._again = self._exchange.last_used() if store.session else None
-        if self._again is not None and not store.writes:
+        if self._again is not None and not store.offers.writes:
             prefix = next(self._again, None)
             if prefix is None:
                 self._again = None

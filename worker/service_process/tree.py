@@ -255,17 +255,12 @@ class WorkerTree:
 
         `deliver` gets each message of the engine process.
         """
-
-        async def receive() -> None:
-            while True:
-                message = await self.engine_link.receive()
-                if isinstance(message, messages.Stopped):
-                    self._engine_stopped.set()
-                else:
-                    deliver(message)
-
-        self.watch(receive())
+        self.watch(self._receive(deliver))
         self.watch(self.transfer_link.receive())
+
+    async def _receive(self, deliver: Callable[[FromEngine], None]) -> None:
+        await self.engine_link.receive_all(deliver)
+        self._engine_stopped.set()
 
     # ------------------------------------------------------------ watch
 

@@ -13,8 +13,8 @@ So there are two ways to the same result, which differ by rounding only:
                 (c, r), and its value is c: the cache is read as it is
 
 A decode is absorbed: it is bound by reading the cache. A chunk of a prompt is expanded from
-`LatentConfig.least_expanded` queries on: its products of queries and keys are smaller, and pay for making
-keys and values.
+`LatentConfig.min_expanded_queries` on: its products of queries and keys are smaller, and pay for making keys
+and values.
 """
 
 from dataclasses import replace
@@ -80,7 +80,7 @@ class LatentPlan(NamedTuple):
     """The plan for `latent_attention`, the same for all layers of a step."""
 
     groups: TorchPlan
-    least_expanded: float  # queries of a group; ∞ in the exact mode: all are absorbed
+    min_expanded_queries: float  # queries of a group; ∞ in the exact mode: all are absorbed
 
 
 def write_latent(
@@ -118,7 +118,7 @@ def latent_attention(q: Tensor, kv: KV, plan: LatentPlan, heads: LatentHeads) ->
         latents = decode_group(heads.absorb(q[group.rows]), kv, group, None, heads.scale)
         parts.append(heads.values_of(latents[..., :rank]))
     for group in plan.groups.prefills:
-        if len(q[group.rows]) >= plan.least_expanded:
+        if len(q[group.rows]) >= plan.min_expanded_queries:
             parts.append(_expanded(q[group.rows], kv, group, heads))
         else:
             parts.append(_absorbed(q[group.rows], kv, group, heads))

@@ -97,14 +97,14 @@ def plan_latent(
     metadata: AttentionMetadata,
     num_heads: int,
     shape: LatentConfig,
-    least_expanded: int,
+    min_expanded_queries: int,
     dtype: torch.dtype,
     multiprocessors: int,
     *,
     fp8: bool = False,
     exact: bool = False,
 ) -> LatentPlan:
-    """`least_expanded`: queries of a chunk. `fp8`: as in `Kernels.plan_latent`."""
+    """`min_expanded_queries`: queries of a chunk. `fp8`: as in `Kernels.plan_latent`."""
     decodes, device = metadata.num_decodes, metadata.contexts.device
     form = form_of(num_heads, shape, dtype, metadata.block_size, fp8=fp8)
     programs = max(1, multiprocessors // triton.cdiv(num_heads, form.rows))
@@ -137,7 +137,7 @@ def plan_latent(
             expanded.clear()
 
     for request, (start, stop) in enumerate(metadata.prefills, decodes):
-        if exact or stop - start < least_expanded or stop > room:
+        if exact or stop - start < min_expanded_queries or stop > room:
             expand()
             most = MOST_EXACT if exact else MOST_ABSORBED
             for begin in range(start, stop, most):

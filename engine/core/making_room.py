@@ -1,0 +1,58 @@
+"""Which requests give up their blocks for a waiting one, so that two workers never wait for each other
+(`request_lives` has what waits for what). Pure."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.request_lives import RequestLives
+
+
+def to_drop(
+    lives: RequestLives, wanted: Callable[[Any], bool], spare: Iterable[LiveRequest]
+) -> list[LiveRequest]:
+    """The `spare` requests, in their order, that must be dropped so that a waiting request can start.
+
+    This is the first waiting request with an owner that is `wanted`; the requests before it in the queue
+    start before it. If there is not enough room for all of these, as many start as can, and no request is
+    dropped for the others. Spare requests are held or reserved. Reserved ones stay while a request is
+    running, since that one leaves its seat and its blocks."""
+    if not any(wanted(live.owner) for live in lives.waiting):
+        return []
+    pool, memory, states = lives.pool, lives.memory, lives.states
+    droppable = list(spare)
+    if lives.running or lives.loading:
+        droppable = [live for live in droppable if live.phase is Phase.HELD]
+    seats, least = lives.seats, 0
+    if seats <= 0:
+        reserved = next((live for live in droppable if live.phase is Phase.RESERVED), None)
+        if reserved is None:
+            return []
+        droppable.remove(reserved)
+        droppable.insert(0, reserved)
+        seats = least = 1
+    tables = [live.blocks for live in (*lives.leaving, *droppable)]
+    certain = len(tables) - len(droppable)
+    need, hits, count, dropped = 0, set[int](), 0, 0
+
+    def is_enough(drops: int) -> bool:
+        going = tables[: certain + drops]
+        if states is not None and count > states.free + len(going):
+            return False
+        spare_blocks = pool.free_after(going, hits) - need
+        if 0 <= spare_blocks < memory.watermark and count == 1:
+            return pool.free_after(going, ()) == pool.num_blocks  # as `RequestMemory.headroom`
+        return spare_blocks >= memory.watermark
+
+    for live in lives.waiting[:seats]:  # later ones need a seat, not blocks
+        count += 1
+        cached = memory.hits(live)
+        hits.update(cached)
+        need += memory.blocks_for(len(live.token_ids)) - len(cached)
+        if not is_enough(len(droppable)):
+            break
+        dropped = bisect_left(range(len(droppable)), True, lo=max(least, dropped), key=is_enough)
+        if wanted(live.owner):
+            break
+    return droppable[:dropped]

@@ -1,0 +1,96 @@
+"""The process with the sockets of a vLLM server without a worker of Baton."""
+
+import contextlib
+import os
+import subprocess
+import threading
+from dataclasses import dataclass
+
+from baton.kv_transfer import (
+    ArenaEnd,
+    Heartbeat,
+    PagedKV,
+    TraceWriter,
+    TransferConfig,
+    Transport,
+    channel_pair,
+    spawn_transfer,
+)
+from baton.kv_transfer.spawn import MAX_MESSAGE, Ready, decode_from_transfer
+from baton.vllm_worker.mixed_steps import LONG
+
+_TICK = 0.25
+"""Seconds between signs of life to the transfer process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user may set in `kv_connector_extra_config`."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine at which decode servers fetch KV."""
+    port: int = 0
+    """0: one is chosen."""
+    lanes: int = 4
+    slots: int = 64
+    slot_bytes: int = 2 << 20
+    encrypt: bool = False
+    timeout: float = 60.0
+    """Seconds for the KV of a request to come. Then its prompt is computed here."""
+    attach: str = ""
+    """Socket of a worker (`attachment`), which has a transfer process. The settings above are then its own,
+    but for `timeout`."""
+    ttit_target: float | None = None
+    ttit_target_steps: float = LONG
+    """With `attach`: as in the configuration of Baton's engine."""
+    untested: bool = False
+    """Start also with a version of vLLM that Baton was not tested with."""
+
+
+class TransferProcess:
+    """The process with the sockets, as a child of vLLM's process."""
+
+    def __init__(self, kv: PagedKV, settings: Settings, name: str, model: str, secret: bytes) -> None:
+        """Returns when it can be reached. Raises ValueError if the settings are wrong, and RuntimeError if
+        the process ends."""
+        incarnation = int.from_bytes(os.urandom(8))
+        self.heartbeat = Heartbeat.create()
+        self.heartbeat.tick()
+        ours, theirs = zip(
+            *(ArenaEnd.pair(settings.slots, settings.slot_bytes) for _ in range(2)), strict=True
+        )
+        self._service, service = channel_pair()
+        config = TransferConfig(
+            name=name, title="baton vllm", incarnation=incarnation, model_fingerprint=model,
+            layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes, host=settings.host,
+            port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt,
+        )  # fmt: skip
+        self.process: subprocess.Popen[bytes] = spawn_transfer(
+            config, sending=theirs[0], receiving=theirs[1], heartbeat=self.heartbeat, service=service,
+            secret=secret,
+        )  # fmt: skip
+        data = self._service.recv(MAX_MESSAGE)
+        if not data:
+            raise RuntimeError(f"{name}: the transfer process ended with exit code {self.process.wait()}")
+        ready = decode_from_transfer(data)
+        assert isinstance(ready, Ready), ready
+        self.address = f"{settings.host}:{ready.port}", incarnation
+        self.transport = Transport(ours[0], ours[1], TraceWriter(None, name), exports=True)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="baton heartbeat", daemon=True)
+        self._thread.start()
+
+    def _tick(self) -> None:
+        """Shows the transfer process that this process lives, and reads its reports."""
+        self._service.settimeout(_TICK)
+        while not self._ended.is_set():
+            self.heartbeat.tick()
+            with contextlib.suppress(TimeoutError):
+                if not self._service.recv(MAX_MESSAGE):
+                    return
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._service.close()  # which ends the process
+        self.process.wait()

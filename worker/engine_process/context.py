@@ -1,0 +1,62 @@
+"""The objects of an engine process that its roles share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from baton.engine import Engine, Hooks, build_engine
+from baton.kv_transfer import Heartbeat, Receiver, TraceWriter, Transport
+from baton.worker import messages
+from baton.worker.engine_process.attempt import AttemptTable
+from baton.worker.engine_process.cached_chunks import CachedChunks
+from baton.worker.engine_process.engine_attempt import EngineAttempt, Resources
+from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.engine_process.shared_store import StoreTier
+from baton.worker.engine_process.start import EngineProcessConfig
+from baton.worker.ipc import ServiceLink
+from baton.worker.request_counts import RequestCounts
+
+
+@dataclass(slots=True)
+class Context:
+    """The objects that roles are built from. All of them live as long as the process."""
+
+    config: EngineProcessConfig
+    link: ServiceLink
+    heartbeat: Heartbeat
+    transport: Transport
+    trace: TraceWriter
+    attempts: AttemptTable[EngineAttempt]
+    counts: RequestCounts = field(default_factory=RequestCounts)
+    links: PrefixLinks = field(default_factory=PrefixLinks)
+    cached_chunks: CachedChunks = field(default_factory=CachedChunks)
+    store: StoreTier | None = None
+
+    def resources(self, engine: Engine, receiver: Receiver) -> Resources:
+        """What the attempts of this engine share. `receiver` writes to its cache."""
+        return Resources(engine, receiver, self.counts, self.trace, self.config.incarnation)
+
+    def _kept(self, salt: bytes, name: bytes, chunk: int, *, states: bool) -> None:
+        if self.store is not None:
+            self.store.store.offer(salt, name, chunk, states=states)
+
+    def start_engine(
+        self,
+        prefill_started: Callable[[Any, Sequence[int], int, int, int], None],
+        layer_done: Callable[[int, Mapping[Any, range]], bool],
+    ) -> Engine:
+        """Builds the engine with these hooks. Raises ValueError if the user's configuration is wrong."""
+        hooks = Hooks(
+            progress=lambda stage, fraction: self.link.send(messages.Progress(stage, fraction)),
+            tick=self.heartbeat.tick,
+            computing=self.heartbeat.set_step,
+            prefill_started=prefill_started,
+            layer_done=layer_done,
+            cached=self.cached_chunks.cached,
+            moved=self.cached_chunks.moved,
+            evicted=self.cached_chunks.evicted,
+            states_kept=partial(self._kept, states=True),
+            remnant_kept=partial(self._kept, states=False),
+        )
+        return build_engine(self.config.engine, files=self.config.files, hooks=hooks)

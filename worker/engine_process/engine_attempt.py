@@ -1,0 +1,158 @@
+"""An attempt of Baton's engine: its request there, and the transfers that read and write its blocks.
+
+The sender and the receiver report to the lease, which is the `owner` in their events.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.engine import Engine, Output
+from baton.engine.core.live_request import LiveRequest
+from baton.kv_transfer import (
+    Began,
+    Closed,
+    FetchFailed,
+    Injected,
+    Receiver,
+    Released,
+    Sender,
+    TraceWriter,
+)
+from baton.kv_transfer.protocol.messages import Reason
+from baton.worker.engine_process.attempt import Attempt, Lease
+from baton.worker.request_counts import RequestCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the attempts of an engine share."""
+
+    engine: Engine
+    receiver: Receiver
+    counts: RequestCounts
+    trace: TraceWriter
+    incarnation: int
+    """Of this worker."""
+
+    def no_room(self) -> str:
+        """Counts a refusal, and says why."""
+        self.counts.no_room += 1
+        return f"{self.engine.blocks_free} of {self.engine.num_blocks} blocks are free"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EngineAttempt(Attempt):
+    """Roles override what concerns them."""
+
+    shared: Resources
+    fetched: int = 0
+    """Tokens with KV that came from another worker's prefix cache for this attempt."""
+    live: LiveRequest | None = None
+    """Its request in the engine. None: it has not come there, or a decode has taken it over."""
+
+    @property
+    def live_request(self) -> LiveRequest:
+        assert self.live is not None, "the engine has it"
+        return self.live
+
+    def stop(self) -> None:
+        """The blocks are free when no step and no lease uses them."""
+        if self.live is not None:
+            self.shared.engine.cancel(self.live)
+
+    def computed(self, stop: int) -> None:
+        """A step has computed its positions below `stop`."""
+
+    def sampled(self, output: Output) -> None:
+        """A step has sampled its next token."""
+        raise NotImplementedError
+
+    def range_launched(self) -> None:
+        """The last step of a range of its part of a shared prompt is launched."""
+
+    def released(self, reading: "Reading", reason: str) -> None:
+        """No other worker reads its blocks under the id of the lease any more."""
+
+    def written(self, event: Injected | FetchFailed | Closed | Began) -> None:
+        """The receiver reports of a fetch into its blocks."""
+
+    def take(self, decode: Attempt) -> LiveRequest | bool | None:
+        """Keeps the blocks for a decode on this worker. Returns the request when the engine may resume it,
+        and False before. None: the blocks are not for this decode."""
+        return None
+
+    def let_go(self, decode: Attempt, *, resumed: bool) -> None:
+        """The engine has resumed the request for the decode, or the decode has ended before."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another worker holds memory for its result."""
+        return False
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it has blocks, and may be dropped so that a wanted attempt can start."""
+        return False
+
+    def drop(self) -> None:
+        """Ends a spare attempt: its blocks are needed."""
+
+
+@dataclass(slots=True, eq=False)
+class BlockLease(Lease[EngineAttempt]):
+    """A transfer uses the blocks of the attempt. From `keep` on, the lease is one on the request in the
+    engine, too, so its blocks stay."""
+
+    id: bytes
+    live: LiveRequest | None = field(default=None, init=False)
+
+    def keep(self) -> LiveRequest:
+        self.live = live = self.attempt.live_request
+        live.leases.begin(self)
+        return live
+
+    def end(self) -> None:
+        if self.live is not None:
+            self.live.leases.end(self)
+        Lease.end(self)
+
+
+@dataclass(slots=True, eq=False)
+class Reading(BlockLease):
+    """Other workers may read the blocks under this id, until the sender reports that none does. The sender
+    reads nothing before `open`, and a FETCH waits."""
+
+    sender: Sender
+
+    def open(self, num_tokens: int, states_at: Sequence[int] | None = None) -> None:
+        """As `Sender.open`."""
+        live = self.keep()
+        self.sender.open(self.id, tuple(live.blocks), num_tokens, live.state_slot, states_at, self)
+
+    def revoke(self, reason: Reason) -> None:
+        self.sender.close(self.id, reason)
+        if self.live is None:
+            self.end()
+
+    def handle(self, event: Released) -> None:
+        self.end()
+        self.attempt.released(self, event.reason)
+
+
+@dataclass(slots=True, eq=False)
+class Writing(BlockLease):
+    """The receiver may write into the blocks, until it reports the end of the fetch with this id."""
+
+    receiver: Receiver
+
+    def __post_init__(self) -> None:
+        BlockLease.__post_init__(self)
+        self.keep()
+
+    def revoke(self, reason: Reason) -> None:
+        self.receiver.cancel(self.id)
+
+    def handle(self, event: Injected | FetchFailed | Closed | Began) -> None:
+        if not isinstance(event, Began):
+            self.end()
+        self.attempt.written(event)

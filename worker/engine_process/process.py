@@ -1,0 +1,80 @@
+"""The life of an engine process of a worker, from its start to its exit code."""
+
+import gc
+from collections.abc import Callable, Sequence
+
+from baton.content import vocabulary_fingerprint
+from baton.engine import Engine
+from baton.engine.loader.tokenizer_json import vocabulary
+from baton.kv_transfer import Heartbeat, TraceWriter, Transport
+from baton.kv_transfer.channel import ChannelClosed
+from baton.worker import messages
+from baton.worker.engine_process.attempt import AttemptTable
+from baton.worker.engine_process.context import Context
+from baton.worker.engine_process.loop import loop
+from baton.worker.engine_process.offload import OffloadPump, offload_pumps
+from baton.worker.engine_process.paged_kv import kv_layout
+from baton.worker.engine_process.roles import Role, Roles
+from baton.worker.engine_process.shared_store import StoreTier
+from baton.worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
+from baton.worker.ipc import ServiceLink
+
+
+def run(config: EngineProcessConfig, build: Callable[[Context], tuple[Engine, Sequence[Role]]]) -> int:
+    """Runs the engine process. Returns its exit code.
+
+    `build` makes the engine and the roles. An exception of a step ends the process, and the supervisor starts
+    a new worker.
+    """
+    gc.freeze()  # what imports made; the collection below would scan it for a tenth of a second
+    link = ServiceLink(config.address)
+    trace = TraceWriter(config.trace_path, config.name)
+    arenas = config.arenas
+    transport = Transport(*arenas.ends(), trace, arenas.exports, arenas.adopts)
+    heartbeat = Heartbeat(config.heartbeat_fd)
+    context = Context(config, link, heartbeat, transport, trace, AttemptTable(link.send))
+    heartbeat.tick()
+    try:
+        engine, roles = build(context)
+        pumps: list[OffloadPump | StoreTier] = [
+            *offload_pumps(engine, heartbeat.tick, config.engine.disk_cache_dir, config.offload_fds)
+        ]
+        if context.store is not None:
+            pumps.append(context.store)
+        ready = _ready(engine)
+    except ValueError as error:
+        link.send(messages.StartFailed(str(error)))
+        link.close()
+        return EXIT_START_FAILED
+    gc.collect()
+    gc.enable()
+    gc.freeze()  # these objects live as long as the process; scanning them would delay a step
+    link.send(ready)
+    try:
+        loop(engine, Roles(engine, roles, context), context, pumps)
+    except ChannelClosed:
+        return EXIT_TRANSFER_GONE
+    for pump in pumps:
+        pump.close()
+    engine.close()
+    context.trace.close()
+    link.close()
+    return 0
+
+
+def _ready(engine: Engine) -> messages.EngineReady:
+    """Describes the engine for the service process. Raises ValueError if the tokenizer cannot be read."""
+    model = engine.model_config
+    return messages.EngineReady(
+        model_fingerprint=engine.model_fingerprint,
+        content_root=engine.content_root,
+        layout=kv_layout(engine),
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        block_size=engine.block_size,
+        num_blocks=engine.num_blocks,
+        offload_blocks=sum(tier.num_places for tier in engine.offload),
+        vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.tokenizer)),
+        attention_doubles_at=model.attention_doubles_at,
+        numerics=engine.numerics,
+    )
