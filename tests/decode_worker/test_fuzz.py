@@ -28,8 +28,8 @@ FLOATS = (
     float("-inf"),
 )  # fmt: skip
 NUMBERS = (0, 1, 2, 3, 20, 21, 511, 512, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
-LENGTHS = (1, 1, 2, 15, 16, 17, 64, 65, 300, 300, 300, 1500, 0, 4080, 4095, 4096, 5000)
-TIMEOUTS = (60_000, 60_000, 60_000, 50, 1, 0)
+LENGTHS, EXTREMES = (1, 2, 15, 16, 17, 64, 65, 300, 300, 1500), (0, 4080, 4095, 4096, 5000)
+TIMEOUTS = (50, 1, 0)
 TEXTS = ("", "\x00", "x", "{}", '{"type": "object"}', "(" * 999, "start: start", "ü" * 9999, "[" * 200_000)
 ADDRESSES = (
     "", ":", "127.0.0.1:", "127.0.0.1:9", "127.0.0.1:0", "127.0.0.1:65536", "[::1]:9", "nowhere:9", "\x00:9",
@@ -56,9 +56,9 @@ class Forger:
     def some_id(self) -> bytes:
         return self.known()[0] if self.rng.random() < 0.9 else self.new_id()
 
-    def tokens(self, length: int) -> list[int]:
-        ids = prompt(length)
-        if ids and self.rng.random() < 0.03:
+    def tokens(self) -> list[int]:
+        ids = prompt(self.rng.choice(LENGTHS if self.rng.random() < 0.9 else EXTREMES))
+        if ids and self.rng.random() < 0.05:
             ids[self.rng.randrange(len(ids))] = self.rng.choice((511, 512, (1 << 32) - 1))
         return ids
 
@@ -86,14 +86,15 @@ class Forger:
                 for kind in ("json_schema", "regex", "grammar")
             ),
         ]  # fmt: skip
-        for _ in range(rng.choice((0, 0, 0, 0, 1, 1, 2, 5))):
+        for _ in range(rng.choice((0,) * 8 + (1, 1, 2, 5))):
             rng.choice(spoil)()
         return params
 
     def request(self) -> pb.Request:
         rng = self.rng
-        outputs = self.tokens(rng.choice(LENGTHS)) if rng.random() < 0.2 else []
-        made = request(self.tokens(rng.choice(LENGTHS)), self.sampling(), outputs, rng.choice(TIMEOUTS))
+        outputs = self.tokens() if rng.random() < 0.1 else []
+        timeout = 60_000 if rng.random() < 0.9 else rng.choice(TIMEOUTS)
+        made = request(self.tokens(), self.sampling(), outputs, timeout)
         if rng.random() < 0.2:
             made.priority = rng.choice((-(1 << 31), -1, 1, (1 << 31) - 1))
             made.alone, made.retried = rng.random() < 0.5, rng.random() < 0.5
@@ -127,7 +128,7 @@ class Forger:
         return pb.RouterMessage(decode=pb.SubmitDecode(decode_id=decode_id, request=asked, source=source))
 
     def retarget(self) -> pb.RouterMessage:
-        output_ids = self.tokens(self.rng.choice((0, 0, 0, 1, 2, *LENGTHS)))
+        output_ids = self.tokens() if self.rng.random() < 0.5 else []
         source = self.source(self.some_id())
         return pb.RouterMessage(
             retarget=pb.Retarget(decode_id=self.some_id(), source=source, output_ids=output_ids)

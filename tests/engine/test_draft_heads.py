@@ -83,14 +83,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sure")
 
 
-def half() -> list[EngineRequest]:
+def some() -> list[EngineRequest]:
     """Of `requests_of` some of each kind: `test_speculation` has all of them."""
-    return requests_of()[::2]
+    return requests_of()[::3]
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_engine: MakeEngine, random_head: Checkpoint) -> dict[bytes, Result]:
-    return run(tiny_engine(model=str(random_head[0]), num_blocks=512), half())
+    return run(tiny_engine(model=str(random_head[0]), num_blocks=512), some())
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,12 @@ def test_drafts_change_no_stream(
     )
     draft_always(engine)
     for _ in range(2 if "enable_prefix_caching" in config else 1):  # then with prompts from the cache
-        assert_same(run(engine, half()), expected)
+        assert_same(run(engine, some()), expected)
         engine.assert_whole()
-    stats = engine.stats().speculation
-    assert stats is not None
-    assert stats.drafts
+    stats = engine.stats()
+    assert stats.speculation is not None
+    assert stats.speculation.drafts
+    assert bool(stats.preemptions) == (engine.num_blocks == 24)
 
 
 @ON_CPU
@@ -187,7 +188,7 @@ def test_guesses_are_those_of_the_reference(
     lives: list[LiveRequest] = []
     for number, length in enumerate((40, 9, 23)):
         prompt = [(7 * i + number) % 190 + 3 for i in range(length)]
-        asked = request_of(number, prompt, max_tokens=16 + 4 * number, ignore_eos=True)
+        asked = request_of(number, prompt, max_tokens=12 + 3 * number, ignore_eos=True)
         engine.add(asked)
         lives.append(live_of(engine, asked.id))
     compared = 0
@@ -199,10 +200,10 @@ def test_guesses_are_those_of_the_reference(
                 count = min(len(live.guesses.tokens), 4 * len(live.blocks) - live.num_known + 2)
                 assert list(live.guesses.tokens[:count]) == reference.guesses(list(live.token_ids), count)
                 compared += count
-    assert compared > 100
+    assert compared > 60
     engine.assert_whole()
     if graphs:
-        assert replayed(engine) > 30
+        assert replayed(engine) > 20
 
 
 @pytest.mark.parametrize(

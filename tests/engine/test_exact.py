@@ -355,9 +355,7 @@ def test_products(kernel_device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16] if ON_GPU else [F16])
-@pytest.mark.parametrize(
-    ("size", "columns", "zeros"), [(32, 288, True), (64, 512, False), (128, 640, True), (128, 256, False)]
-)
+@pytest.mark.parametrize(("size", "columns", "zeros"), [(32, 288, True), (64, 512, False), (128, 256, False)])
 @pytest.mark.usefixtures("exact_kernels")
 def test_products_in_four_bits(size: int, columns: int, zeros: bool, dtype: torch.dtype) -> None:
     """Codes that a product reads, and codes that are written to memory first."""
@@ -462,7 +460,7 @@ def test_states(exact_kernels: Kernels, kind: type[Step], on_cpu: bool, dtype: t
     """Of a request: in one chunk, in several ones, as decodes, and in a copy of its state."""
     kernels, device = (Kernels(exact=True), "cpu") if on_cpu else (exact_kernels, DEVICE)
     dtype = BF16 if on_cpu else dtype
-    layer, length = layer_of(2, dtype), 150
+    layer, length = layer_of(2, dtype), 110
     parameters, channels = kind([(0, 1)], layer, dtype).parameters(device), layer.conv_weight.shape[1]
     width = channels + HEADS * (2 if kind is DeltaStep else 1)
     inputs = normal(3, length, width, seed=6).to(dtype).to(device)
