@@ -57,7 +57,7 @@ class Pair(Workers):
             speed = first_speed(status.prefill_tokens_per_s, status, described.attention_doubles_at)
             workers.append(SplitWorker(0.0, speed, step, floor))
         cost = PromptCost(tokens, 0, described.attention_doubles_at, layers=described.num_layers)
-        found = split(cost, workers[:1], workers[1])
+        found = split(cost, dict(enumerate(workers)), last=1)
         if found is None:
             raise RuntimeError(f"the policy does not split a prompt of {tokens} tokens at these speeds")
         return [(drivers[part.worker], part.stop) for part in found.ranges]

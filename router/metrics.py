@@ -23,7 +23,7 @@ from prometheus_client.utils import floatToGoString
 
 from baton.router.admission.queue import Admission
 from baton.router.errors import ApiError, all_errors, error_code
-from baton.router.policy.placement import REASONS
+from baton.router.policy.plan import REASONS
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import WorkerState
 from baton.rpc import worker_pb2 as pb

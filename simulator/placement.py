@@ -1,10 +1,10 @@
 """Where requests are computed, step by step: workers that decode and compute prompts, behind routers.
 
-    arrives ─▶ the router's window ─▶ two_choices, sticky, place, split ─▶ handover: a worker of each pool
-                                                                        ├▶ decode or prefill: one worker
-                                                                        └▶ shared: several workers
+    arrives ─▶ the router's window ─▶ plan ─▶ handover: a worker of each pool
+                                            ├▶ decode or prefill: one worker
+                                            └▶ split: several workers
 
-The policies are those of the router. A worker is an engine step by step (`step_worker`), and reports once a
+The plans are those of the router. A worker is an engine step by step (`step_worker`), and reports once a
 second. The KV of a handover arrives `HANDOVER_SECONDS` after the first token.
 
 Two simpler placements compare: `split` hands each request over, and `colocated` stands for engines that
@@ -16,20 +16,22 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Literal
 
 from baton.engine.core.meters import LONG
 from baton.router.policy import placement as policy
-from baton.router.policy import split as splitting
-from baton.router.policy.decode import DecodeLoad, DecodePool
-from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, sticky
+from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
+from baton.router.policy.fleet import Fleet
+from baton.router.policy.plan import Plan
+from baton.router.policy.planner import NOTHING, Lack, plan
+from baton.router.policy.prefill import PrefillRequest, sticky
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.placement_outcome import PlacementOutcome
-from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, Part, Plan, Request, Worker
+from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, Part, Request, SharedPrompt, Worker
 from baton.simulator.steps import DOUBLES_AT, LAYERS
 from baton.simulator.trace import Load, arrivals
 
@@ -49,6 +51,27 @@ Pool = Literal["prefill", "decode"]
 POOLS: tuple[Pool, Pool] = ("prefill", "decode")
 FlipPolicy = Callable[[float, Mapping[Pool, Sequence[pb.WorkerStatus]]], Mapping[Pool, int]]
 """Takes the time and the reports of each pool. Returns the sizes that the pools should have."""
+
+
+@dataclass(eq=False)
+class SeenWorker:
+    """What a router knows of a worker (`Seen`)."""
+
+    row: int
+    address: str
+    seats: InitVar[int]
+    status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
+    ready: bool = True
+
+    def __post_init__(self, seats: int) -> None:
+        self.load = DecodeLoad(self.address, BLOCK, BLOCKS, seats, BLOCKS)
+        self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {}
+        self.description = pb.WorkerDescription(
+            max_num_batched_tokens=BUDGET, attention_doubles_at=round(DOUBLES_AT), num_layers=LAYERS
+        )
+
+    def ready_in(self, pool: "pb.Pool") -> bool:
+        return True
 
 
 @dataclass(eq=False)
@@ -72,23 +95,28 @@ class Router:
     def __post_init__(self) -> None:
         self._prefills: set[int] = set()
         self._loads = PrefillLoads()
-        self._decodes = [DecodeLoad(w.name, BLOCK, BLOCKS, self.seats, BLOCKS) for w in self.workers]
-        self._decoders = DecodePool(self._decodes)
-        self._status = [pb.WorkerStatus() for _ in self.workers]
+        self._caches = DecodeCaches(self._loads.index)
+        self._decoders = DecodePool()
+        self._seen = {
+            row: SeenWorker(row, worker.name, self.seats) for row, worker in enumerate(self.workers)
+        }
+        self._named = {worker.address: worker for worker in self._seen.values()}
         self._queue: deque[Request] = deque()
         self._sent_tokens = 0  # prompt tokens without a first token that workers have
         self._window = policy.PrefillWindow()
-        for worker in self.workers:
-            self._loads.join(worker.name, block_size=BLOCK, now=self.clock.now, serving=False)
+        for row, worker in self._seen.items():
+            self._loads.join(worker.address, block_size=BLOCK, now=self.clock.now, serving=False)
+            self._caches.join(row, worker.load)
+            self._decoders.add(worker.load)
 
     def move(self, row: int, pool: Pool) -> None:
         """New work of the pool goes to this worker. What it has goes on to its end."""
         if pool == "prefill":
             self._prefills.add(row)
-            self._decoders.remove(self._decodes[row])
+            self._decoders.remove(self._seen[row].load)
         else:
             self._prefills.remove(row)
-            self._decoders.add(self._decodes[row])
+            self._decoders.add(self._seen[row].load)
         self._loads.serve(row, pool == "prefill")
         self._dispatch()
 
@@ -96,7 +124,7 @@ class Router:
     def idle(self) -> bool:
         """Whether nothing is left in its view of the workers."""
         rows = range(len(self.workers))
-        left = [self._loads.tokens_waiting(row, math.inf) or self._decodes[row].own for row in rows]
+        left = [self._loads.tokens_waiting(row, math.inf) or self._seen[row].load.own for row in rows]
         return not (self._queue or self._sent_tokens or any(left))
 
     def add(self, request: Request) -> None:
@@ -104,16 +132,16 @@ class Router:
         self._dispatch()
 
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
-        self._status[row] = status
+        self._seen[row].status = status
         self._loads.reported(row, status, self.clock.now, alone=row in self._prefills)
         running = status.requests_running + status.reservations
-        self._decodes[row].reported(blocks_free=status.blocks_free, running=running)
+        self._seen[row].load.reported(blocks_free=status.blocks_free, running=running)
         if row == len(self.workers) - 1:
             self._update_window()
         self._dispatch()
 
     def _update_window(self) -> None:
-        paces = [policy.pace(status) for row, status in enumerate(self._status) if row not in self._prefills]
+        paces = [policy.pace(seen.status) for row, seen in self._seen.items() if row not in self._prefills]
         speed = self._loads.tokens_per_s()
         budgets = len(self._prefills) * [BUDGET]
         self._window = policy.prefill_window(budgets, speed, paces if self.kind == "policy" else [])
@@ -122,112 +150,55 @@ class Router:
         while self._queue:
             if self._sent_tokens and self._sent_tokens >= self._window.holding(self._queue[0].prompt):
                 return
-            tokens = self._queue[0].prompt + 1
-            decode = self._decoders.choose(tokens, self.rng)
-            if decode is not None:
-                self._send(self._queue.popleft(), int(decode))
-            elif self.kind != "policy" or not self._send_without_room():
+            found = self._plan(self._queue[0])
+            if isinstance(found, Lack):
                 return
+            request = self._queue.popleft()
+            request.due = request.arrived + found.within
+            self.outcome.places[found.place] += 1
+            assert found.decode is not None
+            if found.place == "split":
+                self._share(request, found, found.decode)
+            else:
+                self._submit(request, found, found.ranges[-1].worker, found.decode)
 
-    def _send_without_room(self) -> bool:
-        """Sends the first request while no decode worker has room for it. False: it waits."""
-        request = self._queue[0]
-        asked, snapshot, chosen = self._sticky(request)
-        rows = snapshot.compared(chosen, lambda row: self._decodes[row].fits(request.prompt + 1), self.rng)
-        found = policy.place_without_room([self._prefill_offer(asked, snapshot, row) for row in rows])
-        if found is None:
-            return False
-        prefill = rows[found.offer]
-        request.due = request.arrived + policy.patience(request.prompt / float(snapshot.speed[prefill]))
-        self.outcome.places["prefill"] += 1
-        self._submit(self._queue.popleft(), prefill, prefill)
-        return True
-
-    def _sticky(self, request: Request) -> tuple[PrefillRequest, PrefillSnapshot, int]:
-        """The request, the prefill workers, and the one that `sticky` chooses."""
-        asked = PrefillRequest(key=request.number * SPREAD % 2**64, tokens=request.prompt, chunks=())
-        snapshot = self._loads.snapshot(asked, self.clock.now)
-        assert snapshot is not None
-        return asked, snapshot, sticky(snapshot, asked)
-
-    def _send(self, request: Request, decode: int) -> None:
-        now = self.clock.now
-        asked, snapshot, prefill = self._sticky(request)
-        found = policy.Placement("handover")
-        if self.kind == "policy":
-            first, status = self._prefill_offer(asked, snapshot, prefill), self._status[decode]
-            waiting = self._loads.tokens_waiting(decode, now)
-            offer = policy.decode_offer(status, self._decodes[decode], waiting, 0)
-            found = policy.place(request.prompt, request.answer, first, [offer])
-            if self.splits and self._split(request, prefill, decode, found.alone):
-                return
-        token_seconds = 1 / float(snapshot.speed[prefill])
-        if found.place == "decode":
-            token_seconds = policy.pace(self._status[decode]).token_seconds
-        request.due = request.arrived + policy.patience(request.prompt * token_seconds)
-        self.outcome.places[found.place] += 1
-        if found.place == "decode":
-            self._submit(request, decode, decode)
-        elif found.place == "prefill":
-            self._submit(request, prefill, prefill)
-        else:
-            self._submit(request, prefill, decode, queued=self._loads.tokens_queued(prefill, now) > BUDGET)
-
-    def _prefill_offer(
-        self, asked: PrefillRequest, snapshot: PrefillSnapshot, row: int
-    ) -> policy.PrefillOffer:
-        load, utilisation = self._decodes[row], self._loads.utilisation(row)
-        return policy.prefill_offer(snapshot, asked, row, self._status[row], load, utilisation)
-
-    def _split(self, request: Request, prefill: int, decode: int, alone: float) -> bool:
-        """Lets several workers compute the prompt. False: one is about as good."""
-        loads, now = self._loads, self.clock.now
-        first = self._split_worker(prefill)
-        if not (self._decodes_nothing(prefill) and splitting.may_gain(request.prompt, first)):
-            return False
-        others = set(filter(self._decodes_nothing, loads.draw(2 * splitting.MOST_WORKERS, self.rng))) - {
-            prefill
-        }
-        rows = sorted(others, key=lambda row: loads.tokens_waiting(row, now))
-        queued = loads.tokens_queued(prefill, now) > BUDGET
-        last = self._split_worker(decode) if self._decodes_nothing(decode) and not queued else None
-        cost = splitting.PromptCost(request.prompt, 0, DOUBLES_AT, LAYERS)
-        found = splitting.split(cost, [first, *map(self._split_worker, rows)], last, alone)
-        if found is not None:
-            self.outcome.places["shared"] += 1
-            self._share(request, found, [prefill, *rows, decode], queued=queued)
-        return found is not None
-
-    def _decodes_nothing(self, row: int) -> bool:
-        load = self._decodes[row]
-        return not (load.own or min(self._status[row].requests_decoding, load.running))
-
-    def _split_worker(self, row: int) -> splitting.SplitWorker:
-        status, loads = self._status[row], self._loads
-        speed = max(1.0, status.prefill_tokens_per_s or loads.speed(row))
-        wait = loads.tokens_waiting(row, self.clock.now) / speed
-        used, speed = loads.utilisation(row), splitting.first_speed(speed, status, DOUBLES_AT)
-        return splitting.SplitWorker(wait, speed, BUDGET, status.fastest_step_seconds, utilisation=used)
-
-    def _share(self, request: Request, found: splitting.Split, rows: Sequence[int], *, queued: bool) -> None:
-        """`rows`: the workers of the plan. The last one decodes."""
-        workers = [self.workers[rows[part.worker]] for part in found.ranges]
-        plan = Plan(
-            [(w, range(p.start, p.stop)) for w, p in zip(workers, found.ranges, strict=True)], self.clock
+    def _plan(self, request: Request) -> Plan | Lack:
+        fleet = Fleet(
+            now=self.clock.now,
+            rng=self.rng,
+            named=self._named,
+            workers=self._seen,
+            attached_rows=0,
+            decodes=self._decoders,
+            decoders=self._decoders,
+            loads=self._loads,
+            caches=self._caches,
+            policy=sticky,
+            overflow=self.kind == "policy",
+            splits=self.kind == "policy" and self.splits,
+            prefix_fetches=False,
         )
-        for index in dict.fromkeys(part.worker for part in found.ranges):
+        key = request.number * SPREAD % 2**64
+        return plan(
+            PrefillRequest(key, request.prompt, answer=request.answer, may_split=True), NOTHING, fleet
+        )
+
+    def _share(self, request: Request, found: Plan, decode: int) -> None:
+        ranges = [(self.workers[part.worker], range(part.start, part.stop)) for part in found.ranges]
+        shared, final = SharedPrompt(ranges, self.clock), found.ranges[-1].worker
+        for row in dict.fromkeys(part.worker for part in found.ranges):
             part = Part(
                 request.number, request.prompt, request.answer, request.arrived,
-                measured=request.measured and index == found.ranges[-1].worker,
-                due=request.arrived + policy.patience(found.seconds),
-                plan=plan,
-                own=deque(number for number, other in enumerate(found.ranges) if other.worker == index),
+                measured=request.measured and row == final,
+                due=request.due,
+                prompt_of=shared,
+                own=deque(number for number, other in enumerate(found.ranges) if other.worker == row),
             )  # fmt: skip
-            if index == found.ranges[-1].worker:
-                self._submit(part, rows[index], rows[-1], queued=queued)
+            if row == final:
+                self._submit(part, found, row, decode)
             else:
-                part.first_token = partial(self._computed, part, self._sent(part, rows[index]), rows[index])
-                self.workers[rows[index]].prefill(part)
+                part.first_token = partial(self._computed, part, self._sent(part, row), row)
+                self.workers[row].prefill(part)
 
     def _sent(self, request: Request, computes: int) -> PrefillWork:
         work = PrefillWork(request.tokens)
@@ -240,16 +211,15 @@ class Router:
         self._sent_tokens -= request.tokens
         self._dispatch()
 
-    def _submit(self, request: Request, computes: int, decodes: int, *, queued: bool = False) -> None:
-        """`queued`: the decode worker gets the request when its prefill starts."""
+    def _submit(self, request: Request, found: Plan, computes: int, decodes: int) -> None:
         work = self._sent(request, computes)
         request.first_token = partial(self._first_token, request, work, computes, decodes)
         request.ended = partial(self._ended, request, decodes)
         if computes != decodes:
             request.ends = partial(self._expect, request, decodes)
         if computes == decodes:
-            self._decodes[decodes].sent(request.prompt + 1)
-        elif queued:
+            self._seen[decodes].load.sent(request.prompt + 1)
+        elif found.order == "prefill":
             request.started = partial(self._reserve, request, decodes)
         else:
             self._reserve(request, decodes)
@@ -259,7 +229,7 @@ class Router:
         self.workers[decode].arriving[request.number] = computed + HANDOVER_SECONDS[1]
 
     def _reserve(self, request: Request, decode: int) -> None:
-        self._decodes[decode].sent(request.prompt + 1)
+        self._seen[decode].load.sent(request.prompt + 1)
         self.workers[decode].reserve(request)
 
     def _first_token(self, request: Request, work: PrefillWork, computes: int, decodes: int) -> None:
@@ -271,7 +241,7 @@ class Router:
         self._computed(request, work, computes)
 
     def _ended(self, request: Request, decodes: int) -> None:
-        self._decodes[decodes].ended(request.prompt + 1)
+        self._seen[decodes].load.ended(request.prompt + 1)
         self._dispatch()
 
 

@@ -8,14 +8,8 @@ layer after the range before it, and ends no earlier than a layer after that one
 import random
 from collections.abc import Sequence
 
-from baton.router.policy.split import (
-    HOP_SECONDS,
-    MOST_WORKERS,
-    PromptCost,
-    SplitRange,
-    SplitWorker,
-    split,
-)
+from baton.router.policy.plan import Range
+from baton.router.policy.split import HOP_SECONDS, MOST_WORKERS, PromptCost, SplitWorker, split
 from baton.simulator.step_worker import BUDGET
 from baton.simulator.steps import DOUBLES_AT, LAYERS, READ_SECONDS, step_seconds
 
@@ -45,19 +39,21 @@ def simulate(
             rows = rng.sample(rows, 2 * MOST_WORKERS)  # as many as a router looks at
         waits = {row: max(0.0, free[row] - now) for row in rows}
         chosen = sorted(waits, key=waits.__getitem__)
-        offers = [SplitWorker(waits[row], speed, BUDGET, READ_SECONDS, utilisation=load) for row in chosen]
+        offers = {
+            row: SplitWorker(waits[row], speed, BUDGET, READ_SECONDS, utilisation=load) for row in chosen
+        }
         plan = split(PromptCost(tokens, 0, DOUBLES_AT, LAYERS), offers) if splits else None
         shared += plan is not None
-        ranges = plan.ranges if plan is not None else [SplitRange(0, 0, tokens)]
-        found.append(_compute(ranges, chosen, free, now) - now)
+        ranges = plan.ranges if plan is not None else [Range(chosen[0], 0, tokens)]
+        found.append(_compute(ranges, free, now) - now)
     return found, shared
 
 
-def _compute(ranges: Sequence[SplitRange], rows: Sequence[int], free: list[float], now: float) -> float:
-    """Submits the ranges of a prompt to the workers `rows`. Returns the time of its first token."""
+def _compute(ranges: Sequence[Range], free: list[float], now: float) -> float:
+    """Submits the ranges of a prompt to their workers. Returns the time of its first token."""
     began, ended, before = now, now, -1
     for part in ranges:
-        row = rows[part.worker]
+        row = part.worker
         for start in range(part.start, part.stop, BUDGET):
             seconds = step_seconds(0, 0, [(min(BUDGET, part.stop - start), start)])
             lag = seconds / LAYERS + HOP_SECONDS if before not in (-1, row) else 0.0

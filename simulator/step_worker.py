@@ -100,7 +100,7 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class SharedPrompt:
     """A prompt that several workers compute.
 
     Attributes:
@@ -129,7 +129,7 @@ class Part(Request):
     A range begins when the one before has begun, and each step of it ends a layer after the last one there.
     """
 
-    plan: Plan = field(kw_only=True)
+    prompt_of: SharedPrompt = field(kw_only=True)
     own: deque[int] = field(kw_only=True)
     total: int = field(init=False)
     in_range: int = 0
@@ -138,7 +138,7 @@ class Part(Request):
     """Of this range."""
 
     def __post_init__(self) -> None:
-        self.total = sum(len(self.plan.ranges[number][1]) for number in self.own)
+        self.total = sum(len(self.prompt_of.ranges[number][1]) for number in self.own)
 
     @property
     def tokens(self) -> int:
@@ -146,8 +146,8 @@ class Part(Request):
 
     @property
     def computable(self) -> int:
-        if not self.in_range and self.own and self.own[0] <= self.plan.begun:
-            positions = self.plan.ranges[self.own.popleft()][1]
+        if not self.in_range and self.own and self.own[0] <= self.prompt_of.begun:
+            positions = self.prompt_of.ranges[self.own.popleft()][1]
             self.computed, self.stop, self.in_range = positions.start, positions.stop, len(positions)
         return self.in_range
 
@@ -156,15 +156,15 @@ class Part(Request):
         self.in_range -= count
 
     def earliest_end(self, worker: "Worker", seconds: float) -> float:
-        plan = self.plan
-        return plan.ends + _lag(seconds) if plan.computes not in (None, worker) else 0.0
+        shared = self.prompt_of
+        return shared.ends + _lag(seconds) if shared.computes not in (None, worker) else 0.0
 
     def step_begins(self, worker: "Worker", count: int, seconds: float, now: float) -> None:
-        plan = self.plan
+        shared = self.prompt_of
         self.computed += count
-        plan.computes, plan.ends = worker, now + seconds
+        shared.computes, shared.ends = worker, now + seconds
         if self.computed == self.stop:
-            plan.clock.after(_lag(seconds), plan.begin_next)
+            shared.clock.after(_lag(seconds), shared.begin_next)
 
 
 def _lag(seconds: float) -> float:

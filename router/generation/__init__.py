@@ -1,17 +1,22 @@
 """The life of one generation, from the prompt to the last token, through failures of workers.
 
 1. A `Generation` gets a `Job`: the token ids of a prompt and the sampling parameters.
-2. It asks one prefill and one decode worker. `AttemptPair` finds them, sends the messages, and makes sure
-   that each output token is emitted exactly once.
+2. `plan` (`policy.planner`) says which workers compute the prompt and which one decodes, from what workers
+   hold of the request. `AttemptPair` submits the plan, and makes sure that each output token is emitted
+   exactly once.
 3. It puts the token into the queue of the request, and measures latency. `output` turns tokens into text.
-4. If a worker fails, it starts new attempts from prompt + output. `FailureCount` ends that after too many
-   failures. `admission.parked.Waits` bounds the waits for a worker, for retry budget, and in all.
+4. If a worker fails, what its attempt held is gone, and the generation plans again from the rest.
+   `FailureCount` ends that after too many failures. `admission.parked.Waits` bounds the waits for a worker,
+   for retry budget, and in all.
 
-`Generation` is a state machine without tasks. `advance` requests what it needs next; the streams to the
-workers tell it what happened to its attempts (`_on_event`). Nothing waits in between.
+`Generation` is a state machine without tasks. `advance` plans and submits what it needs next; the streams to
+the workers tell it what happened to its attempts (`_on_event`). Nothing waits in between.
+
+    what lacks a plan        ──▶ turn in the admission queue (room), a worker, or retry budget ──▶ plan again
+    attempt failed or lost   ──▶ `AttemptPair.drop`: what is held now                          ──▶ plan again
 
     decode   none ─ submitted ─ reserved ─ joined (its first token came) ─ finished
-    prefill  none ─ planned ─ sent ─ answered (its token came) ─ over (decode has the KV, or needs none)
+    prefill  none ─ PLANNED ─ SENT ─ ANSWERED (its token came) ─ SERVED (decode has the KV)
 
 The first time both are submitted together. If the prompt has to queue at its prefill worker, the decode is
 submitted when that worker starts to compute it. So the queue holds no decode memory. After a failure

@@ -1,60 +1,52 @@
 """The attempts of a generation: at most one prefill and one decode at a time, each with a new id.
 
-1. `AttemptPair` asks the pool which workers may do what the generation needs next. It starts and ends the
-   attempts there, and decides which tokens of theirs become output.
-2. `FailureCount` (`failures`) says when there were too many.
-
-`Generation` decides what it needs, and when.
+`AttemptPair` says what workers hold of the request, submits plans, and decides which tokens become output.
+`FailureCount` (`failures`) says when there were too many failures. `Generation` decides when to plan.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 
-from baton.content import CHUNK_TOKENS
 from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.generation.failures import FailureCount
+from baton.router.policy.plan import Plan
+from baton.router.policy.planner import Held
 from baton.router.policy.prefill import PrefillRequest
-from baton.router.policy.prefill_loads import PrefillWork
-from baton.router.policy.split import SplitRange
-from baton.router.workers.pool import Place, PrefillTarget, WorkerPool
+from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Attempt, AttemptEvent, Worker
 from baton.rpc import worker_pb2 as pb
 
 
+class PrefillState(IntEnum):
+    """How far a prefill is."""
+
+    PLANNED = auto()  # it is sent when the decode has reserved its memory
+    SENT = auto()
+    ANSWERED = auto()  # its token came
+    SERVED = auto()  # decode has the KV: only the prefill's token may still come, which the decode repeats
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefillAttempt(Attempt):
-    within: float
-    """Seconds in which the prompt should be computed. 0: it is in no hurry."""
     base: int
     """Output tokens emitted before it, which is the output index of its own token."""
-    handover: bool = True
-    """A decode worker takes over the KV. False if the prefill's token is the last one."""
-    queued: bool = False
-    """The first decode for it is submitted when it starts."""
-    sent: bool = False
-    answered: bool = False
-    over: bool = False
-    """The decode worker has the KV. Only the prefill's token may still come, which the decode repeats."""
-    replaces: bool = False
-    """The decode worker was told to fetch from another prefill before."""
-    refetched: bool = False
-    """A second decode worker fetches the KV, which the prefill worker may have released."""
-    ranges: Sequence[SplitRange] = ()
-    """Of a prompt that several workers compute: its own ones."""
-    parts: list["PrefillAttempt"] = field(default_factory=list)
-    """The other ones of this prompt, if this one samples the token."""
-    plan: list[pb.PlanRange] = field(default_factory=list)
-    """All ranges."""
+    state: PrefillState = PrefillState.PLANNED
+    promised: int = 0
+    """Positions of room at a decode worker that the pool keeps for it, until its decode is submitted."""
+    fetches: int = 0
+    """Decodes that began with it as their source. Its worker may have released the KV after the first one."""
+    parts: "list[PrefillAttempt]" = field(default_factory=list)
+    """Those of the other workers that compute this prompt, if this one samples the token."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DecodeAttempt(Attempt):
-    prefills: bool = False
-    """The decode worker computes the prompt itself (overflow)."""
+    sources: int = 0
+    """Prefills that it was told to fetch from. 0: it computes the prompt itself."""
     joined: bool = False
     """Its first token came."""
 
@@ -118,14 +110,6 @@ class AttemptPair:
     def tokens_left(self) -> int:
         return self._max_tokens - len(self.output_ids)
 
-    @property
-    def next_token_alone(self) -> bool:
-        """A prefill computes the next token without a handover.
-
-        It is the last one, or log probabilities of the prompt come before it.
-        """
-        return (not self.output_ids and self._job.scores_prompt) or self.tokens_left == 1
-
     def offer(self, attempt: Attempt, output_index: int, token_id: int) -> Verdict:
         """Decides about one token, and records it if it is emitted.
 
@@ -143,166 +127,184 @@ class AttemptPair:
         elif (
             prefill is None
             or attempt is not prefill
-            or prefill.over
+            or prefill.state is PrefillState.SERVED
             or not output_index == emitted == prefill.base
         ):
             return Verdict.DROP
         self.output_ids.append(token_id)
         return Verdict.EMIT
 
-    # ------------------------------------------------------------ choices
+    # ------------------------------------------------------------ plans
 
-    def choose_prefill(self) -> PrefillTarget | None:
-        return self._pool.choose_prefill(self._wanted(self.length, self.decode))
+    @property
+    def complete(self) -> bool:
+        """Nothing needs to be submitted: the attempts lead to the next token."""
+        prefill, decode = self.prefill, self.decode
+        if decode is None:
+            return prefill is not None and prefill.plan.decode is None
+        return prefill is not None or decode.joined or not decode.sources
 
-    def choose_decode(self, tokens: int) -> Worker | None:
-        """Returns a worker with capacity for `tokens` KV positions, or the prefill worker that has them."""
-        prefill = self.prefill
-        promised = prefill is not None and prefill.queued
-        found = self._pool.choose_decode(self._wanted(tokens, prefill), promised=promised)
-        if found is None and prefill is not None and self._pool.decodes_instead(prefill.worker):
-            return prefill.worker
-        return found
+    @property
+    def loses(self) -> bool:
+        """A worker of an attempt was lost, which the generation is told in this round of the event loop."""
+        return any(each is not None and not each.worker.attached for each in (self.prefill, self.decode))
 
-    def place(self, worker: Worker, target: PrefillTarget | None) -> Place | None:
-        """Returns where the request goes: `worker` decodes if there is a handover from `target`."""
-        wanted = self._wanted(self.length, None)
-        return self._traced(self._pool.place(worker, wanted, self.tokens_left, target))
-
-    def place_without_room(self) -> Place | None:
-        """Returns where the request goes while no decode worker has room for it. None: it waits."""
-        return self._traced(self._pool.place_without_room(self._wanted(self.length, self.decode)))
-
-    def _traced(self, place: Place | None) -> Place | None:
-        if place is not None:
-            self._span.set(place.why.attributes())
-        return place
-
-    def _wanted(self, tokens: int, other: Attempt | None) -> PrefillRequest:
-        """A worker of the other attempt, or one that failed or computes other bits, is chosen only if there
-        is no other."""
-        avoid = self.failures.avoid if other is None else self.failures.avoid | {other.worker.address}
+    def request(self) -> PrefillRequest:
+        """What a plan must know. Workers that failed the request or compute other bits are avoided."""
+        avoid = self.failures.avoid
         if self.numerics:
             avoid = avoid | self._pool.of_other_numerics(self.numerics)
-        return PrefillRequest(self._job.session_key, tokens, self._job.chunks, avoid)
-
-    # ------------------------------------------------------------ start
-
-    def plan_prefill(self, target: PrefillTarget, *, handover: bool) -> PrefillAttempt:
-        """Makes the prefill attempt, and sends nothing yet."""
-        self.prefill = PrefillAttempt(
-            worker=target.worker,
-            name=self._name,
-            on_event=self._on_event,
-            work=target.work,
-            within=target.within,
-            base=len(self.output_ids),
-            handover=handover,
+        job, emitted = self._job, len(self.output_ids)
+        return PrefillRequest(
+            job.session_key,
+            len(job.prompt_ids) + emitted,
+            job.chunks,
+            avoid,
+            arrival=self._pool.prompts,
+            answer=self.tokens_left,
+            # Log probabilities of the prompt come before its first token.
+            one_token=self.tokens_left == 1 or (job.scores_prompt and not emitted),
+            interrupted=self.retried,
+            may_split=self.may_split and not emitted and not job.scores_prompt,
         )
-        return self.prefill
 
-    def split(self, target: PrefillTarget, decode: Worker, alone: float) -> bool:
-        """Makes the prefill attempts of several workers that compute the prompt together, and sends nothing
-        yet. False: one worker computes the prompt. `alone`: as in `WorkerPool.split`."""
-        if self.output_ids or not self.may_split or self._job.scores_prompt:
-            return False
-        found = self._pool.split(self._wanted(self.length, None), target, decode, alone)
-        if found is None:
-            return False
-        plan, workers = found
+    def held(self) -> Held:
+        prefill, decode = self.prefill, self.decode
+        row = None if decode is None else decode.worker.row
+        if prefill is None:
+            return Held(decode=row)
+        return Held(
+            prefill.worker.row,
+            has_kv=prefill.state >= PrefillState.ANSWERED or bool(prefill.parts),
+            queues=prefill.promised > 0,
+            tokens=len(self._job.prompt_ids) + prefill.base,
+            decode=row,
+        )
+
+    def submit(self, plan: Plan) -> None:
+        """Sends what the plan says, and ends what it does not keep."""
         self._span.set(plan.attributes())
-        chunks, attempts = self._job.chunks, dict[int, PrefillAttempt]()
-        for index in dict.fromkeys(part.worker for part in plan.ranges):
-            own = [part for part in plan.ranges if part.worker == index]
-            tokens = sum(part.stop - part.start for part in own)
-            tokens -= self.length - target.work.tokens if own[0].start == 0 else 0
-            attempts[index] = PrefillAttempt(
-                worker=workers[index],
+        self._waits.worker_found()
+        if plan.ranges:
+            self.end_prefill()
+        decode = self.decode
+        if decode is not None and (plan.inline or plan.decode != decode.worker.row):
+            self.end_decode()
+            decode = None
+        if plan.ranges and not plan.inline:
+            self._add_prefill(plan)
+            if decode is not None:
+                self._retarget(decode)
+            elif plan.order == "prefill":
+                self._promise()
+            if plan.order != "decode" or decode is not None:
+                self.send_prefill()  # before the decode: the client waits for its token
+        if decode is None and plan.decode is not None and plan.order != "prefill":
+            self._submit_decode(plan)
+
+    @property
+    def queues(self) -> bool:
+        """The decode is submitted when the prompt starts."""
+        return self.prefill is not None and self.prefill.promised > 0
+
+    @property
+    def reserves(self) -> bool:
+        """The prompt is sent when the decode has reserved its memory."""
+        return self.prefill is not None and self.prefill.state is PrefillState.PLANNED
+
+    # ------------------------------------------------------------ messages
+
+    def _add_prefill(self, plan: Plan) -> None:
+        """Makes the attempts of all workers that compute the prompt, and sends nothing yet."""
+        attempts = {
+            row: PrefillAttempt(
+                worker=self._pool.by_row[row],
                 name=self._name,
                 on_event=self._on_event,
-                work=PrefillWork(tokens, chunks[: own[-1].stop // CHUNK_TOKENS]),
-                within=target.within,
-                base=0,
-                ranges=own,
+                plan=plan,
+                work=plan.work(row, self._job.chunks),
+                base=len(self.output_ids),
             )
-        self.prefill = final = attempts.pop(plan.ranges[-1].worker)
-        final.parts = list(attempts.values())
-        for part in plan.ranges:
-            attempt = attempts.get(part.worker, final)
-            described = attempt.worker.description
-            final.plan.append(
-                pb.PlanRange(
-                    prefill_id=attempt.id,
-                    kv_address=described.kv_address,
-                    incarnation=described.incarnation,
-                    start=part.start,
-                    stop=part.stop,
-                )
-            )
-        return True
+            for row in dict.fromkeys(part.worker for part in plan.ranges)
+        }
+        self.prefill = attempts.pop(plan.ranges[-1].worker)
+        self.prefill.parts = list(attempts.values())
 
     def send_prefill(self) -> None:
         prefill = self.prefill
         assert prefill is not None
-        prefill.sent = True
-        self._waits.worker_found()
-        content = None
-        if not prefill.plan:
-            content = self._pool.content_source(prefill.worker, self._job.chunks, self.length)
-        for part in prefill.parts:
-            request = self._request([], part.within, last=True)
-            del request.prompt_ids[part.ranges[-1].stop :]
-            # What it samples means nothing.
-            request.sampling.CopyFrom(pb.SamplingParams(top_p=1, repetition_penalty=1, max_tokens=1))
-            self._submit_prefill(part, request, prefill.plan)
-        request = self._request(self.output_ids, prefill.within, last=not prefill.handover)
-        self._submit_prefill(prefill, request, prefill.plan, content)
+        prefill.state = PrefillState.SENT
+        plan, attempts = prefill.plan, {each.worker.row: each for each in (*prefill.parts, prefill)}
+        ranges = list[pb.PlanRange]()
+        for part in plan.ranges if prefill.parts else ():
+            attempt = attempts[part.worker]
+            described = attempt.worker.description
+            named = {"kv_address": described.kv_address, "incarnation": described.incarnation}
+            ranges.append(pb.PlanRange(prefill_id=attempt.id, start=part.start, stop=part.stop, **named))
+        self._pool.prompts += 1
+        for row, attempt in attempts.items():
+            last = attempt is prefill
+            request = self._request(self.output_ids, plan.within, last=not last or plan.decode is None)
+            if not last:
+                del request.prompt_ids[max(part.stop for part in plan.ranges if part.worker == row) :]
+                # What it samples means nothing.
+                request.sampling.CopyFrom(pb.SamplingParams(top_p=1, repetition_penalty=1, max_tokens=1))
+            submit = pb.SubmitPrefill(
+                prefill_id=attempt.id,
+                request=request,
+                handover=plan.decode is not None,
+                report_start=attempt.promised > 0,
+                content=None if plan.source is None else plan.source.message(),
+                plan=ranges,
+            )
+            self._computed_by(attempt.worker)
+            attempt.worker.submit(attempt, "prefill", pb.RouterMessage(prefill=submit), self._span)
 
-    def _submit_prefill(
-        self,
-        prefill: PrefillAttempt,
-        request: pb.Request,
-        plan: list[pb.PlanRange],
-        content: pb.ContentSource | None = None,
-    ) -> None:
-        submit = pb.SubmitPrefill(
-            prefill_id=prefill.id,
-            request=request,
-            handover=prefill.handover,
-            report_start=prefill.queued,
-            content=content,
-            plan=plan,
-        )
-        self._computed_by(prefill.worker)
-        prefill.worker.submit(prefill, "prefill", pb.RouterMessage(prefill=submit), self._span)
-
-    def submit_decode(self, worker: Worker, output_ids: list[int], place: Place | None = None) -> None:
-        """The worker fetches the KV of the current prefill, or computes the prompt itself, as `place` says.
-
-        `output_ids` were emitted before."""
-        self._waits.worker_found()
-        work, within = (None, 0.0) if place is None else (place.work, place.within)
-        length = len(self._job.prompt_ids) + len(output_ids)
+    def _submit_decode(self, plan: Plan) -> None:
+        """The worker fetches the KV of the current prefill, and repeats its token. Without a prefill it
+        computes the prompt itself."""
+        assert plan.decode is not None
+        worker, prefill = self._pool.by_row[plan.decode], self.prefill
+        output_ids = self.output_ids if prefill is None else self.output_ids[: prefill.base]
         decode = self.decode = DecodeAttempt(
             worker=worker,
             name=self._name,
             on_event=self._on_event,
-            tokens=length + 1,
-            work=work,
-            prefills=work is not None,
+            plan=plan,
+            tokens=len(self._job.prompt_ids) + len(output_ids) + 1,
+            work=plan.work(plan.decode, self._job.chunks) if prefill is None else None,
         )
-        submit = pb.SubmitDecode(decode_id=decode.id, request=self._request(output_ids, within))
-        if work is None:
-            submit.source.CopyFrom(self._next_source())
-        elif content := self._pool.content_source(worker, self._job.chunks, length):
-            submit.content.CopyFrom(content)
+        request = self._request(output_ids, plan.within if prefill is None else 0.0)
+        submit = pb.SubmitDecode(decode_id=decode.id, request=request)
+        if prefill is not None:
+            prefill.fetches += 1
+            submit.source.CopyFrom(self._next_source(decode, prefill))
+        else:
+            self._pool.prompts += 1
+            if plan.source is not None:
+                submit.content.CopyFrom(plan.source.message())
         self._computed_by(worker)
         worker.submit(decode, "decode", pb.RouterMessage(decode=submit), self._span)
 
-    def _computed_by(self, worker: Worker) -> None:
-        numerics = worker.description.numerics
-        self.numerics = self.numerics or numerics
-        self.numerics_changed |= numerics != self.numerics
+    def _retarget(self, decode: DecodeAttempt) -> None:
+        """Tells the decode worker to fetch the KV of the new prefill of prompt + output."""
+        assert self.prefill is not None
+        source = self._next_source(decode, self.prefill)
+        message = pb.Retarget(decode_id=decode.id, source=source, output_ids=self.output_ids)
+        decode.worker.send(pb.RouterMessage(retarget=message))
+
+    def _next_source(self, decode: DecodeAttempt, prefill: PrefillAttempt) -> pb.PrefillSource:
+        """Names the current prefill for a decode worker."""
+        self._source_count += 1
+        decode.sources += 1
+        self._end_promise(prefill)
+        described = prefill.worker.description
+        return pb.PrefillSource(
+            prefill_id=prefill.id,
+            kv_address=described.kv_address,
+            incarnation=described.incarnation,
+            attempt=self._source_count,
+        )
 
     def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
         """Builds the message to a worker. `output_ids` were emitted before.
@@ -334,76 +336,80 @@ class AttemptPair:
             sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
         return request
 
-    def retarget(self) -> None:
-        """Tells the decode worker to fetch the KV of the planned prefill of prompt + output."""
-        assert self.prefill is not None
-        assert self.decode is not None
-        self.prefill.replaces = True
-        source, output_ids = self._next_source(), self.output_ids
-        message = pb.Retarget(decode_id=self.decode.id, source=source, output_ids=output_ids)
-        self.decode.worker.send(pb.RouterMessage(retarget=message))
+    def _computed_by(self, worker: Worker) -> None:
+        numerics = worker.description.numerics
+        self.numerics = self.numerics or numerics
+        self.numerics_changed |= numerics != self.numerics
 
-    def _next_source(self) -> pb.PrefillSource:
-        """Names the current prefill for a decode worker."""
-        assert self.prefill is not None
-        self._source_count += 1
-        self._fulfilled(self.prefill)
-        described = self.prefill.worker.description
-        return pb.PrefillSource(
-            prefill_id=self.prefill.id,
-            kv_address=described.kv_address,
-            incarnation=described.incarnation,
-            attempt=self._source_count,
-        )
-
-    def promise(self) -> None:
+    def _promise(self) -> None:
         """The prompt queues, and its decode is submitted when it starts."""
-        prefill = self.prefill
-        assert prefill is not None
-        prefill.queued = True
-        self._pool.promise(self._decode_tokens(prefill))
+        assert self.prefill is not None
+        self.prefill.promised = self.length + 1
+        self._pool.promise(self.prefill.promised)
 
-    def _fulfilled(self, prefill: PrefillAttempt) -> None:
-        if prefill.queued:
-            prefill.queued = False
-            self._pool.fulfilled(self._decode_tokens(prefill))
-
-    def _decode_tokens(self, prefill: PrefillAttempt) -> int:
-        return len(self._job.prompt_ids) + prefill.base + 1
+    def _end_promise(self, prefill: PrefillAttempt) -> None:
+        if prefill.promised:
+            self._pool.fulfilled(prefill.promised)
+            prefill.promised = 0
 
     # ------------------------------------------------------------ end
 
-    def prefill_served(self) -> None:
+    def decode_joined(self, decode: DecodeAttempt) -> None:
         """The decode worker has the KV, so the prefill is not needed any more."""
+        decode.joined = True
+        decode.worker.attempt_succeeded()
         prefill = self.prefill
         if prefill is None:
             return
-        prefill.over = True
         prefill.worker.attempt_succeeded()
         for part in prefill.parts:  # one whose receiver is lost would keep its blocks for a while
             part.worker.cancel(part.id)
-        if prefill.replaces:
+        if decode.sources > 1:
             # Decode may have got the KV of the prefill before. Then it never fetches that of this one.
             prefill.worker.cancel(prefill.id)
-        elif prefill.answered:
+        elif prefill.state is PrefillState.ANSWERED:
             prefill.worker.forget(prefill.id)
+        prefill.state = PrefillState.SERVED
+
+    def drop(self, attempt: Attempt, failure: str) -> bool:
+        """Ends what a failure of this attempt destroys. False: nothing is lost with it.
+
+        The worker of a prefill may fail after all of its KV has come, and that of a part after the token."""
+        prefill, decode = self.prefill, self.decode
+        if prefill is not None and (attempt is prefill or attempt in prefill.parts):
+            is_part = attempt is not prefill
+            if prefill.state > (PrefillState.SENT if is_part else PrefillState.ANSWERED):
+                return False
+            if is_part and decode is not None and decode.worker is prefill.worker:
+                self.end_decode()  # it would go on with this prefill
+            self.end_prefill(failure)
+            return True
+        if decode is None or attempt is not decode:
+            return False
+        self.end_decode(failure)
+        if prefill is not None and prefill.state is PrefillState.PLANNED:
+            self.end_prefill()
+        elif prefill is not None and (decode.joined or len(self.output_ids) > prefill.base + 1):
+            # Its KV is of a shorter text than was emitted, or was released after the transfer.
+            if prefill.state is PrefillState.SERVED:
+                prefill.worker.release(prefill.id)
+            self.end_prefill()
+        return True
 
     def end_prefill(self, failure: str = "") -> None:
         prefill, self.prefill = self.prefill, None
         if prefill is not None:
-            self._fulfilled(prefill)
+            self._end_promise(prefill)
             for attempt in (prefill, *prefill.parts):
                 attempt.worker.cancel(attempt.id, failure)
 
-    def end_decode(self, *, cancel: bool, failure: str = "") -> None:
+    def end_decode(self, failure: str = "") -> None:
         decode, self.decode = self.decode, None
-        if decode is not None and cancel:
+        if decode is not None:
             decode.worker.cancel(decode.id, failure)
-        elif decode is not None:
-            decode.worker.forget(decode.id)
 
     def end(self) -> None:
         """Cancels both. All tokens that come now are dropped."""
         self.end_prefill()
-        self.end_decode(cancel=True)
+        self.end_decode()
         self._on_event = lambda *_: None  # it refers to the generation

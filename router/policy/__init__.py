@@ -1,4 +1,4 @@
-"""Routing policies: pure functions that choose a worker from a snapshot of the loads.
+"""Plans of requests: pure functions of what workers hold of a request, and of a snapshot of the workers.
 
 A policy has no state and knows neither connections nor clocks, so that the same objects run in the router and
 in `simulator`.
@@ -7,7 +7,10 @@ in `simulator`.
    `PrefillSnapshot`: the seconds of work ahead at each worker, its speed, and the cached part of the prompt
    (`ChunkIndex`). A `PrefillPolicy` takes the snapshot and the request, and returns the row of a worker.
 2. Decode: `DecodePool` has the `DecodeLoad` of each worker, and chooses one with `two_choices`.
-3. Placement: `place` decides whether the prefill worker hands the request over to the decode worker, or
-   whether one of them computes it alone. It compares the estimate of `PrefillSnapshot.seconds` with the pace
-   of the decode worker (`MixedPace`) and its cache (`DecodeCaches`).
+3. `plan` (`planner`) takes a request, what workers hold of it, and a `Fleet`. It returns a `Plan`, or what
+   the request lacks. The router submits it, and the simulator runs it.
+4. Its costs: `placement.place` compares a handover with one worker that computes the prompt and decodes, by
+   the estimate of `PrefillSnapshot.seconds`, the pace of the decode worker (`MixedPace`) and its cache
+   (`DecodeCaches`). `split.split` shares a prompt between several workers. `prefix_source` names a worker
+   that has more of the prompt cached.
 """

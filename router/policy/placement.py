@@ -21,11 +21,11 @@ The estimates are the costs that workers measure and report. Pure.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
-from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.fleet import Fleet
+from baton.router.policy.plan import Plan, Range, Reason
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.rpc import worker_pb2 as pb
 
@@ -49,11 +49,6 @@ LEAST_UTILISATION = 0.1
 """Of a prefill worker. An idle one may get many prompts in the next second, while it still decodes."""
 ANSWER_SECONDS = 5.0
 """The longest time for which the future prompts of a prefill worker are considered."""
-
-Reason = Literal["short", "cached", "saturated", "no_prefill", "no_handover", "no_room", "no_decode"]
-"""Why there is no handover. The last three: a prefill worker computes the prompt and decodes. The others: a
-decode worker does. For `short`, `cached` and `saturated` see `_reason`."""
-REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +127,8 @@ class DecodeOffer:
     """It decodes nothing, so nothing bounds its steps."""
     alone: float = 0.0
     """Measured time of a prompt token without decodes. 0: unknown."""
+    row: int = 0
+    """Of the worker."""
 
     def second_token(self, tokens: int) -> float:
         """Seconds until the second token of a prompt of `tokens` tokens; infinite without an offer."""
@@ -147,15 +144,16 @@ class DecodeOffer:
         return begins + seconds + QUEUED * (seconds - pace.seconds(own)) + pace.decode_seconds
 
 
-def decode_offer(status: pb.WorkerStatus, load: DecodeLoad, waiting: float, cached: int) -> DecodeOffer:
-    """The offer of a decode worker with `waiting` prompt tokens ahead, and `cached` tokens of the prompt."""
-    speed = status.prefill_tokens_per_s
-    return DecodeOffer(pace(status), waiting, cached, not load.running, 1 / speed if speed > 0 else 0.0)
+def decode_offer(fleet: Fleet, row: int, cached: int) -> DecodeOffer:
+    """The offer of a decode worker with `cached` tokens of the prompt."""
+    status, load = fleet.workers[row].status, fleet.workers[row].load
+    waiting, speed = fleet.loads.tokens_waiting(row, fleet.now), status.prefill_tokens_per_s
+    return DecodeOffer(pace(status), waiting, cached, not load.running, 1 / speed if speed > 0 else 0.0, row)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOffer:
-    """The prefill worker that would compute the prompt."""
+    """A prefill worker that may compute the prompt."""
 
     first_token: float
     """Seconds until the first token."""
@@ -167,52 +165,54 @@ class PrefillOffer:
     """It has room to decode the request, too."""
     utilisation: float = 0.0
     """Share of its time in which it computes prompts."""
+    within: float = 0.0
+    """Seconds in which the prompt should be computed."""
+    queues: bool = False
+    """More than one step of prompts, also of other routers, seems to be ahead of the request."""
+    row: int = 0
+    """Of the worker."""
 
 
-def prefill_offer(
-    snapshot: PrefillSnapshot,
-    request: PrefillRequest,
-    row: int,
-    status: pb.WorkerStatus,
-    load: DecodeLoad,
-    utilisation: float,
-) -> PrefillOffer:
-    """The offer of a prefill worker. `load`: what it decodes."""
-    first_token, mixed = snapshot.seconds(request, row), pace(status)
+def prefill_offer(fleet: Fleet, snapshot: PrefillSnapshot, request: PrefillRequest, row: int) -> PrefillOffer:
+    """The offer of a prefill worker."""
+    worker, loads = fleet.workers[row], fleet.loads
+    first_token, mixed = snapshot.seconds(request, row), pace(worker.status)
     tokens = request.tokens - snapshot.cached.of(row)
-    if (load.own or status.requests_decoding) and mixed.known:  # it computes the prompt beside decodes
+    # It computes the prompt beside decodes.
+    if (worker.load.own or worker.status.requests_decoding) and mixed.known:
         first_token = max(first_token, mixed.seconds(snapshot.tokens_ahead(row) + tokens))
-    decodes = load.fits(request.tokens + 1)
-    return PrefillOffer(first_token, tokens, mixed.short_tokens, decodes, utilisation)
+    return PrefillOffer(
+        first_token,
+        tokens,
+        mixed.short_tokens,
+        worker.load.fits(request.tokens + 1),
+        loads.utilisation(row),
+        within=patience(tokens / float(snapshot.speed[row])),
+        queues=loads.tokens_queued(row, fleet.now) > worker.description.max_num_batched_tokens,
+        row=row,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a request goes, and the estimates: seconds until the second token, and what is added for the harm
-    to others. A handover of a long answer counts one step less. Infinite: the place is not possible."""
-
-    place: Literal["handover", "decode", "prefill"]
-    handover: float = math.inf
-    decode: float = math.inf
-    prefill: float = math.inf
-    offer: int = 0
-    """The index of the offer: for `decode` of a decode worker, and without room of a prefill worker."""
-    reason: Reason | None = None
-    """Why there is no handover. None: there is one."""
-
-    @property
-    def alone(self) -> float:
-        """Seconds until the second token if one worker computes the prompt and decodes."""
-        return min(self.decode, self.prefill)
-
-    def attributes(self) -> dict[str, str | float]:
-        """The choice and its reasons, for a trace."""
-        costs = {"handover": self.handover, "decode": self.decode, "prefill": self.prefill}
-        known = {f"baton.cost_s.{name}": cost for name, cost in costs.items() if cost < math.inf}
-        return {"baton.place": self.place, **known}
+def handover(tokens: int, prefill: PrefillOffer, decode: int) -> Plan:
+    """The prefill worker computes the prompt, and the worker `decode` fetches the KV."""
+    return Plan(
+        "handover",
+        (Range(prefill.row, 0, tokens),),
+        decode,
+        cached=tokens - prefill.tokens,
+        within=prefill.within,
+        order="prefill" if prefill.queues and prefill.row != decode else "together",
+        costs={"first_token": prefill.first_token},
+    )
 
 
-def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequence[DecodeOffer]) -> Placement:
+def on_prefill(tokens: int, prefill: PrefillOffer, reason: Reason, costs: Mapping[str, float]) -> Plan:
+    """The prefill worker computes the prompt and decodes."""
+    ranges, cached = (Range(prefill.row, 0, tokens),), tokens - prefill.tokens
+    return Plan("prefill", ranges, prefill.row, cached, prefill.within, reason=reason, costs=costs)
+
+
+def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequence[DecodeOffer]) -> Plan:
     """Returns where a request goes.
 
     Args:
@@ -221,34 +221,34 @@ def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequen
         prefill: the chosen prefill worker. None: there is none, so a decode worker computes the prompt.
         offers: decode workers. The first one decodes if there is a handover.
     """
-    best = min(range(len(offers)), key=lambda i: offers[i].second_token(tokens))
-    offer = offers[best]
-    found = Placement("handover", decode=offer.second_token(tokens), offer=best)
-    if prefill is None:
-        return replace(found, place="decode", reason="no_prefill")  # the only way to compute the prompt
+    best = min(offers, key=lambda offer: offer.second_token(tokens))
+    costs = {"decode": best.second_token(tokens)}
+    ranges, within = (Range(best.row, 0, tokens),), patience((tokens - best.cached) * best.pace.token_seconds)
+    if prefill is None:  # the only way to compute the prompt
+        return Plan("decode", ranges, best.row, best.cached, within, reason="no_prefill", costs=costs)
     step, short_answer = offers[0].pace.decode_seconds, answer <= SHORT_ANSWER
-    steps = HANDOVER_STEPS if short_answer else 1.0
-    found = replace(found, handover=prefill.first_token + steps * step)
+    costs["handover"] = prefill.first_token + (HANDOVER_STEPS if short_answer else 1.0) * step
     short_tokens = prefill.short_tokens or offers[0].pace.short_tokens
     short_prompt = prefill.tokens <= SHORT_PROMPT_STEPS * short_tokens
     if prefill.decodes and short_prompt and short_answer and step:
         slower = SLOWER * max(prefill.utilisation, LEAST_UTILISATION) * min(answer * step, ANSWER_SECONDS)
-        found = replace(found, prefill=prefill.first_token + step + slower)
-    if found.prefill < min(found.handover, found.decode):
-        return replace(found, place="prefill", reason="no_handover")
-    if found.decode < found.handover:
-        return replace(found, place="decode", reason=_reason(tokens, offer))
-    return found
+        costs["prefill"] = prefill.first_token + step + slower
+        if costs["prefill"] < min(costs["handover"], costs["decode"]):
+            return on_prefill(tokens, prefill, "no_handover", costs)
+    if costs["decode"] < costs["handover"]:
+        reason = _reason(tokens, best)
+        return Plan("decode", ranges, best.row, best.cached, within, reason=reason, costs=costs)
+    return replace(handover(tokens, prefill, offers[0].row), costs=costs)
 
 
-def place_without_room(prefills: Sequence[PrefillOffer]) -> Placement | None:
+def place_without_room(tokens: int, prefills: Sequence[PrefillOffer]) -> Plan | None:
     """Returns where a request goes while no decode worker can take it: to the prefill worker with room to
     decode it that has the first token first. Of two, the earlier offer. None: it waits."""
-    roomy = [i for i, offer in enumerate(prefills) if offer.decodes]
+    roomy = [offer for offer in prefills if offer.decodes]
     if not roomy:
         return None
-    best = min(roomy, key=lambda i: prefills[i].first_token)
-    return Placement("prefill", prefill=prefills[best].first_token, offer=best, reason="no_room")
+    best = min(roomy, key=lambda offer: offer.first_token)
+    return on_prefill(tokens, best, "no_room", {"prefill": best.first_token})
 
 
 def _reason(tokens: int, offer: DecodeOffer) -> Reason:

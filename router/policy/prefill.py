@@ -79,18 +79,26 @@ of 4 routers without decode workers rises by 17 % (simulated). One router gains 
 
 @dataclass(slots=True)
 class PrefillRequest:
-    """What the choice of a worker must know of a request."""
+    """What a plan must know of a request."""
 
     key: int
     """64-bit hash of the session."""
     tokens: int
-    """Positions that need KV, including cached ones."""
+    """Positions that need KV, including cached ones: the prompt and the output so far."""
     chunks: Sequence[int] = ()
     """Hints of the prompt's full 64-token chunks (`content`). Output tokens may have none."""
     avoid: Collection[str] = ()
     """Workers to choose only if there is no other."""
     arrival: int = 0
     """Number of requests before it."""
+    answer: int = 1
+    """The most output tokens that may still come."""
+    one_token: bool = False
+    """The next token needs no decode worker: it is the last one, or the prompt is scored first."""
+    interrupted: bool = False
+    """An attempt of it ended before its time."""
+    may_split: bool = False
+    """Several workers may compute it."""
 
 
 @dataclass(frozen=True, slots=True)

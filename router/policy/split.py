@@ -16,10 +16,11 @@ that of this prompt. Pure.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.content import CHUNK_TOKENS
+from baton.router.policy.plan import Plan, Range
 from baton.rpc import worker_pb2 as pb
 
 LEAST_GAIN = 0.1
@@ -49,41 +50,6 @@ class SplitWorker:
     """Tokens/s at which KV of other workers comes. Infinite: not known, and so not limited."""
     utilisation: float = 0.0
     """Share of its recent time in which it computed prompts."""
-
-
-@dataclass(frozen=True, slots=True)
-class SplitRange:
-    """Positions [start, stop), computed by the worker of this index. The next range has another worker."""
-
-    worker: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A plan for a prompt.
-
-    Attributes:
-        seconds: until the first token, as expected.
-        unsplit: the same without a split.
-        harm: seconds by which prompts that come later are delayed, all together.
-    """
-
-    ranges: tuple[SplitRange, ...]
-    seconds: float
-    unsplit: float
-    harm: float = 0.0
-
-    def attributes(self) -> dict[str, str | float]:
-        """The plan and its reasons, for a trace."""
-        ranges = " ".join(f"{found.worker}:{found.start}-{found.stop}" for found in self.ranges)
-        costs = {
-            "baton.cost_s.split": self.seconds,
-            "baton.cost_s.harm": self.harm,
-            "baton.cost_s.unsplit": self.unsplit,
-        }
-        return {"baton.place": "split", "baton.ranges": ranges, **costs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,39 +92,44 @@ def may_gain(tokens: int, worker: SplitWorker) -> bool:
 
 def split(
     cost: PromptCost,
-    workers: Sequence[SplitWorker],
-    decode: SplitWorker | None = None,
+    workers: Mapping[int, SplitWorker],
+    last: int | None = None,
     alone: float = math.inf,
-) -> Split | None:
-    """Returns the plan with the earliest first token and the least harm. None: one worker is about as good.
+) -> Plan | None:
+    """Returns the plan with the earliest first token and the least harm. It names no decode worker. None: one
+    worker is about as good.
+
+    Its costs, in seconds: `split`, until the first token, as expected. `unsplit`, the same with one worker.
+    `harm`, by which prompts that come later are delayed, all together.
 
     Args:
-        workers: in the order in which they are taken. The first one has `cost.cached`.
-        decode: the worker that decodes, if it may have the last range. Its index is that after `workers`.
+        workers: by row, in the order in which they are taken. The first one has `cost.cached`.
+        last: the worker that decodes, if it may have the last range. It is the last of `workers`.
         alone: seconds until a token, if one worker computes the whole prompt and decodes.
     """
-    all_workers = [*workers, *([decode] if decode is not None else ())]
-    unsplit = workers[0].wait + cost.work(cost.cached, cost.tokens) / workers[0].speed
+    rows = [row for row in workers if row != last]
+    first = workers[rows[0]]
+    unsplit = first.wait + cost.work(cost.cached, cost.tokens) / first.speed
     best, least = None, min((1 - LEAST_GAIN) * unsplit, alone)
     for count in range(MOST_WORKERS, 1, -1):
         before = best
         ways: list[tuple[list[int], int | None]] = []
-        if count <= len(workers):
-            ways.append(([*range(count)], None))
-        if decode is not None and count - 1 <= len(workers):
-            ways.append(([*range(count - 1), len(workers)], len(workers)))
-        for chosen, last in ways:
-            found = _plan(cost, all_workers, chosen, last, unsplit)
-            if found is not None and found.seconds + found.harm < least:
-                best, least = found, found.seconds + found.harm
+        if count <= len(rows):
+            ways.append((rows[:count], None))
+        if last is not None and count - 1 <= len(rows):
+            ways.append(([*rows[: count - 1], last], last))
+        for chosen, ends in ways:
+            found = _best_of(cost, workers, chosen, ends, unsplit)
+            if found is not None and found.costs["split"] + found.costs["harm"] < least:
+                best, least = found, found.costs["split"] + found.costs["harm"]
         if best is before is not None:
             break  # still fewer workers take longer still
     return best
 
 
-def _plan(
-    cost: PromptCost, workers: Sequence[SplitWorker], chosen: list[int], last: int | None, unsplit: float
-) -> Split | None:
+def _best_of(
+    cost: PromptCost, workers: Mapping[int, SplitWorker], chosen: list[int], last: int | None, unsplit: float
+) -> Plan | None:
     """The plan that ends first. `last`: the worker that must have the last range; None: any."""
     least = cost.work(cost.cached, cost.tokens) / sum(workers[i].speed for i in chosen)
     best, low, high = None, least, unsplit
@@ -169,9 +140,10 @@ def _plan(
     if best is None or len({part.worker for part in best[0]}) == 1:
         return None
     ranges, seconds, idle = best
-    alone = unsplit - workers[0].wait
+    alone = unsplit - workers[chosen[0]].wait
     harm = sum(lost * _delayed(workers[i], seconds, alone) for i, lost in idle.items())
-    return Split(tuple(ranges), seconds, unsplit, harm)
+    costs = {"split": seconds, "harm": harm, "unsplit": unsplit}
+    return Plan("split", tuple(ranges), cached=cost.cached, costs=costs)
 
 
 def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
@@ -185,8 +157,8 @@ def _delayed(worker: SplitWorker, seconds: float, alone: float) -> float:
 
 
 def _fill(
-    cost: PromptCost, workers: Sequence[SplitWorker], chosen: list[int], last: int | None, until: float
-) -> tuple[list[SplitRange], float, dict[int, float]] | None:
+    cost: PromptCost, workers: Mapping[int, SplitWorker], chosen: list[int], last: int | None, until: float
+) -> tuple[list[Range], float, dict[int, float]] | None:
     """Gives the next range to the worker that is free first, while it can compute a part of it before
     `until`. None: that is not the whole prompt.
 
@@ -194,7 +166,7 @@ def _fill(
     free = {i: workers[i].wait for i in chosen}  # when a worker can begin its next range
     idle = dict.fromkeys(chosen, 0.0)
     began, ended, lag, position, start = -math.inf, 0.0, 0.0, cost.cached, 0
-    ranges, deferred = list[SplitRange](), None
+    ranges, deferred = list[Range](), None
     while free:
         index = min(free, key=lambda i: (i == deferred, free[i]))
         if cost.cached and not ranges:
@@ -220,7 +192,7 @@ def _fill(
         began, ended, lag = begins, ends, (worker.floor + work) / cost.layers + HOP_SECONDS
         if ranges and ranges[-1].worker == index:
             start = ranges.pop().start
-        ranges.append(SplitRange(index, start, stop))
+        ranges.append(Range(index, start, stop))
         if stop == cost.tokens:
             return ranges, ends, idle
         free[index] = ends

@@ -25,6 +25,7 @@ import grpc.aio
 from baton.machine.logs import of_request
 from baton.machine.tracing import Span
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.plan import Plan
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.breaker import CircuitBreaker
 from baton.router.workers.checks import clear_invalid_rates
@@ -107,6 +108,8 @@ class Attempt:
     on_event: Callable[["Attempt", AttemptEvent | None], None]
     """Tells the generation what happened. None: the stream ended. Called on the event loop; must not wait."""
     id: bytes = field(default_factory=lambda: os.urandom(16))
+    plan: Plan
+    """By which it was submitted."""
     span: Span = field(init=False)
     """Begins when the attempt is submitted."""
     tokens: int = 0
@@ -233,6 +236,7 @@ class Worker:
         assert self.ready, "work goes to ready workers only"
         asked = message.prefill.request if kind == "prefill" else message.decode.request
         described = {"baton.worker": str(self), "baton.output_tokens": len(asked.output_ids)}
+        described |= attempt.plan.attributes()
         attempt.span = request.child(f"{kind} attempt", described, "client")
         asked.traceparent = attempt.span.traceparent
         self.attempts[attempt.id] = attempt

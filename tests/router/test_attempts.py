@@ -7,6 +7,7 @@ import pytest
 
 from baton.machine.tracing import Span
 from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.plan import Plan
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.worker import Attempt, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
@@ -35,7 +36,13 @@ def worker_with(span: RecordedSpan, tokens: int, work: PrefillWork) -> Worker:
     worker.decode_load = DecodeLoad("w", 16, 10, 4, blocks_free=10)
     worker.state = WorkerState.READY
     attempt = Attempt(
-        worker=worker, name="r1", on_event=lambda attempt, event: None, id=b"a", tokens=tokens, work=work
+        worker=worker,
+        name="r1",
+        on_event=lambda attempt, event: None,
+        id=b"a",
+        plan=Plan("handover"),
+        tokens=tokens,
+        work=work,
     )
     worker.submit(attempt, "decode" if tokens else "prefill", pb.RouterMessage(), cast("Span", span))
     return worker

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from baton.content import Tier, prompt_hints
 from baton.router.policy.chunk_index import ChunkIndex
+from baton.router.policy.prefixes import PrefixSource, prefix_source
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.checks import CacheSequence
-from baton.router.workers.prefixes import PrefixSource, prefix_source
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import cache_feed
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
@@ -227,7 +227,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     home_there, other_there = caching.connection(home), caching.connection(other)
     chunks = prompt_hints(prompt, b"", b"")
     index.expect(other_there.row, chunks)
-    found = {prefix_source(pool, home_there, chunks, 500, RNG) for _ in range(9)}
+    found = {prefix_source(pool.fleet(), home_there.row, chunks, 500) for _ in range(9)}
     assert found == {PrefixSource(connection, Tier.DEVICE)}, (
         "the other one will have it, but has nothing to send yet"
     )
@@ -280,7 +280,7 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
         asker.status.tokens_waiting += 1
         asker.report()
         await caching.until(lambda: asking.status.tokens_waiting == asker.status.tokens_waiting)
-        found = {prefix_source(caching.pool, asking, chunks, 500, RNG) for _ in range(9)}
+        found = {prefix_source(caching.pool.fleet(), asking.row, chunks, 500) for _ in range(9)}
         [only] = found
         return only
 
@@ -313,6 +313,6 @@ async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
     await caching.until(lambda: bool(asking.status.prefix_links))
     await caching.until(lambda: sum(map(index.reported, range(4))) == 21)
     caching.pool._rng = random.Random(0)
-    found = Counter(prefix_source(caching.pool, asking, chunks, 500, RNG) for _ in range(300))
+    found = Counter(prefix_source(caching.pool.fleet(), asking.row, chunks, 500) for _ in range(300))
     assert len(found) == 2, "of any two the faster one"
     assert max(found.values()) < 240

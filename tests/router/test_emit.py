@@ -11,14 +11,14 @@ from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict
-from baton.router.policy.placement import PrefillOffer
-from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
-from baton.router.workers.pool import PrefillTarget, WorkerPool
+from baton.router.policy.plan import Plan
+from baton.router.policy.prefill_loads import PrefillLoads
+from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Attempt, Worker
 from baton.rpc import worker_pb2 as pb
 
 WORKER = Worker("w", PrefillLoads(), lambda: None, lambda _: None)
-TARGET = PrefillTarget(WORKER, PrefillWork(1), PrefillOffer(0.0), 0.0, queues=False)
+PLAN = Plan("handover", decode=0)
 
 
 def make_pair() -> AttemptPair:
@@ -28,11 +28,14 @@ def make_pair() -> AttemptPair:
 
 
 def begin_prefill(pair: AttemptPair) -> PrefillAttempt:
-    return pair.plan_prefill(TARGET, handover=True)
+    pair.prefill = PrefillAttempt(
+        worker=WORKER, name="r", on_event=lambda attempt, event: None, plan=PLAN, base=len(pair.output_ids)
+    )
+    return pair.prefill
 
 
 def begin_decode(pair: AttemptPair) -> DecodeAttempt:
-    pair.decode = DecodeAttempt(worker=WORKER, name="r", on_event=lambda attempt, event: None)
+    pair.decode = DecodeAttempt(worker=WORKER, name="r", on_event=lambda attempt, event: None, plan=PLAN)
     return pair.decode
 
 
@@ -92,7 +95,7 @@ class EmitMachine(RuleBasedStateMachine):
         if self.decode is not None:
             self.dead.append(self.decode)
             self.decode = None
-            self.pair.end_decode(cancel=False)
+            self.pair.end_decode()
 
     @rule(times=st.integers(1, 3))
     def prefill_answers(self, times: int) -> None:

@@ -1,10 +1,13 @@
 """Workers move between the pools while requests run: no request fails, and new work follows the pool."""
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
 
+from baton.router.policy.plan import Plan
+from baton.router.policy.planner import NOTHING, plan
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import breaker
@@ -17,6 +20,7 @@ from .conftest import Cluster, make_cluster
 from .test_recovery import answered_whole, decodes, prefills, retargets
 
 PREFILL, DECODE = pb.POOL_PREFILL, pb.POOL_DECODE
+RNG = random.Random(1)
 
 
 async def flipped(cluster: Cluster, worker: FakeWorker, pool: "pb.Pool") -> None:
@@ -139,13 +143,12 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
         def cached(pool_of: "pb.Pool") -> int:
             """Cached tokens of the prompt at the worker, as the choice in that pool sees it."""
             if pool_of == PREFILL:
-                target = pool.choose_prefill(PrefillRequest(0, 641, chunks))
-                assert target is not None
-                return 641 - target.work.tokens if target.worker is connection else 0
-            place = pool.place(connection, PrefillRequest(0, 641, chunks), 1, None)
-            assert place is not None
-            assert place.work is not None
-            return 641 - place.work.tokens
+                found = plan(PrefillRequest(0, 641, chunks, one_token=True), NOTHING, pool.fleet())
+                assert isinstance(found, Plan)
+                return found.cached if found.ranges[0].worker == connection.row else 0
+            return dict(pool.decode_caches.candidates(connection.row, PrefillRequest(0, 641, chunks), RNG))[
+                connection.row
+            ]
 
         await cluster.until(lambda: cached(PREFILL) == 640)
         await flipped(cluster, worker, DECODE)
@@ -163,8 +166,9 @@ async def test_a_worker_with_an_open_breaker_serves_when_the_others_leave_its_po
     (p0, p1), pool = pair.prefills, pair.pool
 
     def chosen() -> set[str]:
-        targets = [pool.choose_prefill(PrefillRequest(key << 60, 10)) for key in range(16)]
-        return {target.worker.address for target in targets if target is not None}
+        asked = [PrefillRequest(key << 60, 10, one_token=True) for key in range(16)]
+        plans = [plan(request, NOTHING, pool.fleet()) for request in asked]
+        return {pool.by_row[found.ranges[0].worker].address for found in plans if isinstance(found, Plan)}
 
     for _ in range(3):
         pair.connection(p0).attempt_failed()

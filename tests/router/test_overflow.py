@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,7 @@ async def test_without_prefill_workers_decode_workers_set_the_window(cluster: Cl
     cluster.pool._window_until = 0.0
     assert cluster.pool.prefill_window(64) == 2 * 64
     assert cluster.pool.prefill_window(640) == 2 * 640
-    cluster.pool._may_overflow = False
+    cluster.pool._config = replace(cluster.pool._config, overflow=False)
     assert cluster.pool.prefill_window(64) == math.inf, "without overflow requests park instead"
 
 

@@ -24,6 +24,8 @@ from baton.router.policy.prefill import COMPARED, PrefillRequest
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.rpc import worker_pb2 as pb
 
+from .fleets import SeenWorker, fleet_of
+
 # 50 tokens in a step of 15 ms instead of 10: 3,333 tokens/s beside the decodes.
 PACE = MixedPace(decode_seconds=0.010, short_tokens=50, short_seconds=0.015)
 SPEED = 20_000.0  # tokens/s of a prefill worker
@@ -78,12 +80,12 @@ def test_only_the_uncached_part_of_a_prompt_counts(
 
 
 def test_the_faster_of_two_decode_workers_is_chosen() -> None:
-    empty, holder = DecodeOffer(PACE), DecodeOffer(PACE, cached=1980)
-    busy = DecodeOffer(PACE, waiting=5_000, cached=1980)
+    empty, holder = DecodeOffer(PACE), DecodeOffer(PACE, cached=1980, row=1)
+    busy = DecodeOffer(PACE, waiting=5_000, cached=1980, row=1)
 
-    def chosen(seconds: float | None, *offers: DecodeOffer) -> tuple[str, int, str | None]:
-        found = place(2000, 100, None if seconds is None else PrefillOffer(seconds), offers)
-        return found.place, found.offer, found.reason
+    def chosen(seconds: float | None, *offers: DecodeOffer) -> tuple[str, int | None, str | None]:
+        found = place(2000, 100, None if seconds is None else PrefillOffer(seconds, row=2), offers)
+        return found.place, found.decode, found.reason
 
     assert chosen(0.1, empty, holder) == ("decode", 1, "cached")
     assert chosen(2.0, empty, busy) == ("decode", 0, "saturated")
@@ -92,10 +94,10 @@ def test_the_faster_of_two_decode_workers_is_chosen() -> None:
 
 
 def test_without_prefill_workers_decode_prefills() -> None:
-    known, unknown = DecodeOffer(PACE), DecodeOffer(MixedPace())
+    known, unknown = DecodeOffer(PACE, row=1), DecodeOffer(MixedPace())
     assert place(5000, 100, None, [known]).reason == "no_prefill"
     assert place(5000, 100, None, [unknown]).reason == "no_prefill", "also a worker that has measured nothing"
-    assert place(5000, 100, None, [unknown, known]).offer == 1
+    assert place(5000, 100, None, [unknown, known]).decode == 1
 
 
 LONG = MixedPace(0.010, 50, 0.015, 200, 0.030)
@@ -159,8 +161,10 @@ def test_a_prefill_worker_decodes_a_short_answer_that_slows_down_few_short_promp
 def test_without_room_at_decode_workers_the_prefill_worker_with_room_and_the_first_token_decodes(
     offers: list[tuple[float, bool]], chosen: int | None
 ) -> None:
-    found = place_without_room([PrefillOffer(seconds, decodes=decodes) for seconds, decodes in offers])
-    assert (None if found is None else found.offer) == chosen
+    found = place_without_room(
+        9, [PrefillOffer(seconds, decodes=decodes, row=row) for row, (seconds, decodes) in enumerate(offers)]
+    )
+    assert (None if found is None else found.decode) == chosen
 
 
 @pytest.mark.parametrize("others", [0, COMPARED - 1, COMPARED, 50])
@@ -191,13 +195,17 @@ def test_a_prefill_worker_is_slow_beside_decodes_only(decoding: int, own: int, s
     load = DecodeLoad("a:1", 16, 100, 64)
     load.reported(blocks_free=100, running=1)
     load.own = own
-    assert prefill_offer(snapshot, request, row, status, load, 0.5).first_token == pytest.approx(seconds)
+    worker = SeenWorker(row, load)
+    worker.status = status
+    fleet = fleet_of(loads, [worker])
+    assert prefill_offer(fleet, snapshot, request, row).first_token == pytest.approx(seconds)
 
 
 def test_a_choice_explains_itself() -> None:
-    found = place(200, 20, PrefillOffer(0.008, decodes=True, utilisation=0.5), [DecodeOffer(LONG)])
+    found = place(200, 20, PrefillOffer(0.008, decodes=True, utilisation=0.5, row=1), [DecodeOffer(LONG)])
     assert found.attributes() == {
         "baton.place": "handover",
+        "baton.ranges": "1:0-200",
         "baton.cost_s.handover": pytest.approx(0.028),
         "baton.cost_s.decode": pytest.approx(0.075),
         "baton.cost_s.prefill": pytest.approx(0.008 + 0.010 + 0.12 * 0.5 * 0.2),

@@ -105,18 +105,18 @@ async def test_the_decode_of_a_queued_prompt_finds_room(
 ) -> None:
     """A later request does not take it, but waits before its prefill."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
-    [load], wanted = cluster.pool.decodes, PrefillRequest(0, TOKENS + 1)
+    [load], wanted, fleet = cluster.pool.decodes, PrefillRequest(0, TOKENS), cluster.pool.fleet
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert cluster.pool.choose_decode(wanted) is None
-    assert cluster.pool.choose_decode(wanted, promised=True) is not None
+    assert fleet().choose_decode(wanted, TOKENS + 1) is None
+    assert fleet().choose_decode(wanted, TOKENS + 1, promised=True) is not None
     start(prefill, 3)
     await decode.until(lambda w: len(decodes(w)) == 3)
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert cluster.pool.choose_decode(wanted) is not None, "the promise was kept"
+    assert fleet().choose_decode(wanted, TOKENS + 1) is not None, "the promise was kept"
 
 
 async def test_the_end_of_a_queued_prompt_ends_its_promise(

@@ -74,7 +74,8 @@ async def test_a_worker_serves_again_although_the_timer_of_its_breaker_fires_ear
     connection = pair.connection(failing)
 
     def serves() -> bool:
-        return pool.choose_decode(PrefillRequest(0, 10, avoid={other.address})) is connection
+        request = PrefillRequest(0, 10, avoid={other.address})
+        return pool.fleet().choose_decode(request, 11) == connection.row
 
     for _ in range(3):
         connection.attempt_failed()

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.content import CHUNK_TOKENS
-from baton.router.policy.split import HOP_SECONDS, LEAST_GAIN, PromptCost, Split, SplitWorker, may_gain, split
+from baton.router.policy.plan import Plan
+from baton.router.policy.split import HOP_SECONDS, LEAST_GAIN, PromptCost, SplitWorker, may_gain
+from baton.router.policy.split import split as split_by_row
 
 # Llama-3.1-8B in bfloat16 on one H200: 8,000 tokens take 206 ms.
 SPEED, DOUBLES_AT, LAYERS, STEP, FLOOR = 44_000.0, 29_000.0, 32, 8192, 0.0043
@@ -22,7 +24,11 @@ def idle(count: int, wait: float = 0.0, speed: float = SPEED) -> list[SplitWorke
     return [SplitWorker(wait if i else 0.0, speed, STEP, FLOOR) for i in range(count)]
 
 
-def ends(cost: PromptCost, workers: list[SplitWorker], plan: Split) -> float:
+def split(cost: PromptCost, workers: list[SplitWorker], alone: float = math.inf) -> Plan | None:
+    return split_by_row(cost, dict(enumerate(workers)), alone=alone)
+
+
+def ends(cost: PromptCost, workers: list[SplitWorker], plan: Plan) -> float:
     """When the last range ends: each worker computes its ranges in order, each at least one layer behind the
     range before, and none ends before the range before has ended."""
     free = [worker.wait for worker in workers]
@@ -45,7 +51,7 @@ def test_an_idle_prompt_takes_its_share_of_the_time(tokens: int, workers: int, r
     plan = split(cost_of(tokens), idle(workers))
     assert plan is not None
     assert {part.worker for part in plan.ranges} == set(range(workers))
-    assert plan.seconds < ratio * plan.unsplit
+    assert plan.costs["split"] < ratio * plan.costs["unsplit"]
 
 
 def test_a_later_range_is_shorter() -> None:
@@ -66,7 +72,7 @@ def test_a_slow_worker_gets_less_and_a_busy_one_begins_later() -> None:
     assert busy is not None
     assert even is not None
     assert busy.ranges[0].stop > even.ranges[0].stop
-    assert even.seconds < busy.seconds < busy.unsplit
+    assert even.costs["split"] < busy.costs["split"] < busy.costs["unsplit"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +94,8 @@ def test_one_worker_computes_a_prompt_that_gains_nothing(tokens: int, workers: l
 def test_a_plan_is_as_fast_as_a_worker_that_decodes() -> None:
     plan = split(cost_of(8_000), idle(2))
     assert plan is not None
-    assert split(cost_of(8_000), idle(2), alone=plan.seconds + 0.001) == plan
-    assert split(cost_of(8_000), idle(2), alone=plan.seconds - 0.001) is None
+    assert split(cost_of(8_000), idle(2), alone=plan.costs["split"] + 0.001) == plan
+    assert split(cost_of(8_000), idle(2), alone=plan.costs["split"] - 0.001) is None
 
 
 def test_time_that_busy_workers_lose_counts_by_the_prompts_that_come() -> None:
@@ -97,7 +103,7 @@ def test_time_that_busy_workers_lose_counts_by_the_prompts_that_come() -> None:
     knows of no queue, but others may have sent prompts."""
     busy = [SplitWorker(0.0, SPEED, STEP, FLOOR, utilisation=used) for used in (0.0, 0.5, 0.7)]
     plans = [split(cost_of(8_000), [worker, worker]) for worker in busy]
-    harms = [plan.harm for plan in plans if plan is not None]
+    harms = [plan.costs["harm"] for plan in plans if plan is not None]
     assert harms[0] == 0.0
     assert 2 * FLOOR < harms[1] < 4 * FLOOR, "half a prompt comes meanwhile, and half a one is there"
     assert 3.5 * harms[1] < harms[2] < 4 * harms[1]
@@ -153,8 +159,8 @@ def test_each_plan_is_whole_and_is_as_fast_as_it_says(
     assert all(part.stop % CHUNK_TOKENS == 0 for part in ranges[:-1])
     assert all(a.worker != b.worker for a, b in pairwise(ranges))
     assert all(part.stop > max(part.start, cost.cached) for part in ranges)
-    assert plan.seconds < (1 - LEAST_GAIN) * plan.unsplit
-    assert ends(cost, workers, plan) < plan.unsplit
+    assert plan.costs["split"] < (1 - LEAST_GAIN) * plan.costs["unsplit"]
+    assert ends(cost, workers, plan) < plan.costs["unsplit"]
     described = plan.attributes()
-    assert (described["baton.place"], described["baton.cost_s.split"]) == ("split", plan.seconds)
+    assert (described["baton.place"], described["baton.cost_s.split"]) == ("split", plan.costs["split"])
     assert len(str(described["baton.ranges"]).split()) == len(ranges)

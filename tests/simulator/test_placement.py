@@ -65,7 +65,7 @@ def test_an_idle_prompt_is_shared_as_planned() -> None:
     shared, whole = (
         simulate(idle, "policy", requests=20, workers=3, prefills=2, splits=x) for x in (True, False)
     )
-    assert shared.places == {"shared": 20}
+    assert shared.places == {"split": 20}
     assert shared.quantiles().ttft < 0.45 * whole.quantiles().ttft
 
 

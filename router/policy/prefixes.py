@@ -1,12 +1,11 @@
 """Which worker has more of a prompt in its prefix cache than another one, which may fetch it."""
 
 import math
-import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier
-from baton.router.workers.roster import Roster
-from baton.router.workers.worker import Worker
+from baton.router.policy.fleet import Fleet, Seen
 from baton.rpc import worker_pb2 as pb
 
 DRAWN = 2
@@ -16,10 +15,10 @@ DRAWN = 2
 class PrefixSource(NamedTuple):
     """A worker with more of a prompt than another one, and the slowest tier with a part of it."""
 
-    holder: Worker
+    holder: Seen
     tier: Tier
 
-    def seconds(self, asker: Worker, tokens: int) -> float:
+    def seconds(self, asker: Seen, tokens: int) -> float:
         """Time in which the asker fetches so many tokens, by its recent measurements. 0: it has none."""
         link = asker.prefix_links.get((self.holder.description.incarnation, self.tier))
         return link.wait + tokens / link.tokens_per_s if link is not None else 0.0
@@ -33,32 +32,33 @@ class PrefixSource(NamedTuple):
         )
 
 
-def prefix_source(
-    roster: Roster, worker: Worker, chunks: list[int], tokens: int, rng: random.Random
-) -> PrefixSource | None:
-    """A worker of any pool that has more of a prompt cached than `worker`.
+def prefix_source(fleet: Fleet, row: int, chunks: Sequence[int], tokens: int) -> PrefixSource | None:
+    """A worker of any pool that has more of a prompt cached than the worker of this row.
 
     None: there is no such worker, or fetching takes more than twice as long as computing. The bound is
     loose, because the worker decides in the end: it knows better what a few tokens of a long prompt cost.
 
     Only reported chunks count: a worker that will compute the prompt has nothing to send yet. A few
     workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
+    Workers with KV of another dtype have other names for it.
     """
-    if not worker.attached:
+    if not fleet.prefix_fetches:
         return None
-    index = roster.loads.index
-    cached = index.overlap(chunks, tokens, CHUNK_TOKENS, roster.attached_rows)
-    own = cached.of(worker.row)
+    index, worker = fleet.loads.index, fleet.workers[row]
+    cached = index.overlap(chunks, tokens, CHUNK_TOKENS, fleet.attached_rows)
+    own = cached.of(row)
     best, most_saved = None, -math.inf
     for found, rows in cached.levels():
         if found < own + CHUNK_TOKENS:
             break
         wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
         have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
-        for holder in have if len(have) <= DRAWN else rng.sample(have, DRAWN):
-            source = PrefixSource(roster.by_row[holder], index.slowest_tier(holder, wanted))
-            computing = (found - own) / roster.loads.speed(worker.row)
+        for holder in have if len(have) <= DRAWN else fleet.rng.sample(have, DRAWN):
+            source = PrefixSource(fleet.workers[holder], index.slowest_tier(holder, wanted))
+            computing = (found - own) / fleet.loads.speed(row)
             saved = computing - source.seconds(worker, found - own)
             if saved > max(most_saved, -computing):
                 best, most_saved = source, saved
+    if best is None or best.holder.description.content_root != worker.description.content_root:
+        return None
     return best

@@ -1,0 +1,95 @@
+"""The workers as one router sees them when it plans a request."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
+from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill_loads import PrefillLoads
+from baton.rpc import worker_pb2 as pb
+
+
+class Seen(Protocol):
+    """What plans read of an attached worker. The router's `Worker` is one, and the simulator has another."""
+
+    row: int
+    """-1: it is not attached."""
+    address: str
+    description: pb.WorkerDescription
+    status: pb.WorkerStatus
+    prefix_links: dict[tuple[int, int], pb.PrefixLink]
+
+    @property
+    def load(self) -> DecodeLoad: ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes new work."""
+        ...
+
+    def ready_in(self, pool: "pb.Pool") -> bool:
+        """Whether it takes new work of this pool."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Owned by a router, or a simulated one. A plan reads it and changes nothing.
+
+    Attributes:
+        now: the time, by the clock of `loads`.
+        named: workers by address, also those that are not attached.
+        workers: the attached ones, by row.
+        attached_rows: these rows, as a set of bits.
+        decodes: those that get new work of the decode pool.
+        decoders: those that decode new requests: prefill workers if the decode pool has lost its last worker.
+        caches: the prefix caches and loads of all.
+        promised_slots, promised_positions: room at decode workers that prompts need when they start.
+        policy: chooses prefill workers.
+        overflow: one worker may compute a prompt and decode.
+        splits: several workers may compute a prompt.
+        prefix_fetches: a worker may fetch what another one has cached.
+    """
+
+    now: float
+    rng: random.Random
+    named: Mapping[str, Seen]
+    workers: Mapping[int, Seen]
+    attached_rows: int
+    decodes: DecodePool
+    decoders: DecodePool
+    loads: PrefillLoads
+    caches: DecodeCaches
+    policy: PrefillPolicy
+    promised_slots: int = 0
+    promised_positions: int = 0
+    overflow: bool = True
+    splits: bool = True
+    prefix_fetches: bool = True
+
+    @property
+    def lost_decode(self) -> bool:
+        return self.decoders is not self.decodes
+
+    def can_ever_hold(self, tokens: int) -> bool:
+        """Whether an idle worker that decodes has blocks for so many positions."""
+        return any(load.blocks_total * load.block_size >= tokens for load in self.decoders)
+
+    def prefill_snapshot(self, request: PrefillRequest) -> PrefillSnapshot | None:
+        """The prefill workers that may be chosen; None if there are none."""
+        listed = (self.named.get(address) for address in request.avoid)
+        avoided = {worker.row for worker in listed if worker is not None and worker.row >= 0}
+        return self.loads.snapshot(request, self.now, avoided)
+
+    def choose_decode(self, request: PrefillRequest, tokens: int, *, promised: bool = False) -> int | None:
+        """Chooses a decode worker with room for `tokens` positions; None if there seems to be none.
+
+        Promised room stays free, except for a request that it is `promised` to."""
+        if self.promised_slots and not promised:
+            free = self.decodes.free
+            if free.slots <= self.promised_slots or free.positions < self.promised_positions + tokens:
+                return None
+        chosen = self.decodes.choose(tokens, self.rng, request.avoid)
+        return None if chosen is None else self.caches.nearest(self.named[chosen].row, request, self.rng)

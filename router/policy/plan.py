@@ -1,0 +1,78 @@
+"""The plan of a request: which workers compute it, and which one decodes. `planner` makes plans."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from baton.content import CHUNK_TOKENS
+from baton.router.policy.prefill_loads import PrefillWork
+from baton.router.policy.prefixes import PrefixSource
+
+Reason = Literal["short", "cached", "saturated", "no_prefill", "no_handover", "no_room", "no_decode"]
+"""Why there is no handover. The last three: a prefill worker computes the prompt and decodes. The others: a
+decode worker does. For `short`, `cached` and `saturated` see `placement`."""
+REASONS: tuple[Reason, ...] = get_args(Reason)
+Place = Literal["handover", "decode", "prefill", "split", "held", "one_token"]
+"""A handover, a decode or prefill worker alone, several workers, or a prefill worker that has the KV already.
+The last one: a prefill worker computes the only token that is needed now."""
+Order = Literal["together", "prefill", "decode"]
+"""What is submitted first, if no worker holds anything. The decode follows when the prompt starts, or the
+prompt when the decode has reserved its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Positions [start, stop), computed by the worker of this row. The next range has another worker."""
+
+    worker: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Workers are named by their rows.
+
+    Attributes:
+        ranges: all positions of the prompt and the output so far. Empty: a worker has the KV already.
+        decode: the worker that decodes. None: no decode worker is needed.
+        cached: tokens of the first range that its worker has in its prefix cache.
+        within: seconds in which the prompt should be computed. 0: it is in no hurry.
+        source: another worker that has more of the prompt cached.
+        reason: why there is no handover. None: there is one, or none is needed.
+        costs: the estimates, in seconds. Those of places are until the second token, with what is added for
+            the harm to others; a handover of a long answer counts one step less. Infinite: not possible.
+    """
+
+    place: Place
+    ranges: tuple[Range, ...] = ()
+    decode: int | None = None
+    cached: int = 0
+    within: float = 0.0
+    order: Order = "together"
+    source: PrefixSource | None = None
+    reason: Reason | None = None
+    costs: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def inline(self) -> bool:
+        """One worker computes the prompt and decodes, without a transfer."""
+        return len(self.ranges) == 1 and self.ranges[0].worker == self.decode
+
+    @property
+    def alone(self) -> float:
+        """Seconds until the second token if one worker computes the prompt and decodes."""
+        return min(self.costs.get("decode", math.inf), self.costs.get("prefill", math.inf))
+
+    def work(self, worker: int, chunks: Sequence[int]) -> PrefillWork:
+        """What this worker computes. `chunks`: of the prompt."""
+        own = [part for part in self.ranges if part.worker == worker]
+        tokens = sum(part.stop - part.start for part in own) - (0 if own[0].start else self.cached)
+        return PrefillWork(tokens, chunks[: own[-1].stop // CHUNK_TOKENS])
+
+    def attributes(self) -> dict[str, str | float]:
+        """The plan and its reasons, for a trace."""
+        known = {f"baton.cost_s.{name}": cost for name, cost in self.costs.items() if cost < math.inf}
+        ranges = " ".join(f"{part.worker}:{part.start}-{part.stop}" for part in self.ranges)
+        return {"baton.place": self.place, "baton.ranges": ranges, **known}

@@ -1,0 +1,233 @@
+"""Plans a request from what workers hold of it, and from what the router knows of all workers.
+
+    plan(request, held, fleet) ─▶ Plan   to be submitted
+                               └▶ Lack   what the request waits for
+
+The same function plans the first start of a request and what follows each failure: a failure only ends what
+it has destroyed, and the rest is held. In this order:
+
+1. The next token needs no decode worker: a prefill worker computes it.
+2. A decode worker holds memory: it keeps that, and another worker computes prompt and output.
+3. A prefill worker has the KV: a decode worker with room fetches it, or that worker goes on itself.
+4. No worker holds anything: `placement` compares a handover with one worker that does all, and `split` looks
+   whether several workers are faster. Without room at decode workers, a prefill worker with room does all.
+
+Pure: the same arguments and draws give the same plan.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from baton.content import Tier
+from baton.router.policy import placement, split
+from baton.router.policy.fleet import Fleet, Seen
+from baton.router.policy.placement import PrefillOffer
+from baton.router.policy.plan import Plan, Range, Reason
+from baton.router.policy.prefill import PrefillRequest
+from baton.router.policy.prefixes import prefix_source
+from baton.rpc import worker_pb2 as pb
+
+
+class Lack(Enum):
+    """Why there is no plan."""
+
+    ROOM = "room"
+    """Decode workers have none now."""
+    PREFILL = "prefill"
+    """There is no such worker."""
+    DECODE = "decode"
+    """No worker that decodes can ever hold the request."""
+    TURN = "turn"
+    """The decode worker that holds memory is of no use any more. Another one gets the request in its turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What workers have of a request. Workers are named by their rows.
+
+    Attributes:
+        prefill: computes the prompt, or has its KV. None: no worker does.
+        has_kv: its KV is computed, or several workers compute it.
+        queues: room at a decode worker is promised to it.
+        tokens: positions of its KV.
+        decode: has reserved memory, and waits for KV. None: no worker does.
+    """
+
+    prefill: int | None = None
+    has_kv: bool = False
+    queues: bool = False
+    tokens: int = 0
+    decode: int | None = None
+
+
+NOTHING = Held()
+
+
+def plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
+    found = _plan(request, held, fleet)
+    if isinstance(found, Plan) and len(found.ranges) == 1:
+        source = prefix_source(fleet, found.ranges[0].worker, request.chunks, request.tokens)
+        return found if source is None else replace(found, source=source)
+    return found
+
+
+def _plan(request: PrefillRequest, held: Held, fleet: Fleet) -> Plan | Lack:
+    if held.prefill is not None:
+        return _decode_of(request, held, held.prefill, fleet)
+    if request.one_token and (offer := _offer(request, fleet)) is not None:
+        return replace(placement.handover(request.tokens, offer, offer.row), place="one_token", decode=None)
+    if held.decode is not None:
+        return Lack.TURN if request.one_token else _prefill_for(request, held.decode, fleet)
+    return _first(request, fleet)
+
+
+def _first(request: PrefillRequest, fleet: Fleet) -> Plan | Lack:
+    """No worker holds anything."""
+    tokens, decode = request.tokens, fleet.choose_decode(request, request.tokens + 1)
+    if decode is None:
+        return _without_room(request, fleet) or _no_decode(tokens + 1, fleet)
+    offer = _offer(request, fleet)
+    if fleet.overflow:
+        rows = fleet.caches.candidates(decode, request, fleet.rng)
+        offers = [placement.decode_offer(fleet, row, cached) for row, cached in rows]
+        found = placement.place(tokens, request.answer, offer, offers)
+    elif offer is not None:
+        found = placement.handover(tokens, offer, decode)
+    else:
+        return Lack.PREFILL
+    if offer is not None and (shared := _split(request, offer, decode, found.alone, fleet)) is not None:
+        return shared
+    if request.interrupted and not found.inline:
+        return replace(found, order="decode")
+    return found
+
+
+def _prefill_for(request: PrefillRequest, decode: int, fleet: Fleet) -> Plan | Lack:
+    """Another worker computes the KV for this decode worker."""
+    offer = _offer(_without(request, fleet, decode), fleet)
+    if offer is None:
+        return Lack.TURN if fleet.overflow else Lack.PREFILL
+    if offer.row == decode:  # a worker does not fetch from itself, and there is no other
+        return Lack.TURN if fleet.decodes else _inline(request.tokens, decode, "no_decode")
+    shared = _split(request, offer, decode, math.inf, fleet)
+    return shared or placement.handover(request.tokens, offer, decode)
+
+
+def _decode_of(request: PrefillRequest, held: Held, prefill: int, fleet: Fleet) -> Plan | Lack:
+    """A worker decodes what this prefill worker has, or computes."""
+    asked = replace(_without(request, fleet, prefill), tokens=held.tokens)
+    decode = fleet.choose_decode(asked, held.tokens + 1, promised=held.queues)
+    if decode is None and fleet.lost_decode and fleet.workers[prefill].ready_in(pb.POOL_PREFILL):
+        decode = prefill
+    if decode is None:
+        return _no_decode(held.tokens + 1, fleet)
+    if decode != prefill or held.has_kv:
+        return Plan("held", decode=decode)
+    # A worker does not fetch from itself what it has not computed.
+    return _inline(request.tokens, decode, "no_prefill" if fleet.decodes else "no_decode")
+
+
+def _inline(tokens: int, worker: int, reason: Reason) -> Plan:
+    """The only worker that is left computes the prompt and decodes."""
+    place = "decode" if reason == "no_prefill" else "prefill"
+    return Plan(place, (Range(worker, 0, tokens),), worker, reason=reason)
+
+
+def _no_decode(tokens: int, fleet: Fleet) -> Lack:
+    return Lack.ROOM if fleet.can_ever_hold(tokens) else Lack.DECODE
+
+
+def _without(request: PrefillRequest, fleet: Fleet, worker: int) -> PrefillRequest:
+    """The request with one more worker that is chosen only if there is no other."""
+    return replace(request, avoid={*request.avoid, fleet.workers[worker].address})
+
+
+def _offer(request: PrefillRequest, fleet: Fleet) -> PrefillOffer | None:
+    """That of the prefill worker that the policy chooses; None without prefill workers."""
+    snapshot = fleet.prefill_snapshot(request)
+    if snapshot is None:
+        return None
+    return placement.prefill_offer(fleet, snapshot, request, fleet.policy(snapshot, request))
+
+
+def _without_room(request: PrefillRequest, fleet: Fleet) -> Plan | None:
+    """A prefill worker computes the request and decodes it, while no decode worker has room for the request,
+    or while there is no decode worker. None: the request has to wait."""
+    if not fleet.overflow or not fleet.decoders:
+        return None
+    snapshot = fleet.prefill_snapshot(request)
+    if snapshot is None:
+        return None
+    rows = snapshot.compared(
+        fleet.policy(snapshot, request),
+        lambda row: fleet.workers[row].load.fits(request.tokens + 1),
+        fleet.rng,
+    )
+    offers = [placement.prefill_offer(fleet, snapshot, request, row) for row in rows]
+    found = placement.place_without_room(request.tokens, offers)
+    return replace(found, reason="no_decode") if found is not None and fleet.lost_decode else found
+
+
+def _split(
+    request: PrefillRequest, offer: PrefillOffer, decode: int, alone: float, fleet: Fleet
+) -> Plan | None:
+    """Several workers compute the prompt, the first of them that of the offer. If `decode` has nothing to
+    decode it may have the last range, so its KV need not be handed over. None: one worker computes the
+    prompt, since that takes about as long. `alone`: as in `split.split`.
+
+    A worker that decodes takes no part: its requests would wait for other workers."""
+    first = fleet.workers[offer.row]
+    if not (fleet.splits and request.may_split and _takes_part(first)):
+        return None
+    if not split.may_gain(offer.tokens, _split_worker(first, first, fleet)):
+        return None
+    # The workers of a plan compute what one worker could read from the shared store.
+    if first.status.store == "open" and fleet.loads.index.only_stored(first.row, request.chunks):
+        return None
+    drawn = fleet.loads.draw(2 * split.MOST_WORKERS, fleet.rng)
+    others = (fleet.workers[row] for row in drawn if row not in (first.row, decode))
+    free = [worker for worker in others if _takes_part(worker) and worker.address not in request.avoid]
+    free.sort(key=lambda worker: fleet.loads.tokens_waiting(worker.row, fleet.now))
+    workers: Sequence[Seen] = [first, *free]
+    # Until a prompt that queues begins, the worker would decode others.
+    last = fleet.workers[decode]
+    may_decode = (
+        fleet.overflow and last is not first and not offer.queues and last.address not in request.avoid
+    )
+    if may_decode and _takes_part(last):
+        workers = [*workers, last]
+    cost = split.PromptCost(
+        request.tokens,
+        cached=request.tokens - offer.tokens,
+        doubles_at=first.description.attention_doubles_at,
+        layers=max(1, first.description.num_layers),
+    )
+    by_row = {worker.row: _split_worker(worker, first, fleet) for worker in workers}
+    found = split.split(cost, by_row, decode if decode in by_row and decode != first.row else None, alone)
+    if found is None:
+        return None
+    order = "prefill" if offer.queues and found.ranges[-1].worker != decode else "together"
+    return replace(found, decode=decode, within=offer.within, order=order)
+
+
+def _split_worker(worker: Seen, first: Seen, fleet: Fleet) -> split.SplitWorker:
+    status, loads = worker.status, fleet.loads
+    speed = max(1.0, status.prefill_tokens_per_s or loads.speed(first.row))
+    link = worker.prefix_links.get((first.description.incarnation, Tier.DEVICE))
+    return split.SplitWorker(
+        wait=loads.tokens_waiting(worker.row, fleet.now) / speed,
+        speed=split.first_speed(speed, status, worker.description.attention_doubles_at),
+        step=worker.description.max_num_batched_tokens,
+        floor=status.fastest_step_seconds,
+        link=math.inf if link is None else link.tokens_per_s,
+        utilisation=loads.utilisation(worker.row),
+    )
+
+
+def _takes_part(worker: Seen) -> bool:
+    """Whether the worker may compute a part of a prompt now."""
+    # What ended since the last report is known of the own requests of this router.
+    decodes = worker.load.own or min(worker.status.requests_decoding, worker.load.running)
+    return worker.ready and worker.description.attention_doubles_at > 0 and not decodes

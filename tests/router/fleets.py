@@ -1,0 +1,58 @@
+"""Workers as plans see them, without a router."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
+from baton.router.policy.fleet import Fleet
+from baton.router.policy.prefill import sticky
+from baton.router.policy.prefill_loads import PrefillLoads
+from baton.rpc import worker_pb2 as pb
+
+
+@dataclass(eq=False)
+class SeenWorker:
+    """A worker in one of the pools."""
+
+    row: int
+    load: DecodeLoad
+    pool: "pb.Pool" = pb.POOL_PREFILL
+    ready: bool = True
+    status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
+    description: pb.WorkerDescription = field(default_factory=pb.WorkerDescription)
+    prefix_links: dict[tuple[int, int], pb.PrefixLink] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.address = self.load.worker
+
+    def ready_in(self, pool: "pb.Pool") -> bool:
+        return self.ready and self.pool == pool
+
+
+def fleet_of(
+    loads: PrefillLoads, workers: Sequence[SeenWorker], *, lost_decode: bool = False, **given: Any
+) -> Fleet:
+    """`loads`: they serve in it. `lost_decode`: the decode pool had workers."""
+    caches = DecodeCaches(loads.index)
+    for worker in workers:
+        caches.join(worker.row, worker.load)
+        caches.serve(worker.row, worker.ready_in(pb.POOL_DECODE))
+    prefills, decodes = (
+        DecodePool(worker.load for worker in workers if worker.ready_in(pool))
+        for pool in (pb.POOL_PREFILL, pb.POOL_DECODE)
+    )
+    return Fleet(
+        now=0.0,
+        rng=random.Random(1),
+        named={worker.address: worker for worker in workers},
+        workers={worker.row: worker for worker in workers},
+        attached_rows=sum(1 << worker.row for worker in workers),
+        decodes=decodes,
+        decoders=prefills if lost_decode and not decodes else decodes,
+        loads=loads,
+        caches=caches,
+        policy=sticky,
+        **given,
+    )

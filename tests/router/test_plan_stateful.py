@@ -1,0 +1,353 @@
+"""One request is planned, submitted and interrupted in every way at every point, by the real router parts.
+
+Only the network is missing: each worker is driven by its messages. A life draws events at random, then heals,
+and must end with the whole answer. Checked after each event: the answer so far, and that nothing is open
+which the request does not need.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from baton.machine.tracing import Tracer
+from baton.router.admission.keys import ANY_CLIENT, Account
+from baton.router.admission.parked import Deadline
+from baton.router.admission.queue import Admission
+from baton.router.api.jobs import Job
+from baton.router.config import RouterConfig
+from baton.router.generation.failures import MAX_FAILURES, MAX_LOSSES
+from baton.router.generation.generation import Generation
+from baton.router.generation.output import Token, TokenQueue
+from baton.router.metrics import Metrics
+from baton.router.workers.checks import RouterModel
+from baton.router.workers.pool import WorkerPool
+from baton.router.workers.stream import WorkerStream
+from baton.router.workers.worker import SendQueue, Worker
+from baton.rpc import worker_pb2 as pb
+
+PREFILL, DECODE = pb.POOL_PREFILL, pb.POOL_DECODE
+METRICS = Metrics("plans")
+PROMPT, STOP = 3000, 2
+FAILURES = [
+    pb.FAILURE_CODE_ENGINE, pb.FAILURE_CODE_NO_ROOM, pb.FAILURE_CODE_DRAINING, pb.FAILURE_CODE_HANDED_BACK,
+    pb.FAILURE_CODE_DROPPED, pb.FAILURE_CODE_UNSPECIFIED,
+]  # fmt: skip
+
+
+@dataclass
+class Work:
+    """What a worker has of an attempt, as it knows it."""
+
+    kind: str
+    request: pb.Request
+    source: bytes = b""
+    sent: int = 0
+    """Tokens."""
+    computed: bool = False
+    reserved: bool = False
+    queued: bool = False
+    parts: list[bytes] = field(default_factory=list)
+    """Of a shared prompt: the prefills of all workers, the last one last."""
+
+    @property
+    def next_index(self) -> int:
+        return len(self.request.output_ids) + self.sent
+
+
+class Stream(WorkerStream):
+    """Opens no connection: a life attaches it and takes its messages."""
+
+    async def _run(self) -> None:
+        pass
+
+
+class Life:
+    def __init__(self, seed: int, **config: Any) -> None:
+        self.rng = rng = random.Random(seed)
+        made = RouterConfig(model="m", secret=b"s", port=0, **config)
+        self.pool = pool = WorkerPool(made, RouterModel("m", 10, ""))
+        pool._rng = random.Random(seed)
+        self.admission = Admission(10**9, pool.prefill_window, pool.free_capacity)
+        pool.on_capacity, pool.on_ready = self.admission.dispatch, self.admission.parked.worker_ready
+        self.streams: list[Stream] = []
+        self.works: dict[Worker, dict[bytes, Work]] = {}
+        self.tokens = TokenQueue(10**6, lambda: None)
+        self.received: list[int] = []
+        self.ends: list[Any] = []
+        self.submitted = self.events = 0
+        self.seen: Counter[str] = Counter()
+        self.output = [rng.randrange(3, 10) for _ in range(rng.choice([1, 2, 3, 6]) - 1)] + [STOP]
+        for number in range(5):
+            worker = Worker(f"w{number}", pool.loads, lambda: pool.on_capacity(), pool.breaker_changed)
+            pool.listed[worker.address], self.works[worker] = worker, {}
+            self.streams.append(Stream(worker, pool, made))
+            self.attach(self.streams[-1], PREFILL if number < 2 else DECODE)
+        sampling = pb.SamplingParams(max_tokens=len(self.output) if rng.random() < 0.5 else 100)
+        account, span = Account(ANY_CLIENT), Tracer(None, "", {}).begin("request", "", {})
+        self.entering = self.admission.enter(account)
+        self.account, entry = account, self.entering.__enter__()
+        [turn] = entry.turns([PROMPT])
+        self.generation = Generation(
+            Job([5] * PROMPT, sampling, rng.getrandbits(64), []), turn, pool, self.admission.parked,
+            self.tokens, METRICS, index=0, name="r", span=span,
+            deadline=Deadline(time.monotonic(), 1e6), worker_wait=1e6,
+        )  # fmt: skip
+        self.generation.advance()
+        self.check()
+
+    # ------------------------------------------------------------ the workers
+
+    def attach(self, stream: Stream, pool: "pb.Pool") -> None:
+        status = pb.WorkerStatus(
+            health=pb.WorkerStatus.HEALTH_SERVING, pool=pool, blocks_free=512, prefill_tokens_per_s=1e3,
+            fastest_step_seconds=0.01, decode_seconds=0.01, chunk_tokens=50, chunk_seconds=0.015,
+            tokens_waiting=self.rng.choice([0, 0, 5000]),
+        )  # fmt: skip
+        described = pb.WorkerDescription(
+            first_pool=pool, incarnation=self.rng.getrandbits(64), vocab_size=10, kv_address="k",
+            block_size=16, num_blocks=512, max_model_len=8192, max_num_seqs=64, max_num_batched_tokens=2048,
+            num_layers=32, attention_doubles_at=30_000 * (self.rng.random() < 0.7), status=status,
+        )  # fmt: skip
+        stream._attach(described, SendQueue(lambda: None), None)  # type: ignore[arg-type]
+
+    def take(self) -> None:
+        """The workers get what was sent to them."""
+        for worker, works in self.works.items():
+            messages = worker.send_queue._queue if worker.send_queue is not None else asyncio.Queue()
+            while not messages.empty():
+                message = messages.get_nowait()
+                assert message is not None
+                match message.WhichOneof("kind"):
+                    case "prefill":
+                        submit = message.prefill
+                        parts = list(dict.fromkeys(part.prefill_id for part in submit.plan))
+                        work = Work("prefill", submit.request, queued=submit.report_start, parts=parts)
+                        works[submit.prefill_id] = work
+                        self.submitted += 1
+                        self.seen["split" if parts else "prefill" if submit.handover else "one token"] += 1
+                        self.seen["queued"] += submit.report_start
+                    case "decode":
+                        submit = message.decode
+                        works[submit.decode_id] = Work("decode", submit.request, submit.source.prefill_id)
+                        self.submitted += 1
+                        self.seen["decode" if submit.HasField("source") else "inline"] += 1
+                    case "retarget":
+                        if work := works.get(message.retarget.decode_id):
+                            work.source = message.retarget.source.prefill_id
+                            work.request.output_ids[:] = message.retarget.output_ids
+                            self.seen["retarget"] += 1
+                    case "cancel":
+                        works.pop(message.cancel.attempt_id, None)
+
+    def work_of(self, attempt_id: bytes) -> Work | None:
+        return next((works[attempt_id] for works in self.works.values() if attempt_id in works), None)
+
+    def say(self, worker: Worker, **message: Any) -> None:
+        self.streams[list(self.works).index(worker)]._receive(pb.WorkerMessage(**message))
+
+    def fail(
+        self, worker: Worker, attempt_id: bytes, code: "pb.FailureCode", prefill_id: bytes = b""
+    ) -> None:
+        if code != pb.FAILURE_CODE_KV_FAILED:
+            del self.works[worker][attempt_id]
+        failed = pb.AttemptFailed(attempt_id=attempt_id, code=code, message="drawn", prefill_id=prefill_id)
+        self.say(worker, failed=failed)
+
+    def token(self, worker: Worker, attempt_id: bytes, work: Work, token_id: int) -> None:
+        last = token_id == STOP or work.next_index + 1 == work.request.sampling.max_tokens
+        reason = (
+            pb.FINISH_REASON_STOP
+            if token_id == STOP
+            else pb.FINISH_REASON_LENGTH
+            if last
+            else pb.FINISH_REASON_NONE
+        )
+        event = pb.TokenEvent(
+            attempt_id=attempt_id, output_index=work.next_index, token_id=token_id, finish_reason=reason
+        )
+        work.sent += 1
+        if work.kind == "decode" and last:
+            del self.works[worker][attempt_id]
+        self.say(worker, step=pb.StepOutput(tokens=[event]))
+
+    # ------------------------------------------------------------ events
+
+    def step(self, worker: Worker, attempt_id: bytes, work: Work) -> bool:
+        """The attempt goes on, if it can."""
+        if work.kind == "prefill":
+            if work.queued:
+                work.queued = False
+                self.say(worker, prefill_started=pb.PrefillStarted(prefill_id=attempt_id))
+            elif work.computed:
+                return False
+            else:
+                work.computed = True
+                if not work.parts or work.parts[-1] == attempt_id:
+                    self.token(worker, attempt_id, work, self.output[work.next_index])
+            return True
+        if not work.reserved:
+            work.reserved = True
+            self.say(worker, reserved=pb.Reserved(decode_id=attempt_id))
+            return True
+        if work.source and not work.sent:
+            source = self.work_of(work.source)
+            if source is None or not source.computed:
+                return False
+            if self.output[source.next_index - 1] == STOP:
+                self.fail(worker, attempt_id, pb.FAILURE_CODE_FINISHED)
+                return True
+            # The transfer is over, and the prefill worker has released the KV.
+            for works in self.works.values():
+                works.pop(work.source, None)
+        self.token(worker, attempt_id, work, self.output[work.next_index])
+        return True
+
+    def disturb(self) -> None:
+        """One fault, of an attempt or of a worker."""
+        rng, stream = self.rng, self.rng.choice(self.streams)
+        worker = stream.worker
+        open_works = [(each, key, work) for each, works in self.works.items() for key, work in works.items()]
+        kind = rng.choice(
+            ["attempt", "attempt", "kv", "token", "lost", "lost", "flip", "drain", "room", "stale"]
+        )
+        self.seen[kind] += 1
+        if kind in ("attempt", "kv", "token", "stale") and open_works:
+            worker, key, work = rng.choice(open_works)
+            if kind == "attempt":
+                self.fail(worker, key, rng.choice(FAILURES))
+            elif kind == "kv" and work.kind == "decode" and work.source and not work.sent:
+                self.fail(worker, key, pb.FAILURE_CODE_KV_FAILED, work.source)
+            elif kind == "token" and work.kind == "decode" and work.sent:
+                work.sent = len(self.received) + 1 - len(work.request.output_ids)  # it skips one
+                self.token(worker, key, work, 1)
+            elif kind == "stale" and work.kind == "decode" and work.sent > 1:
+                work.sent -= 1
+                self.token(worker, key, work, self.output[work.next_index])
+        elif kind == "lost" and worker.attached:
+            self.works[worker].clear()
+            stream._detach()
+        elif kind == "lost":
+            self.attach(stream, rng.choice([PREFILL, DECODE]))
+        elif worker.attached:
+            status = pb.WorkerStatus()
+            status.CopyFrom(worker.status)
+            if kind == "flip":
+                status.pool = PREFILL if status.pool == DECODE else DECODE
+            elif kind == "room":
+                status.blocks_free = rng.choice([0, 100, 512])
+            elif kind == "drain":
+                status.health = rng.choice([pb.WorkerStatus.HEALTH_SERVING, pb.WorkerStatus.HEALTH_DRAINING])
+            self.say(worker, status=status)
+
+    def heal(self) -> None:
+        """All workers serve again: two that prefill, and three that decode."""
+        for number, stream in enumerate(self.streams):
+            pool = PREFILL if number < 2 else DECODE
+            if not stream.worker.attached:
+                self.attach(stream, pool)
+            status = pb.WorkerStatus(
+                health=pb.WorkerStatus.HEALTH_SERVING, pool=pool, blocks_free=512, prefill_tokens_per_s=1e3
+            )
+            self.say(stream.worker, status=status)
+
+    # ------------------------------------------------------------ checks
+
+    def check(self) -> None:
+        for _, item in self.tokens.pop():
+            assert not self.ends, "nothing follows the end"
+            if isinstance(item, Token):
+                self.received.append(item.token_id)
+            if not isinstance(item, Token) or item.finish_reason:
+                self.ends.append(item)
+        assert self.received == self.output[: len(self.received)], "no token twice, and none is missing"
+        self.take()
+        pair = self.generation._pair
+        prefill = [] if pair.prefill is None else [pair.prefill, *pair.prefill.parts]
+        needed = {each.id for each in [*prefill, *([pair.decode] if pair.decode else [])]}
+        for worker in self.works:
+            assert worker.attempts.keys() <= needed, "an attempt is open that the request does not need"
+            if worker.attached:
+                assert worker.load.own == sum(each.tokens > 0 for each in worker.attempts.values())
+        assert self.pool._promised_slots == pair.queues
+        for number, event in enumerate(self.failures_bounds()):
+            assert event, number
+
+    def failures_bounds(self) -> list[bool]:
+        failures = self.generation._pair.failures
+        return [failures._failures <= MAX_FAILURES, failures._losses <= MAX_LOSSES]
+
+    async def run(self) -> None:
+        faults = self.rng.randrange(0, 12)
+        while not self.ends and faults:
+            await self.round(disturbs=self.rng.random() < 0.4)
+            faults -= 1
+        healed = self.submitted
+        self.heal()
+        for _ in range(200):
+            if self.ends:
+                break
+            self.check()
+            self.admission.parked._retry()
+            await self.round(disturbs=False)
+        assert self.ends, f"it hangs: {self.generation._pair.held()}"
+        assert self.submitted - healed <= 12, "without faults there is nothing to try again"
+        self.finish()
+
+    async def round(self, *, disturbs: bool) -> None:
+        if disturbs:
+            self.disturb()
+        else:
+            ready = [
+                (worker, key, work) for worker, works in self.works.items() for key, work in works.items()
+            ]
+            self.rng.shuffle(ready)
+            any(key in self.works[worker] and self.step(worker, key, work) for worker, key, work in ready)
+        await asyncio.sleep(0)  # those that wait for a worker are woken later
+        self.check()
+
+    def finish(self) -> None:
+        [end] = self.ends
+        if isinstance(end, Token):
+            wanted = self.generation._job.sampling.max_tokens
+            assert self.received == self.output[:wanted]
+        else:
+            assert "without a new token" in end.message, end
+        self.check()
+        pool, entering = self.pool, self.entering
+        entering.__exit__(None, None, None)
+        assert not any(worker.attempts for worker in self.works)
+        assert (pool._promised_slots, pool._promised_positions) == (0, 0)
+        assert (self.account.running, self.account.positions, self.admission.waiting_tokens) == (0, 0, 0)
+        assert not len(self.admission.queue)
+        for worker, works in self.works.items():
+            assert not worker.attached or pool.loads._worker(worker.row).own == 0
+            held = [work for work in works.values() if work.kind == "decode" or not work.computed]
+            assert not held, "each reservation has ended at its worker, too"
+
+
+@pytest.mark.parametrize("config", [{}, {"overflow": False}, {"split_prompts": False}], ids=str)
+def test_a_request_is_answered_once_whatever_fails(config: dict[str, Any]) -> None:
+    async def lives() -> Counter[str]:
+        seen = Counter[str]()
+        for seed in range(60):
+            life = Life(seed, **config)
+            try:
+                await life.run()
+            except BaseException:
+                print(f"seed {seed}", life.seen)
+                raise
+            seen += life.seen
+            for stream in life.streams:
+                await stream.close()
+        return seen
+
+    seen = asyncio.run(lives())
+    expected = {"prefill", "one token", "decode", "retarget", "queued", "lost", "flip", "drain", "room", "kv"}
+    expected |= {"inline"} if config.get("overflow", True) else set()
+    expected |= {"split"} if config.get("split_prompts", True) else set()
+    assert expected <= seen.keys(), seen
