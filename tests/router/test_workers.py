@@ -320,10 +320,10 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Makes the next call of this method of any generation raise."""
     method, failures = getattr(Generation, name), [RuntimeError("the test wants it")]
 
-    def fails(generation: Generation, *arguments: object) -> None:
+    def fails(generation: Generation, *arguments: object, **named: object) -> None:
         if failures:
             raise failures.pop()
-        method(generation, *arguments)
+        method(generation, *arguments, **named)
 
     monkeypatch.setattr(Generation, name, fails)
 
@@ -404,7 +404,7 @@ async def test_a_defect_in_one_request_does_not_hide_a_lost_worker_from_the_othe
     decode.steps = asyncio.Semaphore(0)
     requests = [asyncio.create_task(cluster.complete()) for _ in range(2)]
     await decode.until(lambda w: len(w.submitted) == 2)
-    fail_once(monkeypatch, "_on_lost")
+    fail_once(monkeypatch, "_failed")
     port = int(decode.address.rpartition(":")[2])
     await decode.kill()
     await cluster.until(lambda: "the test wants it" in caplog.text)
