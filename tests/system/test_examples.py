@@ -55,6 +55,14 @@ def tokenizer() -> ModelTokenizer:
     return load_tokenizer(model.resolve(None).location)
 
 
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `embedded_model.py` writes for vLLM."""
+    directory = tmp_path_factory.mktemp("embedded")
+    main_of("embedded_model.py")(directory, model.embedded_path())
+    return directory
+
+
 def main_of(script: str) -> Any:
     return runpy.run_path(str(EXAMPLES / script))["main"]
 
@@ -76,23 +84,13 @@ def test_the_grpc_example(server: Serve, grpc_address: str, capsys: pytest.Captu
     assert capsys.readouterr().out == f"{ANSWER}\n8 tokens\n"
 
 
-def test_the_embedded_model_as_a_directory(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
-    """`embedded_model.py` writes it for vLLM. Baton's engine answers with it as with the file."""
-    main_of("embedded_model.py")(tmp_path, model.embedded_path())
-    tokenizer, file = load_tokenizer(str(tmp_path)), tokenizer
+def test_the_embedded_model_as_a_directory(tokenizer: ModelTokenizer, model_directory: Path) -> None:
+    """The engine has the tokens of `test_the_first_answers_are_far_from_a_tie` with it."""
+    directory, file = load_tokenizer(str(model_directory)), tokenizer
     question = [{"role": "user", "content": QUESTION}]
-    chat = tokenizer.chat_template.render(question)
+    chat = directory.chat_template.render(question)
     assert chat == file.chat_template.render(question)
-    assert tokenizer.encode(chat) == file.encode(chat)
-    engine = build_engine(EngineConfig(model=str(tmp_path), num_blocks=16, max_model_len=256, num_threads=1))
-    params = SamplingParams(temperature=0, max_tokens=20)
-    engine.add(EngineRequest(bytes(16), tokenizer.encode(chat), [], params))
-    outputs = []
-    while engine.loop.has_work:
-        outputs += engine.loop.step().outputs
-    engine.close()
-    assert tokenizer.decode([output.token for output in outputs[:-1]]) == ANSWER
-    assert outputs[-1].finish_reason == "stop"
+    assert directory.encode(chat) == file.encode(chat)
 
 
 def test_every_example_is_run() -> None:
@@ -101,24 +99,30 @@ def test_every_example_is_run() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["auto", "none"], ids=["packed where the CPU can", "bfloat16"])
-def test_the_first_answers_are_far_from_a_tie(tokenizer: ModelTokenizer, quantization: str) -> None:
-    """Rounding may turn a near tie into another answer, which goes on for thousands of tokens."""
-    path = model.resolve(None).location
+def test_the_first_answers_are_far_from_a_tie(
+    tokenizer: ModelTokenizer, model_directory: Path, quantization: str
+) -> None:
+    """Rounding may turn a near tie into another answer, which goes on for thousands of tokens.
+
+    The file has blocks of 8 bits, and the directory the same weights in bfloat16.
+    """
+    path = model.resolve(None).location if quantization == "auto" else str(model_directory)
     chat = tokenizer.chat_template.render([{"role": "user", "content": QUESTION}])
     engine = build_engine(
         EngineConfig(model=path, num_blocks=16, max_model_len=256, num_threads=1, quantization=quantization)
     )
-    for prompt, expected in ((chat, ANSWER), (PROMPT, COMPLETION)):
-        params = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+    for prompt, expected, reason in ((chat, ANSWER, "stop"), (PROMPT, COMPLETION, "length")):
+        params = SamplingParams(temperature=0, max_tokens=20 if reason == "stop" else 8, logprobs=2)
         engine.add(EngineRequest(bytes(16), tokenizer.encode(prompt), [], params))
-        tokens, margins = [], []
+        outputs = []
         while engine.loop.has_work:
-            for output in engine.loop.step().outputs:
-                assert output.logprobs is not None
-                best, second = output.logprobs.top_logprobs
-                tokens.append(output.token)
-                margins.append(round(best - second, 2))
-        assert tokenizer.decode(tokens) == expected, margins
+            outputs += engine.loop.step().outputs
+        best_two = [output.logprobs.top_logprobs for output in outputs if output.logprobs is not None]
+        margins = [round(best - second, 2) for best, second in best_two]
+        tokens = [output.token for output in outputs]
+        assert outputs[-1].finish_reason == reason
+        assert tokenizer.decode(tokens[:-1] if reason == "stop" else tokens) == expected, margins
+        assert len(margins) == len(tokens)
         assert min(margins) > MIN_MARGIN, margins
     engine.close()
 
