@@ -58,8 +58,8 @@ def main() -> int:
     from baton.engine.layers import weights
     from tests.engine.conftest import request_of, save_tiny
 
-    def kernels_for(_: torch.device, head_dim: int) -> TritonKernels:
-        return TritonKernels(torch.device("cpu"), head_dim)
+    def kernels_for(_: torch.device, head_dim: int, *, exact: bool = False) -> TritonKernels:
+        return TritonKernels(torch.device("cpu"), head_dim, exact=exact)
 
     original: Any = race.draw
 
@@ -71,6 +71,7 @@ def main() -> int:
         (start, "kernels_for", kernels_for),
         (weights, "kernels_for", kernels_for),
         (race, "draw", made_up),
+        (TritonKernels, "greedy", staticmethod(made_up)),
         (TritonKernels, "draw", staticmethod(made_up)),
     ):
         setattr(module, name, instead)
