@@ -3,7 +3,7 @@
 A step takes one token of each decode, and chunks of prompts. The chunk limit and the averages that a worker
 reports are those of the engine. Only the cost of a step is simulated (`steps`).
 
-As in the engine, a step is planned before the one under way ends. Requests that come later from other workers
+As in the engine, a step is scheduled before the one under way ends. Requests that come later from other workers
 wait for the step after it.
 """
 
@@ -202,9 +202,9 @@ class Worker:
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by `_tokens` at the end
         self._joining: list[Request] = []  # for the next step
-        self._arrived: list[Request] = []  # from other workers, for the step that is planned next
+        self._arrived: list[Request] = []  # from other workers, for the step that is scheduled next
         self._under_way = 0  # prompt tokens of the step
-        self._planned: Chunks | None = None
+        self._scheduled: Chunks | None = None
         self._context = 0  # positions of all decodes
         self._positions = 0  # that the requests which decode here need in the end
         self._tokens = 0  # that a request would have got in all steps up to now
@@ -248,12 +248,12 @@ class Worker:
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
         started = sum(request.left < request.tokens for request in self._prompts)
         left = sum(request.left for request in self._prompts)
-        planned = sum(count for _, count in self._planned or ())
+        scheduled = sum(count for _, count in self._scheduled or ())
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
             reservations=self.reserved,
-            tokens_waiting=left + planned + self._under_way,  # all that are not computed
+            tokens_waiting=left + scheduled + self._under_way,  # all that are not computed
             blocks_free=BLOCKS - self._positions // BLOCK,
             blocks_total=BLOCKS,
             requests_waiting=len(self._prompts) - started,
@@ -276,18 +276,18 @@ class Worker:
         if not self._stepping:
             self._step()
 
-    def _plan(self, begins: float) -> None:
+    def _schedule(self, begins: float) -> None:
         """Chooses what the next step computes, as far as it is known. `begins`: when it should begin."""
         self._joining += self._arrived
         self._arrived.clear()
         decodes = len(self._decodes) + len(self._joining)
         chunks = list(self._chunks(self._prompt_budget(decodes, begins), decodes))
-        self._planned = chunks if chunks or decodes else None
+        self._scheduled = chunks if chunks or decodes else None
 
     def _step(self) -> None:
-        if self._planned is None or not (self._planned or self._decodes or self._joining):
-            self._plan(self._clock.now)
-        chunks, self._planned = self._planned or [], None
+        if self._scheduled is None or not (self._scheduled or self._decodes or self._joining):
+            self._schedule(self._clock.now)
+        chunks, self._scheduled = self._scheduled or [], None
         joining, self._joining = self._joining, []
         for request in joining:
             # No step decodes the first token.
@@ -311,9 +311,9 @@ class Worker:
                 last.append(request)
         self._clock.after(seconds, partial(self._end_step, seconds, tokens, position, last, joining))
         if not self._colocated:
-            self._plan_next(tokens, seconds)
+            self._schedule_next(tokens, seconds)
 
-    def _plan_next(self, tokens: int, seconds: float) -> None:
+    def _schedule_next(self, tokens: int, seconds: float) -> None:
         """The step under way has `tokens` prompt tokens and takes `seconds`."""
         expected, early = seconds, seconds - LEAD_SECONDS
         if tokens:
@@ -322,7 +322,7 @@ class Worker:
             early = EARLY * expected - LEAD_SECONDS if self._decodes or self.reserved else 0.0
         begins = self._clock.now + expected
         if early < seconds:
-            self._clock.after(max(0.0, early), partial(self._plan, begins))
+            self._clock.after(max(0.0, early), partial(self._schedule, begins))
 
     def _prompt_budget(self, decodes: int, begins: float) -> int:
         joined, self._joined = self._joined, False
