@@ -313,7 +313,7 @@ class Engine:
     def stats(self) -> EngineStats:
         lives, scheduler, meters = self._lives, self._scheduler, self._meters
         limit, cache = meters.chunk_limit, lives.cache
-        under_way = sum(plan.prompt_tokens for plan, _ in self.loop.under_way)
+        under_way = sum(schedule.prompt_tokens for schedule, _ in self.loop.under_way)
         return EngineStats(
             requests_running=len(lives.running),
             requests_decoding=scheduler.decoding,

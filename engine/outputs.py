@@ -23,23 +23,23 @@ class Outputs:
         self._speculation = speculation
         self._eos_ids = eos_ids
 
-    def add(self, plan: Schedule, launched: Launched, tokens: Sequence[int], result: StepResult) -> None:
+    def add(self, schedule: Schedule, launched: Launched, tokens: Sequence[int], result: StepResult) -> None:
         """Adds to the result what a step has computed. `tokens`: by sampled row."""
         if launched.scored is not None:
-            result.prompt_logprobs = _of_prompts(plan.scored, launched.scored)
-        logprobs = _of_outputs(plan.sampled, launched.logprobs)
-        accepted = launched.accepted if plan.drafts else ()
+            result.prompt_logprobs = _of_prompts(schedule.scored, launched.scored)
+        logprobs = _of_outputs(schedule.sampled, launched.logprobs)
+        accepted = launched.accepted if schedule.drafts else ()
         guesses = launched.guesses
-        for live, first, count in plan.requests():
+        for live, first, count in schedule.requests():
             live.slack -= count
             if live.phase is Phase.GONE:
                 continue  # the request ended while this step was under way
             # The device has counted the right drafts only if the next step may be launched before.
             drafted = tokens[first : first + count]
-            right = accepted[first] if accepted else plan.drafts[live].right(drafted) if count else 0
-            verified = plan.verified(live, right)
+            right = accepted[first] if accepted else schedule.drafts[live].right(drafted) if count else 0
+            verified = schedule.verified(live, right)
             for row in range(first, first + right + 1):
-                if not self._fails(plan, live, row, tokens[row], result):
+                if not self._fails(schedule, live, row, tokens[row], result):
                     learn = live.learn if row == first else live.learn_after_draft
                     position = learn(tokens[row])
                     if live.shared is None or not live.shared.unverified:
@@ -56,10 +56,10 @@ class Outputs:
             if self._speculation is not None:
                 self._speculation.record(live, count, right, guesses[first] if guesses else ())
 
-    def _fails(self, plan: Schedule, live: LiveRequest, row: int, token: int, result: StepResult) -> bool:
+    def _fails(self, schedule: Schedule, live: LiveRequest, row: int, token: int, result: StepResult) -> bool:
         """Whether there is no token in this row. This ends the request."""
-        if row in plan.refused:
-            result.refused.append((live.id, plan.refused[row]))
+        if row in schedule.refused:
+            result.refused.append((live.id, schedule.refused[row]))
         elif token == NOT_FINITE:
             result.failed.append((live.id, "the model's logits are not finite numbers"))
         elif token == NO_CHOICE:

@@ -80,9 +80,9 @@ class StepLoop:
         launched = self._may_launch and self._launch(result)
         if self.under_way and (not launched or not self._overlap or self._is_over):
             self._land(*self.under_way.pop(0), result)
-            for plan, later in self.under_way:
+            for schedule, later in self.under_way:
                 if not later.is_sampled:
-                    self._sample(plan, later)
+                    self._sample(schedule, later)
         return result
 
     @property
@@ -120,76 +120,78 @@ class StepLoop:
     def _launch(self, result: StepResult) -> bool:
         """False: there was nothing to compute, or the step was given up."""
         began = time.monotonic()
-        plan = self._plan(began, result)
-        if not plan.chunks:
+        schedule = self._schedule(began, result)
+        if not schedule.chunks:
             if not self.under_way:
                 self._grammars.wait(GRAMMAR_WAIT)
             return False
-        self._computing(plan)
+        self._computing(schedule)
         try:
-            launched = self._run(plan, self._arrays(plan))
+            launched = self._run(schedule, self._arrays(schedule))
         except StepGivenUp:
-            plan.end_leases()
+            schedule.end_leases()
             self._computing()
-            result.prompts.update(_by_id(plan))
+            result.prompts.update(_by_id(schedule))
             return False
-        self._scheduler.launched(plan)
-        result.ranges_launched += [live.id for live in plan.prompts if live.phase is Phase.RESERVED]
-        self.under_way.append((plan, launched))
-        if not plan.waits:
-            self._sample(plan, launched)
+        self._scheduler.launched(schedule)
+        result.ranges_launched += [live.id for live in schedule.prompts if live.phase is Phase.RESERVED]
+        self.under_way.append((schedule, launched))
+        if not schedule.waits:
+            self._sample(schedule, launched)
         size = launched.size
         self._pace.launched(
             size if size is not None and not size.chunks else None,
             began,
             time.monotonic(),
             slow=size is None,
-            expected=self._expected(plan),
-            may_join=bool(plan.decodes or self._scheduler.lives.reserved),
+            expected=self._expected(schedule),
+            may_join=bool(schedule.decodes or self._scheduler.lives.reserved),
         )
         return True
 
-    def _plan(self, began: float, result: StepResult) -> Schedule:
-        plan = self._scheduler.schedule(self._prompt_limit(began))
-        plan.began = began
-        plan.ids = frozenset([live.id for live in plan.chunks])
-        result.preempted += [live.id for live in plan.preempted if live.hand_back]
-        for live in plan.started:
+    def _schedule(self, began: float, result: StepResult) -> Schedule:
+        schedule = self._scheduler.schedule(self._prompt_limit(began))
+        schedule.began = began
+        schedule.ids = frozenset([live.id for live in schedule.chunks])
+        result.preempted += [live.id for live in schedule.preempted if live.hand_back]
+        for live in schedule.started:
             live.started = live.started or began
             if live.handover:
                 self.hooks.prefill_started(
                     live.owner, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
                 )
-        return plan
+        return schedule
 
-    def _arrays(self, plan: Schedule) -> Step:
+    def _arrays(self, schedule: Schedule) -> Step:
         lives = self._scheduler.lives
         states = lives.memory.states
         return build_step(
-            plan,
+            schedule,
             self._model_config.vocab_size,
             block_size=self._runner.block_size,
             table_width=self._runner.table_width,
             has_states=states is not None,
-            restores=() if states is None else states.take_restores(plan),
-            saves=() if states is None else states.saves(plan.chunks),
+            restores=() if states is None else states.take_restores(schedule),
+            saves=() if states is None else states.saves(schedule.chunks),
             ahead=self._runner.ahead,
             draft_head=self._runner.drafter is not None,
         )
 
-    def _run(self, plan: Schedule, step: Step) -> Launched:
-        handed = [live for live in plan.prompts if live.handover]
+    def _run(self, schedule: Schedule, step: Step) -> Launched:
+        handed = [live for live in schedule.prompts if live.handover]
         # Other ranks would wait for this one in their next sum.
-        may_give_up = len(handed) == len(plan.chunks) and self._runner.followers is None
+        may_give_up = len(handed) == len(schedule.chunks) and self._runner.followers is None
 
         def layer_done(layer: int) -> None:
             self.hooks.tick()
             if handed:
                 # A draft head computes its layer when the step is sampled. A prompt may have ended by then.
-                moved = {live.owner: plan.prompts[live] for live in handed if live.phase is not Phase.GONE}
+                moved = {
+                    live.owner: schedule.prompts[live] for live in handed if live.phase is not Phase.GONE
+                }
                 called = time.monotonic()
                 is_useless = self.hooks.layer_done(layer, moved)
-                plan.waited += (time.monotonic() - called) * step.awaits_kv
+                schedule.waited += (time.monotonic() - called) * step.awaits_kv
                 if is_useless and may_give_up:
                     raise StepGivenUp
 
@@ -197,47 +199,49 @@ class StepLoop:
         may_give_up = False  # a draft head computes its layer later
         return launched
 
-    def _sample(self, plan: Schedule, launched: Launched) -> None:
+    def _sample(self, schedule: Schedule, launched: Launched) -> None:
         adjustments = None
-        if not all(is_plain(live) for live in plan.sampled):
-            drafts = plan.drafts_before
+        if not all(is_plain(live) for live in schedule.sampled):
+            drafts = schedule.drafts_before
             rows: list[tuple[CompiledGrammar | None, array[int]]] = []
-            for row, live in enumerate(plan.sampled):
+            for row, live in enumerate(schedule.sampled):
                 grammar, token_ids = None if live.phase is Phase.GONE else live.grammar, live.token_ids
                 if grammar is not None and row in drafts:
                     grammar, token_ids = grammar.copy(), token_ids + drafts[row]
                 rows.append((grammar, token_ids))
-            mask, plan.refused = self._grammars.allowed(rows)
-            adjustments = build_adjustments(plan.sampled, self._model_config.eos_ids, mask, drafts)
+            mask, schedule.refused = self._grammars.allowed(rows)
+            adjustments = build_adjustments(schedule.sampled, self._model_config.eos_ids, mask, drafts)
         self._landings.expect(self._runner.sample(launched, adjustments))
-        for live, row, count in plan.requests():
-            live.promise(row, count, 0 if live.handover else plan.guesses)
+        for live, row, count in schedule.requests():
+            live.promise(row, count, 0 if live.handover else schedule.guesses)
 
     # Landing
 
-    def _land(self, plan: Schedule, launched: Launched, result: StepResult) -> None:
+    def _land(self, schedule: Schedule, launched: Launched, result: StepResult) -> None:
         """Waits until the step is over, and takes each request on."""
         tokens = launched.wait()
         self.hooks.tick()
         seconds = result.seconds = launched.seconds
-        result.prompts.update(_by_id(plan))
-        result.decodes = plan.decodes
+        result.prompts.update(_by_id(schedule))
+        result.decodes = schedule.decodes
         landed_at = time.monotonic()
         self._pace.landed(seconds, landed_at)
-        if plan.waited <= MOST_WAITED * seconds:
-            self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds, plan.prompt_position)
+        if schedule.waited <= MOST_WAITED * seconds:
+            self._meters.record(
+                schedule.decodes > 0, schedule.prompt_tokens, seconds, schedule.prompt_position
+            )
         speculation = self._scheduler.speculation
-        if speculation is not None and plan.decodes and not plan.prompts:
-            speculation.learn_cost(plan, landed_at - max(plan.began, self._landed_at))
+        if speculation is not None and schedule.decodes and not schedule.prompts:
+            speculation.learn_cost(schedule, landed_at - max(schedule.began, self._landed_at))
         self._landed_at = landed_at
         self._computing()
-        plan.end_leases()
-        self._outputs.add(plan, launched, tokens, result)
+        schedule.end_leases()
+        self._outputs.add(schedule, launched, tokens, result)
 
     def _computing(self, *launching: Schedule) -> None:
         """Tells which requests are in the steps under way and in this one."""
-        plans = (*launching, *(plan for plan, _ in self.under_way))
-        self.hooks.computing(frozenset().union(*(plan.ids for plan in plans)))
+        schedules = (*launching, *(schedule for schedule, _ in self.under_way))
+        self.hooks.computing(frozenset().union(*(schedule.ids for schedule in schedules)))
 
     # When
 
@@ -251,13 +255,13 @@ class StepLoop:
         begins = max(now, self._pace.ends) if self.under_way else now
         return self._meters.chunk_limit.tokens(self._scheduler.prompts(), begins, joins_at)
 
-    def _expected(self, plan: Schedule) -> float:
+    def _expected(self, schedule: Schedule) -> float:
         """Seconds that a step with prompts should take. 0: not known."""
-        if plan.decodes:
-            return self._meters.chunk_limit.mixed_seconds(plan.prompt_tokens)
+        if schedule.decodes:
+            return self._meters.chunk_limit.mixed_seconds(schedule.prompt_tokens)
         speed = self._meters.prefill_tokens_per_s
-        return plan.prompt_tokens / speed if speed else 0.0
+        return schedule.prompt_tokens / speed if speed else 0.0
 
 
-def _by_id(plan: Schedule) -> dict[bytes, range]:
-    return {live.id: positions for live, positions in plan.prompts.items()}
+def _by_id(schedule: Schedule) -> dict[bytes, range]:
+    return {live.id: positions for live, positions in schedule.prompts.items()}

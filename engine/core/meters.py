@@ -70,12 +70,13 @@ def prompt_limit(tokens: int, decodes: int, mixed_steps: int, rows: Sequence[int
     return fitting if 2 * fitting > tokens else tokens
 
 
-def may_join(left: int, planned: int, full_step: int = FULL_STEP) -> bool:
-    """Whether a prompt with `left` tokens may share a step without decodes that has `planned` prompt tokens.
+def may_join(left: int, scheduled: int, full_step: int = FULL_STEP) -> bool:
+    """Whether a prompt with `left` tokens may share a step without decodes that has `scheduled` prompt
+    tokens.
 
     Such prompts go one after another: together they would take as long, and the first would wait for the
     last."""
-    return not planned or planned + left <= full_step
+    return not scheduled or scheduled + left <= full_step
 
 
 class ChunkLimit:

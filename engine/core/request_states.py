@@ -100,16 +100,16 @@ class RequestStates:
                 states.copy.end()
                 states.copy = None
 
-    def take_restores(self, plan: Schedule) -> list[tuple[int, int]]:
+    def take_restores(self, schedule: Schedule) -> list[tuple[int, int]]:
         """(from, to): the slots of states to copy before the step, which is launched now. The step takes the
         leases on the copies, and has leases on its requests. So both slots stay until it is over."""
         restores: list[tuple[int, int]] = []
-        for live in plan.chunks:
+        for live in schedule.chunks:
             if (states := live.states) is not None and states.begins_with is not None:
                 restores.append((states.begins_with, states.slot))
                 states.begins_with = None
                 if states.copy is not None:
-                    plan.copies.append(states.copy)
+                    schedule.copies.append(states.copy)
                     states.copy = None
         return restores
 

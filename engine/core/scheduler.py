@@ -20,7 +20,7 @@ from baton.engine.model_config import FULL_STEP
 
 
 class Scheduler:
-    """Plans steps, and gives running requests the blocks that they grow by.
+    """Schedules steps, and gives running requests the blocks that they grow by.
 
     Attributes:
         lives: the requests, in their phases.
@@ -36,7 +36,7 @@ class Scheduler:
         full_step: int = FULL_STEP,
         speculation: Speculation | None = None,
     ) -> None:
-        """Plans no step yet.
+        """Schedules no step yet.
 
         Args:
             mixed_rows: sizes of steps with decodes and prompts that need no padding, in ascending order.
@@ -58,13 +58,13 @@ class Scheduler:
         self._was_alone = False  # whether the last step was for a request that shares no step
 
     def schedule(self, chunk_limit: int | None = None) -> Schedule:
-        """Plans the next step and gives its requests their blocks. Decodes go first, so that no prompt delays
-        them. Then prompts go in order, those that have begun and those of the queue, while there is room. The
-        step has leases on its requests, which the caller ends.
+        """Schedules the next step and gives its requests their blocks. Decodes go first, so that no prompt
+        delays them. Then prompts go in order, those that have begun and those of the queue, while there is
+        room. The step has leases on its requests, which the caller ends.
 
         `chunk_limit`: most prompt tokens of a step while requests decode or are reserved. Reserved requests
         count because they may join during the step and then wait for its end."""
-        plan = Schedule(started=self.lives.take_loaded() if self.lives.loaded else [])
+        schedule = Schedule(started=self.lives.take_loaded() if self.lives.loaded else [])
         if self.lives.compiling:
             self.lives.queue_compiled()
         alone = self._next_alone()
@@ -73,20 +73,20 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         # In order, so that a preemption, which takes the last request, takes none that the step has already.
         for live in [live for live in ready if live.decodes] if prompts else ready:
-            budget -= self._go_on(live, budget, plan)
+            budget -= self._go_on(live, budget, schedule)
         if chunk_limit is not None:
             budget = min(budget, self._prompt_limit(self.max_num_batched_tokens - budget, chunk_limit))
         for live in prompts:
-            budget -= self._admit(budget, alone, plan, before=live)
-            if self._may_join(live, plan) and not self._must_come_later(live, plan):
-                budget -= self._go_on(live, budget, plan)
-        self._admit(budget, alone, plan)
+            budget -= self._admit(budget, alone, schedule, before=live)
+            if self._may_join(live, schedule) and not self._must_come_later(live, schedule):
+                budget -= self._go_on(live, budget, schedule)
+        self._admit(budget, alone, schedule)
         if self.speculation is not None:
-            self.speculation.draft(plan, self._memory)
-        plan.lease()
-        if plan.decodes:
-            self._mixed_steps = self._mixed_steps + 1 if plan.prompts else 0
-        return plan
+            self.speculation.draft(schedule, self._memory)
+        schedule.lease()
+        if schedule.decodes:
+            self._mixed_steps = self._mixed_steps + 1 if schedule.prompts else 0
+        return schedule
 
     def _prompt_limit(self, decodes: int, chunk_limit: int) -> int:
         """Most prompt tokens of a step with so many decodes."""
@@ -95,32 +95,34 @@ class Scheduler:
         return prompt_limit(chunk_limit, decodes, self._mixed_steps, self._mixed_rows)
 
     def _admit(
-        self, budget: int, alone: LiveRequest | None, plan: Schedule, before: LiveRequest | None = None
+        self, budget: int, alone: LiveRequest | None, schedule: Schedule, before: LiveRequest | None = None
     ) -> int:
         """Starts waiting requests while there is budget, with `before` only those that come before it in
-        order. Returns the number of their tokens in the plan."""
+        order. Returns the number of their tokens in the schedule."""
         used = 0
-        while budget > used and not plan.preempted and self._can_admit:
+        while budget > used and not schedule.preempted and self._can_admit:
             live = self._waiting[0]
             if live is not alone and (alone is not None or live.alone):
                 break
             if before is not None and before.order < live.order:
                 break
-            if not self._may_join(live, plan):
+            if not self._may_join(live, schedule):
                 break
             self.lives.admit()
             if live.phase is Phase.RUNNING:
-                plan.started.append(live)
-                used += self._add_chunk(live, budget - used, plan)
+                schedule.started.append(live)
+                used += self._add_chunk(live, budget - used, schedule)
         return used
 
     @property
     def _can_admit(self) -> bool:
         return bool(self._waiting) and self.lives.can_admit
 
-    def _may_join(self, live: LiveRequest, plan: Schedule) -> bool:
+    def _may_join(self, live: LiveRequest, schedule: Schedule) -> bool:
         """Whether the next chunk of a prompt may share the step."""
-        return bool(plan.decodes) or may_join(live.num_computable, plan.prompt_tokens, self._full_step)
+        return bool(schedule.decodes) or may_join(
+            live.num_computable, schedule.prompt_tokens, self._full_step
+        )
 
     @property
     def _some_may_join(self) -> bool:
@@ -134,31 +136,31 @@ class Scheduler:
         decodes = any(other.decodes and not other.handover for other in self._running)
         return (decodes or self._some_may_join) and live.awaits_kv
 
-    def _must_come_later(self, live: LiveRequest, plan: Schedule) -> bool:
-        """Whether a prompt is held back, or the step would wait for the workers of two plans. Then those of
+    def _must_come_later(self, live: LiveRequest, schedule: Schedule) -> bool:
+        """Whether a prompt is held back, or the step would wait for the workers of two prompts. Then those of
         one would end the other, which have done nothing wrong."""
         if self._is_held_back(live):
             return True
-        return any(other.awaits_kv for other in plan.prompts) and live.awaits_kv
+        return any(other.awaits_kv for other in schedule.prompts) and live.awaits_kv
 
-    def _go_on(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
-        """Adds the next chunk of a running request to the plan. Returns its number of tokens."""
+    def _go_on(self, live: LiveRequest, budget: int, schedule: Schedule) -> int:
+        """Adds the next chunk of a running request to the schedule. Returns its number of tokens."""
         count = min(live.num_computable, budget)
         if not count or live.ends_with_pending or live.phase is not Phase.RUNNING:
             return 0
-        if self._memory.lacks(live) and not self._grow(live, plan):
+        if self._memory.lacks(live) and not self._grow(live, schedule):
             return 0
-        return self._add_chunk(live, budget, plan)
+        return self._add_chunk(live, budget, schedule)
 
-    def _add_chunk(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
-        """Adds the next chunk of a request to the plan. Returns its number of tokens."""
+    def _add_chunk(self, live: LiveRequest, budget: int, schedule: Schedule) -> int:
+        """Adds the next chunk of a request to the schedule. Returns its number of tokens."""
         count = min(live.num_computable, budget)
         if count:
             if self._memory.states is not None:
                 count = self._memory.states.until_copy(live, count)
-            plan.chunks[live] = range(live.num_computed, live.num_computed + count)
+            schedule.chunks[live] = range(live.num_computed, live.num_computed + count)
             if not live.decodes:
-                plan.prompts[live] = plan.chunks[live]
+                schedule.prompts[live] = schedule.chunks[live]
             if live.tag > self.lives.shares.now:  # never so for a decode, of which a step has hundreds
                 self.lives.shares.served(live.tag - live.num_left + count)
         return count
@@ -239,15 +241,15 @@ class Scheduler:
         following = (live for live in self._running if not live.ends_with_pending)
         return any(not self._is_held_back(live) for live in following) or self._can_admit
 
-    def launched(self, plan: Schedule) -> None:
+    def launched(self, schedule: Schedule) -> None:
         """Notes that a launched step writes the KV of its chunks. Later steps may read it."""
-        for live, positions in plan.chunks.items():
+        for live, positions in schedule.chunks.items():
             live.num_computed = positions.stop
             live.decodes = positions.stop == len(live.token_ids)  # the step samples its next token
             if live.shared is not None and live.shared.range_stop is not None:
                 self.lives.range_launched(live, live.shared, positions.stop)
 
-    def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
+    def _grow(self, live: LiveRequest, schedule: Schedule) -> bool:
         """Gives the request the blocks that it needs, and preempts others for it. False: the request itself
         was preempted."""
         while lacking := self._memory.lacks(live):
@@ -255,15 +257,15 @@ class Scheduler:
                 live.blocks.extend(self._pool.allocate(lacking))
                 break
             victim = max((r for r in self._running if not r.handover), key=lambda r: r.order)
-            self._preempt(victim, plan)
+            self._preempt(victim, schedule)
             if victim is live:
                 return False
         return True
 
-    def _preempt(self, victim: LiveRequest, plan: Schedule) -> None:
+    def _preempt(self, victim: LiveRequest, schedule: Schedule) -> None:
         assert not victim.leases, "no request is preempted while a step that uses its blocks is under way"
         self.preemptions += 1
-        plan.preempted.append(victim)
+        schedule.preempted.append(victim)
         if victim.hand_back:
             self.lives.drop(victim)
         else:

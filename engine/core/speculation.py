@@ -47,36 +47,36 @@ class Speculation:
     def stats(self) -> SpeculationStats:
         return SpeculationStats(self._steps, self._drafts, self._accepted)
 
-    def draft(self, plan: Schedule, memory: RequestMemory) -> None:
+    def draft(self, schedule: Schedule, memory: RequestMemory) -> None:
         """Adds drafts to a step, and notes what comes after drafts. Takes blocks only if they are spare."""
-        for live in plan.chunks:
+        for live in schedule.chunks:
             if live.slack:
-                plan.drafts[live] = Draft((), 0, live.slack)
-        plan.guesses, self.waits = self._guesses, False
-        if plan.prompts or plan.preempted:
+                schedule.drafts[live] = Draft((), 0, live.slack)
+        schedule.guesses, self.waits = self._guesses, False
+        if schedule.prompts or schedule.preempted:
             return  # prompts fill the step
         self._tested *= FORGET
         self._right *= FORGET
-        requests = [live for live in plan.chunks if live.num_left == 1]
+        requests = [live for live in schedule.chunks if live.num_left == 1]
         limits = [self._limit(live) for live in requests]
         if (states := memory.states) is not None:
-            requests = [live for live, chunk in plan.chunks.items() if chunk.stop == len(live.token_ids)]
+            requests = [live for live, chunk in schedule.chunks.items() if chunk.stop == len(live.token_ids)]
             limits = [
-                min(self._limit(live), states.most_drafts(live, plan.chunks[live])) for live in requests
+                min(self._limit(live), states.most_drafts(live, schedule.chunks[live])) for live in requests
             ]
-        rows = sum(map(len, plan.chunks.values()))
+        rows = sum(map(len, schedule.chunks.values()))
         counts = draft_counts([self._acceptance(live) for live in requests], limits, rows, self.costs)
         if self.drafter is None:
-            plan.guesses = self._guesses = max(counts, default=0)
+            schedule.guesses = self._guesses = max(counts, default=0)
         for live, count in zip(requests, counts, strict=True):
             # The guesses of a draft head have KV, too.
             most = live.asked.longest - len(live.token_ids)
-            if count <= 0 or not memory.has_room_for(live, min(live.slack + count + plan.guesses, most)):
+            if count <= 0 or not memory.has_room_for(live, min(live.slack + count + schedule.guesses, most)):
                 continue
             if states is not None:
-                self._propose_known(live, count, plan, states)
+                self._propose_known(live, count, schedule, states)
             else:
-                self._propose(live, count, plan)
+                self._propose(live, count, schedule)
 
     def _limit(self, live: LiveRequest) -> int:
         """The last token of a request is no draft: nothing comes after it."""
@@ -90,14 +90,14 @@ class Speculation:
         live.guesses.accepted *= FORGET
         return (live.guesses.accepted + prior) / (live.guesses.tested + 1)
 
-    def _propose(self, live: LiveRequest, count: int, plan: Schedule) -> None:
+    def _propose(self, live: LiveRequest, count: int, schedule: Schedule) -> None:
         """Guesses the tokens that the step may sample. If a step is under way, also those that this one may
         give. A draft head has made the guesses in the step before, or makes them in the one under way."""
         if self.drafter is None:
             guesses = None if live.pending else live.guesses.of(live.num_known, count)
             count = min(count, live.making) if guesses is None else len(guesses)
             if count:
-                plan.drafts[live] = Draft(guesses, count, live.slack)
+                schedule.drafts[live] = Draft(guesses, count, live.slack)
             return
         under_way = live.guesses.of(live.num_known, live.slack)
         wanted = count + live.pending
@@ -105,24 +105,26 @@ class Speculation:
         if len(proposed) < wanted:
             return
         guesses = [*under_way, *proposed][live.pending :]
-        plan.drafts[live] = Draft(guesses, count, live.slack)
+        schedule.drafts[live] = Draft(guesses, count, live.slack)
         live.guesses.tokens, live.guesses.position = guesses, len(live.token_ids)
 
-    def _propose_known(self, live: LiveRequest, count: int, plan: Schedule, states: RequestStates) -> None:
+    def _propose_known(
+        self, live: LiveRequest, count: int, schedule: Schedule, states: RequestStates
+    ) -> None:
         """As `_propose`, for a request with states."""
         assert self.drafter is not None, "a model with states has no draft head"
         guesses = self.drafter.propose(live, (), count)
         self.waits = self.waits or bool(guesses)
         if guesses and not live.pending and states.keep(live):
-            plan.drafts[live] = Draft(guesses, len(guesses))
+            schedule.drafts[live] = Draft(guesses, len(guesses))
             live.guesses.tokens, live.guesses.position = guesses, len(live.token_ids)
 
-    def learn_cost(self, plan: Schedule, seconds: float) -> None:
+    def learn_cost(self, schedule: Schedule, seconds: float) -> None:
         """Learns how long a step took that only decodes. The time of a draft head is that of drafts."""
-        has_drafts = len(plan.sampled) > len(plan.chunks)
-        if self.drafter is not None or has_drafts == (plan.guesses > 0):
-            drafts = sum(draft.count for draft in plan.drafts.values())
-            self.costs.record(sum(map(len, plan.chunks.values())) + drafts, seconds)
+        has_drafts = len(schedule.sampled) > len(schedule.chunks)
+        if self.drafter is not None or has_drafts == (schedule.guesses > 0):
+            drafts = sum(draft.count for draft in schedule.drafts.values())
+            self.costs.record(sum(map(len, schedule.chunks.values())) + drafts, seconds)
 
     def record(self, live: LiveRequest, count: int, accepted: int, guesses: Sequence[int] = ()) -> None:
         """Learns that the first `accepted` of `count` drafts were right. `guesses`: what a draft head says of

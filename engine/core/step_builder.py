@@ -37,7 +37,7 @@ _Chunk = tuple[LiveRequest, range]  # with the positions that a step computes
 
 @dataclass(slots=True, eq=False)
 class Schedule:
-    """One step, from its plan until its tokens are known. Until then it has leases on its requests.
+    """One step, until its tokens are known. Until then it has leases on its requests.
 
     launched ──▶ sampled ──▶ over (the device has computed all of it) ──▶ landed: its tokens are known
 
@@ -72,7 +72,7 @@ class Schedule:
     """By row, what is wrong with a request's grammar."""
 
     def lease(self) -> None:
-        """The step is planned, so it uses the blocks and the states of its requests."""
+        """The step is scheduled, so it uses the blocks and the states of its requests."""
         for live in self.chunks:
             live.leases.begin(self)
 
@@ -136,7 +136,7 @@ class Schedule:
 
 
 def build_step(
-    plan: Schedule,
+    schedule: Schedule,
     vocabulary: int,
     *,
     block_size: int,
@@ -147,31 +147,33 @@ def build_step(
     ahead: int = 1,
     draft_head: bool = False,
 ) -> Step:
-    """The step. Also sets `plan.sampled`, in the order of the step's sampled rows, and `plan.scored`, in
-    that of `Step.scored`. `has_states`: the model has state layers. `restores` is as in `Step`. `ahead`: the
-    size of this dimension, 1 if the engine has no drafts. `draft_head`: whether there is one."""
+    """The step. Also sets `schedule.sampled`, in the order of the step's sampled rows, and `schedule.scored`,
+    in that of `Step.scored`. `has_states`: the model has state layers. `restores` is as in `Step`. `ahead`:
+    the size of this dimension, 1 if the engine has no drafts. `draft_head`: whether there is one."""
     # The state of a request takes one token, or several in the way of a prompt.
     most = 1 if has_states else MOST_ROWS
     one_by_one: list[_Chunk] = []
     together: list[_Chunk] = []
-    for live, positions in plan.chunks.items():
-        drafts_behind = plan.drafts[live].count if live in plan.drafts else 0
-        decodes = live not in plan.prompts and len(positions) + drafts_behind <= most
+    for live, positions in schedule.chunks.items():
+        drafts_behind = schedule.drafts[live].count if live in schedule.drafts else 0
+        decodes = live not in schedule.prompts and len(positions) + drafts_behind <= most
         (one_by_one if decodes else together).append((live, positions))
     # Decodes are sorted by length: attention groups requests of similar length.
     chunks = sorted(one_by_one, key=lambda chunk: chunk[1].stop) + together
 
     tokens = [live.token_ids[positions.start : positions.stop] for live, positions in chunks]
     sampled = [i for i, (live, positions) in enumerate(chunks) if positions.stop == len(live.token_ids)]
-    drafts = {i: plan.drafts[live] for i, (live, _) in enumerate(chunks) if live in plan.drafts}
-    plan.sampled = [chunks[i][0] for i in sampled]
+    drafts = {i: schedule.drafts[live] for i, (live, _) in enumerate(chunks) if live in schedule.drafts}
+    schedule.sampled = [chunks[i][0] for i in sampled]
     behind = [0] * len(sampled)
     if drafts:
         counts = [drafts[i].count if i in drafts else 0 for i in sampled]
-        plan.sampled = [live for live, n in zip(plan.sampled, counts, strict=True) for _ in range(n + 1)]
+        schedule.sampled = [
+            live for live, n in zip(schedule.sampled, counts, strict=True) for _ in range(n + 1)
+        ]
         behind = [j for n in counts for j in range(n + 1)]
-    scored, plan.scored = _scored(chunks)
-    variant, draws = draws_of(plan.sampled, vocabulary, behind)
+    scored, schedule.scored = _scored(chunks)
+    variant, draws = draws_of(schedule.sampled, vocabulary, behind)
     after, within = _saves(chunks, saves) if saves else ((), ())
     return arrange(
         np.frombuffer(b"".join(tokens), np.int32),
@@ -182,8 +184,8 @@ def build_step(
         variant,
         draws,
         num_decodes=len(one_by_one),
-        hands_over=any(live.handover for live in plan.prompts),
-        awaits_kv=any(live.unverified for live in plan.prompts),
+        hands_over=any(live.handover for live in schedule.prompts),
+        awaits_kv=any(live.unverified for live in schedule.prompts),
         block_size=block_size,
         table_width=table_width,
         source_rows=[live.row if live.pending else -1 for live, _ in chunks],
@@ -193,10 +195,10 @@ def build_step(
         saves=after,
         copies=within,
         drafts=drafts,
-        keys=_keys_ahead(plan.sampled, behind, ahead, variant) if ahead > 1 else None,
+        keys=_keys_ahead(schedule.sampled, behind, ahead, variant) if ahead > 1 else None,
         following=_following(chunks) if draft_head else None,
-        guessed=[i for i in sampled if not chunks[i][0].handover] if plan.guesses else (),
-        guesses=plan.guesses,
+        guessed=[i for i in sampled if not chunks[i][0].handover] if schedule.guesses else (),
+        guesses=schedule.guesses,
     )
 
 
