@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from baton.cluster.options import clients, engine, pools, roles
 from baton.cluster.options.command import Command
 from baton.cluster.options.parameters import takes_options
-from baton.cluster.supervision.plan import Plan
+from baton.cluster.supervision.blueprint import Blueprint
 from baton.machine.system import raise_descriptor_limit
 
 app = typer.Typer(
@@ -71,7 +71,7 @@ def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callab
     "baton serve Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2",
     "baton serve --config cluster.toml",
 )
-def serve(given: engine.ServedModel, plan: Plan) -> int:
+def serve(given: engine.ServedModel, blueprint: Blueprint) -> int:
     """Start a cluster on this machine: prefill workers, decode workers and a router.
 
     By default it serves the embedded model SmolLM2-135M-Instruct at http://127.0.0.1:8000, with one worker of
@@ -82,8 +82,8 @@ def serve(given: engine.ServedModel, plan: Plan) -> int:
     from baton.cluster.serve import run
 
     if given.model_argument is not None:
-        plan = replace(plan, model=replace(plan.model, model=given.model_argument))
-    return run(plan)
+        blueprint = replace(blueprint, model=replace(blueprint.model, model=given.model_argument))
+    return run(blueprint)
 
 
 @command(CLUSTER, "baton stop --ray-address 10.0.0.1:6379")

@@ -19,8 +19,8 @@ from baton.cluster.autoscaling.autoscaler import Autoscaler
 from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.check_model import check_files
 from baton.cluster.roles import router_config, worker_config
+from baton.cluster.supervision.blueprint import POOLS, Blueprint, RoleSpec, check_ports
 from baton.cluster.supervision.display import Display
-from baton.cluster.supervision.plan import POOLS, Plan, RoleSpec, check_ports
 from baton.cluster.supervision.processes import StopSignals, adopt_orphans, end_descendants, reap_orphans
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.rundir import Janitor, RunDir
@@ -33,41 +33,41 @@ ORPHAN_GRACE = 10.0  # seconds for the child processes of a killed role to end
 LOG_TAIL = 20  # log lines shown when a role fails to start
 
 
-def run(plan: Plan) -> int:
+def run(blueprint: Blueprint) -> int:
     """Runs the cluster until a signal stops it. Returns the exit code.
 
     With `--ray-address` it returns when the cluster is ready. Raises ValueError for a user's mistake, before
     it starts any process.
     """
-    setproctitle.setproctitle(f"{plan.title}: serve")
-    if plan.ray.ray_address is not None:
+    setproctitle.setproctitle(f"{blueprint.title}: serve")
+    if blueprint.ray.ray_address is not None:
         import baton.cluster.on_ray  # noqa: F401  says that Ray is not installed, before anything else
-    roles = plan.roles()
-    if plan.ray.ray_address is None:
-        check_ports(plan.front)
-    model.download_to(plan.model.download_dir)
-    found = model.resolve(plan.model.model, plan.engine.engine)
+    roles = blueprint.roles()
+    if blueprint.ray.ray_address is None:
+        check_ports(blueprint.front)
+    model.download_to(blueprint.model.download_dir)
+    found = model.resolve(blueprint.model.model, blueprint.engine.engine)
     model.reach_hub(found.location)
-    model.check_context(found.location, plan.model.revision, plan.engine.max_model_len)
-    if plan.ray.ray_address is None:
-        _check_roles(plan, found, roles[0].secret)
+    model.check_context(found.location, blueprint.model.revision, blueprint.engine.max_model_len)
+    if blueprint.ray.ray_address is None:
+        _check_roles(blueprint, found, roles[0].secret)
     # Each check starts a process that imports torch. It does not depend on the KV dtype.
-    for engine in {replace(plan.engine_of(pool), kv_cache_dtype="auto") for pool in POOLS}:
-        check_files(found, engine, plan.model.tokenizer)
-    if plan.ray.ray_address is not None:
+    for engine in {replace(blueprint.engine_of(pool), kv_cache_dtype="auto") for pool in POOLS}:
+        check_files(found, engine, blueprint.model.tokenizer)
+    if blueprint.ray.ray_address is not None:
         from baton.cluster.on_ray.joined import serve  # imports ray
 
-        return serve(plan, roles, plan.ray.ray_address)
-    return asyncio.run(LocalCluster(plan, roles, plan.gpus(roles)).run())
+        return serve(blueprint, roles, blueprint.ray.ray_address)
+    return asyncio.run(LocalCluster(blueprint, roles, blueprint.gpus(roles)).run())
 
 
-def _check_roles(plan: Plan, found: model.ResolvedModel, secret: bytes) -> None:
+def _check_roles(blueprint: Blueprint, found: model.ResolvedModel, secret: bytes) -> None:
     """Raises ValueError for what a role would refuse when it has started."""
     from baton.router.api.jobs import sampling_defaults
 
     for pool in POOLS:
-        worker_config(pool, plan.worker(pool), found, secret)
-    config = router_config(plan.router(), found, secret)
+        worker_config(pool, blueprint.worker(pool), found, secret)
+    config = router_config(blueprint.router(), found, secret)
     if Path(found.location).exists():  # else it is on the hub
         sampling_defaults(config.generation_config, Path(found.location))
 
@@ -79,8 +79,8 @@ class CannotStart(Exception):
 class LocalCluster:
     """One run of a cluster. Owns the run directory and, through the supervisor, every role."""
 
-    def __init__(self, plan: Plan, roles: list[RoleSpec], gpus: list[str]) -> None:
-        self._plan = plan
+    def __init__(self, blueprint: Blueprint, roles: list[RoleSpec], gpus: list[str]) -> None:
+        self._blueprint = blueprint
         self._roles = roles
         self._gpus = gpus
         self._display = Display()
@@ -93,9 +93,9 @@ class LocalCluster:
         self._signals.install()
         adopt_orphans()
         reap_orphans()
-        run_dir = RunDir.create(self._plan.files.run_dir)
-        janitor = Janitor(run_dir.path, f"{self._plan.title}: janitor")
-        self._logs = (self._plan.logs.log_dir or run_dir.path / "logs").absolute()
+        run_dir = RunDir.create(self._blueprint.files.run_dir)
+        janitor = Janitor(run_dir.path, f"{self._blueprint.title}: janitor")
+        self._logs = (self._blueprint.logs.log_dir or run_dir.path / "logs").absolute()
         try:
             make_directory("--log-dir", self._logs)
             async with contextlib.AsyncExitStack() as to_stop:
@@ -117,7 +117,7 @@ class LocalCluster:
         """Starts the roles and serves until a stop signal. `to_stop` receives the callbacks that end them."""
         with self._display:
             gpus = Gpus(self._gpus)
-            grace = self._plan.drain.drain_timeout + CANCEL_GRACE
+            grace = self._blueprint.drain.drain_timeout + CANCEL_GRACE
             supervisor = Supervisor(
                 self._roles,
                 lambda role: LocalRole(role, run_dir.path, self._logs, gpus),
@@ -134,8 +134,8 @@ class LocalCluster:
         if self._failure is not None:
             raise self._failure
         self._up = True
-        self._display.ready(self._plan, self._plan.admin_url(supervisor.states()), self._logs)
-        balancer, first = Balancer(self._plan.pool, self._plan.engine.ttit_target), self._roles[0]
+        self._display.ready(self._blueprint, self._blueprint.admin_url(supervisor.states()), self._logs)
+        balancer, first = Balancer(self._blueprint.pool, self._blueprint.engine.ttit_target), self._roles[0]
         scaling = asyncio.create_task(Autoscaler(supervisor, balancer, first.secret, first.tls).run())
         to_stop.callback(scaling.cancel)
         restarting = asyncio.create_task(self._restart_when_told(supervisor))
@@ -158,7 +158,7 @@ class LocalCluster:
                 raise self._failure
         # The router now connects to the workers. It sends no event when it is done, so /ready is polled.
         self._display.stage("cluster", "router connects to workers", 0.9)
-        url = self._plan.admin_url(supervisor.states())
+        url = self._blueprint.admin_url(supervisor.states())
         while not await asyncio.to_thread(_answers, f"{url}/ready"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         self._display.stage("cluster", "ready", 1.0)
@@ -166,7 +166,7 @@ class LocalCluster:
     async def _stop_roles(self, supervisor: Supervisor, following: asyncio.Task[None]) -> None:
         """Ctrl-C cancels running requests. SIGTERM lets them finish. A second signal kills every role."""
         drain = self._signals.first == signal.SIGTERM and self._signals.stop.is_set()
-        grace = self._plan.drain.drain_timeout + CANCEL_GRACE if drain else CANCEL_GRACE
+        grace = self._blueprint.drain.drain_timeout + CANCEL_GRACE if drain else CANCEL_GRACE
         signum = signal.SIGTERM if drain else signal.SIGINT
         stopping = asyncio.create_task(supervisor.stop(signum, grace))
         hurry = asyncio.create_task(self._signals.hurry.wait())

@@ -3,8 +3,8 @@
 A step takes one token of each decode, and chunks of prompts. The chunk limit and the averages that a worker
 reports are those of the engine. Only the cost of a step is simulated (`steps`).
 
-As in the engine, a step is scheduled before the one under way ends. Requests that come later from other workers
-wait for the step after it.
+As in the engine, a step is scheduled before the one under way ends. Requests that come later from other
+workers wait for the step after it.
 """
 
 import heapq

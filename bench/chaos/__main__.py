@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from baton.bench.chaos.faults import plan, torment
+from baton.bench.chaos.faults import draw, torment
 from baton.bench.contract import Report, Row, parser
 from baton.bench.harness.cluster import LocalCluster, leaks_when_idle
 from baton.bench.harness.streams import Case, Happened, Load, Stream, cases, expected, judge
@@ -74,13 +74,13 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     right = await expected(cluster.url, asked, at_once=1)
     load = Load(cluster.url, asked, rng)
     quiet = (0.2, 1.5) if args.short else (0.2, 4.0)
-    plans = {role: plan(role, args.kills, args.stalls, args.breaks, args.flips, rng) for role in WORKERS}
-    plans["router"] = plan("router", args.routers, 0, 0, 0, rng)
+    drawn = {role: draw(role, args.kills, args.stalls, args.breaks, args.flips, rng) for role in WORKERS}
+    drawn["router"] = draw("router", args.routers, 0, 0, 0, rng)
     # So that all tracks end at about the same time.
     longer = quiet[0], quiet[1] * args.kills / max(1, args.routers)
     tracks = (
         torment(cluster, role, faults, longer if role == "router" else quiet, rng)
-        for role, faults in plans.items()
+        for role, faults in drawn.items()
     )
     async with load.of(args.clients):
         happened = [one for track in await asyncio.gather(*tracks) for one in track]

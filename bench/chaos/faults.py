@@ -48,7 +48,7 @@ FLIP = Fault("flip", _flip, lethal=False)
 FLIPPED_S = 1.0
 
 
-def plan(role: str, kills: int, stalls: int, breaks: int, flips: int, rng: random.Random) -> list[Fault]:
+def draw(role: str, kills: int, stalls: int, breaks: int, flips: int, rng: random.Random) -> list[Fault]:
     """Faults in random order. All kinds of processes get the same share. A router is one process."""
     kinds = KILLS if role != "router" else [_killer("service")]
     faults = [kinds[i % len(kinds)] for i in range(kills)] + [STALL] * stalls + [FLIP] * flips

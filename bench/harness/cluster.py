@@ -26,8 +26,8 @@ from baton.bench.harness import processes
 from baton.bench.harness.workers import Driver, metric
 from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.model import EMBEDDED_NAME
+from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import set_pool
-from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.runner import write_atomically
 from baton.machine.system import free_port
 from baton.rpc.channel import connect

@@ -136,9 +136,9 @@ async def _one(options: Options, title: str, signals: StopSignals) -> Run | int:
         if signals.stop.is_set():
             preparing.cancel()
             return INTERRUPTED
-        plan = preparing.result()
-        fleet, started = Fleet(plan.clients()), datetime.now(UTC).isoformat(timespec="seconds")
-        async with Progression(title, plan.client, fleet.harvest, quiet=options.quiet) as progression:
+        setup = preparing.result()
+        fleet, started = Fleet(setup.clients()), datetime.now(UTC).isoformat(timespec="seconds")
+        async with Progression(title, setup.client, fleet.harvest, quiet=options.quiet) as progression:
             running = asyncio.create_task(fleet.run(progression.saw))
             await signals.unless_stopped(running)
             if signals.stop.is_set():
@@ -152,7 +152,7 @@ async def _one(options: Options, title: str, signals: StopSignals) -> Run | int:
                 f"Error: stopped, because the server refused {REFUSALS} requests in a row: {harvest.refused}"
             )
             typer.secho(text, fg="red", err=True)
-        return experiment.report_of(plan, harvest, started), harvest
+        return experiment.report_of(setup, harvest, started), harvest
     except EndpointError as error:
         typer.secho(f"Error: {error}", fg="red", err=True)
         return NOTHING

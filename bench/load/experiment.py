@@ -26,7 +26,7 @@ _CHECKED_SESSIONS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Setup:
     """A run that is ready to start. `client`: what one client would do. `notes` go into the report."""
 
     options: Options
@@ -77,7 +77,7 @@ class Plan:
         return {key: value for key, value in found.items() if value is not None}
 
 
-async def prepare(options: Options) -> Plan:
+async def prepare(options: Options) -> Setup:
     """Raises EndpointError and ValueError."""
     async with new_http_session(_PROBE_TIMEOUT) as http:
         model = await endpoint.find_model(http, options.bases[0], options.headers, options.model)
@@ -93,7 +93,7 @@ async def prepare(options: Options) -> Plan:
         tokenization = await endpoint.find_tokenization(http, target)
     workload = await _workload(options, tokenization)
     _check_lengths(options, workload, model.max_model_len)
-    return Plan(options, client_of(options, target, workload, tokenization), tuple(notes))
+    return Setup(options, client_of(options, target, workload, tokenization), tuple(notes))
 
 
 def seed_of(options: Options) -> int:
@@ -127,9 +127,9 @@ def client_of(
     )
 
 
-def report_of(plan: Plan, harvest: Harvest, started: str) -> Report:
+def report_of(setup: Setup, harvest: Harvest, started: str) -> Report:
     """The records of the clients as rows and detail. `started`: the time of day."""
-    options = plan.options
+    options = setup.options
     summary = summarize(
         harvest.records, options.objectives, warm_up=options.warmup, attainment=options.attainment
     )
@@ -146,7 +146,7 @@ def report_of(plan: Plan, harvest: Harvest, started: str) -> Report:
         "valid": not reasons,
         "incomplete": harvest.interrupted,
         "invalid_reasons": reasons,
-        "notes": [*plan.notes, *_notes(plan, summary)],
+        "notes": [*setup.notes, *_notes(setup, summary)],
         "elapsed_s": harvest.ended - harvest.started,
         "client": client | {"processes": len(harvest.loads)},
     }
@@ -156,17 +156,17 @@ def report_of(plan: Plan, harvest: Harvest, started: str) -> Report:
         Row("client.stall.p99", client["stall_p99"] * 1e3, "ms"),
         Row("client.cpu", client["cpu"], "share"),
     ]
-    return Report("load", plan.parameters(), started=started, rows=every, detail=detail)
+    return Report("load", setup.parameters(), started=started, rows=every, detail=detail)
 
 
-def _notes(plan: Plan, summary: Summary) -> Iterator[str]:
+def _notes(setup: Setup, summary: Summary) -> Iterator[str]:
     """Sentences that a reader needs to judge the numbers."""
     values, detail = {name: row.value for name, row in summary.rows.items()}, summary.detail
     ok = values["requests.ok"]
     if off := values.get("input.off"):
         yield (
             f"{off} of {ok} prompts have other lengths than asked for, as the server counts (input lengths: "
-            f"{plan.client.tokenization.statement})"
+            f"{setup.client.tokenization.statement})"
         )
     if ok and "ttft.p99" not in values:
         yield f"{ok} answers are too few for p99 of their latencies, which needs 100"
@@ -181,9 +181,9 @@ def _notes(plan: Plan, summary: Summary) -> Iterator[str]:
         yield f"{turns} later turns were not sent, since a turn before them failed"
     if interrupted := detail["interrupted"]:
         yield f"{interrupted} requests were interrupted and do not count"
-    options = plan.options
+    options = setup.options
     repeats = options.prefix_groups or options.trace or options.turns != "1"
-    share, overhead = values.get("input.cached"), plan.client.tokenization.overhead
+    share, overhead = values.get("input.cached"), setup.client.tokenization.overhead
     # What the server adds, as by its chat template, begins each prompt.
     if share and not repeats and share * values["input.mean"] > overhead:
         yield (

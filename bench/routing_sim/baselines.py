@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.autoscaling.scaling import Sample
 from baton.cluster.options.pools import PoolOptions, PoolSize
-from baton.cluster.supervision.plan import Pool
+from baton.cluster.supervision.blueprint import Pool
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot, round_robin, sticky
 from baton.rpc import worker_pb2 as pb
 

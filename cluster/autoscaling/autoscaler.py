@@ -14,8 +14,8 @@ from grpc.aio import Channel
 
 from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.autoscaling.scaling import Needed, Sample
+from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import named_pool, set_pool, status_of
-from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from baton.cluster.autoscaling.scaling import DecodeDemand, Needed, PrefillDemand, Sample, Scaler
 from baton.cluster.options.pools import PoolOptions, PoolSize
-from baton.cluster.supervision.plan import Pool
+from baton.cluster.supervision.blueprint import Pool
 
 FLIP_EVERY = 5.0  # seconds between two flips: the loads must first show what the last one did
 TTIT_TARGET = 100.0  # milliseconds, if the user sets no target

@@ -20,7 +20,7 @@ from baton.cluster.autoscaling.autoscaler import Autoscaler
 from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.on_ray import placement
 from baton.cluster.options.pools import PoolOptions
-from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.runner import RETRY_SECONDS, RoleRunner
 from baton.cluster.supervision.supervisor import Supervisor

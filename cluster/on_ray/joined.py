@@ -18,8 +18,8 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from baton.cluster.on_ray.actors import NAMESPACE, SUPERVISOR, ClusterActor, Detached, actor_name
+from baton.cluster.supervision.blueprint import Blueprint, RoleSpec, check_ports
 from baton.cluster.supervision.display import Display
-from baton.cluster.supervision.plan import Plan, RoleSpec, check_ports
 from baton.cluster.supervision.processes import StopSignals
 from baton.cluster.supervision.role_process import RoleState
 
@@ -68,7 +68,7 @@ def running() -> Any | None:
         return None
 
 
-def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
+def serve(blueprint: Blueprint, roles: list[RoleSpec], address: str) -> int:
     """Starts the cluster on Ray, waits until it is ready, and leaves it running. Returns the exit code.
 
     If a cluster with the same options runs there, replaces its supervisor and keeps its roles. Its routers
@@ -77,22 +77,22 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
     connect(address)
     cluster = Detached(
         tuple(roles),
-        plan.pool,
-        plan.engine.ttit_target,
-        plan.logs.log_dir.absolute() if plan.logs.log_dir else None,
+        blueprint.pool,
+        blueprint.engine.ttit_target,
+        blueprint.logs.log_dir.absolute() if blueprint.logs.log_dir else None,
         front_node=ray.get_runtime_context().get_node_id(),
-        drain_grace=plan.drain.drain_timeout + STOP_GRACE,
+        drain_grace=blueprint.drain.drain_timeout + STOP_GRACE,
     )
     supervisor = running()
     if supervisor is None:
-        check_ports(plan.front)
+        check_ports(blueprint.front)
     else:
         found = _ask(supervisor)
         _check(found, cluster, address)
         # If the machine of the routers was lost, Ray has restarted them elsewhere: replace them here.
         moved = [] if found.front_node == cluster.front_node else cluster.roles
         _end_actors([SUPERVISOR, *(actor_name(spec) for spec in moved if spec.role == "router")])
-    return asyncio.run(_start(plan, cluster, found=supervisor is not None))
+    return asyncio.run(_start(blueprint, cluster, found=supervisor is not None))
 
 
 def _check(found: Detached, wanted: Detached, address: str) -> None:
@@ -169,7 +169,7 @@ async def _end(supervisor: Any, signum: int) -> None:
     ray.kill(supervisor)
 
 
-async def _start(plan: Plan, cluster: Detached, *, found: bool) -> int:
+async def _start(blueprint: Blueprint, cluster: Detached, *, found: bool) -> int:
     """Starts a detached cluster and shows its progress. Returns the exit code.
 
     `found`: the roles of the cluster run already, and its old supervisor was ended. The new supervisor finds
@@ -192,8 +192,8 @@ async def _start(plan: Plan, cluster: Detached, *, found: bool) -> int:
         following.cancel()
     if failure is None and not signals.stop.is_set():
         logs = cluster.logs or "on each node, in its run directory"
-        stop = f"baton stop --ray-address {plan.ray.ray_address}"
-        display.ready(plan, plan.admin_url(states), logs, stop)
+        stop = f"baton stop --ray-address {blueprint.ray.ray_address}"
+        display.ready(blueprint, blueprint.admin_url(states), logs, stop)
         return 0
     if failure is not None:
         display.error(failure)

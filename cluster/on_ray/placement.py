@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.blueprint import RoleSpec
 
 _MEMBERS = ("prefill", "decode")  # the roles of a pair, in the order of its bundles
 

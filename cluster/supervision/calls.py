@@ -9,7 +9,7 @@ from typing import Any
 from grpc import RpcError
 from grpc.aio import Channel
 
-from baton.cluster.supervision.plan import Pool
+from baton.cluster.supervision.blueprint import Pool
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import check_health, connect
 from baton.rpc.stubs import WorkerStub

@@ -12,7 +12,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from baton.cluster.supervision.plan import Plan
+from baton.cluster.supervision.blueprint import Blueprint
 from baton.cluster.supervision.processes import own_age
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -79,24 +79,24 @@ class Display:
         with contextlib.suppress(OSError):
             self._console.print(f"Error: {text}", style="red", markup=False)
 
-    def ready(self, plan: Plan, admin_url: str, logs: Path | str, stop: str = "Ctrl-C") -> None:
+    def ready(self, blueprint: Blueprint, admin_url: str, logs: Path | str, stop: str = "Ctrl-C") -> None:
         """Prints the endpoint and example commands.
 
         `admin_url`: the URL for `baton status`. `stop`: how to end the cluster."""
-        model = plan.served_names()[0]
+        model = blueprint.served_names()[0]
         body = {
             "model": model,
             "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
             "max_tokens": 32,
             "temperature": 0,
         }
-        keys = plan.front.api_key or plan.front.api_key_file
+        keys = blueprint.front.api_key or blueprint.front.api_key_file
         key = ' -H "Authorization: Bearer $BATON_API_KEY"' if keys else ""
         json_type = "-H 'Content-Type: application/json'"
         quoted = json.dumps(body).replace("'", "'\\''")
-        self.line(f"\nReady in {time.monotonic() - self._started:.1f} s: {model} at {plan.url}/v1\n")
-        self.line(f"  curl {plan.url}/v1/chat/completions {json_type}{key} -d '{quoted}'\n")
-        chat, status = ("" if url == DEFAULT_URL else f" --url {url}" for url in (plan.url, admin_url))
+        self.line(f"\nReady in {time.monotonic() - self._started:.1f} s: {model} at {blueprint.url}/v1\n")
+        self.line(f"  curl {blueprint.url}/v1/chat/completions {json_type}{key} -d '{quoted}'\n")
+        chat, status = ("" if url == DEFAULT_URL else f" --url {url}" for url in (blueprint.url, admin_url))
         baton = own_command()
         self.line(f"Chat: {baton} chat{chat}\nWorkers: {baton} status{status}\nLogs: {logs}\nStop: {stop}")
 

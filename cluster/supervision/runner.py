@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton.cluster.options.parameters import role_environment, to_argv
+from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.calls import tokens_held, until_silent
-from baton.cluster.supervision.plan import RoleSpec
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess, RoleState
 from baton.cluster.supervision.rundir import RunDir
 from baton.machine.python_path import python_path
@@ -84,7 +84,7 @@ class RoleRunner(RoleProcess):
         environment = role_environment(
             os.environ,
             **python_path(),
-            # Ray sets this to 1 in its actors. The role needs the threads that its plan gives it.
+            # Ray sets this to 1 in its actors. The role needs the threads that its `RoleSpec` gives it.
             OMP_NUM_THREADS=str(spec.cpus),
         )
         self._spec = spec
@@ -188,8 +188,8 @@ class Gpus:
 class LocalRole(RoleRunner):
     """A `supervisor.RoleHandle`: the runner of one role. It waits for the role's GPUs before it starts.
 
-    Only a worker of a growing pool waits, until a draining worker returns its GPUs. `Plan.gpus` refuses pools
-    that could need more GPUs than the machine has.
+    Only a worker of a growing pool waits, until a draining worker returns its GPUs. `Blueprint.gpus` refuses
+    pools that could need more GPUs than the machine has.
     """
 
     def __init__(

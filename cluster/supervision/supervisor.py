@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from baton.cluster.supervision.blueprint import POOLS, Pool, RoleName, RoleSpec
 from baton.cluster.supervision.calls import ask_pools
-from baton.cluster.supervision.plan import POOLS, Pool, RoleName, RoleSpec
 from baton.cluster.supervision.role_process import RoleState
 
 _PLACED_WITHIN = 2.0  # seconds that an actor without a state has to accept `stop`: it may not be placed yet

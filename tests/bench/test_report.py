@@ -15,7 +15,7 @@ from rich.console import Console
 
 from baton.bench.contract import Report, Row
 from baton.bench.load.commands import report_of_sweep, write_requests
-from baton.bench.load.experiment import Plan, client_of, report_of
+from baton.bench.load.experiment import Setup, client_of, report_of
 from baton.bench.load.options import Options
 from baton.bench.load.report import compare
 from baton.bench.load.report.compare import Condition
@@ -40,9 +40,9 @@ def report(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Report:
     """`more`: fields of the harvest."""
     options = Options(rate=rate, slo="ttft=500,ttit.p99=20", seed=1, warmup=0.0)
     target = Target(("http://127.0.0.1:8000",), "completions", HOSTILE, Dialect())
-    plan = Plan(options, client_of(options, target, short_prompts(), EXACT), ())
+    setup = Setup(options, client_of(options, target, short_prompts(), EXACT), ())
     harvest = replace(Harvest(ended=6.0, records=records(failed)), **more)
-    return report_of(plan, harvest, "2026-01-01")
+    return report_of(setup, harvest, "2026-01-01")
 
 
 def _report(**more: Any) -> dict[str, Any]:
@@ -96,9 +96,9 @@ def test_the_chat_template_in_the_cache_is_no_reason_for_a_note(cached: int, not
     """No seed changes the 16 tokens with which it begins each prompt."""
     target = Target(("http://127.0.0.1:8000",), "chat", "m", Dialect())
     exact = structs.replace(EXACT, overhead=16)
-    plan = Plan(Options(), client_of(Options(), target, short_prompts(), exact), ())
+    setup = Setup(Options(), client_of(Options(), target, short_prompts(), exact), ())
     answered = [record(i * 0.1, index=i, prompt_tokens=64, cached_tokens=cached) for i in range(9)]
-    notes = report_of(plan, Harvest(ended=6.0, records=answered), "2026-01-01").detail["notes"]
+    notes = report_of(setup, Harvest(ended=6.0, records=answered), "2026-01-01").detail["notes"]
     assert any("from its cache" in note for note in notes) is noted
 
 

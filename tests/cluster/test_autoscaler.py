@@ -17,8 +17,8 @@ import baton.cluster.autoscaling.autoscaler
 from baton.cluster.autoscaling.autoscaler import Autoscaler
 from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.options.pools import PoolOptions, PoolSize
+from baton.cluster.supervision.blueprint import Pool, RoleSpec
 from baton.cluster.supervision.calls import tokens_held
-from baton.cluster.supervision.plan import Pool, RoleSpec
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.rpc import worker_pb2 as pb

@@ -11,7 +11,7 @@ from baton.bench.routing_sim.baselines import Flips
 from baton.cluster.autoscaling.balancer import FLIP_EVERY, Balancer
 from baton.cluster.autoscaling.scaling import GROW_AFTER
 from baton.cluster.options.pools import PoolOptions, PoolSize
-from baton.cluster.supervision.plan import Pool
+from baton.cluster.supervision.blueprint import Pool
 from baton.simulator.placement import SEATS, simulate
 from baton.simulator.placement_outcome import PlacementOutcome
 from baton.simulator.trace import Load

@@ -15,7 +15,7 @@ from baton.cluster.cli import app
 from baton.cluster.options.clients import DoctorOptions
 from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.roles import FrontOptions
-from baton.cluster.supervision.plan import check_ports
+from baton.cluster.supervision.blueprint import check_ports
 from baton.cluster.tools.doctor.node import the_model
 from baton.machine.system import make_directory
 

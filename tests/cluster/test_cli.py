@@ -29,7 +29,7 @@ import baton.cluster.serve
 from baton.cluster.cli import app
 from baton.cluster.gpus import visible_gpus
 from baton.cluster.options import clients, engine, pools, roles
-from baton.cluster.supervision.plan import Plan
+from baton.cluster.supervision.blueprint import Blueprint
 from baton.engine import EngineConfig
 from baton.machine.python_path import PACKAGES
 from baton.router.config import RouterConfig
@@ -41,16 +41,16 @@ def run_baton(*args: str, **environment: str) -> Result:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Blueprint]:
     """What `baton serve` was about to run."""
-    plans: list[Plan] = []
+    blueprints: list[Blueprint] = []
 
-    def run(plan: Plan) -> int:
-        plans.append(plan)
+    def run(blueprint: Blueprint) -> int:
+        blueprints.append(blueprint)
         return 0
 
     monkeypatch.setattr(baton.cluster.serve, "run", run)
-    return plans
+    return blueprints
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_the_version_and_the_completion_of_a_shell() -> None:
         assert run_baton(**asked).output.split() == expected
 
 
-def test_the_model_is_an_argument_or_an_option(served: list[Plan]) -> None:
+def test_the_model_is_an_argument_or_an_option(served: list[Blueprint]) -> None:
     for args, environment in (
         (("serve", "a/b"), {}),
         (("serve", "a/b", "--port", "1"), {"BATON_MODEL": "c/d"}),
@@ -174,14 +174,14 @@ def test_the_model_is_an_argument_or_an_option(served: list[Plan]) -> None:
     assert "leave one out" in twice.output
 
 
-def test_the_same_option_may_have_the_name_of_vllm(served: list[Plan]) -> None:
+def test_the_same_option_may_have_the_name_of_vllm(served: list[Blueprint]) -> None:
     assert run_baton("serve", "--num-gpu-blocks-override", "77").exit_code == 0
     assert served[0].engine.num_blocks == 77
     assert "--num-blocks 77" in " ".join(served[0].roles()[0].args)
 
 
 def test_tokenizer_and_download_dir_reach_every_role(
-    served: list[Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: list[Blueprint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
@@ -209,7 +209,7 @@ def test_tokenizer_and_download_dir_reach_every_role(
     ],
 )
 def test_prefix_caching_is_on_by_default(
-    flags: tuple[str, ...], caching: bool, served: list[Plan], monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], caching: bool, served: list[Blueprint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether they are told directly or by `baton serve`."""
     started: list[Any] = []
@@ -237,23 +237,23 @@ def test_serve_uses_the_option_names_of_vllm() -> None:
         assert f"{flag} " in output
 
 
-def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, served: list[Plan]) -> None:
+def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, served: list[Blueprint]) -> None:
     file = tmp_path / "baton.toml"
     top = "port = 1001\nmax-num-seqs = 11\nblock_size = 32\n"
     file.write_text(top + "[serve]\nblock-size = 64\n[decode]\nport = 7\n")
     environment = {"BATON_PORT": "1002", "BATON_MAX_NUM_SEQS": "12"}
     result = run_baton("serve", "--config", str(file), "--port", "1003", **environment)
     assert result.exit_code == 0, result.output
-    [plan] = served
-    assert plan.front.port == 1003, "the flag"
-    assert plan.engine.max_num_seqs == 12, "the environment"
-    assert plan.engine.block_size == 64, "the file, the command's own table"
-    assert plan.engine.dtype == "auto", "the default"
+    [blueprint] = served
+    assert blueprint.front.port == 1003, "the flag"
+    assert blueprint.engine.max_num_seqs == 12, "the environment"
+    assert blueprint.engine.block_size == 64, "the file, the command's own table"
+    assert blueprint.engine.dtype == "auto", "the default"
     run_baton("serve", "--config", str(file))
     assert served[1].front.port == 1001, "not the table of another command"
 
 
-def test_unknown_environment_variables_are_reported(served: list[Plan]) -> None:
+def test_unknown_environment_variables_are_reported(served: list[Blueprint]) -> None:
     secret = {"BATON_CLUSTER_SECRET": "x" * 32, "BATON_CONFIG": os.devnull}
     result = run_baton(
         "serve", BATON_MAX_MODEL_LENGTH="4", BATON_ENABLE_LORA="1", BATON_TIMEOUT="5", **secret
@@ -270,11 +270,11 @@ def test_unknown_environment_variables_are_reported(served: list[Plan]) -> None:
     assert run_baton("serve", BATON_PORT="0", **secret).stderr == ""
 
 
-def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: list[Plan]) -> None:
+def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: list[Blueprint]) -> None:
     run_baton("serve", BATON_API_KEY="one two")
     (tmp_path / "c.toml").write_text('api-key = ["three"]')
     run_baton("serve", BATON_CONFIG=str(tmp_path / "c.toml"))
-    assert [plan.front.api_key for plan in served] == [["one", "two"], ["three"]]
+    assert [blueprint.front.api_key for blueprint in served] == [["one", "two"], ["three"]]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
     ],
 )
 def test_errors_name_the_flag(
-    args: list[str], environment: dict[str, str], words: list[str], served: list[Plan]
+    args: list[str], environment: dict[str, str], words: list[str], served: list[Blueprint]
 ) -> None:
     result = run_baton("serve", *args, **environment)
     assert result.exit_code == 2
@@ -342,7 +342,7 @@ def test_errors_of_other_commands(command: str, words: str) -> None:
     ],
 )
 def test_errors_in_the_file_name_the_field(
-    tmp_path: Path, text: str, words: list[str], served: list[Plan]
+    tmp_path: Path, text: str, words: list[str], served: list[Blueprint]
 ) -> None:
     (tmp_path / "c.toml").write_text(text)
     result = run_baton("serve", "--config", str(tmp_path / "c.toml"))
@@ -353,7 +353,7 @@ def test_errors_in_the_file_name_the_field(
 
 
 def test_a_value_error_is_shown_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(plan: Plan) -> int:
+    def run(blueprint: Blueprint) -> int:
         raise ValueError("--max-model-len 9: too short")
 
     monkeypatch.setattr(baton.cluster.serve, "run", run)
@@ -388,7 +388,7 @@ def test_ctrl_c_before_the_command_runs_shows_no_traceback(
 
 
 def test_roles_accept_the_arguments_that_serve_passes(
-    served: list[Plan], workers: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: list[Blueprint], workers: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("BATON_CLUSTER_SECRET", raising=False)
     secret = tmp_path / "secret"
@@ -399,23 +399,23 @@ def test_roles_accept_the_arguments_that_serve_passes(
         "--num-threads", "3", "--device", "cpu", "--cluster-secret-file", str(secret), "--decode", "2",
         "--log-format", "json", "--otlp-endpoint", "http://127.0.0.1:4317",
     )  # fmt: skip
-    [plan] = served
-    roles = plan.roles()
+    [blueprint] = served
+    roles = blueprint.roles()
     assert [role.name for role in roles] == ["prefill 0", "decode 0", "decode 1", "router 0"]
     assert all(role.environment["BATON_CLUSTER_SECRET"] == "s" * 32 for role in roles)
     assert roles[-1].environment["BATON_API_KEY"] == "k1 k2"
     assert not any("k1" in arg or "s" * 32 in arg for role in roles for arg in role.args)
     # Ray stores the arguments of actors: they name the secret, and where it is.
-    on_ray = replace(plan, ray=replace(plan.ray, ray_address="10.0.0.1:6379"))
+    on_ray = replace(blueprint, ray=replace(blueprint.ray, ray_address="10.0.0.1:6379"))
     with pytest.raises(ValueError, match=r"--api-key, BATON_API_KEY: Ray stores .* --api-key-file"):
         on_ray.roles()
-    on_ray = replace(on_ray, front=replace(plan.front, api_key=[]))
+    on_ray = replace(on_ray, front=replace(blueprint.front, api_key=[]))
     before = on_ray.roles()
     assert b"s" * 32 not in pickle.dumps(before)
     assert {role.secret for role in before} == {b"s" * 32}
     secret.write_text("t" * 32)
     assert on_ray.roles() != before, "it is another cluster"
-    alone = replace(on_ray, secret=replace(plan.secret, cluster_secret_file=None))
+    alone = replace(on_ray, secret=replace(blueprint.secret, cluster_secret_file=None))
     with pytest.raises(ValueError, match=r"--ray-address: .* need the cluster secret"):
         alone.roles()
     result = run_baton("decode", *roles[1].args, "--index", "1")
@@ -423,39 +423,39 @@ def test_roles_accept_the_arguments_that_serve_passes(
     [(name, given)] = workers
     assert (name, given.process.index) == ("decode", 1)
     for group in ("engine", "transfer", "deadlines", "drain", "files", "observe"):
-        assert getattr(given, group) == getattr(plan, group)
+        assert getattr(given, group) == getattr(blueprint, group)
     assert given.model.served_model_name == ["SmolLM2-135M-Instruct"]
     assert Path(given.model.model).is_file()
 
 
 def test_the_opentelemetry_variable_is_the_default_of_the_flag(
-    served: list[Plan], monkeypatch: pytest.MonkeyPatch
+    served: list[Blueprint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4317")
     run_baton("serve", "--device", "cpu")
     run_baton("serve", "--device", "cpu", "--otlp-endpoint", "http://flag:4317")
-    for plan, endpoint in zip(served, ("http://env:4317", "http://flag:4317"), strict=True):
-        for role in plan.roles():
+    for blueprint, endpoint in zip(served, ("http://env:4317", "http://flag:4317"), strict=True):
+        for role in blueprint.roles():
             assert role.args[role.args.index("--otlp-endpoint") + 1] == endpoint
 
 
-def test_engines_share_the_cpus(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.cluster.supervision.plan.usable_cpus", lambda: 8)
+def test_engines_share_the_cpus(served: list[Blueprint], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.cluster.supervision.blueprint.usable_cpus", lambda: 8)
     run_baton("serve", "--device", "cpu", "--prefill", "1", "--decode", "2")
     run_baton("serve", "--device", "cpu", "--prefill", "9", "--decode", "9")
     assert [role.cpus for role in served[0].roles()] == [2, 2, 2, 1]
     assert {role.cpus for role in served[1].roles()} == {1}
 
 
-def test_pools_and_their_places(served: list[Plan], tmp_path: Path) -> None:
+def test_pools_and_their_places(served: list[Blueprint], tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(
         "prefill = 2\ndecode = '1:3'\nplacement = 'pack'\nprefill-nodes = ['gpu=h200', 'zone=a']"
     )
     run_baton("serve", "--config", str(config), "--device", "cuda")
     run_baton("serve", "--placement", "pair", "--prefill", "2", "--decode", "3")
-    [plan, pairs] = served
-    roles = plan.roles()
+    [blueprint, pairs] = served
+    roles = blueprint.roles()
     assert [role.name for role in roles] == ["prefill 0", "prefill 1", "decode 0", "router 0"]
     assert [role.gpus for role in roles] == [1, 1, 1, 0]
     assert [role.placement for role in roles[:3]] == ["pack"] * 3
@@ -490,10 +490,13 @@ TWO = "--prefill 0 --tensor-parallel-size 2 --decode"
     ],
 )
 def test_the_gpus_and_cores_of_workers(
-    flags: str, workers: list[tuple[str, int, int]] | str, served: list[Plan], monkeypatch: pytest.MonkeyPatch
+    flags: str,
+    workers: list[tuple[str, int, int]] | str,
+    served: list[Blueprint],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     present = ["0", "1", "2", "3"]
-    monkeypatch.setattr("baton.cluster.supervision.plan.visible_gpus", lambda: present)
+    monkeypatch.setattr("baton.cluster.supervision.blueprint.visible_gpus", lambda: present)
     run_baton("serve", "--device", "cuda", *flags.split())
     roles = served[0].roles()
     if isinstance(workers, str):
@@ -504,12 +507,12 @@ def test_the_gpus_and_cores_of_workers(
         assert served[0].gpus(roles) == present
 
 
-def test_workers_on_cpus_need_no_gpus(served: list[Plan]) -> None:
+def test_workers_on_cpus_need_no_gpus(served: list[Blueprint]) -> None:
     run_baton("serve", "--device", "cpu", "--prefill", "9")
     assert served[0].gpus(served[0].roles()) == visible_gpus()
 
 
-def test_a_pool_may_have_ranks_and_experts_of_its_own(served: list[Plan]) -> None:
+def test_a_pool_may_have_ranks_and_experts_of_its_own(served: list[Blueprint]) -> None:
     run_baton("serve", "--device", "cuda", *MIXED.split(), "--enable-expert-parallel")
     workers = served[0].roles()[:-1]
     flag = "--tensor-parallel-size"
@@ -517,7 +520,7 @@ def test_a_pool_may_have_ranks_and_experts_of_its_own(served: list[Plan]) -> Non
     assert ["--enable-expert-parallel" in role.args for role in workers] == [True, False]
 
 
-def test_pools_may_have_different_kv_dtypes(served: list[Plan]) -> None:
+def test_pools_may_have_different_kv_dtypes(served: list[Blueprint]) -> None:
     flag = "--kv-cache-dtype"
     for flags, expected in (
         (("--kv-cache-dtype", "fp8"), ["fp8", "fp8"]),
@@ -529,7 +532,9 @@ def test_pools_may_have_different_kv_dtypes(served: list[Plan]) -> None:
         assert [given[given.index(flag) + 1] if flag in given else None for given in args] == expected
 
 
-def test_only_the_prefill_pool_may_be_left_out(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_prefill_pool_may_be_left_out(
+    served: list[Blueprint], monkeypatch: pytest.MonkeyPatch
+) -> None:
     routers: list[roles.RouterRole] = []
     monkeypatch.setattr(baton.cluster.roles, "run_router", lambda given: routers.append(given) or 0)
     for prefill, names in (("0", ["decode 0"]), ("1", ["prefill 0", "decode 0"])):
@@ -575,7 +580,7 @@ def test_gpus_that_a_role_may_be_given(
         (("--prefill-nodes", "gpu"), "KEY=VALUE"),
     ],
 )
-def test_invalid_placements_are_refused(flags: tuple[str, ...], words: str, served: list[Plan]) -> None:
+def test_invalid_placements_are_refused(flags: tuple[str, ...], words: str, served: list[Blueprint]) -> None:
     run_baton("serve", *flags)
     with pytest.raises(ValueError, match=words):
         served[0].roles()

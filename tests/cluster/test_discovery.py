@@ -13,7 +13,7 @@ import pytest
 
 from baton.cluster.discovery import kubernetes_discovery
 from baton.cluster.discovery.kubernetes_discovery import KubernetesDiscovery
-from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.runner import RoleRunner, write_atomically
 from baton.cluster.supervision.supervisor import RoleHandle, Supervisor

@@ -12,15 +12,15 @@ from rich.console import Console
 
 from baton.cluster.options.engine import ModelOptions
 from baton.cluster.options.roles import FrontOptions
+from baton.cluster.supervision.blueprint import Blueprint
 from baton.cluster.supervision.display import Display
-from baton.cluster.supervision.plan import Plan
 
 
-def plan(**front: Any) -> Plan:
-    given = {f.name: get_type_hints(Plan)[f.name]() for f in fields(Plan)}
+def blueprint(**front: Any) -> Blueprint:
+    given = {f.name: get_type_hints(Blueprint)[f.name]() for f in fields(Blueprint)}
     given["model"] = ModelOptions(served_model_name=['it\'s "one"'])
     given["front"] = FrontOptions(**front)
-    return Plan(**given)
+    return Blueprint(**given)
 
 
 def shown(terminal: bool = False) -> tuple[Display, io.StringIO]:
@@ -63,10 +63,10 @@ def test_a_role_has_its_check_mark_only_when_it_is_ready() -> None:
 
 def test_the_curl_survives_the_shell() -> None:
     display, out = shown()
-    display.ready(plan(), "http://127.0.0.1:9000", Path("/logs"), "baton stop --ray-address auto")
+    display.ready(blueprint(), "http://127.0.0.1:9000", Path("/logs"), "baton stop --ray-address auto")
     assert "Stop: baton stop --ray-address auto\n" in out.getvalue()
     out.truncate(0)
-    display.ready(plan(host="0.0.0.0", port=8123, api_key=["k"]), "http://127.0.0.1:9000", Path("/logs"))
+    display.ready(blueprint(host="0.0.0.0", port=8123, api_key=["k"]), "http://127.0.0.1:9000", Path("/logs"))
     [line] = [line for line in out.getvalue().splitlines() if line.strip().startswith("curl")]
     words = shlex.split(line)
     assert words[1] == "http://127.0.0.1:8123/v1/chat/completions"
@@ -94,7 +94,7 @@ def test_the_commands_that_it_names_are_found_by_the_shell(
         monkeypatch.setenv("PATH", str(path))
         monkeypatch.setattr("sys.argv", [program])
         display, out = shown()
-        display.ready(plan(), "http://127.0.0.1:9000", Path("/logs"))
+        display.ready(blueprint(), "http://127.0.0.1:9000", Path("/logs"))
         assert (
             f"\nChat: {expected} chat\nWorkers: {expected} status --url http://127.0.0.1:9000\n"
             in out.getvalue()

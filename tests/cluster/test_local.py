@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.runner import Gpus, LocalRole, RoleRunner
 from tests.within import WITHIN, within
 

@@ -12,7 +12,7 @@ from baton.cluster.cli import app
 from baton.cluster.gpus import gpu_gib
 from baton.cluster.options.engine import EngineOptions, Optimize
 from baton.cluster.options.optimize import choose
-from baton.cluster.supervision.plan import Plan
+from baton.cluster.supervision.blueprint import Blueprint
 from baton.engine import EngineConfig
 from baton.worker import WorkerConfig
 
@@ -120,12 +120,12 @@ def test_the_choice_reaches_the_engine_and_the_log(
     role: str, started: list[WorkerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the worker is told directly or by `baton serve`."""
-    plans: list[Plan] = []
-    monkeypatch.setattr(baton.cluster.serve, "run", lambda plan: plans.append(plan) or 0)
+    blueprints: list[Blueprint] = []
+    monkeypatch.setattr(baton.cluster.serve, "run", lambda blueprint: blueprints.append(blueprint) or 0)
     flags = ("--device", "cpu", "--optimize", "latency", "--max-num-batched-tokens", "512")
     run_baton("serve", *flags)
     run_baton(role, *flags)
-    run_baton(role, *plans[0].roles()[0].args)
+    run_baton(role, *blueprints[0].roles()[0].args)
     for config in started:
         engine = config.engine
         assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (32, 512)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.cluster.on_ray import actors, placement
-from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.blueprint import RoleSpec
 
 WORKER = RoleSpec("decode", 0, (), {}, gpus=2, cpus=2)
 

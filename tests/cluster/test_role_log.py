@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.blueprint import RoleSpec
 from baton.cluster.supervision.role_log import keep_bounded, open_log
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
 from baton.cluster.supervision.runner import RoleRunner, write_atomically

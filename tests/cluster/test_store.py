@@ -13,7 +13,7 @@ import baton.cluster.serve
 import baton.cluster.store
 from baton.cluster.cli import app
 from baton.cluster.options.roles import StoreOptions, StoreRole
-from baton.cluster.supervision.plan import Plan
+from baton.cluster.supervision.blueprint import Blueprint
 from baton.kv_transfer.shared_store.chunk_object import StoreKeys
 from baton.machine.system import free_port
 from baton.worker import WorkerConfig  # noqa: F401 - the options of workers need it
@@ -29,19 +29,19 @@ key = "k2"
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def parsed(*flags: str) -> Plan:
-        plans: list[Plan] = []
-        monkeypatch.setattr(baton.cluster.serve, "run", lambda plan: plans.append(plan) or 0)
+def blueprint(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def parsed(*flags: str) -> Blueprint:
+        blueprints: list[Blueprint] = []
+        monkeypatch.setattr(baton.cluster.serve, "run", lambda blueprint: blueprints.append(blueprint) or 0)
         result = CliRunner().invoke(app, ["serve", "--device", "cpu", *flags])
         assert result.exit_code == 0, result.output
-        return plans[0]
+        return blueprints[0]
 
     return parsed
 
 
-def test_serve_runs_a_store_that_its_workers_use(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = plan("--kv-store", "local?size=2GiB&max_age=60")
+def test_serve_runs_a_store_that_its_workers_use(blueprint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = blueprint("--kv-store", "local?size=2GiB&max_age=60")
     *_, router, store = made.roles()
     assert [spec.role for spec in made.roles()] == ["prefill", "decode", "router", "store"]
     url = made.worker("prefill").transfer.kv_store
@@ -58,7 +58,7 @@ def test_serve_runs_a_store_that_its_workers_use(plan: Any, monkeypatch: pytest.
         "2GiB",
         url[len("mooncake://127.0.0.1") :][:-10],
     )
-    assert [spec.role for spec in plan("--kv-store", URL).roles()] == ["prefill", "decode", "router"]
+    assert [spec.role for spec in blueprint("--kv-store", URL).roles()] == ["prefill", "decode", "router"]
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_serve_runs_a_store_that_its_workers_use(plan: Any, monkeypatch: pytest.
     ],
 )
 def test_a_local_store_that_cannot_be(
-    plan: Any, monkeypatch: pytest.MonkeyPatch, flags: list[str], error: str
+    blueprint: Any, monkeypatch: pytest.MonkeyPatch, flags: list[str], error: str
 ) -> None:
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "x" * 64)
     with pytest.raises(ValueError, match=error):
-        plan(*flags).roles()
+        blueprint(*flags).roles()
 
 
 class Client:

@@ -16,7 +16,7 @@ import pytest
 
 import baton.cluster.supervision.runner
 import baton.cluster.supervision.supervisor
-from baton.cluster.supervision.plan import RoleName, RoleSpec
+from baton.cluster.supervision.blueprint import RoleName, RoleSpec
 from baton.cluster.supervision.role_process import Phase, RestartPolicy, RoleState
 from baton.cluster.supervision.runner import RoleRunner
 from baton.cluster.supervision.supervisor import Supervisor

@@ -73,7 +73,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from baton.cluster.on_ray import placement
 from baton.cluster.on_ray.actors import RoleActor
-from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.blueprint import RoleSpec
 
 address, in_the_way = sys.argv[1], pathlib.Path(sys.argv[2])
 in_the_way.touch()

@@ -19,8 +19,8 @@ import torch
 
 from baton.bench.harness.cluster import free_port, leaks_when_idle
 from baton.bench.harness.processes import spawn
+from baton.cluster.supervision.blueprint import Pool
 from baton.cluster.supervision.calls import set_pool
-from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.processes import alive
 from baton.content import prompt_hints
 from baton.rpc import worker_pb2 as pb

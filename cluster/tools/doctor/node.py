@@ -15,7 +15,7 @@ from baton.cluster.gpus import nvidia_smi
 from baton.cluster.options.clients import DoctorOptions
 from baton.cluster.options.engine import EngineOptions
 from baton.cluster.options.roles import FrontOptions
-from baton.cluster.supervision.plan import check_ports
+from baton.cluster.supervision.blueprint import check_ports
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.machine import available_memory, usable_cpus
 from baton.machine.python_path import python_path

@@ -69,7 +69,7 @@ class RoleSpec:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Blueprint:
     """All options of `baton serve`."""
 
     model: ModelOptions
