@@ -6,9 +6,10 @@
 The same function plans the first start of a request and what follows each failure: a failure only ends what
 it has destroyed, and the rest is held. In this order:
 
-1. The next token needs no decode worker: a prefill worker computes it.
-2. A decode worker holds memory: it keeps that, and another worker computes prompt and output.
-3. A prefill worker has the KV: a decode worker with room fetches it, or that worker goes on itself.
+1. A prefill worker computes the prompt, or has its KV: a decode worker with room fetches it, or that worker
+   goes on itself.
+2. The next token needs no decode worker: a prefill worker computes it.
+3. A decode worker holds memory: it keeps that, and another worker computes prompt and output.
 4. No worker holds anything: `placement` compares a handover with one worker that does all, and `split` looks
    whether several workers are faster. Without room at decode workers, a prefill worker with room does all.
 
