@@ -1,11 +1,11 @@
 """The kinds of cache, as a registry: what a layer keeps of a request. Pools, the layout on the wire,
 transfers, stores and memory planning read it.
 
-A *part* of a cache is an array [rows, heads, head_dim] in each layer. There is one array for each token, in
-the blocks of the request, or one for each request, in its slot. An attention layer has one part, with K and V
-as rows. A *latent* has one row, the vector from which every query head makes its key and its value. It is cut
-into heads of `latent_head_dim` numbers, so that each has a scale of its own in FP8; all ranks hold all of
-them. A state layer has a part for each of its states.
+A cache has one or more *arrays* [rows, heads, head_dim] in each layer: for each token, in the blocks of the
+request, or for each request, in its slot. An attention layer has one array, with K and V as rows. A *latent*
+has one row, the vector from which every query head makes its key and its value. It is cut into heads of
+`latent_head_dim` numbers, so that each has a scale of its own in FP8; all ranks hold all of them. A state
+layer has an array for each of its states.
 
 To add a kind, add it to `KINDS`, give it a cache in `engine.models.cache_spec`, and the kernels that read it.
 """
@@ -26,9 +26,9 @@ class CacheKind:
     per_token: bool
     """Whether there is an array for each token. If not, there is one for each request."""
     identity: str
-    """What peers compare of a part, beside the dtype that a receiver may convert."""
+    """What peers compare of an array, beside the dtype that a receiver may convert."""
     rows: int | None = None
-    """Of each part. None: its parts differ."""
+    """Of each array. None: its arrays differ."""
     shared: bool = False
     """Whether all ranks hold all heads."""
 
@@ -41,7 +41,7 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class CachePart:
+class CacheArray:
     """An array [rows, heads, head_dim] that each layer of a kind keeps."""
 
     kind: str

@@ -85,10 +85,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     logging: dict[str, Any] | None = None  # for logging.config.dictConfig; None: Python's own
 
     def __post_init__(self) -> None:
-        for part in self.layout.parts:
-            least, what = part.head_bytes, f"one head of the state {part.name}"
-            if part.per_token:
-                least, what = part.bytes, "one position of one layer"
+        for array in self.layout.arrays:
+            least, what = array.head_bytes, f"one head of the state {array.name}"
+            if array.per_token:
+                least, what = array.bytes, "one position of one layer"
             if self.slot_bytes < least:
                 raise ValueError(
                     f"slot_bytes is {self.slot_bytes}, less than {what} ({least} bytes): use larger slots"

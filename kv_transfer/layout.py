@@ -1,9 +1,9 @@
 """The canonical layout: how KV is cut into slices, for any block size and number of ranks on either side.
 
-On the wire a slice is a dense array of one part of a cache (`content.cache_kinds`) in one layer, for one
-range of heads. A part that each token has is cut into ranges of positions:
+On the wire a slice is a dense piece of one array of a cache (`content.cache_kinds`) in one layer, for one
+range of heads. An array that each token has is cut into ranges of positions:
 ``[rows, tokens, heads, head_dim]``. In FP8 the scales follow: ``[rows, tokens, heads]`` float32. Both sides
-map positions to their own block tables; a block size never travels. A part that each request has is
+map positions to their own block tables; a block size never travels. An array that each request has is
 ``[rows, heads, head_dim]``.
 """
 
@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.content.cache_kinds import FP8, ITEM_BYTES, KINDS, CachePart, Range
+from baton.content.cache_kinds import FP8, ITEM_BYTES, KINDS, CacheArray, Range
 
 WIRE_VERSION = 8
 """In each header. Two sides of different versions refuse each other."""
@@ -33,7 +33,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
     num_kv_heads: int  # of the model, over all ranks
     head_dim: int
     dtype: str  # of KV: a key of ITEM_BYTES
-    states: tuple[CachePart, ...] = ()  # of each state layer
+    states: tuple[CacheArray, ...] = ()  # of each state layer
     state_layers: tuple[int, ...] = ()  # all other layers have KV
     kind: str = "attention"  # of the layers with KV: a key of KINDS
 
@@ -46,21 +46,21 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             raise ValueError(f"dtype is {self.dtype!r}: KV is moved as one of {', '.join(ITEM_BYTES)}")
 
     @cached_property
-    def parts(self) -> Sequence[CachePart]:
-        """By `Slice.part`: what the layers keep of each token, then the states."""
+    def arrays(self) -> Sequence[CacheArray]:
+        """By `Slice.array`: what the layers keep of each token, then the states."""
         rows = KINDS[self.kind].rows
-        assert rows is not None, "a kind with KV has one part"
-        kv = CachePart(self.kind, "kv", rows, self.num_kv_heads, self.head_dim, self.dtype)
+        assert rows is not None, "a kind with KV has one array"
+        kv = CacheArray(self.kind, "kv", rows, self.num_kv_heads, self.head_dim, self.dtype)
         return kv, *self.states
 
-    def layers_of(self, part: int) -> Sequence[int]:
-        """The layers that keep this part."""
-        return self.kv_layers if self.parts[part].per_token else self.state_layers
+    def layers_of(self, array: int) -> Sequence[int]:
+        """The layers that keep this array."""
+        return self.kv_layers if self.arrays[array].per_token else self.state_layers
 
     @property
     def fingerprint(self) -> str:
         """Readable on purpose: a mismatch is refused with both sides' fingerprints in the message."""
-        kv, *states = (part.identity for part in self.parts)
+        kv, *states = (array.identity for array in self.arrays)
         if states:
             kv += f" kv_layers={','.join(map(str, self.kv_layers))}"
         return " ".join([f"kv{WIRE_VERSION} layers={self.num_layers}", kv, *states])
@@ -71,7 +71,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def bytes_per_token_layer(self) -> int:
-        return self.parts[0].bytes
+        return self.arrays[0].bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -85,14 +85,14 @@ def convertible(sent: str, kept: str) -> bool:
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One payload: heads of one part of one layer, of each token in a range or of a request."""
+    """One payload: heads of one array of one layer, of each token in a range or of a request."""
 
     layer: U16
     head_start: U16
     head_count: U16
     token_start: U32  # of a state: how many positions it covers
     token_count: U32  # of a state: 0
-    part: U16 = 0  # index into `KVLayout.parts`; 0: KV
+    array: U16 = 0  # index into `KVLayout.arrays`; 0: KV
 
 
 def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]:
@@ -103,15 +103,15 @@ def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]
 
 
 def cut(
-    layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: int, part: int = 0
+    layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: int, array: int = 0
 ) -> Iterator[Slice]:
     """Cut a token range × head range of one layer into as few slices of at most `slot_bytes` as it takes.
 
     Heads of a state are cut in place of tokens. The state covers positions up to the end of `tokens`."""
-    kept, (first, last) = layout.parts[part], heads
+    kept, (first, last) = layout.arrays[array], heads
     if not kept.per_token:
         for start, count in _equal_pieces(first, last, slot_bytes // kept.head_bytes):
-            yield Slice(layer, start, count, tokens[1], 0, part)
+            yield Slice(layer, start, count, tokens[1], 0, array)
         return
     position_bytes = (last - first) * kept.head_bytes
     if slot_bytes < position_bytes:
@@ -120,7 +120,7 @@ def cut(
             f"({position_bytes} bytes): use larger slots"
         )
     for start, count in _equal_pieces(*tokens, slot_bytes // position_bytes):
-        yield Slice(layer, first, last - first, start, count, part)
+        yield Slice(layer, first, last - first, start, count, array)
 
 
 def _equal_pieces(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
@@ -132,15 +132,15 @@ def _equal_pieces(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]
         start += count
 
 
-def rank_of(layout: KVLayout, head: int, ranks: int, part: int = 0) -> int:
-    """The first of the ranks that hold the head of a part. Slices with it come from there. Raises
+def rank_of(layout: KVLayout, head: int, ranks: int, array: int = 0) -> int:
+    """The first of the ranks that hold the head of an array. Slices with it come from there. Raises
     StopIteration if no rank holds it: so many ranks do not share the heads."""
-    held = layout.parts[part].heads_of
+    held = layout.arrays[array].heads_of
     return next(rank for rank in range(ranks) if head in range(*held(rank, ranks)))
 
 
 def slice_bytes(layout: KVLayout, piece: Slice) -> int:
-    return layout.parts[piece.part].bytes_of(piece.head_count, piece.token_count)
+    return layout.arrays[piece.array].bytes_of(piece.head_count, piece.token_count)
 
 
 def runs(

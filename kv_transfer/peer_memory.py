@@ -59,12 +59,12 @@ class PeerMemories(Generic[M]):
     def __init__(
         self, export: Export, layout: KVLayout, heads: Sequence[Range], open_one: Callable[[Export], M]
     ) -> None:
-        """Opens those with any of `heads`, by part of the layout. Raises Unreachable."""
+        """Opens those with any of `heads`, by array of the layout. Raises Unreachable."""
         ranks = len(export.handles)
         needed: set[int] = set()
         try:
-            for part, held in enumerate(heads):
-                needed |= {rank_of(layout, head, ranks, part) for head in range(*held)}
+            for array, held in enumerate(heads):
+                needed |= {rank_of(layout, head, ranks, array) for head in range(*held)}
         except StopIteration:
             raise Unreachable(f"{ranks} ranks do not share the heads of this model") from None
         self.slot_bytes = export.slot_bytes

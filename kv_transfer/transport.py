@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     Rows = Sequence[torch.Tensor] | torch.Tensor
-    """Of a part of the cache in one layer: K and V, as one tensor, or as one tensor each."""
+    """Of an array of the cache in one layer: K and V, as one tensor, or as one tensor each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class PagedKV:
 
     @property
     def heads(self) -> Sequence[Range]:
-        """The heads of this rank, of each part of the layout."""
-        return [part.heads_of(self.rank, self.ranks) for part in self.layout.parts]
+        """The heads of this rank, of each array of the layout."""
+        return [array.heads_of(self.rank, self.ranks) for array in self.layout.arrays]
 
 
 class Released(Local, frozen=True):

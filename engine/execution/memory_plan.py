@@ -69,7 +69,7 @@ class CacheLimits:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        return next(cache.dtype for cache in self.cache if cache.parts[0].per_token)
+        return next(cache.dtype for cache in self.cache if cache.arrays[0].per_token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,9 @@ def state_caches(cache: Sequence[CacheSpec]) -> list[StateCache]:
 
 def cache_bytes_per_token(cache: Sequence[CacheSpec]) -> int:
     """Bytes that the cache of all layers needs for one token."""
-    return sum(part.bytes for layer in cache for part in layer.parts if part.per_token)
+    return sum(array.bytes for layer in cache for array in layer.arrays if array.per_token)
 
 
 def state_bytes_per_request(cache: Sequence[CacheSpec]) -> int:
     """Bytes that the states of all layers need for one request. 0: no layer has states."""
-    return sum(part.bytes for layer in cache for part in layer.parts if not part.per_token)
+    return sum(array.bytes for layer in cache for array in layer.arrays if not array.per_token)

@@ -1,11 +1,11 @@
 """What a layer caches, for each kind in `content.cache_kinds`. Pools, memory planning and the layout on the
-wire read only the parts."""
+wire read only the arrays."""
 
 from dataclasses import dataclass
 
 import torch
 
-from baton.content.cache_kinds import KINDS, CachePart
+from baton.content.cache_kinds import KINDS, CacheArray
 from baton.engine.kernels import FP8, KV, Fp8KV, LayerState, parts
 from baton.engine.model_config import Span
 
@@ -24,18 +24,18 @@ class AttentionCache:
     span: Span | None = None
     """The keys that a query sees. None: all up to its own."""
     kind: str = "attention"
-    """A key of `KINDS` with one part."""
+    """A key of `KINDS` with one array."""
 
     @property
     def rows(self) -> int:
         """K and V, or one latent."""
         rows = KINDS[self.kind].rows
-        assert rows is not None, "a kind with KV has one part"
+        assert rows is not None, "a kind with KV has one array"
         return rows
 
     @property
-    def parts(self) -> tuple[CachePart, ...]:
-        return (CachePart(self.kind, "kv", self.rows, self.num_kv_heads, self.head_dim, _name(self.dtype)),)
+    def arrays(self) -> tuple[CacheArray, ...]:
+        return (CacheArray(self.kind, "kv", self.rows, self.num_kv_heads, self.head_dim, _name(self.dtype)),)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> KV:
         """Returns [rows, num_blocks, block_size, num_kv_heads, head_dim], not initialised. No kernel
@@ -69,15 +69,15 @@ class StateCache:
     tokens."""
 
     @property
-    def parts(self) -> tuple[CachePart, ...]:
+    def arrays(self) -> tuple[CacheArray, ...]:
         """The last inputs of the convolution, and the state of each head."""
         x, each, dtype = self.num_heads * self.head_dim, self.state_size, _name(self.dtype)
         groups = (self.channels - x) // (2 * each)
         return (
-            CachePart("state", "x", self.conv_inputs, self.num_heads, self.head_dim, dtype),
-            CachePart("state", "B", self.conv_inputs, groups, each, dtype),
-            CachePart("state", "C", self.conv_inputs, groups, each, dtype),
-            CachePart("state", "ssm", 1, self.num_heads, self.head_dim * each, "float32"),
+            CacheArray("state", "x", self.conv_inputs, self.num_heads, self.head_dim, dtype),
+            CacheArray("state", "B", self.conv_inputs, groups, each, dtype),
+            CacheArray("state", "C", self.conv_inputs, groups, each, dtype),
+            CacheArray("state", "ssm", 1, self.num_heads, self.head_dim * each, "float32"),
         )
 
     def allocate(self, num_slots: int, device: torch.device) -> LayerState:
@@ -88,10 +88,10 @@ class StateCache:
         return LayerState(conv, torch.empty(heads, device=device))
 
     def split(self, state: LayerState) -> list[torch.Tensor]:
-        """Each part, [slots, rows, heads, head_dim]. They share the memory of `state`."""
-        *inputs, _ = self.parts
-        conv = state.conv.split([part.heads * part.head_dim for part in inputs], dim=2)
-        parts = [x.unflatten(2, (-1, part.head_dim)) for x, part in zip(conv, inputs, strict=True)]
+        """Each array, [slots, rows, heads, head_dim]. They share the memory of `state`."""
+        *inputs, _ = self.arrays
+        conv = state.conv.split([array.heads * array.head_dim for array in inputs], dim=2)
+        parts = [x.unflatten(2, (-1, array.head_dim)) for x, array in zip(conv, inputs, strict=True)]
         return [*parts, state.ssm.flatten(2)[:, None]]
 
 

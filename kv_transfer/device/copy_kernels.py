@@ -4,8 +4,9 @@
     scatter   pool[h, block, offset, heads, :] = dense[h, t, heads, :]        h: a row, such as keys or values
     convert   scatter, from another dtype than that of the pool: as in `host_pool`
 
-A *pool* is a tensor of one part of a cache in one layer, as `pool.planes` shows it. Its strides are constants
-of the kernels, so a cache may have any order of dimensions, if a head of a position is a run of bytes.
+A *pool* is a tensor of one array of a cache in one layer, as `pool.planes` shows it. Its strides are
+constants of the kernels, so a cache may have any order of dimensions, if a head of a position is a run of
+bytes.
 
 What differs between the slices of a batch is in a table on the device, a line for each: addresses of the
 layer's pool, of the request's block table and of the dense memory. All is moved as 32-bit words whatever the

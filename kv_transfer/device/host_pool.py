@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from baton.content.cache_kinds import FP8, ITEM_BYTES, SCALE_BYTES, CachePart
+from baton.content.cache_kinds import FP8, ITEM_BYTES, SCALE_BYTES, CacheArray
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.device.pool import (
     LARGEST_FP8,
@@ -24,7 +24,7 @@ from baton.kv_transfer.device.pool import (
     Rest,
     Staged,
     Window,
-    parts_sent,
+    arrays_sent,
     planes,
     window,
 )
@@ -64,7 +64,7 @@ class HostPool:
         ]
         self._block_size = kv.block_size
         self._layout = kv.layout
-        self._parts = parts_sent(kv.layout)
+        self._arrays = arrays_sent(kv.layout)
         self._heads = kv.heads
         self._arena = arena
         self._exported = False
@@ -113,8 +113,8 @@ class HostPool:
     def pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         rests: list[Rest] = []
         for item, (arena, number) in [(item, memory.place(item.slot)) for item in batch]:
-            part = self._parts[item.piece.part, item.dtype]
-            slot = arena.slot(number)[: part.bytes_of(item.piece.head_count, item.piece.token_count)]
+            array = self._arrays[item.piece.array, item.dtype]
+            slot = arena.slot(number)[: array.bytes_of(item.piece.head_count, item.piece.token_count)]
             checksum = xxhash.xxh3_64_intdigest(slot)
             self._scatter(item, slot)
             right = arena.mark(number) == (item.generation, checksum)
@@ -125,17 +125,17 @@ class HostPool:
         self._planes.clear()
 
     def _gather(self, item: Staged, slot: memoryview) -> None:
-        part = self._layout.parts[item.piece.part]
-        held = window(item.piece, part, self._heads[item.piece.part])
-        for pool, staged in self._runs(item, held, dense_planes(slot, held, part)):
+        array = self._layout.arrays[item.piece.array]
+        held = window(item.piece, array, self._heads[item.piece.array])
+        for pool, staged in self._runs(item, held, dense_planes(slot, held, array)):
             staged[:] = pool
 
     def _scatter(self, item: Staged, slot: memoryview) -> None:
-        kept, part = self._layout.parts[item.piece.part], self._parts[item.piece.part, item.dtype]
-        held = window(item.piece, part, self._heads[item.piece.part])
-        dense = dense_planes(slot, held, part)
-        if part.dtype != kept.dtype:
-            dense = converted(dense, part.dtype, kept.dtype)
+        kept, array = self._layout.arrays[item.piece.array], self._arrays[item.piece.array, item.dtype]
+        held = window(item.piece, array, self._heads[item.piece.array])
+        dense = dense_planes(slot, held, array)
+        if array.dtype != kept.dtype:
+            dense = converted(dense, array.dtype, kept.dtype)
         for pool, staged in self._runs(item, held, dense):
             pool[:] = staged
 
@@ -144,11 +144,11 @@ class HostPool:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Neighbouring positions of the pool with the heads that are held, and where they are in `dense`."""
         blocks, block_size = item.table, self._block_size
-        if not self._layout.parts[item.piece.part].per_token:
-            first, last = self._heads[item.piece.part]
+        if not self._layout.arrays[item.piece.array].per_token:
+            first, last = self._heads[item.piece.array]
             blocks, block_size = blocks[-1:], last - first
         heads = slice(held.first_head, held.first_head + held.heads)
-        for plane, whole in zip(self._planes[item.piece.part], dense, strict=True):
+        for plane, whole in zip(self._planes[item.piece.array], dense, strict=True):
             rows = plane[item.piece.layer]
             items = whole.view(rows[0].dtype)
             staged = items[:, held.dense_start :, held.dense_head : held.dense_head + held.heads]
@@ -167,11 +167,11 @@ def _items(x: torch.Tensor) -> np.ndarray:
     return x.view(_ITEMS[x.element_size()]).numpy()
 
 
-def dense_planes(slot: memoryview, held: Window, part: CachePart) -> list[np.ndarray]:
+def dense_planes(slot: memoryview, held: Window, array: CacheArray) -> list[np.ndarray]:
     """A slice in a slot: values, and scales in FP8, each [rows, positions, heads, bytes of a head]."""
-    shape = part.rows, held.dense_positions, held.dense_heads
-    values = np.frombuffer(slot, np.uint8, math.prod(shape) * part.head_dim * ITEM_BYTES[part.dtype])
-    if part.dtype != FP8:
+    shape = array.rows, held.dense_positions, held.dense_heads
+    values = np.frombuffer(slot, np.uint8, math.prod(shape) * array.head_dim * ITEM_BYTES[array.dtype])
+    if array.dtype != FP8:
         return [values.reshape(*shape, -1)]
     scales = np.frombuffer(slot, np.uint8, math.prod(shape) * SCALE_BYTES, values.size)
     return [values.reshape(*shape, -1), scales.reshape(*shape, -1)]

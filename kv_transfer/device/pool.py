@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
-from baton.content.cache_kinds import FP8, ITEM_BYTES, CachePart, Range
+from baton.content.cache_kinds import FP8, ITEM_BYTES, CacheArray, Range
 from baton.kv_transfer.layout import KVLayout, Slice
 from baton.kv_transfer.peer_memory import PeerMemory
 from baton.kv_transfer.protocol.local_messages import Staged
@@ -87,7 +87,7 @@ class Pool(Protocol):
 class Window(NamedTuple):
     """The part of a slice that a rank holds: positions × heads, in a pool and in the slice.
 
-    The slice is dense: [rows, dense_positions, dense_heads, head_dim]. Of a part that each request has, the
+    The slice is dense: [rows, dense_positions, dense_heads, head_dim]. Of an array that each request has, the
     heads take the place of positions, and each of these has one head."""
 
     start: int  # position in the request's blocks, or in its slot
@@ -110,58 +110,59 @@ class Window(NamedTuple):
         return not (self.dense_start or self.dense_head)
 
 
-def window(piece: Slice, part: CachePart, held: Range) -> Window:
-    """`held`: the heads of the part that this rank holds."""
-    first, last = max(piece.head_start, held[0]), min(piece.head_start + piece.head_count, held[1])
-    here, there, count = first - held[0], first - piece.head_start, last - first
-    if part.per_token:
+def window(piece: Slice, array: CacheArray, rank_heads: Range) -> Window:
+    """`rank_heads`: the heads of the array that this rank has."""
+    start, stop = rank_heads
+    first, last = max(piece.head_start, start), min(piece.head_start + piece.head_count, stop)
+    here, there, count = first - start, first - piece.head_start, last - first
+    if array.per_token:
         tokens = piece.token_count
         return Window(piece.token_start, tokens, here, count, 0, there, tokens, piece.head_count)
     return Window(here, count, 0, 1, there, 0, piece.head_count, 1)
 
 
 def planes(kv: PagedKV) -> "list[list[dict[int, Rows]]]":
-    """The tensors of each part of the layout, by layer: values, and scales in FP8.
+    """The tensors of each array of the layout, by layer: values, and scales in FP8.
 
     Each has rows, and each row is [blocks, positions of a block, heads, head_dim] and shares the memory of
     the cache, in any order of dimensions. Slots are blocks, and heads are their positions, as in `Window`. A
     scale is a head of one value."""
 
-    def by_layer(part: int, tensors: "Sequence[Rows]") -> "dict[int, Rows]":
-        return dict(zip(kv.layout.layers_of(part), tensors, strict=True))
+    def by_layer(array: int, tensors: "Sequence[Rows]") -> "dict[int, Rows]":
+        return dict(zip(kv.layout.layers_of(array), tensors, strict=True))
 
     found = [[by_layer(0, kv.rows or kv.layers)]]
     if kv.layout.dtype == FP8:
         found[0].append(by_layer(0, [x.transpose(2, 3).unsqueeze(4) for x in kv.scales]))
     for number, tensors in enumerate(kv.states, start=1):
         found.append([by_layer(number, [x.transpose(0, 1).unsqueeze(3) for x in tensors])])
-    for part, (first, last), of_part in zip(kv.layout.parts, kv.heads, found, strict=True):
+    for array, (first, last), of_part in zip(kv.layout.arrays, kv.heads, found, strict=True):
         heads = last - first
-        sizes = (kv.block_size, heads) if part.per_token else (heads, 1)
-        dtypes = (part.head_dim, getattr(torch, part.dtype)), (1, torch.float32)
+        sizes = (kv.block_size, heads) if array.per_token else (heads, 1)
+        dtypes = (array.head_dim, getattr(torch, array.dtype)), (1, torch.float32)
         for plane, (head_dim, dtype) in zip(of_part, dtypes, strict=False):
             for rows in plane.values():
-                assert len(rows) == part.rows, f"{part.name} has {len(rows)} rows, layout says {part.rows}"
+                assert len(rows) == array.rows, f"{array.name} has {len(rows)} rows, layout says {array.rows}"
                 for x in rows:
                     shape = x.shape[0], *sizes, head_dim
-                    assert tuple(x.shape) == shape, f"{part.name}: {tuple(x.shape)} is not {shape}"
-                    assert x.dtype is dtype, f"{part.name} is {x.dtype}, layout says {dtype}"
+                    assert tuple(x.shape) == shape, f"{array.name}: {tuple(x.shape)} is not {shape}"
+                    assert x.dtype is dtype, f"{array.name} is {x.dtype}, layout says {dtype}"
     return found
 
 
 def tensor_planes(kv: PagedKV) -> list[list[dict[int, torch.Tensor]]]:
-    """As `planes`. All rows of a part must be one tensor."""
+    """As `planes`. All rows of an array must be one tensor."""
     found = planes(kv)
     for plane in chain.from_iterable(found):
         assert all(isinstance(rows, torch.Tensor) for rows in plane.values()), "K and V are two tensors"
     return cast("list[list[dict[int, torch.Tensor]]]", found)
 
 
-def parts_sent(layout: KVLayout) -> dict[tuple[int, str | None], CachePart]:
-    """Each part as it may come, by `Slice.part` and `Staged.dtype`. A receiver converts only what each token
-    has."""
+def arrays_sent(layout: KVLayout) -> dict[tuple[int, str | None], CacheArray]:
+    """Each array as it may come, by `Slice.array` and `Staged.dtype`. A receiver converts only what each
+    token has."""
     return {
-        (number, dtype): replace(part, dtype=dtype) if dtype and part.per_token else part
-        for number, part in enumerate(layout.parts)
+        (number, dtype): replace(array, dtype=dtype) if dtype and array.per_token else array
+        for number, array in enumerate(layout.arrays)
         for dtype in (None, *ITEM_BYTES)
     }

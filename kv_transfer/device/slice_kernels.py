@@ -9,7 +9,7 @@ import torch
 from baton.content.cache_kinds import ITEM_BYTES
 from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
-from baton.kv_transfer.device.pool import Staged, Window, parts_sent, tensor_planes, window
+from baton.kv_transfer.device.pool import Staged, Window, arrays_sent, tensor_planes, window
 from baton.kv_transfer.device.tables import Table, Tables
 from baton.kv_transfer.layout import Slice, convertible, slice_bytes
 from baton.kv_transfer.transport import PagedKV
@@ -23,7 +23,7 @@ _Launch = tuple[Callable[..., None], list[list[int]]]
 class SliceKernels:
     """Copies slices between the KV pool of a rank and dense memory on its GPU, on the stream of `tables`.
 
-    However many slices a call has, it launches one kernel for each tensor of each part of the cache. An
+    However many slices a call has, it launches one kernel for each tensor of each array of the cache. An
     *item* is a slice with the address of its dense memory.
     """
 
@@ -44,15 +44,15 @@ class SliceKernels:
             for of_part in self._planes
         ]
         self._layout = layout
-        self._parts = parts_sent(layout)
+        self._arrays = arrays_sent(layout)
         self._heads = kv.heads
         # Compile now, not during the first transfer: copies of one position of block 0, and a head of each
         # state in slot 0, there and back. None for the kernels that convert, since they would not give back
         # the same bytes.
         device = table.device
         pieces = [
-            Slice(layout.layers_of(number)[0], first, last - first if part.per_token else 1, 0, 1, number)
-            for number, (part, (first, last)) in enumerate(zip(layout.parts, kv.heads, strict=True))
+            Slice(layout.layers_of(number)[0], first, last - first if array.per_token else 1, 0, 1, number)
+            for number, (array, (first, last)) in enumerate(zip(layout.arrays, kv.heads, strict=True))
         ]
         size = max(slice_bytes(layout, piece) for piece in pieces)
         dense = torch.empty((len(pieces), -(-size // 16) * 16), dtype=torch.uint8, device=device)
@@ -80,18 +80,18 @@ class SliceKernels:
         self._pools.clear()
 
     def slice_bytes(self, item: Staged) -> int:
-        part = self._parts[item.piece.part, item.dtype]
-        return part.bytes_of(item.piece.head_count, item.piece.token_count)
+        array = self._arrays[item.piece.array, item.dtype]
+        return array.bytes_of(item.piece.head_count, item.piece.token_count)
 
     def is_converted(self, item: Staged) -> bool:
         """Whether the slice is in another dtype than the pool.
 
         If so, this rank computes the checksum of all of it. Else the kernel that scatters the slice sums the
         heads that this rank holds."""
-        return self._parts[item.piece.part, item.dtype] != self._layout.parts[item.piece.part]
+        return self._arrays[item.piece.array, item.dtype] != self._layout.arrays[item.piece.array]
 
     def window(self, piece: Slice) -> Window:
-        return window(piece, self._layout.parts[piece.part], self._heads[piece.part])
+        return window(piece, self._layout.arrays[piece.array], self._heads[piece.array])
 
     def into_pool(self, items: Sequence[tuple[Staged, int]], sums: Sequence[int] = ()) -> None:
         """As `copy`, into the pool, from memory in any dtype."""
@@ -121,7 +121,7 @@ class SliceKernels:
         summed = [(*item, checksum) for item, checksum in zip(items, sums or [0] * len(items), strict=True)]
         launches: list[_Launch] = []
         for number in range(len(self._pools)):
-            if of_part := [item for item in summed if item[0].piece.part == number]:
+            if of_part := [item for item in summed if item[0].piece.array == number]:
                 launches += self._launches(number, of_part)
         fields = [field for _, lines in launches for line in lines for field in line]
         if behind_sums is None:
@@ -135,11 +135,11 @@ class SliceKernels:
             start += len(lines)
 
     def _launches(self, number: int, items: Sequence[_Summed]) -> list[_Launch]:
-        """For slices of one part, by its number."""
-        part = self._layout.parts[number]
+        """For slices of one array, by its number."""
+        array = self._layout.arrays[number]
         windows = [self.window(x.piece) for x, _, _ in items]
         most = max([held.count for held in windows]), max([held.heads for held in windows])
-        tables = [_blocks(x, per_token=part.per_token) for x, _, _ in items]
+        tables = [_blocks(x, per_token=array.per_token) for x, _, _ in items]
         before = 0  # bytes of a head that stand before these in a slice: scales follow values
         launches: list[_Launch] = []
         for addresses, pages in self._pools[number]:
@@ -151,7 +151,7 @@ class SliceKernels:
                 for (x, address, checksum), blocks, held in zip(items, tables, windows, strict=True)
             ]  # fmt: skip
             launches.append((partial(copy_kernels.launch, pages=pages, most=most), lines))
-            before = part.rows * part.head_dim * ITEM_BYTES[part.dtype]
+            before = array.rows * array.head_dim * ITEM_BYTES[array.dtype]
         return launches
 
     def _convert(self, items: Sequence[tuple[Staged, int]], dtype: str) -> None:

@@ -104,7 +104,7 @@ class Injector:
     def _staged(self, m: local.Arrived, slot: int, taken_at: float) -> local.Staged:
         fetch, piece = self.live[m.header.transfer_id], m.header.piece
         # The transfer process has refused what does not fit; a write outside the reservation must not happen.
-        if self._layout.parts[piece.part].per_token:
+        if self._layout.arrays[piece.array].per_token:
             start, stop = next((r for r in fetch.request.ranges if piece.token_start < r[1]), (0, 0))
             assert start <= piece.token_start < piece.token_start + piece.token_count <= stop, piece
         else:

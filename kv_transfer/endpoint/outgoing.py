@@ -53,28 +53,30 @@ class Slicing:
         """`ranks`: of the sender."""
         self._layout = layout
         self._ranks = ranks
-        # Of each part of the layout. Ranks may hold the same head.
-        self._heads = [sorted({part.heads_of(rank, ranks) for rank in range(ranks)}) for part in layout.parts]
+        # Of each array of the layout. Ranks may hold the same head.
+        self._heads = [
+            sorted({array.heads_of(rank, ranks) for rank in range(ranks)}) for array in layout.arrays
+        ]
 
     def rank(self, piece: Slice) -> int:
         """The first rank that holds the heads of a slice."""
-        return rank_of(self._layout, piece.head_start, self._ranks, piece.part)
+        return rank_of(self._layout, piece.head_start, self._ranks, piece.array)
 
     def can_serve(self, transfer: OutgoingTransfer) -> bool:
         """Whether the prefill has what the transfer asks for, and a slot holds the least that a frame has."""
         last = transfer.ranges[-1][1] if transfer.ranges else 0
-        least = max(part.bytes if part.per_token else part.head_bytes for part in self._layout.parts)
+        least = max(array.bytes if array.per_token else array.head_bytes for array in self._layout.arrays)
         return last <= transfer.prefill.num_tokens and least <= transfer.slot_bytes
 
     def add(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
         """These positions of a layer are ready once `event` has passed: adds their slices to the transfer."""
         layout, pieces = self._layout, []
-        for number, part in enumerate(layout.parts):
+        for number, array in enumerate(layout.arrays):
             if layer not in layout.layers_of(number):
                 continue
-            # A part of each request goes in full, whatever positions the peer asks for.
+            # An array of each request goes in full, whatever positions the peer asks for.
             ranges = [(start, stop)]
-            if part.per_token:
+            if array.per_token:
                 ranges = intersect(start, stop, transfer.ranges)
             elif transfer.prefill.is_part:
                 ranges = [(a, b) for a, b in transfer.ranges if b == stop]

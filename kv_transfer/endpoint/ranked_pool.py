@@ -104,9 +104,9 @@ class RankedPool:
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._layers_ready = kv.layers_ready
-        # Of each part of the layout, by rank.
+        # Of each array of the layout, by rank.
         self._heads = [
-            [part.heads_of(rank, kv.ranks) for rank in range(kv.ranks)] for part in kv.layout.parts
+            [array.heads_of(rank, kv.ranks) for rank in range(kv.ranks)] for array in kv.layout.arrays
         ]
         self._ordered = [0] * len(channels)
         self._copied = [0] * len(channels)
@@ -142,7 +142,7 @@ class RankedPool:
     def gather(self, batch: Sequence[Staged], after: Sequence[_Ready | None] = ()) -> _Copies:
         by_rank = self._by_rank()
         for item, ready in zip(batch, after or [None] * len(batch), strict=True):
-            rank = rank_of(self._layout, item.piece.head_start, 1 + len(self._channels), item.piece.part)
+            rank = rank_of(self._layout, item.piece.head_start, 1 + len(self._channels), item.piece.array)
             by_rank[rank].append(_Order(item, ready or _Ready(None, 0)))
         self._order(by_rank)
         rank0, events = _of_rank0(by_rank[0]), [order.ready.rank0 for order in by_rank[0]]
@@ -221,7 +221,7 @@ class RankedPool:
         def outcome() -> list[Rest]:
             rests = [dict(enumerate(rank0_outcome(), 1)), *self._rests]
             return [
-                _joined({(self._heads[x.piece.part][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
+                _joined({(self._heads[x.piece.array][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
                 for x, read_by in zip(batch, readers, strict=True)
             ]
 
@@ -235,7 +235,7 @@ class RankedPool:
     def _holders(self, piece: Slice) -> list[int]:
         """The ranks that hold heads of the slice."""
         start, stop = piece.head_start, piece.head_start + piece.head_count
-        heads = self._heads[piece.part]
+        heads = self._heads[piece.array]
         return [rank for rank, (first, last) in enumerate(heads) if first < stop and start < last]
 
     def _by_rank(self) -> list[list[_Order]]:

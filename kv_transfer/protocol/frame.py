@@ -82,7 +82,7 @@ class Header(NamedTuple):
 def pack(h: Header) -> bytes:
     piece = h.piece
     body = _BODY.pack(
-        MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, piece.layer, piece.part, piece.head_start,
+        MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, piece.layer, piece.array, piece.head_start,
         piece.head_count, piece.token_start, piece.token_count, h.seq, h.length, _ZEROS,
     )  # fmt: skip
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body) & 0xFFFF_FFFF)
@@ -101,8 +101,8 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header:
     if number not in _TYPES or flags or zeros != _ZEROS:
         raise FrameError("type", f"unknown frame type {number}, flags {flags:#x} or reserved {zeros.hex()}")
     if number == FrameType.KV:
-        layer, part, head_start, head_count, token_start, token_count, seq = of_kv
-        piece = Slice(layer, head_start, head_count, token_start, token_count, part)
+        layer, array, head_start, head_count, token_start, token_count, seq = of_kv
+        piece = Slice(layer, head_start, head_count, token_start, token_count, array)
         return Header(FrameType.KV, transfer_id, piece, seq, length)
     if any(of_kv) or (transfer_id != NO_TRANSFER and _TYPES[number] not in _OF_TRANSFER):
         name = _TYPES[number].name

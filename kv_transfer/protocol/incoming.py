@@ -13,8 +13,8 @@ from baton.kv_transfer.layout import KVLayout, Range
 from baton.kv_transfer.protocol.frame import Header, Refusal
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
 
-Part = tuple[int, int]
-"""`Slice.part`, and a layer."""
+LayerArray = tuple[int, int]
+"""`Slice.array`, and a layer."""
 
 
 class TransferState(enum.Enum):
@@ -45,9 +45,9 @@ class Incoming:
         self._states_at = states_at
         self._slot_bytes = slot_bytes
         self.sent_as(layout)
-        # Of each part: heads of a frame → disjoint positions that so came, ascending, neighbours joined. A
+        # Of each array: heads of a frame → disjoint positions that so came, ascending, neighbours joined. A
         # state counts as one position.
-        self._covered: dict[Part, dict[Range, list[Range]]] = {part: {} for part in self._missing}
+        self._covered: dict[LayerArray, dict[Range, list[Range]]] = {array: {} for array in self._missing}
 
     def sent_as(self, layout: KVLayout) -> None:
         """The session is up, so the layout of the sender is known. No frame has come yet."""
@@ -55,15 +55,15 @@ class Incoming:
         self.layout = layout
         tokens = sum(stop - start for start, stop in self.ranges)
         states = len(self._states_at)
-        # The heads of each part of each layer, and the bytes of one of them.
-        parts: dict[Part, Range] = {
-            (number, layer): ((tokens if part.per_token else states) * part.heads, part.head_bytes)
-            for number, part in enumerate(layout.parts)
-            if part.per_token or states
+        # The heads of each array of each layer, and the bytes of one of them.
+        arrays: dict[LayerArray, Range] = {
+            (number, layer): ((tokens if array.per_token else states) * array.heads, array.head_bytes)
+            for number, array in enumerate(layout.arrays)
+            if array.per_token or states
             for layer in layout.layers_of(number)
         }
-        self._most_frames = sum(count for count, _ in parts.values())
-        self._missing = {part: count * size for part, (count, size) in parts.items()}
+        self._most_frames = sum(count for count, _ in arrays.values())
+        self._missing = {array: count * size for array, (count, size) in arrays.items()}
         self._expected_bytes = sum(self._missing.values())
         self._count_missing_frames()
 
@@ -74,7 +74,7 @@ class Incoming:
 
     @property
     def missing_frames(self) -> int:
-        """The fewest frames that could carry the missing bytes, each frame being of one part."""
+        """The fewest frames that could carry the missing bytes, each frame being of one array."""
         return self._missing_frames if self.live else 0
 
     @property
@@ -89,13 +89,13 @@ class Incoming:
     def begin(self, h: Header) -> None:
         """A KV frame's header came; Fault unless exactly this frame is still missing."""
         assert self.live
-        piece, part = h.piece, (h.piece.part, h.piece.layer)
-        if part not in self._missing:
-            kind = "state" if piece.part else "frame_fields"
+        piece, array = h.piece, (h.piece.array, h.piece.layer)
+        if array not in self._missing:
+            kind = "state" if piece.array else "frame_fields"
             raise Fault(kind, f"no such layer or state was asked for: {piece}")
         start, stop = piece.token_start, piece.token_start + piece.token_count
         first, last = piece.head_start, piece.head_start + piece.head_count
-        kept = self.layout.parts[piece.part]
+        kept = self.layout.arrays[piece.array]
         if kept.per_token:
             size = piece.token_count * kept.head_bytes
             was_asked = any(a <= start and stop <= b for a, b in self.ranges)
@@ -111,7 +111,7 @@ class Incoming:
         if self._commit is not None and h.seq >= self._commit.frames:
             raise Fault("sequence", f"frame {h.seq} of {self._commit.frames}")
         self._mark(h.seq)
-        self._cover(part, (first, last), start, max(stop, start + 1))
+        self._cover(array, (first, last), start, max(stop, start + 1))
         self.state = TransferState.RECEIVING
 
     def verified(self, h: Header) -> bool:
@@ -119,9 +119,9 @@ class Incoming:
         assert self.state is TransferState.RECEIVING
         self.frames += 1
         self.bytes += h.length
-        part, size = (h.piece.part, h.piece.layer), self._slot_bytes
-        before = self._missing[part]
-        self._missing[part] = before - h.length
+        array, size = (h.piece.array, h.piece.layer), self._slot_bytes
+        before = self._missing[array]
+        self._missing[array] = before - h.length
         self._missing_frames -= -(-before // size) - -(-(before - h.length) // size)
         return self._check_complete()
 
@@ -147,8 +147,8 @@ class Incoming:
         if any(parts[-1][1] > stop for heads in self._covered.values() for parts in heads.values()):
             raise Fault("frame_range", f"a frame came of positions beyond {stop}")
         self.ranges = ((start, stop),)
-        less = (asked - stop) * self.layout.parts[0].bytes
-        self._missing = {part: missing - less for part, missing in self._missing.items()}
+        less = (asked - stop) * self.layout.arrays[0].bytes
+        self._missing = {array: missing - less for array, missing in self._missing.items()}
         self._expected_bytes -= less * len(self._missing)
         self._count_missing_frames()
 
@@ -179,13 +179,13 @@ class Incoming:
             raise Fault("sequence", f"sequence number {seq} came twice")
         self._seen.add(seq)
 
-    def _cover(self, part: Part, heads: Range, start: int, stop: int) -> None:
-        for (first, last), covered in self._covered[part].items():
+    def _cover(self, array: LayerArray, heads: Range, start: int, stop: int) -> None:
+        for (first, last), covered in self._covered[array].items():
             i = bisect_left(covered, (start, start))
             twice = (i > 0 and covered[i - 1][1] > start) or (i < len(covered) and covered[i][0] < stop)
             if twice and first < heads[1] and heads[0] < last:
-                raise Fault("frame_range", f"positions {start}–{stop} of layer {part[1]} came twice")
-        covered = self._covered[part].setdefault(heads, [])
+                raise Fault("frame_range", f"positions {start}–{stop} of layer {array[1]} came twice")
+        covered = self._covered[array].setdefault(heads, [])
         i = bisect_left(covered, (start, start))
         if i > 0 and covered[i - 1][1] == start:
             i -= 1

@@ -169,10 +169,10 @@ class Units(msgspec.Struct, frozen=True, dict=True):
         layout, most = self.layout, self.object_slots - 1
         states = [
             piece
-            for number, part in enumerate(layout.parts)
-            if not part.per_token
+            for number, array in enumerate(layout.arrays)
+            if not array.per_token
             for layer in layout.layers_of(number)
-            for piece in cut(layout, layer, (0, 0), (0, part.heads), self.slot_bytes, number)
+            for piece in cut(layout, layer, (0, 0), (0, array.heads), self.slot_bytes, number)
         ]
         kv = [Slice(layer, 0, layout.num_kv_heads, 0, CHUNK_TOKENS) for layer in layout.kv_layers]
         return [kv, *(states[at : at + most] for at in range(0, len(states), most))]
@@ -182,7 +182,7 @@ class Units(msgspec.Struct, frozen=True, dict=True):
 
     def of_ranks(self, piece: Slice) -> list[Slice]:
         """The slice as ranks write it: the heads of each."""
-        held = self.layout.parts[piece.part].heads_of
+        held = self.layout.arrays[piece.array].heads_of
         stop = piece.head_start + piece.head_count
         ranges = dict.fromkeys(held(rank, self.ranks) for rank in range(self.ranks))
         cuts = [(max(first, piece.head_start), min(last, stop)) for first, last in ranges]

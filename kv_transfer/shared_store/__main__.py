@@ -218,9 +218,9 @@ def _join_heads(units: Units, arena: Arena, unit: int, part: int) -> None:
 
 def _planes(units: Units, piece: Slice, slot: memoryview) -> list[np.ndarray]:
     """A slice in a slot: values, and scales in FP8, each [rows, positions, heads, bytes of a head]."""
-    part = units.layout.parts[piece.part]
-    shape, at, found = (part.rows, max(1, piece.token_count), piece.head_count), 0, []
-    for size in (part.head_dim * ITEM_BYTES[part.dtype], *([SCALE_BYTES] if part.dtype == FP8 else [])):
+    array = units.layout.arrays[piece.array]
+    shape, at, found = (array.rows, max(1, piece.token_count), piece.head_count), 0, []
+    for size in (array.head_dim * ITEM_BYTES[array.dtype], *([SCALE_BYTES] if array.dtype == FP8 else [])):
         count = math.prod(shape) * size
         found.append(np.frombuffer(slot, np.uint8, count, at).reshape(*shape, size))
         at += count

@@ -306,7 +306,7 @@ def test_all_that_layers_keep_is_on_the_wire(
     for tensor, views in kept:
         assert {view.untyped_storage().data_ptr() for view in views} == {tensor.untyped_storage().data_ptr()}
         assert sum(view.nbytes for view in views) == tensor.nbytes
-    of_tokens, *of_states = wire.layout.parts
+    of_tokens, *of_states = wire.layout.arrays
     tokens = engine.num_blocks * engine.block_size * len(wire.layout.kv_layers) * of_tokens.bytes
     slots = len(engine.states[0].ssm) if engine.states else 0
     states = slots * len(wire.layout.state_layers) * sum(part.bytes for part in of_states)

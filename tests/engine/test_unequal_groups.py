@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import CachePart
+from baton.content.cache_kinds import CacheArray
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.execution.rank import Follower
@@ -165,7 +165,7 @@ class Side:
         self.receiver = transport.receiver(paged_kv(self.engine))
         self.sink.waits = LayerWaits(self.receiver, lambda: None)
         self.caches = [self.engine.kv_cache, *(followers[rank].kv_cache for rank in sorted(followers))]
-        self._heads = [layout.parts[0].heads_of(rank, ranks) for rank in range(ranks)]
+        self._heads = [layout.arrays[0].heads_of(rank, ranks) for rank in range(ranks)]
 
     def rows(self, blocks: Sequence[int], layer: int, start: int, stop: int) -> torch.Tensor:
         """[2, stop − start, heads, head_dim] of all ranks."""
@@ -393,12 +393,12 @@ def test_kv_in_fp8(
         assert [len(found) for found in tokens] == [len(found) for found in expected]
 
 
-def states(heads: int, head_dim: int) -> tuple[CachePart, ...]:
+def states(heads: int, head_dim: int) -> tuple[CacheArray, ...]:
     return (
-        CachePart("state", "x", 3, heads, head_dim, "float32"),
-        CachePart("state", "B", 3, 2, 16, "float32"),
-        CachePart("state", "C", 3, 2, 16, "float32"),
-        CachePart("state", "ssm", 1, heads, head_dim * 16, "float32"),
+        CacheArray("state", "x", 3, heads, head_dim, "float32"),
+        CacheArray("state", "B", 3, 2, 16, "float32"),
+        CacheArray("state", "C", 3, 2, 16, "float32"),
+        CacheArray("state", "ssm", 1, heads, head_dim * 16, "float32"),
     )
 
 

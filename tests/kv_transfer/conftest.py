@@ -46,7 +46,7 @@ class Worker(TransferProcess):
         self.block_size = block_size
         self.exports = exports
         self.adopts = "nixl_device" in config
-        rows = layout.parts[0].rows
+        rows = layout.arrays[0].rows
         shape = (rows, blocks, block_size, layout.num_kv_heads, layout.head_dim)
         dtype, each = getattr(torch, layout.dtype), layout.kv_layers
         layers = [self.filled(torch.zeros(shape, device=device)).to(dtype) for _ in each]

@@ -35,7 +35,7 @@ class Ranks:
         of each layer [2, blocks, heads, block_size]. `states`: of one rank, as in `PagedKV`."""
         device = str(layers[0].device)
         self._layers_ready = 0
-        self.heads: list[Range] = [layout.parts[0].heads_of(rank, size) for rank in range(size)]
+        self.heads: list[Range] = [layout.arrays[0].heads_of(rank, size) for rank in range(size)]
         self.caches = [[x[..., first:last, :].contiguous() for x in layers] for first, last in self.heads]
         self.scales = [[x[:, :, first:last].contiguous() for x in scales] for first, last in self.heads]
         if device.startswith("cuda"):

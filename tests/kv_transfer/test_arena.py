@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import baton.kv_transfer as kv
-from baton.content.cache_kinds import CachePart
+from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer import channel as ch
 from baton.kv_transfer.protocol import local_messages as lm
 from baton.kv_transfer.protocol import shared
@@ -51,7 +51,7 @@ def test_every_request_of_a_large_step_is_named() -> None:
     heartbeat.close()
 
 
-STATE = CachePart("state", "ssm", 1, 2, 1025, "float32")
+STATE = CacheArray("state", "ssm", 1, 2, 1025, "float32")
 
 
 @pytest.mark.parametrize("slot_bytes", [0, 5000, 128 << 20])

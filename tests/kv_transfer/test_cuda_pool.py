@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.content.cache_kinds import KINDS, CacheKind, CachePart
+from baton.content.cache_kinds import KINDS, CacheArray, CacheKind
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import DeviceMemory, Slots
@@ -31,7 +31,7 @@ from . import cuda_on_cpu
 from .ranks import ORDERS, in_memory, positions
 
 BLOCKS, TOKENS, SLOTS, SLOT_BYTES = 6, 41, 16, 4096
-STATES = CachePart("state", "conv", 1, 4, 6, "bfloat16"), CachePart("state", "ssm", 4, 4, 8, "float32")
+STATES = CacheArray("state", "conv", 1, 4, 6, "bfloat16"), CacheArray("state", "ssm", 4, 4, 8, "float32")
 THERE, HERE = [5, 0, 3, 1], [2, 4, 0, 5]
 DTYPES = [("bfloat16", "bfloat16"), (FP8, FP8), ("bfloat16", FP8), (FP8, "float32")]
 

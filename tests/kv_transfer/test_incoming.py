@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.content.cache_kinds import CachePart
+from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer.layout import KVLayout, Slice, cut, slice_bytes
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.incoming import Fault, Incoming, TransferState
@@ -182,7 +182,7 @@ HYBRID = KVLayout(
     4,
     8,
     "float32",
-    (CachePart("state", "a", 2, 4, 32, "float32"), CachePart("state", "b", 1, 2, 64, "float32")),
+    (CacheArray("state", "a", 2, 4, 32, "float32"), CacheArray("state", "b", 1, 2, 64, "float32")),
     (1, 2),
 )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.content.cache_kinds import CachePart
+from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer.layout import (
     KVLayout,
     Slice,
@@ -17,7 +17,10 @@ from baton.kv_transfer.layout import (
 )
 
 LAYOUT = KVLayout(4, 8, 64, "bfloat16")
-STATES = CachePart("state", "conv", 3, 2, 128, "bfloat16"), CachePart("state", "ssm", 1, 128, 8192, "float32")
+STATES = (
+    CacheArray("state", "conv", 3, 2, 128, "bfloat16"),
+    CacheArray("state", "ssm", 1, 128, 8192, "float32"),
+)
 HYBRID = KVLayout(4, 8, 64, "bfloat16", STATES, (0, 1, 3))
 
 
@@ -26,7 +29,7 @@ HYBRID = KVLayout(4, 8, 64, "bfloat16", STATES, (0, 1, 3))
 )
 def test_cut_covers_exactly_and_fits(start: int, count: int, head: int, heads: int, slot_bytes: int) -> None:
     tokens, heads_range = (start, start + count), (head, min(8, head + heads))
-    if slot_bytes < (heads_range[1] - head) * LAYOUT.parts[0].head_bytes:
+    if slot_bytes < (heads_range[1] - head) * LAYOUT.arrays[0].head_bytes:
         with pytest.raises(ValueError, match="larger slots"):
             list(cut(LAYOUT, 0, tokens, heads_range, slot_bytes))
         return
@@ -37,7 +40,7 @@ def test_cut_covers_exactly_and_fits(start: int, count: int, head: int, heads: i
         assert 0 < slice_bytes(LAYOUT, piece) <= slot_bytes
         position += piece.token_count
     assert position == start + count
-    most = slot_bytes // ((heads_range[1] - head) * LAYOUT.parts[0].head_bytes)
+    most = slot_bytes // ((heads_range[1] - head) * LAYOUT.arrays[0].head_bytes)
     assert len(pieces) == -(-count // most), "as few as it takes"
     if pieces:
         sizes = [p.token_count for p in pieces]
@@ -70,7 +73,7 @@ def test_a_state_is_cut_by_heads() -> None:
     assert pieces == [Slice(3, first, 32, 77, 0, 2) for first in (32, 64, 96)]
     assert [slice_bytes(HYBRID, piece) for piece in pieces] == [1 << 20] * 3
     assert [slice_bytes(HYBRID, piece) for piece in cut(HYBRID, 0, (0, 9), (0, 2), 4096, 1)] == [2 * 3 * 256]
-    assert [HYBRID.parts[1].heads_of(rank, 4) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert [HYBRID.arrays[1].heads_of(rank, 4) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
 
 
 def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
@@ -83,7 +86,7 @@ def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
     assert latents.fingerprint == "kv8 layers=4 latent=9x64"
     assert latents.bytes_per_token == 4 * 1152
     assert KVLayout(4, 9, 64, "float8_e4m3fn", kind="latent").bytes_per_token == 4 * (576 + 9 * 4)
-    assert [latents.parts[0].heads_of(rank, 2) for rank in range(2)] == [(0, 9)] * 2, "copies"
+    assert [latents.arrays[0].heads_of(rank, 2) for rank in range(2)] == [(0, 9)] * 2, "copies"
     fp8 = KVLayout(4, 8, 64, "float8_e4m3fn")
     assert fp8.fingerprint == LAYOUT.fingerprint
     assert fp8.bytes_per_token_layer == 2 * 8 * (64 + 4), "with scales"

@@ -15,7 +15,7 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.content import CHUNK_TOKENS
-from baton.content.cache_kinds import CachePart
+from baton.content.cache_kinds import CacheArray
 from baton.kv_transfer.arena import channel_pair, memory_file
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.endpoint.shared_store import SharedStore, copy_for_store
@@ -41,7 +41,7 @@ FP8 = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=20, dtype="float8_e4m3f
 LATENT = kv.KVLayout(num_layers=3, num_kv_heads=1, head_dim=20, dtype="bfloat16", kind="latent")
 HYBRID = kv.KVLayout(
     num_layers=4, num_kv_heads=2, head_dim=20, dtype="bfloat16", state_layers=(1, 2),
-    states=(CachePart("state", "c", 3, 4, 200, "bfloat16"), CachePart("state", "s", 2, 6, 900, "float32")),
+    states=(CacheArray("state", "c", 3, 4, 200, "bfloat16"), CacheArray("state", "s", 2, 6, 900, "float32")),
 )  # fmt: skip
 SECRET = b"s" * 32
 STATE_SLOTS = 3
@@ -123,7 +123,7 @@ class Worker:
         self.layout = layout
         self.block_size = block_size
         blocks = len(NAMES) * CHUNK_TOKENS // block_size
-        rows, heads, dtype = layout.parts[0].rows, layout.num_kv_heads, getattr(torch, layout.dtype)
+        rows, heads, dtype = layout.arrays[0].rows, layout.num_kv_heads, getattr(torch, layout.dtype)
         shape = rows, blocks, block_size, heads, layout.head_dim
         self.layers = [torch.randn(shape).to(dtype) for _ in layout.kv_layers]
         self.scales: list[torch.Tensor] = []
@@ -163,7 +163,7 @@ class Worker:
         self.start_process(store)
 
     def _of_rank(self, rank: int, ranks: int) -> kv.PagedKV:
-        held = [slice(*part.heads_of(rank, ranks)) for part in self.layout.parts]
+        held = [slice(*part.heads_of(rank, ranks)) for part in self.layout.arrays]
         return kv.PagedKV(
             [x[..., held[0], :] for x in self.layers], self.block_size, self.layout, "cpu", rank, ranks,
             scales=[x[:, :, held[0]] for x in self.scales],

@@ -112,7 +112,7 @@ class Both(Worker):
             return
         layout, count, size = kv_layout(self.engine), 0, 0
         for layer in range(layout.num_layers):
-            for number, part in enumerate(layout.parts):
+            for number, part in enumerate(layout.arrays):
                 if layer not in layout.layers_of(number):
                     continue
                 spans: list[Range] = (

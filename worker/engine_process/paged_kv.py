@@ -37,10 +37,10 @@ def kv_layout(engine: Engine | Follower) -> KVLayout:
     tokens are sent.
     """
     own = engine.cache_spec
-    [kv_dtype] = {cache.dtype for cache in own if cache.parts[0].per_token}
-    [dtype] = {cache.dtype for cache in own if not cache.parts[0].per_token} or {kv_dtype}
+    [kv_dtype] = {cache.dtype for cache in own if cache.arrays[0].per_token}
+    [dtype] = {cache.dtype for cache in own if not cache.arrays[0].per_token} or {kv_dtype}
     caches = cache_spec(engine.model_config, dtype, kv_dtype)
-    [[kv], *states] = sorted({cache.parts for cache in caches}, key=lambda parts: not parts[0].per_token)
+    [[kv], *states] = sorted({cache.arrays for cache in caches}, key=lambda parts: not parts[0].per_token)
     assert len(states) <= 1, "the wire has one layout for all layers"
     return KVLayout(
         len(own),
@@ -48,6 +48,6 @@ def kv_layout(engine: Engine | Follower) -> KVLayout:
         kv.head_dim,
         kv.dtype,
         *states,
-        state_layers=tuple(i for i, cache in enumerate(caches) if cache.parts in states),
+        state_layers=tuple(i for i, cache in enumerate(caches) if cache.arrays in states),
         kind=kv.kind,
     )
