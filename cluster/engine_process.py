@@ -29,10 +29,12 @@ def run(config: EngineProcessConfig) -> int:
         engine = context.start_engine(sink.prefill_started, sink.layer_done)
         receiver = context.transport.receiver(paged_kv(engine))
         workers, incarnation = Workers(engine, receiver), context.config.incarnation
-        fetches = PrefixFetches(engine, workers, incarnation, context.counts, context.links, context.trace)
+        fetches = PrefixFetches(
+            engine, workers, incarnation, context.attempts.counts, context.links, context.trace
+        )
         if context.config.store is not None:
             context.store = StoreTier(
-                engine, context.config, context.counts, context.trace, context.cached_chunks
+                engine, context.config, context.attempts.counts, context.trace, context.cached_chunks
             )
             fetches.behind = context.store.fetches, SOURCE
         prefill = PrefillRole(context, engine, sink, receiver, fetches)

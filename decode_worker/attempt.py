@@ -134,8 +134,7 @@ class DecodeAttempt(EngineAttempt):
             self.lost(Code.ENGINE, text)
             return
         output = self.shared.engine.join(self.live_request, first.token_id, logprobs_of(first))
-        # This repeats prefill's token. The router emits each index once, from the worker that sends it first.
-        self._send(output)
+        self._repeat(output)
 
     def take_prefill(self, prefill_id: bytes) -> None:
         """The KV is in this worker already. The request needs neither blocks nor a transfer."""
@@ -161,7 +160,7 @@ class DecodeAttempt(EngineAttempt):
             taking.prefill.let_go(self, resumed=True)
             self.to(State.DECODING)
             self.joined_at = time.monotonic()
-            self._send(output)
+            self._repeat(output)
 
     def go_on(self, now: float) -> None:
         """Goes on if its prefill is ready. Hands the request back if its KV is too late."""
@@ -188,8 +187,8 @@ class DecodeAttempt(EngineAttempt):
             self.attempts.report(messages.SecondToken(time.monotonic() - self.first_token_at))
             self.first_token_at = None
         self.num_sampled += 1
-        self.shared.counts.count(output)
-        self._send(output)
+        self.attempts.sampled(self, output)
+        self._end_with(output)
 
     def _prefilled(self, output: Output) -> None:
         """Reports the prefill of a prompt that this worker computed."""
@@ -199,9 +198,14 @@ class DecodeAttempt(EngineAttempt):
         self.shared.counts.count_prompt(self.tokens, output.cached_tokens, self.fetched)
         self.attempts.prefilled(self, output)
 
-    def _send(self, output: Output) -> None:
-        """Sends a token. The last one ends the attempt: the engine has already freed its blocks."""
+    def _repeat(self, output: Output) -> None:
+        """Sends the token of the prefill. The router emits each index once, from the worker that sends it
+        first."""
         self.attempts.token(self, output)
+        self._end_with(output)
+
+    def _end_with(self, output: Output) -> None:
+        """The last token ends the attempt: the engine has already freed its blocks."""
         if output.finish_reason:
             self.close("finished")
             done = messages.Decoded(self.origin, self.joined_at, time.monotonic(), self.num_sampled)

@@ -63,9 +63,8 @@ class PrefillAttempt(EngineAttempt):
         shared.trace.instant("first token", prefill=self.id.hex(), computing=output.prefill_seconds)
         tokens = self.tokens if part is None else part.tokens + output.cached_tokens
         shared.counts.count_prompt(tokens, output.cached_tokens, self.fetched)
-        shared.counts.count(output)
         self.attempts.prefilled(self, output)
-        self.attempts.token(self, output)
+        self.attempts.sampled(self, output)
 
     def hand_over(self, output: Output) -> None:
         """The first token is sent, so the KV may be used. Not before: `commit` wakes the pump, whose thread

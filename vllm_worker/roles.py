@@ -35,7 +35,6 @@ from baton.worker.engine_process.attempt import AttemptTable, handed_over, logpr
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.states import State
 from baton.worker.messages import Code, ToEngine, Work
-from baton.worker.request_counts import RequestCounts
 
 Generate = Callable[[EngineRequest, dict[str, Any], int], AsyncGenerator[Any, None]]
 """(request, fields of SamplingParams, priority): yields vLLM's RequestOutputs. Raises ValueError if the
@@ -84,7 +83,6 @@ class Roles:
         max_model_len: int,
         incarnation: int,
     ) -> None:
-        self.counts = RequestCounts()
         self.load = Load()
         self._attempts = attempts
         self._generate = generate
@@ -116,7 +114,7 @@ class Roles:
             held=sum(attempt.computing is None for attempt in found),
             reservations=sum(attempt.source is not None and not attempt.answered for attempt in found),
         )
-        return messages.EngineStatus(question, stats, self.counts, not self._table, [])
+        return messages.EngineStatus(question, stats, self._attempts.counts, not self._table, [])
 
     # ------------------------------------------------------------ of routers
 
@@ -174,7 +172,7 @@ class Roles:
         needed = self._needed.of(self._table.values())
         seated = sum(other.decode and other.computing is not None for other in self._table.values())
         if needed > self._blocks or seated >= self._max_num_seqs:
-            self.counts.no_room += 1
+            self._attempts.counts.no_room += 1
             text = f"needs {needed} of {self._blocks} blocks, and seat {seated + 1} of {self._max_num_seqs}"
             attempt.lost(Code.NO_ROOM, text)
         elif self._start(attempt, params):
@@ -301,7 +299,6 @@ class Roles:
 
     def _sampled(self, attempt: VLLMAttempt, output: Output) -> None:
         attempt.num_sampled += 1
-        self.counts.count(output)
         now = time.monotonic()
         if not attempt.answered:
             self._answered(attempt)
@@ -312,12 +309,12 @@ class Roles:
                     self._tell(Commit(attempt.id, first))
                 attempt.first_token.set_result(first)
             else:
-                self.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
+                self._attempts.counts.count_prompt(attempt.tokens, output.cached_tokens, 0)
             self._attempts.prefilled(attempt, output)
         elif attempt.first_token_at is not None:
             self._attempts.report(messages.SecondToken(now - attempt.first_token_at))
             attempt.first_token_at = None
-        self._attempts.token(attempt, output)
+        self._attempts.sampled(attempt, output)
 
     def _finished(self, attempt: VLLMAttempt) -> None:
         if attempt.decode:
@@ -348,7 +345,7 @@ class Roles:
     def heard(self, message: FromConnector) -> None:
         match message:
             case Computed(tokens, cached):
-                self.counts.count_prompt(tokens, cached, 0)
+                self._attempts.counts.count_prompt(tokens, cached, 0)
                 return
             case Costs(costs):
                 self.load.costs = costs

@@ -5,6 +5,7 @@ the service process gives to one attached router. Numbers are never used again, 
 detached router reaches no other router. An attempt id is a prefill id or a decode id.
 """
 
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import msgspec
@@ -13,7 +14,6 @@ from msgspec import Struct
 from baton.content import Tier
 from baton.engine import EngineRequest, EngineStats, Output, PromptLogprobs
 from baton.kv_transfer import InjectStats, KVLayout
-from baton.worker.request_counts import RequestCounts
 
 
 class Code(IntEnum):
@@ -203,6 +203,40 @@ class AttemptFailed(_Message):
     code: Code
     message: str
     prefill_id: bytes  # with KV_FAILED: the prefill that should have sent the KV
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Counts since the start of an engine process."""
+
+    prompt_tokens: int = 0
+    """Of prompts that this worker prefilled, cached ones included."""
+    prompt_tokens_cached: int = 0
+    """Those that its prefix cache had."""
+    prompt_tokens_fetched: int = 0
+    """Those that its prefix cache got from another worker for their prompt."""
+    generation_tokens: int = 0
+    finished_stop: int = 0
+    finished_length: int = 0
+    no_room: int = 0
+    """Refused reservations."""
+    prefix_fetched_tokens: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    """By tier, positions with KV from prefix caches of other workers, whether a prompt used it or not."""
+    prefix_fetched_bytes: int = 0
+    """This KV."""
+    prompt_parts: int = 0
+    """Parts of prompts that this worker computed together with others."""
+    prompt_parts_failed: int = 0
+    prompt_parts_waited: float = 0.0
+    """Seconds that their steps waited for KV."""
+
+    def count_prompt(self, tokens: int, cached: int, fetched: int) -> None:
+        """Counts a prefilled prompt. `fetched` tokens came for it, and are among the `cached` ones if they
+        fill blocks."""
+        fetched = min(fetched, cached)
+        self.prompt_tokens += tokens
+        self.prompt_tokens_cached += cached - fetched
+        self.prompt_tokens_fetched += fetched
 
 
 class StoreStats(_Message, tag=False):

@@ -11,8 +11,7 @@ import yaml
 
 from baton.content import Tier
 from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStats
-from baton.worker.messages import EngineStatus
-from baton.worker.request_counts import RequestCounts
+from baton.worker.messages import EngineStatus, RequestCounts
 from baton.worker.service_process.metrics import Metrics
 
 from .conftest import K8S, ROOT, Object, of_kind

@@ -18,8 +18,7 @@ from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics
 from baton.router.workers.pool import WorkerPool
 from baton.rpc import worker_pb2 as pb
-from baton.worker.messages import EngineStatus, StoreStats
-from baton.worker.request_counts import RequestCounts
+from baton.worker.messages import EngineStatus, RequestCounts, StoreStats
 from baton.worker.service_process.metrics import Metrics as WorkerMetrics
 from tests.stand_in import stand_in
 

@@ -84,7 +84,7 @@ class Worker:
         sink = SenderSink(trace)
         self.engine = self.context.start_engine(sink.prefill_started, sink.layer_done)
         self.receiver = self.context.transport.receiver(paged_kv(self.engine))
-        workers, counts = Workers(self.engine, self.receiver), self.context.counts
+        workers, counts = Workers(self.engine, self.receiver), attempts.counts
         self.fetches = PrefixFetches(self.engine, workers, incarnation, counts, self.context.links, trace)
         self.role = PrefillRole(self.context, self.engine, sink, self.receiver, self.fetches)
         self.roles = Roles(self.engine, [self.role], self.context)

@@ -77,7 +77,9 @@ class Both(Worker):
             )
             links, context = PrefixLinks(), self.context
             provider = Store(self.engine, store, links.to(SOURCE))
-            store_fetches = PrefixFetches(self.engine, provider, 1, context.counts, links, context.trace)
+            store_fetches = PrefixFetches(
+                self.engine, provider, 1, context.attempts.counts, links, context.trace
+            )
             self.fetches.behind = store_fetches, SOURCE
 
     def store_says(self, fetch_id: bytes, event: Injected | FetchFailed | Closed) -> None:

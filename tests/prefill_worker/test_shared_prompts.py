@@ -161,7 +161,7 @@ def test_a_part_fails_with_the_kv_that_it_needs(pair: Pair, when: str) -> None:
     last.settle()
     assert last.failures == [Code.DROPPED]
     assert not last.tokens
-    assert last.context.counts.prompt_parts_failed > 0
+    assert last.context.attempts.counts.prompt_parts_failed > 0
 
 
 @pytest.mark.parametrize("missing", ["all but the first layer", "the last layer"])

@@ -232,7 +232,7 @@ async def test_a_prompt_counts_though_its_router_needs_no_answer(worker: Worker)
     worker.roles.handle(messages.Cancel(7, P))
     await worker.settle()
     worker.roles.heard(Computed(20, 16))
-    counts = worker.roles.counts
+    counts = worker.attempts.counts
     assert (counts.prompt_tokens, counts.prompt_tokens_cached) == (20, 16)
 
 
@@ -256,7 +256,7 @@ async def test_a_decode_fetches_and_repeats_the_first_token(worker: Worker) -> N
     [decoded] = worker.of(messages.Decoded)
     assert decoded.output_tokens == 3
     assert not worker.of(messages.Prefilled)
-    assert worker.roles.counts.generation_tokens == 3
+    assert worker.attempts.counts.generation_tokens == 3
     assert worker.idle
 
 
@@ -266,7 +266,7 @@ async def test_a_decode_without_a_source_computes_the_prompt(worker: Worker) -> 
     assert worker.fields[D]["extra_args"]["kv_transfer_params"] == {"first_token_within": math.inf}
     assert worker.tokens() == [(2, 5, ""), (3, 6, "length")]
     assert worker.of(messages.Prefilled)
-    assert worker.roles.counts.prompt_tokens == 22
+    assert worker.attempts.counts.prompt_tokens == 22
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ async def test_decodes_are_refused_if_their_blocks_do_not_fit(worker: Worker) ->
     worker.roles.handle(messages.Decode(7, work(D, 100), source()))
     worker.roles.handle(messages.Decode(7, work(E), source()))
     assert worker.failures() == [Code.NO_ROOM]
-    assert worker.roles.counts.no_room == 1
+    assert worker.attempts.counts.no_room == 1
     worker.roles.heard(Released(P, "acked"))
     worker.roles.handle(messages.Decode(7, work(E), source()))
     assert worker.failures() == [Code.NO_ROOM]
@@ -333,7 +333,7 @@ async def test_decodes_are_refused_if_vllm_runs_as_many(worker: Worker) -> None:
     assert not worker.failures()
     worker.roles.handle(messages.Decode(7, work(D), source()))
     assert worker.failures() == [Code.NO_ROOM]
-    assert worker.roles.counts.no_room == 1
+    assert worker.attempts.counts.no_room == 1
     worker.roles.handle(messages.Cancel(7, name("a")))
     await worker.settle()
     worker.roles.handle(messages.Decode(7, work(E), source()))

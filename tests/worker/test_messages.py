@@ -18,8 +18,7 @@ from baton.engine import (
 )
 from baton.kv_transfer import KVLayout
 from baton.worker import messages
-from baton.worker.messages import FromEngine, ToEngine
-from baton.worker.request_counts import RequestCounts
+from baton.worker.messages import FromEngine, RequestCounts, ToEngine
 
 ID = bytes(range(16))
 SAMPLING = SamplingParams(

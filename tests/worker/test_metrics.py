@@ -14,8 +14,7 @@ import pytest
 from baton.content import Tier
 from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStats
 from baton.kv_transfer import TransferStats
-from baton.worker.messages import EngineStatus
-from baton.worker.request_counts import RequestCounts
+from baton.worker.messages import EngineStatus, RequestCounts
 from baton.worker.service_process.metrics import Metrics
 from tests.within import WITHIN, within
 

@@ -17,8 +17,7 @@ from baton.worker.engine_process.prefix_fetches import PrefixFetches, Workers
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
 from baton.worker.engine_process.shared_store import SLACK, Store
 from baton.worker.engine_process.shared_store import SOURCE as STORE
-from baton.worker.messages import ContentSource, Origin
-from baton.worker.request_counts import RequestCounts
+from baton.worker.messages import ContentSource, Origin, RequestCounts
 from tests.stand_in import stand_in
 
 TOKEN_BYTES = 100

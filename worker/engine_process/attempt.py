@@ -17,7 +17,7 @@ from baton.kv_transfer.protocol.messages import Reason
 from baton.machine.leases import Leases
 from baton.worker import messages
 from baton.worker.engine_process.states import TRANSITIONS, State
-from baton.worker.messages import Code, FromEngine, Origin
+from baton.worker.messages import Code, FromEngine, Origin, RequestCounts
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -105,12 +105,14 @@ class AttemptTable(Generic[A]):
 
     Attributes:
         decoding: attempts that decode, and nothing else.
+        counts: of all attempts, also of those that have ended.
     """
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         self._send = send
         self.by_id: dict[bytes, A] = {}  # until the attempt has ended
         self.decoding = 0
+        self.counts = RequestCounts()
         self._tokens: defaultdict[int, list[Output]] = defaultdict(list)  # by stream
         self._reports: list[FromEngine] = []  # since the last flush
         self._later: list[Callable[[], None]] = []
@@ -167,8 +169,16 @@ class AttemptTable(Generic[A]):
             self._send(messages.PromptScored(attempt.stream, logprobs))
 
     def token(self, attempt: Attempt, output: Output) -> None:
+        """The attempt has this token, which may have been sampled elsewhere."""
         if attempt.stream is not None:
             self._tokens[attempt.stream].append(output)
+
+    def sampled(self, attempt: Attempt, output: Output) -> None:
+        """A step has sampled this token."""
+        self.counts.generation_tokens += 1
+        self.counts.finished_stop += output.finish_reason == "stop"
+        self.counts.finished_length += output.finish_reason == "length"
+        self.token(attempt, output)
 
     def prefilled(self, attempt: Attempt, output: Output) -> None:
         """The step has computed the prompt of the attempt."""

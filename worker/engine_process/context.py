@@ -15,7 +15,6 @@ from baton.worker.engine_process.prefix_links import PrefixLinks
 from baton.worker.engine_process.shared_store import StoreTier
 from baton.worker.engine_process.start import EngineProcessConfig
 from baton.worker.ipc import ServiceLink
-from baton.worker.request_counts import RequestCounts
 
 
 @dataclass(slots=True)
@@ -28,14 +27,13 @@ class Context:
     transport: Transport
     trace: TraceWriter
     attempts: AttemptTable[EngineAttempt]
-    counts: RequestCounts = field(default_factory=RequestCounts)
     links: PrefixLinks = field(default_factory=PrefixLinks)
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
     store: StoreTier | None = None
 
     def resources(self, engine: Engine, receiver: Receiver) -> Resources:
         """What the attempts of this engine share. `receiver` writes to its cache."""
-        return Resources(engine, receiver, self.counts, self.trace, self.config.incarnation)
+        return Resources(engine, receiver, self.attempts.counts, self.trace, self.config.incarnation)
 
     def _kept(self, salt: bytes, name: bytes, chunk: int, *, states: bool) -> None:
         if self.store is not None:

@@ -20,7 +20,7 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.protocol.messages import Reason
 from baton.worker.engine_process.attempt import Attempt, Lease
-from baton.worker.request_counts import RequestCounts
+from baton.worker.messages import RequestCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver, TraceWrit
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, Reason
 from baton.worker.engine_process.attempt import Attempt, Lease
 from baton.worker.engine_process.prefix_links import Link, PrefixLinks
-from baton.worker.messages import ContentSource
-from baton.worker.request_counts import RequestCounts
+from baton.worker.messages import ContentSource, RequestCounts
 
 LONGEST = 5.0
 """Seconds that a fetch may take if the speed of prefills is not known."""

@@ -69,7 +69,7 @@ class Roles:
                 status = messages.EngineStatus(
                     message.question,
                     self._engine.stats(),
-                    self._context.counts,
+                    self._attempts.counts,
                     idle and (store is None or store.idle),
                     self._context.links.recent(time.monotonic()),
                     None if store is None else store.stats,

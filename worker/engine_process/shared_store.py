@@ -17,8 +17,7 @@ from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import LONGEST, PrefixFetch, PrefixFetches, Provider
 from baton.worker.engine_process.prefix_links import RECENT, Link, PrefixLinks
 from baton.worker.engine_process.start import EngineProcessConfig
-from baton.worker.messages import ContentSource, StoreStats
-from baton.worker.request_counts import RequestCounts
+from baton.worker.messages import ContentSource, RequestCounts, StoreStats
 
 SLACK = 0.05
 """Seconds that a prompt may wait for the store if computing takes longer: this process may be busy."""

@@ -255,12 +255,9 @@ class WorkerTree:
 
         `deliver` gets each message of the engine process.
         """
-        self.watch(self._receive(deliver))
+        received = self.watch(self.engine_link.receive_all(deliver))
+        received.add_done_callback(lambda _: self._engine_stopped.set())
         self.watch(self.transfer_link.receive())
-
-    async def _receive(self, deliver: Callable[[FromEngine], None]) -> None:
-        await self.engine_link.receive_all(deliver)
-        self._engine_stopped.set()
 
     # ------------------------------------------------------------ watch
 
