@@ -299,7 +299,7 @@ class Grammars:
     def allowed(
         self, batch: Sequence[tuple[CompiledGrammar | None, "array[int]"]]
     ) -> tuple[tuple[list[int], np.ndarray] | None, dict[int, str]]:
-        """Returns the rows of a batch that have a grammar, with their `engine.step.TokenMask.bits`. None: no
+        """Returns the rows of a batch that have a grammar, with their `TokenMask.bits`. None: no
         row has one. Also returns, by row, the error of each grammar that failed. The bits of a failed row
         mean nothing."""
         failed: dict[int, str] = {}
@@ -321,7 +321,7 @@ class Grammars:
         return (rows, self._bits(limits, rows, failed)), failed
 
     def _bits(self, limits: Sequence[Allowed], rows: Sequence[int], failed: dict[int, str]) -> np.ndarray:
-        """Returns `engine.step.TokenMask.bits`. Adds to `failed` the rows where a matcher failed."""
+        """Returns `TokenMask.bits`. Adds to `failed` the rows where a matcher failed."""
         bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
         words = bits.view(np.uint32)
         self._fill([(one.matcher, word) for one, word in zip(limits, words, strict=True) if one.matcher])

@@ -10,7 +10,8 @@ from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import Schedule
 from baton.engine.execution.runner import Launched
 from baton.engine.execution.sampler import TopLogprobs
-from baton.engine.step import NO_CHOICE, NOT_FINITE, ScoredLogprobs
+from baton.engine.step import NO_CHOICE, NOT_FINITE
+from baton.engine.step_adjustments import ScoredLogprobs
 
 
 class Outputs:

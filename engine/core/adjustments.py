@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from baton.engine.core.live_request import LiveRequest
-from baton.engine.step import Adjustments, Bias, Penalties, TokenMask
+from baton.engine.step_adjustments import Adjustments, Bias, Penalties, TokenMask
 
 
 def build_adjustments(

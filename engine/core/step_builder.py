@@ -13,15 +13,7 @@ import numpy as np
 from baton.engine.core.asked import DRAW
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.state_copies import CopyLease, Save
-from baton.engine.step import (
-    NOT_SCORED,
-    Draft,
-    Draws,
-    Scored,
-    Step,
-    Variant,
-    arrange,
-)
+from baton.engine.step import NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
 
 NO_TOP_P = np.float32(2)
 """Rounded sums of probabilities may pass 1, so "no limit" must be above it."""

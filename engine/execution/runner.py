@@ -35,7 +35,8 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, state_caches
 from baton.engine.models.cache_spec import CacheSpec
 from baton.engine.models.draft_heads import DraftHead, HeadConfig
-from baton.engine.step import Adjustments, ScoredLogprobs, Step, Variant
+from baton.engine.step import Step, Variant
+from baton.engine.step_adjustments import Adjustments, ScoredLogprobs
 
 
 @dataclass(slots=True, eq=False)

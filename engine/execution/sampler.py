@@ -17,18 +17,8 @@ from torch.nn.functional import embedding
 
 from baton.engine.kernels import SMALLEST_TEMPERATURE, Kernels
 from baton.engine.kernels.upload import upload
-from baton.engine.step import (
-    NO_CHOICE,
-    NOT_FINITE,
-    Adjustments,
-    Bias,
-    Draws,
-    Penalties,
-    Scored,
-    ScoredLogprobs,
-    TokenMask,
-    Variant,
-)
+from baton.engine.step import NO_CHOICE, NOT_FINITE, Draws, Scored, Variant
+from baton.engine.step_adjustments import Adjustments, Bias, Penalties, ScoredLogprobs, TokenMask
 
 PIECE = 256
 """Rows of a prompt with logits that exist at a time. The logits of a long prompt are far larger than its KV:

@@ -21,18 +21,8 @@ import torch
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.step import (
-    NOT_FINITE,
-    NOT_SCORED,
-    Adjustments,
-    Draft,
-    Draws,
-    Penalties,
-    Scored,
-    Step,
-    Variant,
-    arrange,
-)
+from baton.engine.step import NOT_FINITE, NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
+from baton.engine.step_adjustments import Adjustments, Penalties
 
 TOP_LOGPROBS = 20
 PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for n in (48, 96, 384, 768, 192)]

@@ -17,7 +17,8 @@ from baton.engine.core.step_builder import draw_keys, draws_of, is_plain
 from baton.engine.execution.sampler import adjust, choose, top_logprobs
 from baton.engine.kernels import Kernels
 from baton.engine.kernels.sampling.reference import exponentials
-from baton.engine.step import NO_CHOICE, NOT_FINITE, Adjustments, Draws
+from baton.engine.step import NO_CHOICE, NOT_FINITE, Draws
+from baton.engine.step_adjustments import Adjustments
 
 VOCABULARY = 1000
 EOS = (2,)
