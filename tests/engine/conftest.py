@@ -90,8 +90,17 @@ def triton_kernels(kernel_device: str) -> Iterator[Kernels]:
 
 
 @pytest.fixture
-def check_tokens_of_kernels(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Asserts that an engine with `triton_kernels` gives the tokens of an engine with torch kernels."""
+def one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All checkpoints store tensors in the form of most families, as those of `save_random` do."""
+    monkeypatch.setattr("baton.engine.loader.REARRANGED", {})
+
+
+@pytest.fixture
+def check_tokens_of_kernels(
+    triton_kernels: Kernels, one_form: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Asserts that an engine with `triton_kernels` gives the tokens of one with torch kernels. They load a
+    checkpoint of `save_random`."""
     requests = [request_of(i, range(3 + i, 8 + i), max_tokens=2, ignore_eos=True) for i in range(2)]
 
     def tokens(path: Path, device: str, **formats: Any) -> list[list[int]]:
@@ -136,6 +145,7 @@ TINY_LLAMA4: dict[str, Any] = {
     "head_dim": 16,
     "num_hidden_layers": 4,
     "num_local_experts": 8,
+    "num_experts_per_tok": 1,
     "intermediate_size": 24,
     "intermediate_size_mlp": 96,
     "attention_chunk_size": 32,
@@ -279,7 +289,14 @@ TINY_OF_KIND = {
     "Bamba": TINY_MAMBA,
     "GraniteMoeHybrid": TINY_GRANITE,
     "Qwen3Next": TINY_QWEN3_NEXT,
+    "Llama4": TINY_LLAMA4,
+    "Gemma3": TINY_GEMMA3,
 }
+
+
+def tiny_of_kind(kind: str) -> dict[str, Any]:
+    """Settings of a tiny model of this kind, beside `TINY`."""
+    return TINY_EXPERTS if kind.endswith("Moe") else TINY_OF_KIND.get(kind.removesuffix("Text"), {})
 
 
 def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
@@ -291,8 +308,7 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
         tiny = tiny_llama4 if kind.startswith("Llama4") else tiny_gemma3
         model = tiny(kind, changes).eval()
     else:
-        of_kind = TINY_EXPERTS if kind.endswith("Moe") else TINY_OF_KIND.get(kind, {})
-        config = getattr(transformers, f"{kind}Config")(**{**TINY, **of_kind, **changes})
+        config = getattr(transformers, f"{kind}Config")(**{**TINY, **tiny_of_kind(kind), **changes})
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         # transformers initialises these with zeros and ones, which would prove nothing.

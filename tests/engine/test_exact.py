@@ -44,9 +44,10 @@ from baton.engine.layers.linear import PlainLinear
 from baton.engine.loader import check_model
 from baton.engine.model_config import LatentConfig, Scoring, Span
 from tests.device import DEVICE
-from tests.engine.conftest import TinyOf, request_of, run, save_tiny
+from tests.engine.conftest import request_of, run
 from tests.engine.drafting import draft_always
 from tests.engine.kernel_checks import BF16, F16, F32, normal
+from tests.engine.random_checkpoints import save_random
 from tests.engine.test_fp8_kv import quantized
 from tests.engine.test_groups import random_groups
 from tests.engine.test_latents import FAMILIES
@@ -561,7 +562,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / "config.json").write_text(json.dumps(SHAPES[DENSE] | {"num_hidden_layers": 8}))
     else:
         heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 2}
-        save_tiny(path, "Llama", hidden_size=576, intermediate_size=1536, vocab_size=1000, **heads)
+        save_random(path, "Llama", hidden_size=576, intermediate_size=1536, vocab_size=1000, **heads)
     return path
 
 
@@ -611,8 +612,9 @@ def test_an_engine_with_int4_weights(model_path: Path) -> None:
         ("Qwen3Next", "auto"),
     ],
 )
+@pytest.mark.usefixtures("one_form")
 def test_an_engine_with_latents_or_states(kind: str, kv: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path, kind, vocab_size=1000)
+    save_random(tmp_path, kind, vocab_size=1000)
     engine = built(tmp_path, kv_cache_dtype=kv, block_size=64, num_blocks=32, enable_prefix_caching=True)
     assert different_tokens(engine) == 0
     assert ("block=64" in engine.numerics.split("; ")) == (kind in FAMILIES)
@@ -631,7 +633,7 @@ def test_an_engine_with_latents_or_states(kind: str, kv: str, tmp_path: Path) ->
 def test_an_engine_on_the_kernels_of_a_gpu(
     kind: str, changes: Any, tmp_path: Path, check_tokens_of_kernels: Callable[..., None]
 ) -> None:
-    save_tiny(tmp_path, kind, head_dim=16, num_hidden_layers=2, **changes)
+    save_random(tmp_path, kind, head_dim=16, num_hidden_layers=2, **changes)
     check_tokens_of_kernels(tmp_path)
 
 
@@ -701,7 +703,8 @@ def test_numerics_name_what_bits_depend_on(exact_engine: Engine, tmp_path: Path)
     assert len({*hashes}) == len(hashes)
 
 
-def test_more_than_two_ranks_of_gpus_are_refused(tiny_of: TinyOf) -> None:
-    config = EngineConfig(str(tiny_of("Llama")), device="cuda", batch_invariant=True, tensor_parallel_size=4)
+def test_more_than_two_ranks_of_gpus_are_refused(tmp_path: Path) -> None:
+    save_random(tmp_path, "Llama")
+    config = EngineConfig(str(tmp_path), device="cuda", batch_invariant=True, tensor_parallel_size=4)
     with pytest.raises(ValueError, match="--batch-invariant: more than two ranks on GPUs"):
         check_model(config)

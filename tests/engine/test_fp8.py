@@ -98,9 +98,17 @@ KINDS: dict[str, tuple[dict[str, Any], Scales, str, torch.dtype]] = {
 
 def save_quantized(directory: Path, kind: str, model: str = "Llama", **changes: Any) -> Any:
     """Writes a tiny checkpoint. Returns transformers' model with the values that its weights stand for."""
-    settings, scales_of, suffix, dtype = KINDS[kind]
     save_tiny(directory, model, **changes)
     save_tiny(directory / "exact", model, **changes)
+    save_file(quantize(directory, kind), directory / "exact" / "model.safetensors", {"format": "pt"})
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory / "exact", dtype="float32").eval()
+
+
+def quantize(directory: Path, kind: str) -> dict[str, Tensor]:
+    """Quantizes the weights of a checkpoint. Returns the values that they stand for."""
+    settings, scales_of, suffix, dtype = KINDS[kind]
     path = directory / "model.safetensors"
     tensors, exact = load_file(path), load_file(path)
     for name in [name for name in tensors if name.endswith(PROJECTIONS)]:
@@ -115,10 +123,7 @@ def save_quantized(directory: Path, kind: str, model: str = "Llama", **changes: 
             tensors[stem + "input_scale"] = torch.ones(())
     save_file(tensors, path)
     edit_json(directory / "config.json", quantization_config=settings)
-    save_file(exact, directory / "exact" / "model.safetensors", {"format": "pt"})
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory / "exact", dtype="float32").eval()
+    return exact
 
 
 @pytest.fixture

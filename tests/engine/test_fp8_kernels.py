@@ -15,9 +15,9 @@ from baton.engine.model_config import Scoring
 from tests.device import DEVICE
 from tests.engine import kernel_checks
 from tests.engine.checkpoints import load
-from tests.engine.conftest import save_tiny
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, normal
-from tests.engine.test_fp8 import LATENT, SIZES, save_quantized
+from tests.engine.random_checkpoints import save_random
+from tests.engine.test_fp8 import LATENT, SIZES, quantize
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
 
@@ -190,6 +190,7 @@ def test_mix_experts(
     close(ours, expected, 0.05)  # values between two FP8 numbers may be rounded to either
 
 
+@pytest.mark.usefixtures("one_form")
 @pytest.mark.parametrize(
     ("kind", "grouped"), [("Qwen3Next", False), ("blocks", True)], ids=["shared gate", "blocks"]
 )
@@ -204,9 +205,10 @@ def test_the_norm_before_experts_quantizes_for_all_of_them(
     for module in ("baton.engine.execution.start", "baton.engine.layers.weights"):
         monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim, exact=False: triton_kernels)
     if grouped:
-        save_quantized(tmp_path, kind, "DeepseekV3", **LATENT)
+        save_random(tmp_path, "DeepseekV3", **LATENT)
+        quantize(tmp_path, kind)
     else:
-        save_tiny(tmp_path, kind, moe_intermediate_size=32, linear_num_value_heads=8)
+        save_random(tmp_path, kind, moe_intermediate_size=32, linear_num_value_heads=8)
     dtype = "float16" if DEVICE == "cpu" else "bfloat16"
     model = load(
         tmp_path, device=DEVICE, dtype=dtype, quantization="auto" if grouped else "fp8"
@@ -283,9 +285,10 @@ def test_an_engine_on_these_kernels(
     """The torch kernels quantize activations, too. A kind of model is quantized on load."""
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     if kind == "blocks":
-        save_quantized(tmp_path, kind, **SIZES, num_key_value_heads=1)
+        save_random(tmp_path, "Llama", **{**SIZES, "num_key_value_heads": 1})
+        quantize(tmp_path, kind)
         check_tokens_of_kernels(tmp_path)
     else:
         sizes = {**LATENT, "first_k_dense_replace": 0} if kind == "DeepseekV3" else {}
-        save_tiny(tmp_path, kind, **{**sizes, "num_hidden_layers": 1})
+        save_random(tmp_path, kind, **{**sizes, "num_hidden_layers": 1})
         check_tokens_of_kernels(tmp_path, quantization="fp8")

@@ -12,8 +12,9 @@ from baton.engine.model_config import Span
 from baton.engine.models import cache_bytes_per_token
 from tests.device import DEVICE
 from tests.engine.attention_step import RAGGED, Step
-from tests.engine.conftest import MakeEngine, request_of, save_tiny, tokens_of
+from tests.engine.conftest import MakeEngine, request_of, tokens_of
 from tests.engine.kernel_checks import BF16, F16, F32, close
+from tests.engine.random_checkpoints import save_random
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
 
@@ -155,7 +156,9 @@ def test_rows_that_pad_a_graph_write_nothing(triton_kernels: Kernels) -> None:
 
 def test_an_engine_on_these_kernels(tmp_path: Path, check_tokens_of_kernels: Callable[..., None]) -> None:
     """A model with windows and sinks."""
-    save_tiny(tmp_path, "GptOss", num_hidden_layers=1)
+    save_random(
+        tmp_path, "GptOss", num_hidden_layers=1, attention_bias=True, layer_types=["sliding_attention"]
+    )
     check_tokens_of_kernels(tmp_path, kv_cache_dtype="fp8")
 
 

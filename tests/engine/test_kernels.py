@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from baton.engine.kernels import Kernels
 from tests.device import DEVICE
-from tests.engine.conftest import save_tiny
 from tests.engine.kernel_checks import BF16, DTYPES, close, normal
+from tests.engine.random_checkpoints import save_random
 
 # Pointwise
 
@@ -120,9 +120,17 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
     [
         ("Qwen3", {"num_hidden_layers": 2}),
         ("Qwen3Moe", {"num_hidden_layers": 1}),
-        ("Llama4", {"no_rope_layers": [1, 0], "num_hidden_layers": 2, "attention_chunk_size": 4}),
-        ("GptOss", {"num_hidden_layers": 2, "sliding_window": 4}),
-        ("Gemma3", {"num_hidden_layers": 2, "sliding_window": 4}),
+        ("Llama4Text", {"no_rope_layers": [1, 0], "num_hidden_layers": 2, "attention_chunk_size": 4}),
+        (
+            "GptOss",
+            {
+                "num_hidden_layers": 2,
+                "sliding_window": 4,
+                "attention_bias": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+        ),
+        ("Gemma3Text", {"num_hidden_layers": 2, "sliding_window": 4}),
         ("Olmo2", {"num_hidden_layers": 1}),
         ("Bamba", {"num_hidden_layers": 2}),
         ("DeepseekV3", {"num_hidden_layers": 2}),
@@ -132,7 +140,7 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
 def test_an_engine_on_these_kernels(
     kind: str, changes: dict[str, Any], tmp_path: Path, check_tokens_of_kernels: Callable[..., None]
 ) -> None:
-    save_tiny(tmp_path, kind, head_dim=16, **changes)
+    save_random(tmp_path, kind, head_dim=16, **changes)
     check_tokens_of_kernels(tmp_path)
 
 
