@@ -245,11 +245,13 @@ def test_runs_kv(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from baton.bench.routing_sim import __main__ as sim
 
-    monkeypatch.setattr(sim, "MAIN", 8)
-    monkeypatch.setattr(sim, "SCALES", {4: (4, 10, 3), 8: (4, 5, 3), 16: (1, 2, 3)})
-    monkeypatch.setattr(sim, "SHORT", {4: 1, 8: 1, 16: 1})
-    monkeypatch.setattr(sim, "PLACED_SHORT", (2,))
-    monkeypatch.setattr(sim, "PLACED_REQUESTS_SHORT", 20)
+    smallest = {
+        "MAIN": 8, "SCALES": {4: (4, 10, 3), 8: (4, 5, 3), 16: (1, 2, 3)}, "SHORT": {4: 1, 8: 1, 16: 1},
+        "LOADS": {load: rates[:1] for load, rates in sim.LOADS.items()},
+        "PLACED_SHORT": (2,), "PLACED_SECONDS": 0.0, "PLACED_REQUESTS_SHORT": 10, "SPLIT_SHORT": 4,
+    }  # fmt: skip
+    for name, value in smallest.items():
+        monkeypatch.setattr(sim, name, value)
     rows = run("routing_sim", "--short")
     assert {"routing_sim.multi_turn.w8.changes.sticky.hits", "routing_sim.multi_turn.w4.bound"} <= {*rows}
     assert rows["routing_sim.placement.500_500.6.w2.ttft_p99"] > 0
