@@ -45,7 +45,7 @@ BLOWS = {
     "strange_calls": 0.1, "half_handshakes": 0.01, "bent_frames": 0.02, "frames_of_an_insider": 0.1,
 }  # fmt: skip
 """Methods of `Attack`, and the seconds after each of them."""
-AT_ONCE = {"flood": 16, "huge_bodies": 3, "false_fields": 5, "false_messages": 4, "composed_grammars": 3}
+AT_ONCE = {"flood": 16}
 AHEAD_S = 0.5
 """After a blow that is ahead of the others, where each counts once."""
 STRANGER = os.urandom(32)
@@ -199,8 +199,7 @@ class Attack:
     http: aiohttp.ClientSession
     rng: random.Random
     struck: Counter[str]
-    """All blows that it may strike, and how often each has ended."""
-    begun: Counter[str] = field(default_factory=Counter)
+    """All blows that it may strike."""
     ways: Counter[str] = field(default_factory=Counter)
     """How many ways there are to strike them, where there are several."""
     rounds: int = 0
@@ -219,8 +218,7 @@ class Attack:
     def turn(self, blow: str, ways: Sequence[T]) -> T:
         """One way after the other."""
         self.ways[blow] = len(ways)
-        self.begun[blow] += 1
-        return ways[self.begun[blow] % len(ways)]
+        return ways[self.struck[blow] % len(ways)]
 
     # ---------------------------------------------------------------- HTTP
 
