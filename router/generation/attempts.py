@@ -389,7 +389,7 @@ class AttemptPair:
         self.end_decode(failure)
         if prefill is not None and prefill.state is PrefillState.PLANNED:
             self.end_prefill()
-        elif prefill is not None and (decode.joined or len(self.output_ids) > prefill.base + 1):
+        elif prefill is not None and decode.joined:
             # Its KV is of a shorter text than was emitted, or was released after the transfer.
             if prefill.state is PrefillState.SERVED:
                 prefill.worker.release(prefill.id)
