@@ -39,7 +39,9 @@ def logits(
         decodes, chunks = (0, [(start, end)]) if start < prompt else (1, [])
         step = AttentionMetadata(runner.block_size, positions, blocks[None], contexts, decodes, chunks)
         ids = torch.tensor(TEXT[start:end], device=runner.device)
-        hidden = runner.forward({"token_ids": ids, "positions": positions}, step, lambda layer: None)
+        known = torch.full((len(ids),), -1, dtype=torch.int32, device=runner.device)
+        inputs = {"token_ids": ids, "source_rows": known, "positions": positions}
+        hidden = runner.forward(inputs, step, lambda layer: None)
         found.append(runner.logits(hidden).float().cpu())
     return torch.cat(found)
 
