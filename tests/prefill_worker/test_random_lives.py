@@ -268,7 +268,9 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def what_has_ended_has_a_lease(self) -> None:
-        for attempt in self.worker.context.attempts:
+        attempts = self.worker.context.attempts
+        assert attempts.decoding == sum(attempt.state is State.DECODING for attempt in attempts)
+        for attempt in attempts:
             assert attempt.state is not State.ENDED
             assert attempt.closed == (attempt.state is State.CLOSING)
             is_held = attempt.state is State.HELD and getattr(attempt, "taker", None) is None
