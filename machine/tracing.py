@@ -95,6 +95,11 @@ class Span:
         self._span = span
         self.traceparent = traceparent
 
+    @property
+    def exported(self) -> bool:
+        """Whether anything is recorded: without that no attribute needs to be made."""
+        return self._span is not None
+
     def child(self, name: str, attributes: Attributes, kind: Kind = "internal") -> Span:
         return self._tracer.begin(name, self.traceparent, attributes, kind)
 

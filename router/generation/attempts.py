@@ -183,7 +183,8 @@ class AttemptPair:
 
     def submit(self, plan: Plan) -> None:
         """Sends what the plan says, and ends what it does not keep."""
-        self._span.set(plan.attributes())
+        if self._span.exported:
+            self._span.set(plan.attributes())
         self._waits.worker_found()
         if plan.ranges:
             self.end_prefill()

@@ -22,7 +22,7 @@ The estimates are the costs that workers measure and report. Pure.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.plan import Plan, Range, Reason
@@ -193,7 +193,9 @@ def prefill_offer(fleet: Fleet, snapshot: PrefillSnapshot, request: PrefillReque
     )
 
 
-def handover(tokens: int, prefill: PrefillOffer, decode: int) -> Plan:
+def handover(
+    tokens: int, prefill: PrefillOffer, decode: int, costs: Mapping[str, float] | None = None
+) -> Plan:
     """The prefill worker computes the prompt, and the worker `decode` fetches the KV."""
     return Plan(
         "handover",
@@ -202,7 +204,7 @@ def handover(tokens: int, prefill: PrefillOffer, decode: int) -> Plan:
         cached=tokens - prefill.tokens,
         within=prefill.within,
         order="prefill" if prefill.queues and prefill.row != decode else "together",
-        costs={"first_token": prefill.first_token},
+        costs={"first_token": prefill.first_token} if costs is None else costs,
     )
 
 
@@ -238,7 +240,7 @@ def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequen
     if costs["decode"] < costs["handover"]:
         reason = _reason(tokens, best)
         return Plan("decode", ranges, best.row, best.cached, within, reason=reason, costs=costs)
-    return replace(handover(tokens, prefill, offers[0].row), costs=costs)
+    return handover(tokens, prefill, offers[0].row, costs)
 
 
 def place_without_room(tokens: int, prefills: Sequence[PrefillOffer]) -> Plan | None:

@@ -236,7 +236,8 @@ class Worker:
         assert self.ready, "work goes to ready workers only"
         asked = message.prefill.request if kind == "prefill" else message.decode.request
         described = {"baton.worker": str(self), "baton.output_tokens": len(asked.output_ids)}
-        described |= attempt.plan.attributes()
+        if request.exported:
+            described |= attempt.plan.attributes()
         attempt.span = request.child(f"{kind} attempt", described, "client")
         asked.traceparent = attempt.span.traceparent
         self.attempts[attempt.id] = attempt

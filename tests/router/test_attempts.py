@@ -17,6 +17,7 @@ class RecordedSpan:
     """Collects the errors with which it ended. It is its own child."""
 
     traceparent = ""
+    exported = False
 
     def __init__(self) -> None:
         self.ends: list[str] = []

@@ -58,6 +58,11 @@ async def test_a_request_and_its_attempts(tokenizer: ModelTokenizer, tmp_path: P
         < request.attributes["gen_ai.latency.time_to_first_token"]
         < request.attributes["gen_ai.latency.e2e"]
     )
+    for span in spans:
+        assert (span.attributes["baton.place"], span.attributes["baton.cost_s.handover"] > 0) == (
+            "handover",
+            True,
+        )
     for span in (prefill, decode):
         assert request.start <= span.start <= span.end <= request.end
         assert span.error is None
