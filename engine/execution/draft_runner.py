@@ -21,7 +21,7 @@ from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, no_garbag
 from baton.engine.execution.inputs import attention_metadata
 from baton.engine.execution.sampler import to_host
 from baton.engine.kernels.attention.paged import AttentionMetadata
-from baton.engine.kernels.sampling.drafts import with_sampled
+from baton.engine.kernels.sampling.reference import with_sampled
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.models.draft_heads import DraftHead, HeadConfig

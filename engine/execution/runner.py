@@ -27,7 +27,8 @@ from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_l
 from baton.engine.kernels import KV, Fp8KV, HeadNorm, Kernels, LatentHeads, LatentNorm, LayerState, StateLayer
 from baton.engine.kernels.attention.paged import Apart, AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
-from baton.engine.kernels.sampling.drafts import Sources, StepInputs, with_sampled
+from baton.engine.kernels.sampling.drafts import Sources, StepInputs
+from baton.engine.kernels.sampling.reference import with_sampled
 from baton.engine.kernels.upload import upload
 from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks

@@ -18,7 +18,8 @@ from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.speculation import Speculation
 from baton.engine.core.step_builder import DRAW_TYPES
 from baton.engine.execution.inputs import read_by_device
-from baton.engine.kernels.sampling.drafts import Sources, StepInputs, follow, with_sampled
+from baton.engine.kernels.sampling.drafts import Sources, StepInputs, follow
+from baton.engine.kernels.sampling.reference import with_sampled
 from baton.engine.step import Draft, Draws, Variant, arrange
 from tests.engine.conftest import MakeEngine, Result, TinyOf, request_of, run
 from tests.engine.drafting import draft_always

@@ -63,7 +63,7 @@ REFUSED = (
     asyncio.IncompleteReadError,
     msgspec.DecodeError,  # an insider, to whom a lane is closed
 )
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 """For the answer to an HTTP request."""
 WORKER, GENERATE = "/baton.v1.Worker/", "/baton.v1.Inference/Generate"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

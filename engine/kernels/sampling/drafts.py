@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton.engine.kernels.sampling.reference import with_sampled
+
 
 class StepInputs(NamedTuple):
     """What a step computes."""
@@ -31,13 +33,6 @@ class Sources(NamedTuple):
     token_ids: Tensor  # [rows, ahead] int32
     slots: Tensor  # [rows, ahead] int64
     guess_index: Tensor  # [rows] int32
-
-
-def with_sampled(token_ids: Tensor, rows: Tensor, sampled: Tensor) -> Tensor:
-    """[tokens] int64: the tokens that a step sampled in these rows, and where the row is −1, those of
-    `token_ids`. Both are [tokens] int32. A token is 0 if its row has none: its request fails."""
-    of_rows = sampled[:, 0].index_select(0, rows.clamp_min(0)).clamp_min(0)
-    return torch.where(rows < 0, token_ids, of_rows)
 
 
 def follow(

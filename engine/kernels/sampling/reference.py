@@ -1,4 +1,5 @@
-"""From logits to tokens in plain torch: it defines the results, and runs on a CPU."""
+"""From logits to tokens, and from these to the next step, in plain torch. It defines the results, and runs on
+a CPU."""
 
 import torch
 from torch import Tensor
@@ -8,6 +9,13 @@ SMALLEST_TEMPERATURE = 1e-5
 
 CANDIDATES = 256
 """Most likely tokens that `thresholds` sorts first. It sorts more if these do not decide."""
+
+
+def with_sampled(token_ids: Tensor, rows: Tensor, sampled: Tensor) -> Tensor:
+    """[tokens] int64: the tokens that a step sampled in these rows, and where the row is −1, those of
+    `token_ids`. Both are [tokens] int32. A token is 0 if its row has none: its request fails."""
+    of_rows = sampled[:, 0].index_select(0, rows.clamp_min(0)).clamp_min(0)
+    return torch.where(rows < 0, token_ids, of_rows)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
