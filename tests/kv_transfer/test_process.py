@@ -19,7 +19,7 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.process.tcp import _connecting
 from baton.kv_transfer.wait import wait
 from baton.machine.system import url_host
-from tests.kv_transfer.transfer_process import TransferProcess, deadlines
+from tests.kv_transfer.transfer_process import TransferProcess, deadlines, logging_to
 from tests.within import WITHIN
 
 
@@ -56,25 +56,19 @@ def test_refused_at_hello(
     make_prefill: Any,
     bare_decode: Any,
     until: Any,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
     config: dict[str, Any],
     fetch: dict[str, Any],
     reason: str,
     named: str,
 ) -> None:
     """Between unequal groups, too. The log names what differs, with the values of both workers."""
-    prefill = make_prefill(ranks=2)
-    decode = bare_decode(config)
-    assert decode.failure(prefill, **fetch) == reason
-    assert reason in decode.stats().refused
-    logged = ""
-
-    def is_logged() -> bool:  # by another process
-        nonlocal logged
-        logged += capfd.readouterr().err
-        return named in logged
-
-    until(is_logged, f"the log to say {named!r}")
+    with logging_to(tmp_path / "log") as logged:
+        prefill = make_prefill(ranks=2)
+        decode = bare_decode(config)
+        assert decode.failure(prefill, **fetch) == reason
+        assert reason in decode.stats().refused
+        until(lambda: named in logged(), f"the log to say {named!r}")
     if reason in ("model", "layout", "dtype"):  # proven peers: the other side knows why, too
         until(lambda: reason in prefill.stats().refused, "prefill to refuse, too")
     until(lambda: prefill.stats().lanes == 0, "the lanes to close")

@@ -6,6 +6,7 @@ The transfer or the session ends with a reason and a counter, nothing leaks, and
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.wait import wait
 
 from . import second_wire as wire
+from .transfer_process import logging_to
 from .wire_transfers import asked, assert_pool, ended, refused, serve, slices
 
 
@@ -62,15 +64,14 @@ def test_a_bad_frame_ends_the_transfer_not_the_lane(
     assert decode.stats().late_frames == 1
 
 
-def test_a_sender_that_refuses_the_proof_has_said_why(
-    fetching: Any, until: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sender_that_refuses_the_proof_has_said_why(fetching: Any, until: Any, tmp_path: Path) -> None:
     """It is busy, for example. The peer breaks no rule."""
-    decode, _, lane, _, _ = fetching()
-    lane.say(wire.HELLO, ["refused", "busy", "256 peers fetch from here"])
-    refused(decode, until, "by_peer")
-    assert decode.stats().refused == {"by_peer": 1}
-    assert "'busy': '256 peers fetch from here'" in capfd.readouterr().err
+    with logging_to(tmp_path / "log") as logged:
+        decode, _, lane, _, _ = fetching()
+        lane.say(wire.HELLO, ["refused", "busy", "256 peers fetch from here"])
+        refused(decode, until, "by_peer")
+        assert decode.stats().refused == {"by_peer": 1}
+        until(lambda: "'busy': '256 peers fetch from here'" in logged(), "the log")
 
 
 def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: Any) -> None:

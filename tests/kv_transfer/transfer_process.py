@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +29,21 @@ def deadlines(**soon: float) -> kv.TransferDeadlines:
     """Deadlines that no machine is too slow for, but those in `soon`: these pass by `later`."""
     waits = {*kv.TransferDeadlines.__struct_fields__} - {"ping"}
     return kv.TransferDeadlines(**dict.fromkeys(waits, NEVER) | soon)
+
+
+@contextlib.contextmanager
+def logging_to(path: Path) -> Iterator[Callable[[], str]]:
+    """What the processes write that are started meanwhile. Each call returns all of it: `capfd` loses what
+    comes while it reads."""
+    before = os.dup(2)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield path.read_text
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.write(2, path.read_bytes())
 
 
 class TransferProcess:
