@@ -11,7 +11,7 @@ Two rules hold for each object that has leases:
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 H = TypeVar("H", bound=Hashable)
 
@@ -23,31 +23,31 @@ class Leases(Generic[H]):
         closed: the object has ended for its owner, so no lease begins.
     """
 
-    __slots__ = ("_kinds", "_over", "closed")
+    __slots__ = ("_holders", "_over", "closed")
 
     def __init__(self, over: Callable[[], object]) -> None:
         """`over` takes the memory of the object back. It is called once, in `close` or in `end`."""
         self.closed = False
         self._over: Callable[[], object] | None = over
-        self._kinds: dict[H, Any] = {}
+        self._holders: dict[H, None] = {}
 
-    def begin(self, holder: H, kind: Any = None) -> None:
-        """The holder uses the object until `end`. `kind`: what the holder does, for `of_kind`."""
+    def begin(self, holder: H) -> None:
+        """The holder uses the object until `end`."""
         assert not self.closed, f"{holder!r} wants to use what has ended"
-        assert holder not in self._kinds, f"{holder!r} has this lease already"
-        self._kinds[holder] = kind
+        assert holder not in self._holders, f"{holder!r} has this lease already"
+        self._holders[holder] = None
 
     def end(self, holder: H) -> None:
         """The holder uses the object no more. It must have a lease, since each ends once."""
-        del self._kinds[holder]
-        if self.closed and not self._kinds:
+        del self._holders[holder]
+        if self.closed and not self._holders:
             self._finish()
 
     def close(self) -> None:
         """The object has ended. It is over at once, or with its last lease."""
         assert not self.closed, "an object ends once"
         self.closed = True
-        if not self._kinds:
+        if not self._holders:
             self._finish()
 
     def _finish(self) -> None:
@@ -60,16 +60,12 @@ class Leases(Generic[H]):
         """Whether the memory of the object went back."""
         return self._over is None
 
-    def of_kind(self, kind: Any) -> list[H]:
-        """The holders of this kind, in the order in which their leases began."""
-        return [holder for holder, of_holder in self._kinds.items() if of_holder == kind]
-
     def __contains__(self, holder: object) -> bool:
-        return holder in self._kinds
+        return holder in self._holders
 
     def __iter__(self) -> Iterator[H]:
         """The holders, in the order in which their leases began."""
-        return iter(self._kinds)
+        return iter(self._holders)
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len(self._holders)

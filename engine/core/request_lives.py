@@ -88,7 +88,8 @@ class RequestLives:
         self.store_exchange: PrefixExchange | None = None
         if cache is not None:
             self.store_exchange = PrefixExchange(pool, cache, lambda: self._spare_blocks)
-        # Transfers between workers carry no states, and without states a prefix is of no use.
+        # Workers fetch prefixes of each other without states, and without states a prefix is of no use. The
+        # store has states, and a handover has those of its request.
         self.prefix_exchange = self.store_exchange if states is None else None
         self.memory = RequestMemory(pool, states, cache)
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order

@@ -13,7 +13,7 @@ from baton.machine.leases import Leases
 def test_an_object_is_over_with_the_last_of_its_end_and_its_leases(order: tuple[str, ...]) -> None:
     ended: list[str] = []
     leases = Leases[str](lambda: ended.append("over"))
-    leases.begin("step", "reads")
+    leases.begin("step")
     leases.begin("transfer")
     for event in order:
         assert not ended
@@ -27,14 +27,13 @@ def test_an_object_is_over_with_the_last_of_its_end_and_its_leases(order: tuple[
     assert leases.closed
 
 
-def test_holders_are_found_by_kind_in_the_order_of_their_beginning() -> None:
+def test_holders_come_in_the_order_of_their_beginning() -> None:
     leases = Leases[bytes](lambda: None)
-    for holder, kind in ((b"a", "reads"), (b"b", "writes"), (b"c", "reads")):
-        leases.begin(holder, kind)
-    assert leases.of_kind("reads") == [b"a", b"c"]
+    for holder in (b"a", b"b", b"c"):
+        leases.begin(holder)
     leases.end(b"a")
-    leases.begin(b"a", "reads")  # another lease of the same holder
-    assert (leases.of_kind("reads"), list(leases), len(leases)) == ([b"c", b"a"], [b"b", b"c", b"a"], 3)
+    leases.begin(b"a")  # another lease of the same holder
+    assert (list(leases), len(leases)) == ([b"b", b"c", b"a"], 3)
     assert b"a" in leases
 
 

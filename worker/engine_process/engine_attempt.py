@@ -99,9 +99,9 @@ class EngineAttempt(Attempt):
 
 
 @dataclass(slots=True, eq=False)
-class BlockLease(Lease[EngineAttempt]):
-    """A transfer uses the blocks of the attempt. From `keep` on, the lease is one on the request in the
-    engine, too, so its blocks stay."""
+class MemoryLease(Lease[EngineAttempt]):
+    """A transfer uses the blocks and the state slot of the attempt. From `keep` on, the lease is one on the
+    request in the engine, too, so this memory stays its own."""
 
     id: bytes
     live: LiveRequest | None = field(default=None, init=False)
@@ -118,9 +118,9 @@ class BlockLease(Lease[EngineAttempt]):
 
 
 @dataclass(slots=True, eq=False)
-class Reading(BlockLease):
-    """Other workers may read the blocks under this id, until the sender reports that none does. The sender
-    reads nothing before `open`, and a FETCH waits."""
+class Reading(MemoryLease):
+    """Other workers may read the blocks and the state slot under this id, until the sender reports that none
+    does. The sender reads nothing before `open`, and a FETCH waits."""
 
     sender: Sender
 
@@ -140,13 +140,14 @@ class Reading(BlockLease):
 
 
 @dataclass(slots=True, eq=False)
-class Writing(BlockLease):
-    """The receiver may write into the blocks, until it reports the end of the fetch with this id."""
+class Writing(MemoryLease):
+    """The receiver may write into the blocks and the state slot, until it reports the end of the fetch with
+    this id."""
 
     receiver: Receiver
 
     def __post_init__(self) -> None:
-        BlockLease.__post_init__(self)
+        MemoryLease.__post_init__(self)
         self.keep()
 
     def revoke(self, reason: Reason) -> None:
