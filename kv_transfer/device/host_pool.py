@@ -59,8 +59,8 @@ class HostPool:
     def __init__(self, kv: PagedKV, arena: Arena) -> None:
         # As `planes`.
         self._planes = [
-            [{layer: [_items(x) for x in rows] for layer, rows in plane.items()} for plane in of_part]
-            for of_part in planes(kv)
+            [{layer: [_items(x) for x in rows] for layer, rows in plane.items()} for plane in of_array]
+            for of_array in planes(kv)
         ]
         self._block_size = kv.block_size
         self._layout = kv.layout

@@ -136,11 +136,11 @@ def planes(kv: PagedKV) -> "list[list[dict[int, Rows]]]":
         found[0].append(by_layer(0, [x.transpose(2, 3).unsqueeze(4) for x in kv.scales]))
     for number, tensors in enumerate(kv.states, start=1):
         found.append([by_layer(number, [x.transpose(0, 1).unsqueeze(3) for x in tensors])])
-    for array, (first, last), of_part in zip(kv.layout.arrays, kv.heads, found, strict=True):
+    for array, (first, last), of_array in zip(kv.layout.arrays, kv.heads, found, strict=True):
         heads = last - first
         sizes = (kv.block_size, heads) if array.per_token else (heads, 1)
         dtypes = (array.head_dim, getattr(torch, array.dtype)), (1, torch.float32)
-        for plane, (head_dim, dtype) in zip(of_part, dtypes, strict=False):
+        for plane, (head_dim, dtype) in zip(of_array, dtypes, strict=False):
             for rows in plane.values():
                 assert len(rows) == array.rows, f"{array.name} has {len(rows)} rows, layout says {array.rows}"
                 for x in rows:

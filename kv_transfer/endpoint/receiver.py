@@ -194,7 +194,8 @@ class Receiver:
                 ending.outcome = Closed(decode_id, ending.owner)
 
     def poll(self, spare: float = math.inf) -> list[Event]:
-        """Writes what arrived into its blocks and returns what ended. Call it once a step, or when readable.
+        """Writes what arrived into its blocks and returns what ended. Call it when readable, and in time, as
+        `poll_within` says.
 
         `spare`: seconds until the next step must be launched. Infinite: no step is computed now.
         """

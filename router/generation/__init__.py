@@ -38,8 +38,8 @@ prefill gets their capacity. If that takes longer than the hold deadline, the pr
 again under a reservation.
 
 If log probabilities of the prompt are asked for, a prefill worker first computes the prompt without a
-handover. They come from there, before the first token. The rest is then generated as after a retry. So no
-token can overtake them.
+handover. They come from there, before the first token, and the generation plans again. So no token can
+overtake them.
 
 Workers change pools, so the worker of a prefill may be the only one left to decode, and the reverse. Prefill
 and decode are then one attempt: a decode without a source, which computes the prompt itself. Only a prefill

@@ -183,7 +183,7 @@ class AttemptPair:
 
     def submit(self, plan: Plan) -> None:
         """Sends what the plan says, and ends what it does not keep."""
-        if self._span.exported:
+        if self._span.exported and not self._waits.prefilled:
             self._span.set(plan.attributes())
         self._waits.worker_found()
         if plan.ranges:

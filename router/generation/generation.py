@@ -116,7 +116,8 @@ class Generation:
     def _start(self) -> TurnResult:
         """Plans from what workers hold of the request, and submits the plan or waits for what it lacks."""
         pair = self._pair
-        if pair.loses:
+        # Without budget there is no plan: in a storm of retries the loop would make thousands in vain.
+        if pair.loses or (pair.prefill is None and not self._waits.may_prefill()):
             return TurnResult.PARKED
         found = plan(pair.request(), pair.held(), self._pool.fleet())
         match found:

@@ -20,10 +20,12 @@ from baton.router.admission.parked import Deadline
 from baton.router.admission.queue import Admission
 from baton.router.api.jobs import Job
 from baton.router.config import RouterConfig
+from baton.router.generation import generation
 from baton.router.generation.failures import MAX_FAILURES, MAX_LOSSES
 from baton.router.generation.generation import Generation
 from baton.router.generation.output import Token, TokenQueue
 from baton.router.metrics import Metrics
+from baton.router.policy.planner import plan
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.stream import WorkerStream
@@ -355,6 +357,23 @@ class Life:
         for worker, works in self.works.items():
             assert not worker.attached or pool.loads._worker(worker.row).own == 0
             assert not works or not worker.attached, "each reservation has ended at its worker, too"
+
+
+async def test_nothing_is_planned_without_retry_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lost worker may have thousands of requests, and a plan takes long."""
+    plans = []
+    monkeypatch.setattr(generation, "plan", lambda *args: plans.append(1) or plan(*args))
+    life = Life(0)
+    parked = life.admission.parked
+    while parked.take_retry(life.generation._waits):
+        pass
+    planned = len(plans)
+    [(worker, key)] = [(worker, key) for worker, works in life.works.items() for key in works][:1]
+    life.fail(worker, key, pb.FAILURE_CODE_ENGINE)
+    assert (len(plans), parked.without_budget) == (planned, [life.generation._waits])
+    life.generation.cancel()
+    for stream in life.streams:
+        await stream.close()
 
 
 @pytest.mark.parametrize("config", [{}, {"overflow": False}, {"split_prompts": False}], ids=str)

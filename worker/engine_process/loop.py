@@ -3,6 +3,8 @@
     wait for work, messages or KV → take messages → move KV → step the engine → send tokens
     → copy blocks to the host, to the shared store and back → tick
 
+KV is not moved while all attempts decode and nothing came for it.
+
 The loop sleeps while the engine has nothing to do, also while a GPU computes. Messages and KV that arrive
 during a step are handled before the next step.
 
