@@ -39,8 +39,9 @@ def main() -> None:
     pair.prefill.sender.ready(prefill_id, None, TOKENS // 2, TOKENS)
     pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
     for worker in (pair.decode, pair.prefill):
-        worker.later(50.0)
-        pair.until(lambda worker=worker: worker.stats().sessions == 0, "it to give its peer up")
+        pair.until(
+            lambda worker=worker: worker.later(50.0) or worker.stats().sessions == 0, "it to give its peer up"
+        )
     assert pair.decode.stats().deadlines["peer_dead"] >= 1
     down_until = time.monotonic() + 0.3  # lanes that are opened meanwhile find no listener
     until(lambda: time.monotonic() > down_until, "the link to stay down")
