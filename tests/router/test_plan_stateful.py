@@ -365,8 +365,9 @@ async def test_nothing_is_planned_without_retry_budget(monkeypatch: pytest.Monke
     monkeypatch.setattr(generation, "plan", lambda *args: plans.append(1) or plan(*args))
     life = Life(0)
     parked = life.admission.parked
-    while parked.take_retry(life.generation._waits):
+    while parked._budget.take(time.monotonic()):
         pass
+    assert parked.without_budget == []
     planned = len(plans)
     [(worker, key)] = [(worker, key) for worker, works in life.works.items() for key in works][:1]
     life.fail(worker, key, pb.FAILURE_CODE_ENGINE)
