@@ -1,0 +1,325 @@
+"""What the steps of one engine cost: a table that is measured, and factors that follow the steps.
+
+    D = decode_seconds(rows) + context · context_seconds                    of a step that only decodes
+    P = prompt_seconds(tokens) + tokens · position · pair_seconds           of a step with prompts alone
+    step = overlap · shared + (1 - overlap) · (D + P)                       of a step with both
+
+    shared = max(decode_seconds(rows), prompt_seconds(rows + tokens)) + what attention adds to D and P
+
+A step reads the weights once. So a mixed step costs less than its parts: `shared` counts a decode as one more
+prompt token. The table follows mixtures of experts, in which a few rows more read many experts more.
+
+Between two measured sizes the cost is linear. Graphs pad decodes to the next captured size, at most 7 rows
+more. A table of all sizes would be long, and a plan needs what a row adds on average, not a stair.
+
+    measure            makes a model from a few steps, at the start of an engine
+    ObservedSteps      makes one from any steps, such as those of an engine that cannot be measured
+    Correction         follows an engine that is slower or faster than its table
+
+Pure.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from baton.machine import Average
+
+LARGEST_FACTOR = 8.0
+"""A worker counts as at most so many times slower or faster than its table."""
+ADAPTS = 0.1
+"""Share of the error of a step by which the factors of its parts change."""
+LARGEST_ERROR = 0.5
+"""A step counts as at most so much longer than expected, as a share. A longer one may be a pause of the
+process."""
+DECAY = 0.95
+"""Factor on the weight of an observed step with each later one of about its size."""
+
+Step = Callable[[int, float, int, float], float]
+"""Seconds of a step with (rows, context, tokens, position), as in `StepModel.step`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """What steps of one worker cost. Seconds; immutable."""
+
+    rows: tuple[int, ...]
+    """Decode rows that were measured, ascending; at least one."""
+    decode_seconds: tuple[float, ...]
+    """Of a step with so many rows that only decodes, without context. Never falls."""
+    context_seconds: float
+    """That each position read by decodes adds."""
+    tokens: tuple[int, ...]
+    """Prompt tokens that were measured alone, ascending; at least one."""
+    prompt_seconds: tuple[float, ...]
+    """Of a step with so many prompt tokens at position 0. Never falls."""
+    pair_seconds: float
+    """That each pair of a prompt token and a position before the chunk adds."""
+    overlap: float
+    """0 to 1: how far a mixed step computes decodes and prompts in one pass over the weights."""
+
+    def step(self, rows: int, context: float, tokens: int = 0, position: float = 0.0) -> float:
+        """Seconds of a step.
+
+        `rows`: requests that decode. `context`: positions that they read in all. `tokens`: of prompts.
+        `position`: of the first of these tokens. With several prompts it is the mean position less half of
+        `tokens`, which may be negative."""
+        decode, prompt = self.parts(rows, context, tokens, position)
+        return decode + prompt
+
+    def decode(self, rows: int, context: float) -> float:
+        """Seconds of a step that only decodes."""
+        return _interpolated(self.rows, self.decode_seconds, rows) + context * self.context_seconds
+
+    def prompt(self, tokens: int, position: float = 0.0) -> float:
+        """Seconds of a step with prompts alone."""
+        return self._prompt_rows(tokens) + self._attention(tokens, position)
+
+    def parts(self, rows: int, context: float, tokens: int, position: float) -> tuple[float, float]:
+        """The seconds of `step`: those that scale with the cost of decodes, and with that of prompts."""
+        if tokens <= 0:
+            return (self.decode(rows, context), 0.0) if rows > 0 else (0.0, 0.0)
+        if rows <= 0:
+            return 0.0, self.prompt(tokens, position)
+        overlap, separate = self.overlap, 1.0 - self.overlap
+        decode_rows, prompt_rows = (
+            _interpolated(self.rows, self.decode_seconds, rows),
+            self._prompt_rows(tokens),
+        )
+        all_rows = self._prompt_rows(rows + tokens)
+        decode = context * self.context_seconds + separate * decode_rows
+        prompt = self._attention(tokens, position) + separate * prompt_rows
+        if decode_rows > all_rows:
+            return decode + overlap * decode_rows, prompt
+        return decode, prompt + overlap * all_rows
+
+    def fitting(self, rows: int, context: float, position: float, seconds: float) -> int:
+        """Most prompt tokens with which a step takes at most `seconds`. At most the largest measured number,
+        which is the token budget of a step."""
+
+        def cost(tokens: int) -> float:
+            return self.step(rows, context, tokens, position)
+
+        # Between these sizes a step is linear in its tokens, or convex: the result may be a little short.
+        most = self.tokens[-1]
+        sizes = sorted({1, *(size - less for size in self.tokens for less in (0, rows) if size > less)})
+        right = bisect_right(sizes, seconds, key=cost)
+        if right in (0, len(sizes)):
+            return most if right else 0
+        low, high = sizes[right - 1], sizes[right]
+        begin, end = cost(low), cost(high)
+        return low + int((high - low) * (seconds - begin) / (end - begin))
+
+    def corrected(self, decode: float, prompt: float) -> "StepModel":
+        """The model of a worker that takes so many times as long for decodes, and for prompts."""
+        return replace(
+            self,
+            decode_seconds=tuple(decode * seconds for seconds in self.decode_seconds),
+            context_seconds=decode * self.context_seconds,
+            prompt_seconds=tuple(prompt * seconds for seconds in self.prompt_seconds),
+            pair_seconds=prompt * self.pair_seconds,
+        )
+
+    def _prompt_rows(self, tokens: int) -> float:
+        return _interpolated(self.tokens, self.prompt_seconds, tokens)
+
+    def _attention(self, tokens: int, position: float) -> float:
+        """Seconds beyond those of as many tokens at position 0. Negative for several prompts, but by less
+        than these."""
+        return tokens * max(position, -tokens / 2) * self.pair_seconds
+
+
+def _interpolated(sizes: Sequence[int], seconds: Sequence[float], size: int) -> float:
+    """Linear between measured sizes, and beyond the last two of them. Below the first it is constant. With
+    one size it is proportional beyond it."""
+    right = bisect_left(sizes, size)
+    if right == 0:
+        return seconds[0]
+    if right == len(sizes):
+        right -= 1
+    if right == 0:
+        return seconds[0] * size / sizes[0]
+    left = right - 1
+    slope = (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
+    return seconds[left] + slope * (size - sizes[left])
+
+
+# ---------------------------------------------------------------- from steps to a model
+
+
+class _Bin:
+    """Steps of about one size. Means in which older steps weigh less, and what one more position adds."""
+
+    __slots__ = ("covariance", "mean_seconds", "mean_size", "mean_work", "variance", "weight")
+
+    def __init__(self) -> None:
+        self.weight = self.mean_size = self.mean_work = self.mean_seconds = 0.0
+        self.variance = self.covariance = 0.0  # of work, and of work and seconds; both times the weight
+
+    def add(self, size: float, work: float, seconds: float) -> None:
+        """`work`: positions or pairs that attention reads."""
+        if self.weight > 2:
+            seconds = min(seconds, (1 + LARGEST_ERROR) * self.mean_seconds)
+        kept = DECAY * self.weight
+        self.weight = kept + 1
+        change = work - self.mean_work
+        self.variance = DECAY * self.variance + change * change * kept / self.weight
+        self.covariance = (
+            DECAY * self.covariance + change * (seconds - self.mean_seconds) * kept / self.weight
+        )
+        self.mean_size += (size - self.mean_size) / self.weight
+        self.mean_work += change / self.weight
+        self.mean_seconds += (seconds - self.mean_seconds) / self.weight
+
+
+class _Bins:
+    """Steps of one kind by size."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._bins = [_Bin() for _ in sizes]
+
+    def add(self, size: int, work: float, seconds: float) -> None:
+        self._bins[max(0, bisect_right(self._sizes, size) - 1)].add(size, work, seconds)
+
+    def table(self) -> tuple[tuple[int, ...], tuple[float, ...], float]:
+        """Sizes, seconds without attention to what `work` counts, and what one more of `work` adds. Empty:
+        no step was added."""
+        seen = [each for each in self._bins if each.weight]
+        # Relative to the work of a bin, or the largest steps alone would say what small ones cost.
+        scaled = [(each, each.mean_work**-2) for each in seen if each.mean_work > 0]
+        variance = sum(each.variance * scale for each, scale in scaled)
+        covariance = sum(each.covariance * scale for each, scale in scaled)
+        slope = max(0.0, covariance / variance) if variance > 0 else 0.0
+        # The rest of a step is not negative, however steep the line through a few steps is.
+        slope = min([slope, *(each.mean_seconds / each.mean_work for each in seen if each.mean_work > 0)])
+        seconds = accumulate((each.mean_seconds - slope * each.mean_work for each in seen), max)
+        return tuple(round(each.mean_size) for each in seen), tuple(seconds), slope
+
+
+class ObservedSteps:
+    """Makes a model from the steps that it is told of. Those of one size are averaged.
+
+    The context of decodes grows with their number. What it costs is learned from steps of about one size."""
+
+    def __init__(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """The sizes from which on steps count together, ascending."""
+        self._decodes, self._prompts = _Bins(rows), _Bins(tokens)
+        self._overlap = Average(DECAY)
+
+    def add(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
+        """As in `StepModel.step`."""
+        if not tokens:
+            self._decodes.add(rows, context, seconds)
+        elif not rows:
+            self._prompts.add(tokens, tokens * position, seconds)
+        elif (model := self.model()) is not None:
+            shared, separate = (
+                replace(model, overlap=overlap).step(rows, context, tokens, position)
+                for overlap in (1.0, 0.0)
+            )
+            if shared < separate:
+                saved = max(0.0, min(separate - seconds, separate - shared))
+                self._overlap.add(saved, separate - shared)
+
+    def model(self) -> StepModel | None:
+        """None: a kind of steps, with decodes alone or prompts alone, was not there yet."""
+        decodes, prompts = self._decodes.table(), self._prompts.table()
+        if not decodes[0] or not prompts[0]:
+            return None
+        return StepModel(*decodes, *prompts, self._overlap.value)
+
+
+def measure(
+    step: Step,
+    rows: Sequence[int],
+    tokens: Sequence[int],
+    context: int,
+    position: int,
+    *,
+    budget: float = math.inf,
+) -> StepModel:
+    """Measures a model with a few calls of `step`.
+
+    `rows`, `tokens`: sizes to measure, ascending; the most important are the first and the last. `context`:
+    positions of a decode in steps with a long context. `position`: of long prompts.
+    `budget`: seconds of all these steps. A step that is expected to exceed it is left out, except for the
+    first of each kind."""
+    observed, spent = ObservedSteps(rows, tokens), 0.0
+    for size in _grid(rows, tokens, context, position):
+        model = observed.model()
+        if model is not None and spent + model.step(*size) > budget:
+            continue
+        seconds = step(*size)
+        spent += seconds
+        observed.add(*size, seconds)
+    model = observed.model()
+    assert model is not None, "both kinds of steps were measured"
+    return model
+
+
+def _grid(
+    rows: Sequence[int], tokens: Sequence[int], context: int, position: int
+) -> Iterator[tuple[int, float, int, float]]:
+    """The steps to measure. The sizes between come last: a budget may end before them."""
+    middle, chunk = rows[len(rows) // 2], tokens[len(tokens) // 2]
+    yield rows[0], rows[0], 0, 0.0
+    yield 0, 0.0, tokens[0], 0.0
+    for size in _outer_first(tokens[1:]):
+        yield 0, 0.0, size, 0.0
+    for size in _outer_first(rows[1:]):
+        yield size, size, 0, 0.0
+    for size in dict.fromkeys((rows[-1], middle)):
+        yield size, size * context, 0, 0.0
+    for size in dict.fromkeys((tokens[-1], chunk)):
+        yield 0, 0.0, size, position
+    for size in dict.fromkeys((rows[-1], middle)):
+        yield size, size, max(tokens[0], chunk - size), 0.0  # so many rows in all need no padding
+
+
+def _outer_first(sizes: Sequence[int]) -> list[int]:
+    return [*sizes[-1:], *sizes[:-1]]
+
+
+# ---------------------------------------------------------------- online
+
+
+class Correction:
+    """How many times as long decodes and prompts take as in the table. Learns from each step.
+
+    The rows and the context of real steps grow together, so there is one factor for decodes and one for
+    prompts. A step changes the factors in the direction in which it tells them apart, and no others: steps
+    that are all alike fit their sum. Nothing is forgotten between steps.
+
+    Attributes:
+        decode, prompt: the factors, from 1 / LARGEST_FACTOR to LARGEST_FACTOR.
+    """
+
+    __slots__ = ("decode", "model", "prompt")
+
+    def __init__(self, model: StepModel) -> None:
+        self.model = model
+        self.decode = self.prompt = 1.0
+
+    def record(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
+        """Learns from a step, as in `StepModel.step`."""
+        decode, prompt = self.model.parts(rows, context, tokens, position)
+        decode, prompt = self.decode * decode, self.prompt * prompt
+        if (expected := decode + prompt) <= 0:
+            return
+        error = max(-LARGEST_ERROR, min(LARGEST_ERROR, seconds / expected - 1))
+        # The smallest relative change of the factors by which the step would take `error` longer, in part.
+        change = ADAPTS * error * expected / (decode * decode + prompt * prompt)
+        self.decode = _bounded(self.decode * (1 + change * decode))
+        self.prompt = _bounded(self.prompt * (1 + change * prompt))
+
+    @property
+    def corrected(self) -> StepModel:
+        """The model with these factors."""
+        return self.model.corrected(self.decode, self.prompt)
+
+
+def _bounded(factor: float) -> float:
+    return max(1 / LARGEST_FACTOR, min(LARGEST_FACTOR, factor))

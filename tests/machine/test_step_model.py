@@ -1,0 +1,199 @@
+"""The model of a step follows the steps that it is told of."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from baton.machine.step_model import LARGEST_FACTOR, Correction, ObservedSteps, Step, StepModel, measure
+from baton.simulator.steps import step_seconds
+
+ROWS, TOKENS = (1, 8, 32, 64, 128, 256), (16, 64, 128, 256, 512, 1024, 2048, 8192)
+CONTEXT, POSITION = 3_000, 8_000
+MODEL = StepModel((1, 8, 64), (0.004, 0.005, 0.012), 1e-7, (16, 512), (0.005, 0.015), 1e-9, 0.5)
+
+
+def dense(rows: int, context: float, tokens: int, position: float) -> float:
+    return step_seconds(rows, context, [(tokens, int(position))] if tokens else [])
+
+
+def experts(rows: int, context: float, tokens: int, position: float) -> float:
+    """Reads 128 experts as far as rows choose them, 8 each: 0.66 ms a row at first, in the end 0.03."""
+    all_rows = rows + tokens
+    read = 1 - (1 - 8 / 128) ** all_rows
+    attention = 3e-8 * context + 1e-9 * tokens * (position + tokens / 2)
+    return 0.0026 + 0.012 * read + max(0.0, all_rows - 64) * 30e-6 + attention
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds"),
+    [
+        ((1, 0, 0, 0), 0.004),
+        ((8, 1000, 0, 0), 0.0051),
+        ((36, 0, 0, 0), 0.0085),
+        ((120, 0, 0, 0), 0.019),
+        ((0, 0, 1, 0), 0.005),
+        ((0, 0, 512, 1000), 0.015 + 0.000512),
+        ((0, 0, 512, -256), 0.015 - 0.000131072),
+        ((8, 1000, 504, 0), (0.005 + 0.0001 + 0.005 + 488 / 496 * 0.01 + 0.015 + 0.0001) / 2),
+        ((64, 0, 16, 0), (0.012 + 0.005 + 0.012) / 2),
+        ((0, 0, 0, 0), 0.0),
+    ],
+)
+def test_a_step_costs_what_its_parts_do(size: tuple[int, float, int, float], seconds: float) -> None:
+    assert MODEL.step(*size) == pytest.approx(seconds)
+    assert MODEL.corrected(2, 3).step(*size) == pytest.approx(
+        sum(factor * part for factor, part in zip((2, 3), MODEL.parts(*size), strict=True)), rel=0.2
+    )
+
+
+@pytest.mark.parametrize("real", [dense, experts])
+def test_the_measured_model_predicts_other_steps(real: Step) -> None:
+    model = measure(real, ROWS, TOKENS, CONTEXT, POSITION)
+    for rows in (0, 1, 5, 20, 48, 100, 200, 256):
+        for context in (500, 8_000):
+            for tokens in (0, 16, 100, 300, 1000, 8000):
+                for position in (0, 16_000) if rows or tokens else ():
+                    size = rows, rows * context, tokens, position
+                    assert model.step(*size) == pytest.approx(real(*size), rel=0.2), size
+
+
+@pytest.mark.parametrize("real", [dense, experts])
+def test_a_step_never_falls(real: Step) -> None:
+    noise = random.Random(1)
+
+    def noisy(rows: int, context: float, tokens: int, position: float) -> float:
+        return noise.uniform(0.8, 1.2) * real(rows, context, tokens, position)
+
+    model = measure(noisy, ROWS, TOKENS, CONTEXT, POSITION)
+    for sizes in (
+        *([(rows, 9_000, tokens, 0) for rows in range(1, 300, 7)] for tokens in (0, 20, 300)),
+        [(40, context, 100, 0) for context in range(0, 100_000, 9_999)],
+        *([(rows, 9_000, tokens, 500) for tokens in range(1, 9_000, 97)] for rows in (0, 1, 60)),
+        [(40, 9_000, 300, position) for position in range(-150, 9_000, 99)],
+    ):
+        for before, after in pairwise(sizes):
+            assert model.step(*before) <= model.step(*after) + 1e-12
+
+
+@pytest.mark.parametrize("rows", [0, 1, 30, 256])
+def test_as_many_prompt_tokens_fit_as_the_time_allows(rows: int) -> None:
+    model = measure(dense, ROWS, TOKENS, CONTEXT, POSITION)
+    context = 2_000.0 * rows
+    for seconds in (0.001, 0.008, 0.015, 0.02, 0.1, 9.0):
+        tokens = model.fitting(rows, context, 4_000, seconds)
+        assert not tokens or model.step(rows, context, tokens, 4_000) <= seconds + 1e-9
+        more = math.ceil(1.02 * tokens) + 1
+        assert tokens == TOKENS[-1] or model.step(rows, context, more, 4_000) > seconds
+
+
+def test_a_measurement_keeps_its_budget() -> None:
+    spent = [0.0]
+
+    def step(*size: float) -> float:
+        seconds = dense(int(size[0]), size[1], int(size[2]), size[3])
+        spent.append(spent[-1] + seconds)
+        return seconds
+
+    model = measure(step, ROWS, TOKENS, CONTEXT, POSITION, budget=0.1)
+    assert spent[-2] <= 0.1
+    assert model.rows == ROWS
+    spent[:] = [0.0]
+    model = measure(step, ROWS, TOKENS, CONTEXT, POSITION, budget=0.0)
+    assert len(spent) == 3, "one of each kind"
+    assert model.prompt(160) == pytest.approx(10 * model.prompt(16)), "nothing says that more are cheaper"
+
+
+def test_observed_steps_give_a_model_as_soon_as_both_kinds_were_seen() -> None:
+    observed = ObservedSteps(ROWS, TOKENS)
+    assert observed.model() is None
+    observed.add(4, 100, 0, 0, 0.005)
+    observed.add(4, 100, 20, 0, 0.009)
+    assert observed.model() is None
+    observed.add(0, 0, 100, 0, 0.02)
+    model = observed.model()
+    assert model is not None
+    assert model.decode(4, 100) == pytest.approx(0.005)
+    assert model.prompt(100) == pytest.approx(0.02)
+
+
+def traffic(random_: random.Random) -> tuple[int, float, int, float]:
+    rows = random_.choice((0, random_.randint(1, 200)))
+    tokens = random_.choice((0, random_.randint(16, 2_000))) if rows else random_.randint(16, 8_000)
+    return rows, rows * random_.uniform(500, 6_000), tokens, random_.uniform(0, 10_000) if tokens else 0.0
+
+
+@pytest.mark.parametrize("real", [dense, experts])
+def test_a_model_is_learned_from_the_steps_of_real_traffic(real: Step) -> None:
+    observed, random_ = ObservedSteps(ROWS, TOKENS), random.Random(2)
+    for number in range(600):
+        size = traffic(random_)
+        observed.add(*size, real(*size) * (100 if number % 50 == 49 else 1))
+    model = observed.model()
+    assert model is not None
+    errors = sorted(
+        abs(model.step(*size) / real(*size) - 1) for size in (traffic(random_) for _ in range(300))
+    )
+    assert errors[270] < 0.25, errors[270]
+    assert errors[150] < 0.1, errors[150]
+
+
+def corrected(
+    real: Callable[[int], Step], sizes: Callable[[random.Random], tuple[int, float, int, float]] = traffic
+) -> Correction:
+    """After 500 steps. The real costs may change with each."""
+    correction, random_ = Correction(measure(dense, ROWS, TOKENS, CONTEXT, POSITION)), random.Random(3)
+    for number in range(500):
+        size = sizes(random_)
+        correction.record(*size, real(number)(*size))
+    return correction
+
+
+@cache
+def slower(decode: float, prompt: float) -> Step:
+    model = measure(dense, ROWS, TOKENS, CONTEXT, POSITION).corrected(decode, prompt)
+    return model.step
+
+
+@pytest.mark.parametrize("factors", [(1, 1), (2, 2), (0.5, 0.5), (1, 2), (2, 1)])
+def test_the_factors_follow_a_worker_that_is_slower(factors: tuple[float, float]) -> None:
+    found = corrected(lambda _: slower(*factors))
+    assert (found.decode, found.prompt) == pytest.approx(factors, rel=0.1)
+
+
+def test_a_worker_that_is_slow_for_a_while_is_as_fast_as_before_after_it() -> None:
+    slow, fast = slower(2, 2), slower(1, 1)
+    found = corrected(lambda number: slow if number < 200 else fast)
+    assert (found.decode, found.prompt) == pytest.approx((1, 1), rel=0.1)
+
+
+def test_pauses_of_the_process_hardly_count() -> None:
+    found = corrected(lambda number: slower(1_000, 1_000) if number % 100 == 99 else slower(1, 1))
+    assert (found.decode, found.prompt) == pytest.approx((1, 1), abs=0.1)
+
+
+def test_steps_that_are_all_alike_do_not_tell_the_factors_apart() -> None:
+    """Mixed steps of one size take longer: both parts may. They are predicted, and no factor runs away."""
+    size = 30, 60_000.0, 200, 4_000.0
+    found = corrected(lambda _: slower(1, 2), lambda _: size)
+    assert found.corrected.step(*size) == pytest.approx(slower(1, 2)(*size), rel=0.01)
+    assert 1 < found.decode < found.prompt < 2
+
+
+def test_prompts_say_nothing_of_decodes() -> None:
+    found = corrected(lambda _: slower(3, 3), lambda random_: (0, 0.0, random_.randint(16, 8_000), 0.0))
+    assert (found.decode, found.prompt) == (1.0, pytest.approx(3, rel=0.01))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9, math.inf])
+def test_factors_are_bounded(seconds: float) -> None:
+    found = corrected(lambda _: lambda *_: seconds)
+    assert 1 / LARGEST_FACTOR <= found.decode <= LARGEST_FACTOR
+    assert 1 / LARGEST_FACTOR <= found.prompt <= LARGEST_FACTOR
+    nothing = Correction(replace(MODEL, decode_seconds=(0.0,) * 3, context_seconds=0.0))
+    nothing.record(1, 0, 0, 0, seconds)
+    assert nothing.decode == 1
