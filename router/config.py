@@ -92,8 +92,6 @@ class RouterConfig:
     """End of a socket pair, for commands of the supervisor."""
     keys_fd: int | None = None
     """Memory of `KeyCounts`, which all processes of the supervisor share."""
-    chunks_fd: int | None = None
-    """Memory of `ChunkTable`, likewise."""
     forks_fd: int | None = None
     """Socket to the `ForkServer`, likewise."""
     index: int = 0

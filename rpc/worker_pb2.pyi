@@ -74,18 +74,16 @@ class RouterMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., prefill: _Optional[_Union[SubmitPrefill, _Mapping]] = ..., decode: _Optional[_Union[SubmitDecode, _Mapping]] = ..., retarget: _Optional[_Union[Retarget, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., cache_resync: _Optional[_Union[CacheResync, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router_id", "report_seconds", "describe", "cache", "shares_reports")
+    __slots__ = ("router_id", "report_seconds", "describe", "cache")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DESCRIBE_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
-    SHARES_REPORTS_FIELD_NUMBER: _ClassVar[int]
     router_id: bytes
     report_seconds: float
     describe: bool
     cache: bool
-    shares_reports: bool
-    def __init__(self, router_id: _Optional[bytes] = ..., report_seconds: _Optional[float] = ..., describe: _Optional[bool] = ..., cache: _Optional[bool] = ..., shares_reports: _Optional[bool] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[bytes] = ..., report_seconds: _Optional[float] = ..., describe: _Optional[bool] = ..., cache: _Optional[bool] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "first_token_within", "waited", "tenant", "traceparent", "name")

@@ -79,7 +79,6 @@ class FakeWorker(StandIn):
         self.cache: set[int] | None = None
         self.cache_sequence = 0
         self._wanting_cache: set[Outputs] = set()
-        self._sharing: set[Outputs] = set()  # another process of the router passes the reports on
         self.submitted: list[pb.RouterMessage] = []
         self.cancelled: list[bytes] = []
         self.arrived = asyncio.Event()  # set with each message from a router
@@ -123,8 +122,8 @@ class FakeWorker(StandIn):
         return bool(self._outputs)
 
     def report(self) -> None:
-        """Sends `status` to routers, one process of each."""
-        for outputs in self._outputs - self._sharing:
+        """Sends `status` to all routers."""
+        for outputs in self._outputs:
             outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
     def change_cache(
@@ -190,11 +189,8 @@ class FakeWorker(StandIn):
                 source.prefill_id = message.retarget.source.prefill_id
                 source.base = len(message.retarget.output_ids)
                 source.changed.set()
-            case "hello" if message.hello.shares_reports:
-                self._sharing.add(outputs)
             case "hello" | "cache_resync" if kind != "hello" or message.hello.cache:
                 self._wanting_cache.add(outputs)
-                self._sharing.discard(outputs)
                 self._put_snapshot(outputs)
         super()._take(message, outputs)
         if kind in ("prefill", "decode", "retarget"):

@@ -5,18 +5,22 @@ after it reports it. It also counts while a prompt with the chunk, which this ro
 token: the next request with the same prefix may come before the report. When the attempt ends, only the
 report counts.
 
-The reports are in a `ChunkTable`, which the router processes of a host share. One of them gets and applies
-them. What a process expects is its own.
+Each router process has its own index, from the reports that workers send to it. Many chunks have the same
+holders: those of one prompt, and all that only one worker has. So the index has the number of its `Holders`
+for each chunk, and equal holders have one number.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, MOST_STORED, Tier
-from baton.router.policy.chunk_table import ChunkTable
 from baton.rpc import worker_pb2 as pb
 
 MAX_LEVELS = 8
+_PARTS, _SHIFT = 1 << 8, 64 - 8
+"""Chunks are spread over so many dictionaries by their first bits. To enlarge one for all, or to look at all
+entries at once, would stop the event loop: 0.3 s for six million chunks."""
 
 
 class Overlap:
@@ -62,30 +66,64 @@ def _rows(left: int) -> list[int]:
     return rows
 
 
+class Holders(NamedTuple):
+    """What is known of a chunk. Workers are rows, and a set of rows is an int: the intersection of sets of
+    1,000 rows takes 50 ns."""
+
+    reported: int = 0
+    """The workers that reported the chunk."""
+    host: int = 0
+    """Those of them that have it in the memory of their host, and not on the device."""
+    disk: int = 0
+    """Those that have it only on the disk of their host."""
+    stored: bool = False
+    """The store that workers share has the chunk."""
+
+    def tier(self, row: int) -> Tier:
+        """The fastest tier in which a worker that reported the chunk has it."""
+        return Tier.HOST if self.host >> row & 1 else Tier.DISK if self.disk >> row & 1 else Tier.DEVICE
+
+    def at(self, bit: int, tier: Tier | None) -> "Holders":
+        """The worker of this bit has the chunk in this tier now. None: it has the chunk no more."""
+        return self._replace(
+            reported=self.reported & ~bit if tier is None else self.reported | bit,
+            host=self.host | bit if tier is Tier.HOST else self.host & ~bit,
+            disk=self.disk | bit if tier is Tier.DISK else self.disk & ~bit,
+        )
+
+
+NOTHING = Holders()
+
+
 class ChunkIndex:
-    """Workers are rows. A set of rows is an int: the intersection of sets of 1,000 rows takes 50 ns.
+    """Owned by one router, or a simulated one.
 
     Attributes:
-        table: the reports.
+        has_offloaded: a worker had a chunk below its device.
     """
 
-    def __init__(self, table: ChunkTable | None = None) -> None:
-        """`table`: that of all processes. None: there is only this process."""
-        self.table = ChunkTable() if table is None else table
-        self._reported: list[int] = []  # row → chunks, as applied by this process
+    def __init__(self) -> None:
+        self.has_offloaded = False
+        self._parts: list[dict[int, int]] = [{} for _ in range(_PARTS)]  # chunk → number of its holders
+        self._holders = [NOTHING]  # by number; 0: nothing is known
+        self._numbers = {NOTHING: 0}
+        self._chunks = [0]  # by number: how many chunks have these holders
+        self._free: list[int] = []  # numbers without chunks
+        self._cleared: set[int] = set()  # numbers of NOTHING, of chunks that are removed later
+        self._to_sweep = 0  # parts that may have such chunks
+        self._reported: list[int] = []  # row → chunks that the worker reported
         self._expected: list[dict[int, int]] = []  # row → chunk → prompts that will cache it
         self._expecting: dict[int, int] = {}  # chunk → rows that expect it; no empty sets
         self._stored: dict[int, None] = {}  # in the store that workers share, the oldest first
         self._asked: Sequence[int] = ()  # the chunks of the last `overlap`
-        self._values: list[tuple[int, int, int]] = []  # what is known of them
-        self._version = 0  # of the table then
+        self._known: list[tuple[int, int, bool]] = []  # what is known of them
 
     def __len__(self) -> int:
         """The number of chunks that workers reported."""
-        return len(self.table)
+        return sum(self._chunks[number] for number, held in enumerate(self._holders) if held.reported)
 
     def __bool__(self) -> bool:
-        return bool(len(self.table) or self._expecting)
+        return bool(self._expecting) or len(self._holders) > 1 + len(self._free) + len(self._cleared)
 
     def grow(self, rows: int) -> None:
         for _ in range(len(self._expected), rows):
@@ -93,11 +131,13 @@ class ChunkIndex:
             self._expected.append({})
 
     def has_reported(self, row: int, chunk: int) -> bool:
-        return self.table.has(self.table.value(chunk), row)
+        return bool(self._of(chunk).reported >> row & 1)
 
     def reported(self, row: int) -> int:
-        """Number of chunks that the worker reported to this process."""
+        """Number of chunks that the worker reported."""
         return self._reported[row]
+
+    # ------------------------------------------------------------ changes
 
     def apply(self, row: int, events: pb.CacheEvents) -> None:
         """Applies a report of the worker."""
@@ -110,57 +150,41 @@ class ChunkIndex:
             self.place(row, chunks, tier)
         for chunk in events.not_stored:
             self._stored.pop(chunk, None)
-            self.table.store(chunk, stored=False)
-        for chunk in events.stored:
-            self._stored[chunk] = None
-            self.table.store(chunk, stored=True)
-        while len(self._stored) > MOST_STORED:
-            oldest = next(iter(self._stored))
-            del self._stored[oldest]
-            self.table.store(oldest, stored=False)
-        self.table.changed()
+        self._stored.update(dict.fromkeys(events.stored))
+        oldest = iter(self._stored)
+        gone = [next(oldest) for _ in range(len(self._stored) - MOST_STORED)]
+        for chunk in gone:
+            del self._stored[chunk]
+        self._change(events.stored, lambda held: held._replace(stored=True))
+        self._change([*events.not_stored, *gone], lambda held: held._replace(stored=False))
 
     def add(self, row: int, chunks: Iterable[int]) -> None:
         """The worker reported these chunks."""
-        self._reported[row] += self.table.add(row, chunks)
-        self.table.changed()
+        bit = 1 << row
+        self._reported[row] += self._change(
+            chunks, lambda held: held if held.reported & bit else held.at(bit, Tier.DEVICE)
+        )
 
     def place(self, row: int, chunks: Iterable[int], tier: Tier) -> None:
         """The fastest tier with these chunks is this one. Without such a report it is the device."""
-        for chunk in chunks:
-            self.table.place(row, chunk, tier)
-
-    def offloaded(self, row: int, chunks: Iterable[int]) -> Counter[Tier]:
-        """How many of these chunks the worker reported in each tier below the device."""
-        found: Counter[Tier] = Counter()
-        if self.table.has_offloaded:
-            values = map(self.table.value, chunks)
-            found.update(self.table.tier(value, row) for value in values if self.table.has(value, row))
-            del found[Tier.DEVICE]
-        return found
-
-    def only_stored(self, row: int, chunks: Iterable[int]) -> int:
-        """How many of these chunks the worker lacks, and the shared store has."""
-        table, expected = self.table, self._expected[row]
-        values = (table.value(chunk) for chunk in chunks if chunk not in expected)
-        return sum(table.is_stored(value) and not table.has(value, row) for value in values)
-
-    def slowest_tier(self, row: int, chunks: Iterable[int]) -> Tier:
-        """The slowest tier with a part of these chunks, which the worker reported."""
-        return max(self.offloaded(row, chunks), default=Tier.DEVICE)
+        bit = 1 << row
+        if self._change(chunks, lambda held: held.at(bit, tier) if held.reported & bit else held):
+            self.has_offloaded = True
 
     def discard(self, row: int, chunks: Iterable[int]) -> None:
-        self._reported[row] -= self.table.discard(row, chunks)
-        self.table.changed()
+        bit = 1 << row
+        self._reported[row] -= self._change(chunks, lambda held: held.at(bit, None))
 
     def expect(self, row: int, chunks: Iterable[int]) -> None:
         """A prompt with these chunks was sent to the worker. `unexpect` undoes it."""
-        expected, expecting, bit, self._version = self._expected[row], self._expecting, 1 << row, -1
+        self._asked = ()
+        expected, expecting, bit = self._expected[row], self._expecting, 1 << row
         for chunk in chunks:
             expected[chunk] = expected.get(chunk, 0) + 1
             expecting[chunk] = expecting.get(chunk, 0) | bit
 
     def unexpect(self, row: int, chunks: Iterable[int]) -> None:
+        self._asked = ()
         expected = self._expected[row]
         for chunk in chunks:
             expected[chunk] -= 1
@@ -169,54 +193,140 @@ class ChunkIndex:
                 self._expects_no_more(row, chunk)
 
     def _expects_no_more(self, row: int, chunk: int) -> None:
-        self._version = -1
         self._expecting[chunk] ^= 1 << row
         if not self._expecting[chunk]:
             del self._expecting[chunk]
 
     def clear(self, row: int) -> None:
-        """Forgets what the worker reported, but not what is expected."""
-        if self._reported[row]:
-            self._reported[row] = 0
-            self.table.clear(row)
-            self.table.changed()
+        """Forgets what the worker reported, but not what is expected. Looks at the holders, and not at the
+        chunks, which are many."""
+        if not self._reported[row]:
+            return
+        self._asked = ()
+        self._reported[row], bit = 0, 1 << row
+        for number, held in enumerate(self._holders):
+            if held.reported & bit:
+                now = self._holders[number] = held.at(bit, None)
+                if self._numbers.get(held) == number:
+                    del self._numbers[held]
+                self._numbers.setdefault(now, number)  # another number may have equal holders
+                if now == NOTHING:
+                    self._cleared.add(number)
+                    self._to_sweep = _PARTS
 
     def forget(self, row: int) -> None:
         """Forgets a worker that is gone, with what was expected of it. The row is free for another one."""
         self.clear(row)
+        self._asked = ()
         expected, self._expected[row] = self._expected[row], {}
         for chunk in expected:
             self._expects_no_more(row, chunk)
 
-    def _known(self, chunks: Sequence[int]) -> list[tuple[int, int, int]]:
-        """As `ChunkTable.holders`, with the workers that expect a chunk. One choice of workers asks several
-        times for a prompt."""
-        if chunks is not self._asked or self._version != self.table.version:
-            self._asked, self._version = chunks, self.table.version
-            known = self._with_expected if self._expecting else self.table.holders
-            self._values = known(chunks)
-        return self._values
+    def _change(self, chunks: Iterable[int], change: Callable[[Holders], Holders]) -> int:
+        """Changes what is known of each chunk. Returns how many have other holders now. Written for speed."""
+        self._asked = ()
+        if self._to_sweep:
+            self._sweep()
+        parts, counts, changed = self._parts, self._chunks, 0
+        numbers: dict[int, int] = {}
+        for chunk in chunks:
+            part = parts[chunk >> _SHIFT]
+            before = part.get(chunk, 0)
+            after = numbers.get(before)
+            if after is None:
+                held = self._holders[before]
+                now = change(held)
+                after = numbers[before] = before if now == held and before else self._number(now)
+            if after != before:
+                changed += 1
+                counts[before] -= 1
+                counts[after] += 1
+                if after:
+                    part[chunk] = after
+                else:
+                    del part[chunk]
+        for number in {*numbers, *numbers.values()}:
+            if number and not counts[number]:
+                self._free_number(number)
+        return changed
 
-    def _with_expected(self, chunks: Sequence[int]) -> list[tuple[int, int, int]]:
-        found, expecting, table, begin = list[tuple[int, int, int]](), self._expecting, self.table, 0
-        reported: dict[int, tuple[int, int]] = {}  # from these chunks on
-        unknown = rows = stored = 0  # from chunk `unknown` on, nothing was looked up
-        for number, chunk in enumerate(chunks):
-            if number >= unknown:
-                rows = stored = 0
-                if table.value(chunk):
-                    after = table.holders(chunks[number:])
-                    reported = {number + at: (holders, in_store) for at, holders, in_store in after}
-                    unknown = number + after[-1][0]
-            rows, stored = reported.get(number, (rows, stored))
-            both = rows | expecting.get(chunk, 0)
-            if not (both or stored):
-                break
-            if not found or (both, stored) != found[-1][1:]:
-                found.append((number, both, stored))
-            begin = number + 1
-        found.append((begin, 0, 0))
+    def _number(self, held: Holders) -> int:
+        number = self._numbers.get(held)
+        if number is None:
+            if self._free:
+                number = self._free.pop()
+                self._holders[number] = held
+            else:
+                number = len(self._holders)
+                self._holders.append(held)
+                self._chunks.append(0)
+            self._numbers[held] = number
+        return number
+
+    def _free_number(self, number: int) -> None:
+        held = self._holders[number]
+        if self._numbers.get(held) == number:
+            del self._numbers[held]
+        self._holders[number] = NOTHING
+        self._cleared.discard(number)
+        self._free.append(number)
+
+    def _sweep(self) -> None:
+        """Removes the chunks of one part of which nothing is known any more: 1 ms for 30,000 chunks."""
+        self._to_sweep -= 1
+        part, cleared = self._parts[self._to_sweep], self._cleared
+        left = self._parts[self._to_sweep] = {
+            chunk: number for chunk, number in part.items() if number not in cleared
+        }
+        if len(left) < len(part):
+            gone = Counter(number for number in part.values() if number in cleared)
+            for number, count in gone.items():
+                self._chunks[number] -= count
+                if not self._chunks[number]:
+                    self._free_number(number)
+
+    # ------------------------------------------------------------ questions
+
+    def _of(self, chunk: int) -> Holders:
+        return self._holders[self._parts[chunk >> _SHIFT].get(chunk, 0)]
+
+    def offloaded(self, row: int, chunks: Iterable[int]) -> Counter[Tier]:
+        """How many of these chunks the worker reported in each tier below the device."""
+        found: Counter[Tier] = Counter()
+        if self.has_offloaded:
+            found.update(held.tier(row) for held in map(self._of, chunks))
+            del found[Tier.DEVICE]
         return found
+
+    def only_stored(self, row: int, chunks: Iterable[int]) -> int:
+        """How many of these chunks the worker lacks, and the shared store has."""
+        lacking = (self._of(chunk) for chunk in chunks if chunk not in self._expected[row])
+        return sum(held.stored and not held.reported >> row & 1 for held in lacking)
+
+    def slowest_tier(self, row: int, chunks: Iterable[int]) -> Tier:
+        """The slowest tier with a part of these chunks, which the worker reported."""
+        return max(self.offloaded(row, chunks), default=Tier.DEVICE)
+
+    def _rows_with(self, chunks: Sequence[int]) -> list[tuple[int, int, bool]]:
+        """Returns the workers that have or expect each chunk, and whether the store has it.
+
+        Before both is the number of the first chunk for which they hold: most chunks of a prompt have the
+        same holders as the one before. The last entry is the first chunk of which nothing is known, or the
+        end. One choice of workers asks several times for a prompt."""
+        if chunks is not self._asked or not chunks:
+            parts, expecting, known = self._parts, self._expecting, list[tuple[int, int, bool]]()
+            before, expected_before, end = -1, 0, len(chunks)
+            for place, chunk in enumerate(chunks):
+                number, expected = parts[chunk >> _SHIFT].get(chunk, 0), expecting.get(chunk, 0)
+                if number != before or expected != expected_before:
+                    if not (number or expected):
+                        end = place
+                        break
+                    before, expected_before = number, expected
+                    held = self._holders[number]
+                    known.append((place, held.reported | expected, held.stored))
+            self._asked, self._known = chunks, [*known, (end, 0, False)]
+        return self._known
 
     def overlap(
         self, chunks: Sequence[int], tokens: int, block_size: int, among: int, stores: int = 0
@@ -229,7 +339,7 @@ class ChunkIndex:
         """
         levels: list[tuple[int, int]] = []  # (chunks, rows that have at least so many)
         rows = among
-        for depth, holders, stored in self._known(chunks):
+        for depth, holders, stored in self._rows_with(chunks):
             if stored:
                 holders |= stores
             if (left := rows & holders) != rows:

@@ -13,12 +13,12 @@ import numpy as np
 import xxhash
 
 from baton.router.policy.chunk_index import Overlap
-from baton.router.policy.chunk_table import MAX_ROWS
 
 POINTS_PER_WORKER = 128
 """A worker's share of the sessions varies by 1/√128 = 9 %."""
 
 
+MAX_ROWS = 1 << 14
 _ARC_BITS = 8
 _ROW = MAX_ROWS - 1
 

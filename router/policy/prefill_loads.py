@@ -20,8 +20,7 @@ import numpy as np
 from baton.content import CHUNK_TOKENS, Tier
 from baton.machine import Average
 from baton.router.policy.chunk_index import ChunkIndex
-from baton.router.policy.chunk_table import ChunkTable
-from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, Ring
+from baton.router.policy.prefill import MAX_ROWS, PrefillRequest, PrefillSnapshot, Ring
 from baton.rpc import bounded_report
 from baton.rpc import worker_pb2 as pb
 
@@ -75,8 +74,7 @@ class _Worker:
 
 
 class PrefillLoads:
-    """Owned by one router, or a simulated one. A worker's row is its number from `join` to `leave`, in all
-    router processes of this host.
+    """Owned by one router, or a simulated one. A worker's row is its number from `join` to `leave`.
 
     Times are seconds of one monotonic clock.
 
@@ -84,10 +82,10 @@ class PrefillLoads:
         index: the cached chunks. The caller applies the workers' reports to it.
     """
 
-    def __init__(self, table: ChunkTable | None = None) -> None:
-        """`table`: the chunk table that all router processes of this host share."""
-        self.index = ChunkIndex(table)
+    def __init__(self) -> None:
+        self.index = ChunkIndex()
         self._workers: list[_Worker | None] = []  # by row; None: free
+        self._free: list[int] = []  # these rows
         self._speed = np.ones(0)
         self._clear_at = np.zeros(0)  # time at which the waiting tokens will be computed
         self._own_seconds = np.zeros(0)  # time to compute `own`; infinite if it does not serve
@@ -104,10 +102,10 @@ class PrefillLoads:
         self._block_sizes: Counter[int] = Counter()
 
     def join(self, name: str, *, block_size: int, now: float, serving: bool = True) -> int:
-        """Adds a worker with an empty queue and an empty cache. Returns its row."""
-        row = self.index.table.rows.take(name)
-        while row >= len(self._workers):
-            self._new_row()
+        """Adds a worker with an empty queue and an empty cache. Returns its row.
+
+        Raises ValueError if there is none left."""
+        row = self._free.pop() if self._free else self._new_row()
         self._workers[row] = _Worker(name, block_size, at=now, reported_at=now)
         self._first_at[row], self._measured[row] = now, False
         self._speed[row] = self._guessed_speed()
@@ -120,7 +118,7 @@ class PrefillLoads:
         self._set_store(row, False)
         self.serve(row, False)
         self._workers[row] = None
-        self.index.table.rows.leave(row)
+        self._free.append(row)
 
     def serve(self, row: int, serving: bool) -> None:
         """Whether it takes new work of the prefill pool."""
@@ -150,12 +148,15 @@ class PrefillLoads:
         assert worker is not None
         return worker
 
-    def _new_row(self) -> None:
+    def _new_row(self) -> int:
+        if len(self._workers) == MAX_ROWS:
+            raise ValueError(f"a router knows at most {MAX_ROWS} workers at a time")
         self._workers.append(None)
         for array in ("_speed", "_clear_at", "_own_seconds", "_first_seconds", "_first_at", "_measured"):
             setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
         self._measured[-1] = False
         self.index.grow(len(self._workers))
+        return len(self._workers) - 1
 
     def draw(self, count: int, rng: random.Random) -> list[int]:
         """Rows of workers that serve prefills; of many, some at random."""
@@ -289,7 +290,7 @@ class PrefillLoads:
             wait[avoided] = np.inf
         cached = self.index.overlap(request.chunks, request.tokens, self._block_size, among, self._stores)
 
-        below_device = self._stores or self.index.table.has_offloaded
+        below_device = self._stores or self.index.has_offloaded
 
         def load(row: int) -> float:
             if not below_device:

@@ -31,7 +31,6 @@ from baton.router.admission.keys import ANY_CLIENT, ApiKey, follow_keys, to_json
 from baton.router.child_pool import ForkServer
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_connections import HttpRunner
-from baton.router.policy.chunk_table import ChunkTable
 from baton.router.preparation.child import fork_server
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.sockets import ControlClient, Listener, listen, reserve
@@ -171,7 +170,7 @@ def _become(config: RouterConfig, run: Callable[[RouterConfig], int]) -> NoRetur
         die_with_parent()
         asyncio._set_running_loop(None)
         gc.freeze()  # an object of the supervisor must not close a descriptor by its number
-        given = (config.ready_fd, config.control_fd, config.keys_fd, config.chunks_fd, config.forks_fd)
+        given = (config.ready_fd, config.control_fd, config.keys_fd, config.forks_fd)
         kept = sorted(fd for fd in (2, *given, os.sysconf("SC_OPEN_MAX")) if fd is not None)
         for low, high in itertools.pairwise(kept):
             os.closerange(low + 1, high)
@@ -188,15 +187,14 @@ class Supervisor:
 
     def __init__(self, config: RouterConfig, run: Callable[[RouterConfig], int], forks: ForkServer) -> None:
         """`run`: what each process does. Returns the exit code. `forks`: starts their children."""
-        keys_fd, chunks_fd = (os.memfd_create(f"baton {name}") for name in ("API keys", "chunks"))
+        keys_fd = os.memfd_create("baton API keys")
         self._forks = forks
-        self._config = replace(config, keys_fd=keys_fd, chunks_fd=chunks_fd, forks_fd=forks.fd)
+        self._config = replace(config, keys_fd=keys_fd, forks_fd=forks.fd)
         self._run = run
         self._reported = False  # to the parent, that all listen
         self._metrics = MergedMetrics()
         self._key_counts = KeyCounts(keys_fd, config.processes)
         self._key_counts.add(key.account for key in (ANY_CLIENT, *config.api_keys))
-        self._rows = ChunkTable(chunks_fd, config.processes).rows
         self._processes: dict[int, _Process] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._signalled = asyncio.Event()  # to read the API keys
@@ -305,7 +303,6 @@ class Supervisor:
             del self._processes[number]
             self._metrics.ended(str(number))
             self._key_counts.ended(number)
-            self._rows.ended(number)
         if process.ready is not None:
             return True, process.error or f"ended with {code}"
         return False, process.error or f"router process {number} ended with {code} before it listened"

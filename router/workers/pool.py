@@ -8,13 +8,11 @@ import time
 
 from baton.router.config import RouterConfig
 from baton.router.policy import placement as policy
-from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.decode import DecodePool, FreeCapacity
 from baton.router.policy.fleet import Fleet
 from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.roster import Roster
-from baton.router.workers.sharing import share
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import POOL_NAMES, Worker
 from baton.rpc import worker_pb2 as pb
@@ -35,8 +33,7 @@ class WorkerPool(Roster):
     """
 
     def __init__(self, config: RouterConfig, model: RouterModel) -> None:
-        super().__init__(model, ChunkTable(config.chunks_fd, config.processes, config.process_number or 0))
-        self.writes = config.chunks_fd is None
+        super().__init__(model)
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
         self._window = policy.PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
@@ -50,7 +47,6 @@ class WorkerPool(Roster):
 
     async def run(self) -> None:
         """Follows discovery until cancelled, then closes every stream."""
-        sharing = asyncio.create_task(share(self, self._config.process_number or 0))
         try:
             async for addresses in self._config.discovered().watch():
                 for address in addresses - self.listed.keys():
@@ -63,7 +59,6 @@ class WorkerPool(Roster):
                 self.changed.set()
             await asyncio.Event().wait()
         finally:
-            sharing.cancel()
             await asyncio.gather(*(stream.close() for stream in {*self._streams.values(), *self._retired}))
 
     def _open(self, address: str) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS
-from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
 from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit, must_agree
@@ -59,11 +58,9 @@ class Roster:
         decodes: the decode loads of workers of the decode pool that get new work.
         prefills: likewise, of the prefill pool.
         had_decode: the decode pool had a worker once.
-        writes: this process gets the workers' reports, also of cached chunks, for all processes of this host.
     """
 
-    def __init__(self, model: RouterModel, table: ChunkTable | None = None) -> None:
-        """`table`: the chunk table that all router processes of this host share."""
+    def __init__(self, model: RouterModel) -> None:
         self.changed = asyncio.Event()
         self._turns = asyncio.Lock()
         self.on_capacity: Callable[[], None] = lambda: None
@@ -71,8 +68,7 @@ class Roster:
         self.listed: dict[str, Worker] = {}
         self.by_row: dict[int, Worker] = {}
         self.attached_rows = 0
-        self.loads = PrefillLoads(table)
-        self.writes = True
+        self.loads = PrefillLoads()
         self.decode_caches = DecodeCaches(self.loads.index)
         self.had_decode = False
         self._ready = {pool: _Ready() for pool in POOL_NAMES}
@@ -137,9 +133,7 @@ class Roster:
         return set().union(*others)
 
     def reported(self, worker: Worker, status: pb.WorkerStatus) -> None:
-        """An attached worker sent a report, or the process that writes passed it on."""
-        if self.writes:
-            self.loads.index.table.rows.pass_on(worker.row, worker.description.incarnation, status)
+        """An attached worker sent a report."""
         changed = worker.report(status)
         self._apply_report(worker)
         if changed:  # first: requests that start now must not go to a worker that drains or has left

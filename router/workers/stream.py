@@ -118,8 +118,7 @@ class WorkerStream:
             router_id=self._config.id,
             report_seconds=report_seconds(len(self._roster.listed)),
             describe=True,
-            cache=self._roster.writes,
-            shares_reports=not self._roster.writes,
+            cache=True,
         )
         messages.put(pb.RouterMessage(hello=hello))
         async with connect(worker.address, self._config.secret, self._config.cluster_tls) as channel:
@@ -135,10 +134,7 @@ class WorkerStream:
                 if first is None:
                     return
                 await self._roster.turn()
-                async with self._roster.loads.index.table.rows.locked():
-                    self._attach(first.description, messages, stub)
-                if self._roster.writes and not hello.cache:  # since a moment ago
-                    self._ask_for_snapshot()
+                self._attach(first.description, messages, stub)
                 try:
                     async for message in received:
                         self._receive(message)

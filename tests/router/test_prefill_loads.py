@@ -1,11 +1,6 @@
 """The estimated load of prefill workers, in any order of reports, submissions and ends."""
 
-import asyncio
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.content import CHUNK_TOKENS, Tier
-from baton.router.policy import host_rows
 from baton.router.policy.chunk_index import ChunkIndex
-from baton.router.policy.chunk_table import ChunkTable
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process.cache_feed import CacheFeed
-from tests.within import within
 
 SPEED = 1000.0
 
@@ -175,121 +167,40 @@ def test_a_worker_that_is_cleared_is_found_no_more():
     assert not index
 
 
-def test_no_report_copies_a_large_part_of_the_index(monkeypatch: pytest.MonkeyPatch):
-    """A table that is full is copied into a larger one, while the event loop waits."""
+def test_the_chunks_of_a_worker_that_has_gone_are_removed_part_by_part():
+    """All at once would stop the event loop. They take no memory in the end."""
     index, rng = ChunkIndex(), random.Random(1)
-    index.grow(1)
-    copied, most, copy = 0, 0, ChunkTable._copy
+    index.grow(3)
 
-    def counted(self: ChunkTable, table: int, head: int) -> None:
-        nonlocal copied
-        copied += self._used[table]
-        copy(self, table, head)
+    def chunks() -> int:
+        return sum(map(len, index._parts))
 
-    monkeypatch.setattr(ChunkTable, "_copy", counted)
-    for _ in range(100):
-        copied = 0
-        chunks = [rng.getrandbits(64) for _ in range(512)]
-        index.add(0, chunks)
-        index.place(0, chunks, Tier.HOST)
-        most = max(most, copied)
-    assert 0 < most < len(index) / 4
-    assert index.reported(0) == len(index) == 100 * 512
-
-
-def test_the_memory_of_chunks_that_come_and_go_is_used_again():
-    table, rng = ChunkTable(), random.Random(1)
-    ends = []
-    for _ in range(5):
-        chunks = [rng.getrandbits(64) for _ in range(10_000)]
-        for row in (3, 100, 200, 4000):  # in one row, then in records that become wider
-            assert table.add(row, chunks) == len(chunks)
-        table.clear(100)
-        assert len(table) == len(chunks)
-        for row in (3, 200, 4000):
-            assert table.discard(row, chunks) == len(chunks)
-        assert not len(table)
-        ends.append((table._end, table._records))
-    assert ends[-1][0] < 1.5 * ends[1][0], "tables grow at different times"
-    assert ends[-1][1] == ends[0][1]
-
-
-def test_a_worker_has_the_same_row_in_all_processes():
-    fd = os.memfd_create("chunks")
-    one, other = (ChunkTable(fd, 2, number).rows for number in range(2))
-    assert [one.take(name) for name in "abc"] == [0, 1, 2]
-    assert [other.take(name) for name in "cbd"] == [2, 1, 3]
-    assert one.take("a") == 4, "a second stream to the same address"
-    one.leave(1)
-    assert one.take("e") == 5, "the other process is attached to row 1"
-    other.leave(1)
-    assert one.take("f") == 1
-    ChunkTable(fd, 2).rows.ended(1)
-    assert one.take("g") == 3, "the process with this row has ended"
-    os.close(fd)
-
-
-@pytest.fixture
-def locked() -> Iterator[tuple[int, "subprocess.Popen[bytes]"]]:
-    """Memory of rows whose lock a process has, until it is killed."""
-    fd = os.memfd_create("chunks")
-    holds = "import fcntl, sys; fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX, 1); print(); input()"
-    command = [sys.executable, "-uc", holds, str(fd)]
-    with subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline()
-        yield fd, holder
-        holder.kill()
-    os.close(fd)
-
-
-async def test_a_process_that_stands_still_while_it_takes_a_row_stops_no_other_loop(
-    locked: tuple[int, "subprocess.Popen[bytes]"],
-):
-    fd, holder = locked
-    rows, taken = ChunkTable(fd, 2).rows, list[int]()
-
-    async def take() -> None:
-        async with rows.locked():
-            taken.append(rows.take("a"))
-
-    taking = asyncio.create_task(take())
     for _ in range(3):
-        await asyncio.sleep(host_rows.LOOK)
-    assert not taken
-    holder.kill()
-    await within(taking)
-    assert taken == [0]
+        gone = [rng.getrandbits(64) for _ in range(10_000)]
+        index.add(0, gone)
+        index.place(0, gone[:5000], Tier.HOST)
+        index.add(1, gone[:10])
+        index.forget(0)
+        assert (len(index), index.reported(0)) == (10, 0)
+        assert chunks() >= 10_000
+        before, most = chunks(), 0
+        for number in range(256):
+            index.add(2, [number])
+            most, before = max(most, before - chunks()), chunks()
+        assert most < 100
+        assert chunks() == len(index) == 10 + 256
+        index.discard(1, gone)
+        index.forget(2)
+    assert not index
+    assert len(index._holders) < 10, "the numbers of holders are used again"
 
 
-def test_reports_are_read_once_whole_and_by_the_processes_that_know_the_worker(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    fd = os.memfd_create("chunks")
-    writer, reader, stranger = (ChunkTable(fd, 3, number).rows for number in range(3))
-    assert writer.take("a") == reader.take("a") == 0
-    assert stranger.take("b") == 1
-    reports = [status(tokens, SPEED) for tokens in range(4)]
-    writer.pass_on(0, 7, reports[0])
-    assert [*reader.reports()] == [(0, 7, reports[0])]
-    assert not [*reader.reports()]
-    writer.pass_on(0, 7, reports[0])
-    assert [*reader.reports()] == [(0, 7, reports[0])], "the same again is news"
-    with monkeypatch.context() as half:
-        half.setattr(host_rows.xxhash, "xxh3_64_intdigest", lambda data: 1)  # the checksum comes last
-        writer.pass_on(0, 7, reports[1])
-    assert not [*reader.reports()]
-    writer.pass_on(0, 7, reports[2])
-    assert [*reader.reports()] == [(0, 7, reports[2])]
-    assert not [*stranger.reports()]
-    assert stranger.take("a") == 0
-    assert not [*stranger.reports()], "it has a newer one from the worker"
-    writer.pass_on(0, 7, reports[3])
-    assert [*stranger.reports()] == [*reader.reports()] == [(0, 7, reports[3])]
-    long = pb.WorkerStatus(store="s" * (1 << 17))
-    writer.pass_on(0, 7, long)
-    assert not [*reader.reports()]
-    os.close(fd)
+def test_a_row_is_used_again():
+    loads = PrefillLoads()
+    assert [loads.join(name, block_size=16, now=0) for name in "abc"] == [0, 1, 2]
+    loads.leave(1)
+    assert loads.join("d", block_size=16, now=0) == 1
+    assert loads.join("e", block_size=16, now=0) == 3
 
 
 ROWS, CHUNKS = 20, 6

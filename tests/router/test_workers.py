@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +13,7 @@ import pytest
 from baton.router.config import RouterConfig
 from baton.router.generation.generation import Generation
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.workers import sharing, stream
+from baton.router.workers import stream
 from baton.router.workers.pool import WorkerPool
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import SendQueue, Worker, WorkerState
@@ -284,36 +282,6 @@ async def test_invalid_rates_count_as_unknown(cluster: Cluster, caplog: pytest.L
     assert cluster.pool.prefill_window(64) < math.inf
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     assert sum("impossible rates" in record.message for record in caplog.records) == 2
-
-
-async def test_a_process_asks_the_workers_that_the_one_with_the_reports_does_not_hear(
-    tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(sharing, "SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(sharing, "WRITER_SECONDS", 0.05)
-    chunks_fd = os.memfd_create("chunks")
-    lock = f"import fcntl; fcntl.lockf({chunks_fd}, fcntl.LOCK_EX, 1, 1); print(flush=True); input()"
-    pipe = asyncio.subprocess.PIPE
-    writer = await asyncio.create_subprocess_exec(
-        sys.executable, "-S", "-c", lock, stdin=pipe, stdout=pipe, pass_fds=[chunks_fd]
-    )
-    assert writer.stdout is not None
-    await writer.stdout.readline()
-    async with make_cluster(
-        tokenizer, tmp_path, chunks_fd=chunks_fd, processes=2, process_number=1
-    ) as cluster:
-        [worker], connection = cluster.decodes, cluster.connection(cluster.decodes[0])
-        worker.status.blocks_free = 77
-        worker.report()
-        await cluster.until(lambda: connection.status.blocks_free == 77)
-        assert worker._sharing
-        writer.kill()
-        await worker.until(lambda worker: not worker._sharing)
-        worker.status.blocks_free = 66
-        worker.report()
-        await cluster.until(lambda: connection.status.blocks_free == 66)
-    await writer.wait()
-    os.close(chunks_fd)
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -190,32 +190,6 @@ async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
         assert routers.report_seconds == expected
 
 
-async def test_a_process_gets_reports_if_no_other_one_passes_them_on() -> None:
-    backend = stand_in(Backend, cache_snapshot=CacheFeed().snapshot)
-    limits: Any = None
-    routers = Routers()
-    service = AttachService(backend, routers, limits, pb.WorkerDescription())
-    writes, reads = routers.open(1.0), routers.open(1.0, shares_reports=True)
-
-    def unread(stream: RouterStream) -> list[str | None]:
-        kinds = []
-        while message := stream.next_message():
-            kinds.append(message.WhichOneof("kind"))
-        return kinds
-
-    routers.report(pb.WorkerStatus())
-    assert (unread(writes), unread(reads)) == (["status"], [])
-    routers.broadcast(pb.WorkerMessage(status=pb.WorkerStatus()))
-    assert (unread(writes), unread(reads)) == (["status"], ["status"]), "a change of health or pool"
-
-    async def sent() -> AsyncIterator[pb.RouterMessage]:
-        yield pb.RouterMessage(cache_resync=pb.CacheResync())
-
-    await service._read(reads, sent())
-    routers.report(pb.WorkerStatus())
-    assert (unread(writes), unread(reads)) == (["status"], ["status", "cache"]), "the other one has ended"
-
-
 async def test_routers_learn_at_once_that_a_worker_drains() -> None:
     routers = Routers()
     router = routers.open(1.0)
@@ -259,7 +233,7 @@ async def test_an_unchanged_status_is_reported_each_second_although_timers_fire_
 
     monkeypatch.setattr(backend_module.asyncio, "sleep", sleep)
     monkeypatch.setattr(backend_module.time, "monotonic", lambda: now)
-    routers = stand_in(Routers, report_seconds=1.0, report=lambda status: reports.append(now))
+    routers = stand_in(Routers, report_seconds=1.0, broadcast=lambda message: reports.append(now))
     worker = stand_in(Backend, _routers=routers, status=status)
     with pytest.raises(asyncio.CancelledError):
         await Backend.report(worker)

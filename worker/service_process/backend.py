@@ -144,7 +144,7 @@ class Backend:
             await asyncio.sleep(seconds)
             status, now = await self.status(), time.monotonic()
             if status != sent or now + seconds / 2 >= due:
-                self._routers.report(status)
+                self._routers.broadcast(pb.WorkerMessage(status=status))
                 sent, due = status, now + LONGEST_REPORT
 
     # ------------------------------------------------------------ from the engine

@@ -60,7 +60,7 @@ class AttachService:
         except StreamError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         described = await self.Describe(pb.DescribeRequest(), context) if hello.describe else None
-        stream = self._routers.open(report_seconds, shares_reports=hello.shares_reports)
+        stream = self._routers.open(report_seconds)
         if described is not None:
             stream.put(pb.WorkerMessage(description=described))
         if hello.cache:
@@ -163,7 +163,6 @@ class AttachService:
         await self._backend.send(messages.Cancel(stream.number, attempt_id))
 
     async def _cache_resync(self, stream: RouterStream, message: pb.RouterMessage) -> None:
-        stream.shares_reports = False
         stream.put_snapshot(self._backend.cache_snapshot)
 
     def _require_accepting(self) -> None:

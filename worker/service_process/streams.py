@@ -26,14 +26,10 @@ _FINISH = {
 class RouterStream:
     """The output queue of one Attach call. `put` never waits, so a slow router cannot delay the engine."""
 
-    def __init__(
-        self, number: int, report_seconds: float = LONGEST_REPORT, *, shares_reports: bool = False
-    ) -> None:
-        """`report_seconds`: the least time between two reports of the status that the router can take.
-        `shares_reports`: another process of its host passes them on."""
+    def __init__(self, number: int, report_seconds: float = LONGEST_REPORT) -> None:
+        """`report_seconds`: the least time between two reports of the status that the router can take."""
         self.number = number
         self.report_seconds = report_seconds
-        self.shares_reports = shares_reports
         self.unread_bytes = 0
         self._queue: deque[pb.WorkerMessage] = deque()
         self._snapshot: Iterator[pb.WorkerMessage] | None = None  # the parts to come
@@ -112,10 +108,9 @@ class Routers:
         self._streams: dict[int, RouterStream] = {}
         self._opened = 0
 
-    def open(self, report_seconds: float, *, shares_reports: bool = False) -> RouterStream:
+    def open(self, report_seconds: float) -> RouterStream:
         self._opened += 1
-        stream = RouterStream(self._opened, report_seconds, shares_reports=shares_reports)
-        self._streams[self._opened] = stream
+        stream = self._streams[self._opened] = RouterStream(self._opened, report_seconds)
         return stream
 
     def remove(self, stream: RouterStream) -> bool:
@@ -131,11 +126,6 @@ class Routers:
     def broadcast(self, message: pb.WorkerMessage) -> None:
         for stream in self._streams.values():
             stream.put(message)
-
-    def report(self, status: pb.WorkerStatus) -> None:
-        for stream in self._streams.values():
-            if not stream.shares_reports:
-                stream.put(pb.WorkerMessage(status=status))
 
     def broadcast_cache_events(self, message: pb.WorkerMessage) -> None:
         for stream in self._streams.values():
