@@ -13,9 +13,10 @@ Life of a simulation:
 Real are the policies, the estimate of a worker's queue, the index of chunks and the order of events. The time
 and the workers are simulated.
 
-`placement` has both pools step by step: engines that decode and compute prompts (`step_worker`, `steps`), and
-routers that decide for each request which workers compute it. The load may change, and a policy may move
-workers between the pools.
+`placement` has both pools step by step: engines that decode and compute prompts (`step_worker`, `steps`) and
+cache prefixes (`cache`), and routers that decide for each request which workers compute it (`router`). The
+load may change, and a policy may move workers between the pools. Sessions may wait for their answers before
+they go on (a closed loop).
 
 All simulations run on a `Clock` (`clock`).
 

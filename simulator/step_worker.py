@@ -4,23 +4,25 @@ A step takes one token of each decode, and chunks of prompts. The chunk limit an
 reports are those of the engine. Only the cost of a step is simulated (`steps`).
 
 As in the engine, a step is scheduled before the one under way ends. Requests that come later from other
-workers wait for the step after it.
+workers wait for the step after it. A prompt that does not fit into the free KV memory waits, and so do those
+behind it.
 """
 
 import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
+from baton.content import CHUNK_TOKENS
 from baton.engine.core.meters import MIXED_STEPS, ChunkLimit, Meters, may_join, prompt_limit
 from baton.engine.core.pace import EARLY
-from baton.router.policy.split import HOP_SECONDS
 from baton.rpc import worker_pb2 as pb
+from baton.simulator.cache import KvMemory, Lease
 from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import PlacementOutcome
-from baton.simulator.steps import GRAPH_ROWS, LAYERS, step_seconds
+from baton.simulator.requests import Request
+from baton.simulator.steps import GRAPH_ROWS, step_seconds
 
 BLOCK = 128
 BLOCKS = 6_888
@@ -29,147 +31,16 @@ BUDGET = 8_192
 """Prompt tokens of a step."""
 COLOCATED_BUDGET = 512
 """Tokens of a step of a colocated engine."""
+COLOCATED_DECODES = 1.12
+"""How many times as long the decodes of a colocated engine take: vLLM 0.26 on an H200, 1 to 256 of them."""
 LEAD_SECONDS = 1.1e-3
 """Before the end of a step, the engine launches the next one. From traces of an H200."""
-OVERHEAD_SECONDS = 3e-3
-"""Between the client and the engine, until the first token."""
-TOKENIZE_SECONDS = 1.4e-6
-"""Of a prompt token, before its request arrives at the router's queue."""
 FIRST_CONTEXT = 16
 """Positions of the first request of each worker. No later step that only decodes is as fast."""
 
 
-Event = Callable[[], None]
-Chunks = list[tuple["Request", int]]
+Chunks = list[tuple[Request, int]]
 """Prompts, and how many tokens of each a step takes."""
-
-
-def _nothing() -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request for at least two tokens.
-
-    Attributes:
-        left: prompt tokens that no step has taken.
-        computed: prompt tokens that steps have begun to compute.
-        due: when the prompt should be computed.
-        token_at: time of its first token.
-        started: called when the first step takes tokens of the prompt.
-        ends: called when the last step takes tokens of it, with the time when that is over.
-        first_token: called when the prompt is computed, or the part of this worker.
-        ended: called when the request has its last token.
-    """
-
-    number: int
-    prompt: int
-    answer: int
-    arrived: float
-    measured: bool
-    left: int = 0
-    computed: int = 0
-    due: float = 0.0
-    token_at: float = 0.0
-    started: Event = _nothing
-    ends: Callable[[float], None] = lambda _: None
-    first_token: Event = _nothing
-    ended: Event = _nothing
-
-    @property
-    def tokens(self) -> int:
-        """That this worker computes."""
-        return self.prompt
-
-    @property
-    def computable(self) -> int:
-        """Tokens that the next step may take."""
-        return self.left
-
-    def take(self, count: int) -> None:
-        """The next step takes `count` tokens."""
-        self.left -= count
-
-    def earliest_end(self, worker: "Worker", seconds: float) -> float:
-        """When a step of this worker that takes `seconds` can end."""
-        return 0.0
-
-    def step_begins(self, worker: "Worker", count: int, seconds: float, now: float) -> None:
-        """A step computes `count` tokens."""
-        self.computed += count
-
-
-@dataclass(slots=True, eq=False)
-class SharedPrompt:
-    """A prompt that several workers compute.
-
-    Attributes:
-        ranges: the worker and the positions of each range, in order.
-        begun: how many ranges have begun, with all of their steps, as the next worker knows.
-        computes: the worker whose step began last.
-        ends: when that step ends.
-    """
-
-    ranges: Sequence[tuple["Worker", range]]
-    clock: Clock
-    begun: int = 0
-    computes: "Worker | None" = None
-    ends: float = 0.0
-
-    def begin_next(self) -> None:
-        self.begun += 1
-        if self.begun < len(self.ranges):
-            self.ranges[self.begun][0].wake()
-
-
-@dataclass(slots=True, eq=False)
-class Part(Request):
-    """What one worker computes of a prompt: the ranges with the numbers `own`.
-
-    A range begins when the one before has begun, and each step of it ends a layer after the last one there.
-    """
-
-    prompt_of: SharedPrompt = field(kw_only=True)
-    own: deque[int] = field(kw_only=True)
-    total: int = field(init=False)
-    in_range: int = 0
-    """Tokens of its present range that no step has taken."""
-    stop: int = 0
-    """Of this range."""
-
-    def __post_init__(self) -> None:
-        self.total = sum(len(self.prompt_of.ranges[number][1]) for number in self.own)
-
-    @property
-    def tokens(self) -> int:
-        return self.total
-
-    @property
-    def computable(self) -> int:
-        if not self.in_range and self.own and self.own[0] <= self.prompt_of.begun:
-            positions = self.prompt_of.ranges[self.own.popleft()][1]
-            self.computed, self.stop, self.in_range = positions.start, positions.stop, len(positions)
-        return self.in_range
-
-    def take(self, count: int) -> None:
-        self.left -= count
-        self.in_range -= count
-
-    def earliest_end(self, worker: "Worker", seconds: float) -> float:
-        shared = self.prompt_of
-        return shared.ends + _lag(seconds) if shared.computes not in (None, worker) else 0.0
-
-    def step_begins(self, worker: "Worker", count: int, seconds: float, now: float) -> None:
-        shared = self.prompt_of
-        self.computed += count
-        shared.computes, shared.ends = worker, now + seconds
-        if self.computed == self.stop:
-            shared.clock.after(_lag(seconds), shared.begin_next)
-
-
-def _lag(seconds: float) -> float:
-    """From the beginning of a step to that of the step of the next range: a layer, and its way."""
-    return seconds / LAYERS + HOP_SECONDS
 
 
 class Worker:
@@ -178,6 +49,8 @@ class Worker:
     Attributes:
         reserved: requests whose KV will come from another worker.
         arriving: when the KV of requests should come, by number, as far as known.
+        kv: its memory.
+        cache_changed: called when names entered or left the cache.
     """
 
     def __init__(
@@ -192,6 +65,10 @@ class Worker:
         self.name = name
         self.reserved = 0
         self.arriving: dict[int, float] = {}
+        self.kv = KvMemory(BLOCKS * BLOCK // CHUNK_TOKENS)
+        self.cache_changed: Callable[[], None] = lambda: None
+        self._leases: dict[int, Lease] = {}  # by the number of the request
+        self._roomless: list[Request] = []  # their KV has come, and there was no room for it
         self._clock = clock
         self._outcome = outcome
         self._colocated = colocated
@@ -206,7 +83,6 @@ class Worker:
         self._under_way = 0  # prompt tokens of the step
         self._scheduled: Chunks | None = None
         self._context = 0  # positions of all decodes
-        self._positions = 0  # that the requests which decode here need in the end
         self._tokens = 0  # that a request would have got in all steps up to now
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._computed = 0  # prompt tokens
@@ -217,36 +93,70 @@ class Worker:
     def reserve(self, request: Request) -> None:
         """Reserves a place for a request. Its KV comes later (`join`)."""
         self.reserved += 1
-        self._positions += request.prompt + request.answer
+        self._take(request, request.prompt + request.answer, request.prompt)
 
     def prefill(self, request: Request) -> None:
         """Computes the prompt, and then calls `first_token`."""
-        request.left = request.tokens
+        request.begin(self.kv.cached(request.prompt_names, request.prompt - 1))
         self._prompts.append(request)
         self.wake()
 
     def decode(self, request: Request) -> None:
         """Decodes a request, after this worker has computed its prompt."""
-        self._positions += request.prompt + request.answer
         self._joining.append(request)
 
     def join(self, request: Request) -> None:
         """The KV of a reserved request has come."""
+        if not self._take(request, request.prompt + request.answer, request.prompt):
+            self._roomless.append(request)
+            return
+        self._publish(request, request.prompt)
         self.reserved -= 1
         del self.arriving[request.number]
         self._joined = True
         self._arrived.append(request)
         self.wake()
 
+    def release(self, request: Request) -> None:
+        """The worker needs the KV of this request no more. It stays in the cache."""
+        self.kv.release(self._leases.pop(request.number))
+        roomless, self._roomless = self._roomless, []
+        for waiting in roomless:
+            self.join(waiting)
+        self.wake()
+
+    def imported(self, names: Sequence[int]) -> None:
+        """These chunks have come from the cache of another worker."""
+        lease = self.kv.take(names, len(names) * CHUNK_TOKENS, len(names) * CHUNK_TOKENS)
+        if lease is not None:
+            self.kv.publish(lease, names)
+            self.kv.release(lease)
+            self.cache_changed()
+
+    def _take(self, request: Request, positions: int, most_cached: int) -> bool:
+        """Takes memory for the request, unless it has some. False: there is no room."""
+        if request.number not in self._leases:
+            lease = self.kv.take(request.prompt_names, positions, most_cached)
+            if lease is None:
+                return False
+            self._leases[request.number] = lease
+            self.cache_changed()
+        return True
+
+    def _publish(self, request: Request, positions: int) -> None:
+        """The KV of so many positions is there."""
+        self.kv.publish(self._leases[request.number], request.names[: positions // CHUNK_TOKENS])
+        self.cache_changed()
+
     @property
     def idle(self) -> bool:
-        return not (self._stepping or self.reserved or self._positions or self._context)
+        return not (self._stepping or self.reserved or self._leases or self._context)
 
     def status(self) -> pb.WorkerStatus:
         limit = self._limit
         short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
-        started = sum(request.left < request.tokens for request in self._prompts)
+        started = sum(request.number in self._leases for request in self._prompts)
         left = sum(request.left for request in self._prompts)
         scheduled = sum(count for _, count in self._scheduled or ())
         return pb.WorkerStatus(
@@ -254,7 +164,7 @@ class Worker:
             requests_decoding=decoding,
             reservations=self.reserved,
             tokens_waiting=left + scheduled + self._under_way,  # all that are not computed
-            blocks_free=BLOCKS - self._positions // BLOCK,
+            blocks_free=self.kv.free * CHUNK_TOKENS // BLOCK,
             blocks_total=BLOCKS,
             requests_waiting=len(self._prompts) - started,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
@@ -302,6 +212,8 @@ class Worker:
         starts = [(count, request.computed) for request, count in chunks]
         position = sum(count * (start + count / 2) for count, start in starts) / max(1, tokens)
         now, seconds = self._clock.now, step_seconds(len(self._decodes), self._context, starts)
+        if self._colocated and not tokens:
+            seconds *= COLOCATED_DECODES
         seconds = max(seconds, *(request.earliest_end(self, seconds) - now for request, _ in chunks), 0.0)
         last = []
         for request, count in chunks:
@@ -342,12 +254,15 @@ class Worker:
         for request in self._prompts:
             if not request.computable:  # the step under way has the last tokens, or a range has not begun
                 continue
+            if request.number not in self._leases:
+                if not self._take(request, request.positions, request.prompt - 1):
+                    return
+                request.begin(self._leases[request.number].cached)
+                request.started()
             if (count := min(budget, request.computable)) <= 0:
                 return
             if not decodes and not may_join(request.computable, taken):
                 return
-            if request.left == request.tokens:
-                request.started()
             budget -= count
             taken += count
             request.take(count)
@@ -371,16 +286,14 @@ class Worker:
         while self._decodes and self._decodes[0][0] <= self._tokens:
             end, _, request = heapq.heappop(self._decodes)
             self._context -= request.prompt + request.answer + self._tokens - end
-            self._positions -= request.prompt + request.answer
+            self._publish(request, request.prompt + request.answer - 1)
+            self.release(request)
             if request.measured:
-                ttft = request.token_at - request.arrived + OVERHEAD_SECONDS
-                outcome.answers.append((ttft, (now - request.token_at) / (request.answer - 1)))
+                outcome.answers.append(request.answered(now))
             request.ended()
         for request in computed:
             self._prompts.remove(request)
+            self._publish(request, request.prompt)
             request.token_at = now
-            if request.measured:
-                seconds = OVERHEAD_SECONDS + request.prompt * TOKENIZE_SECONDS
-                outcome.ttft.append(now - request.arrived + seconds)
             request.first_token()
         self._step()

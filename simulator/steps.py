@@ -1,8 +1,9 @@
 """What a step of an engine costs: Llama-3.1-8B in bfloat16 on one H200.
 
-Fitted to measurements. 1, 32, 128 and 256 decodes take 4.4, 5.5, 9.7 and 15.9 ms. Prompts of 2,000 and 8,000
-tokens take 48 and 203 to 210 ms. Chunks of 256 and 512 tokens of a prompt of 4,000 take 9.8 and 16.9 ms, with
-one decode. A prompt of 8,000 tokens, in chunks of about 300 beside decodes, adds 158 ms to their steps.
+Fitted to measurements. 1, 32, 64, 128 and 256 decodes take 4.3, 5.5, 6.8, 9.3 and 15.2 ms. Prompts of 2,000
+and 8,000 tokens take 48 and 203 to 210 ms. Chunks of 256 and 512 tokens of a prompt of 4,000 take 9.8 and
+16.9 ms, with one decode. A prompt of 8,000 tokens, in chunks of about 300 beside decodes, adds 158 ms to
+their steps.
 """
 
 from bisect import bisect_left
@@ -25,7 +26,7 @@ ROW_SECONDS = 22.6e-6
 PRODUCTS_SECONDS = 0.9e-3
 MIXED_SECONDS = 0.4e-3
 """A step with decodes and chunks runs two kinds of attention. This is the cost of the second one."""
-DECODE_SECONDS = 0.033e-6
+DECODE_SECONDS = 0.0305e-6
 """For each position that the attention of a decode reads."""
 PAIR_SECONDS = 0.78e-9
 """For each pair of positions in the attention of a prompt."""

@@ -16,14 +16,17 @@ class Turn:
     """One request.
 
     Attributes:
-        chunks: a hash for each full chunk of the prompt. Two prompts with an equal hash share all tokens up
-            to the end of that chunk.
-        think: from the first token of this turn to the next turn, in units of `Setting.think`.
+        tokens: of the prompt.
+        chunks: a hash for each full chunk of the prompt, and of the answer if it has more than one token. Two
+            prompts with an equal hash share all tokens up to the end of that chunk.
+        think: from the last token of this turn to the next turn, in units of `Setting.think` or in seconds.
+        answer: tokens. A pool of prefill workers computes one only.
     """
 
     tokens: int
     chunks: tuple[int, ...]
     think: float
+    answer: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +66,17 @@ class Load:
     rate: float
 
 
+SPREAD = 0x9E3779B97F4A7C15
+"""Multiples of this are far apart, modulo 2⁶⁴."""
+
+
 def arrivals(
     load: Callable[[float], Load], requests: int, workers: int, rng: random.Random
-) -> Iterator[tuple[float, Load]]:
-    """The random times at which requests arrive, each with the load of that time."""
+) -> Iterator[tuple[float, Session]]:
+    """The random times at which requests arrive, each with the load of that time. Each is a session of its
+    own, and no worker has its prompt cached."""
     at = 0.0
-    for _ in range(requests):
+    for number in range(requests):
         at += rng.expovariate(load(at).rate * workers / 2)
-        yield at, load(at)
+        asked = load(at)
+        yield at, Session(number * SPREAD % 2**64, (Turn(asked.prompt, (), 0.0, asked.answer),), 0)

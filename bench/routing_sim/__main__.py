@@ -15,6 +15,8 @@ autoscaler, and the placement policy. A short run leaves this part out, unless -
 Split: prompts of 30,000 and 128,000 tokens that up to four of 4, 64 and 1,000 prefill workers share, one
 after another, at half of the load that the workers can serve, and at 0.8 of it beside no splits.
 
+Agents: 16, 48 and 96 sessions at a time, and a public trace, on 2 workers, with prefix caches (`agents`).
+
 Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
 """
 
@@ -23,9 +25,12 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
+from baton.bench.routing_sim.agents import TRACE, add_agents
 from baton.bench.routing_sim.baselines import POLICIES, Flips
 from baton.bench.routing_sim.traces import multi_turn, size
 from baton.cluster.options.optimize import PROFILES
@@ -232,10 +237,12 @@ def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
     adds = {
         "prefill": add_prefill, "placement": add_placement, "swing": add_swing, "split": add_split,
-        "profiles": add_profiles,
+        "profiles": add_profiles, "agents": add_agents,
     }  # fmt: skip
     p.add_argument("--only", choices=adds, help="simulate this part")
+    p.add_argument("--trace", metavar="PATH", help="for agents: another trace in Mooncake's form")
     args = p.parse_args()
+    adds["agents"] = partial(add_agents, path=TRACE if args.trace is None else Path(args.trace))
     report = Report.of("routing_sim", args, seed=SEED)
     parts = [args.only] if args.only else [part for part in adds if part != "swing" or not args.short]
     tables = [adds[part](report, args.short) for part in parts]

@@ -33,9 +33,8 @@ def typical(load: Load, kind: Kind) -> Quantiles:
 
 
 def test_steps_cost_what_an_h200_measured():
-    assert step_seconds(1, 1064, []) == pytest.approx(4.40e-3, rel=0.05)
-    assert step_seconds(128, 128 * 1064, []) == pytest.approx(9.74e-3, rel=0.05)
-    assert step_seconds(256, 256 * 1064, []) == pytest.approx(15.9e-3, rel=0.05)
+    for decodes, measured in {1: 4.25, 8: 4.58, 32: 5.51, 64: 6.81, 128: 9.31, 256: 15.2}.items():
+        assert 1e3 * step_seconds(decodes, decodes * 1064, []) == pytest.approx(measured, rel=0.03)
     assert step_seconds(1, 1064, [(256, 1872)]) == pytest.approx(9.8e-3, rel=0.05)
     assert step_seconds(1, 1064, [(512, 1744)]) == pytest.approx(16.9e-3, rel=0.05)
     assert step_seconds(0, 0, [(2000, 0)]) == pytest.approx(48e-3, rel=0.05)
@@ -121,7 +120,7 @@ def test_profiles_trade_gaps_for_throughput(load: Load):
     assert gaps == sorted(gaps)
     assert gaps[-1] > 1.5 * gaps[0]
     assert max(seconds[1:]) < 0.96 * seconds[0]
-    assert seconds[2] <= 1.05 * seconds[1], "prefill workers decode, too, so both may have seats enough"
+    assert seconds[2] <= 1.06 * seconds[1], "prefill workers decode, too, so both may have seats enough"
 
 
 def test_prefill_workers_decode_while_decode_workers_have_no_room():

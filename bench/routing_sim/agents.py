@@ -1,0 +1,168 @@
+"""Agents and a public trace: sessions whose prompts are mostly cached.
+
+Agents: all sessions share a prefix, each has a context of its own, and each prompt holds the whole history. A
+closed loop: when a session ends, the next one begins.
+
+Trace: requests at their times, in Mooncake's form (FAST 2025, https://github.com/kvcache-ai/Mooncake, Apache
+License 2.0). `samples/conversation.jsonl` has the first 150 seconds of its conversation trace, without the
+hash ids of blocks that only one request has.
+
+Both are served by the policy on 1P1D, and by two colocated engines that each session is bound to. All workers
+have as much memory.
+"""
+
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from baton.bench.contract import Report, Row, percentile
+from baton.bench.load.traffic.trace import MOONCAKE_BLOCK, read_trace
+from baton.content import CHUNK_TOKENS
+from baton.simulator.placement import Kind, simulate
+from baton.simulator.placement_outcome import PlacementOutcome, quantile
+from baton.simulator.trace import Session, Turn
+
+SHARED_TOKENS, OWN_TOKENS = 4_000, 6_000
+NEW_TOKENS, SIGMA, FEWEST_NEW, MOST_NEW = 1_200, 0.8, 50, 8_000
+"""The mean of the new tokens of a turn, which are log-normal, and their bounds."""
+ANSWER_TOKENS = 60, 240
+THOUGHT_SECONDS = 1.5
+AGENTS = {16: 10, 48: 8, 96: 8}
+"""Sessions at a time → turns of each."""
+MAIN = 48
+"""Sessions of the rows that have bounds."""
+KINDS: tuple[Kind, Kind] = ("policy", "colocated")
+SEEDS = (1, 2, 3)
+LATENCY_GOAL, TOKENS_GOAL = 0.9, 1.0
+"""Beside colocated engines."""
+TRACE = Path(__file__).parent / "samples" / "conversation.jsonl"
+TRACE_SECONDS, TRACE_SPEED = 150.0, 0.5
+"""The part of the trace that runs, and how fast."""
+CLUMP_SECONDS = 3.0
+"""Between two times of the trace, which have several requests each."""
+
+
+def agents(sessions: int, turns: int, seed: int) -> list[tuple[float, Session]]:
+    """Returns twice as many sessions as run at a time, with so many turns each."""
+    rng = random.Random(seed)
+    return [(0.0, _agent(rng, number, turns)) for number in range(2 * sessions)]
+
+
+def _agent(rng: random.Random, number: int, turns: int) -> Session:
+    tokens, asked = SHARED_TOKENS + OWN_TOKENS, list[Turn]()
+    for turn in range(turns):
+        if turn:
+            new = rng.lognormvariate(math.log(NEW_TOKENS) - SIGMA**2 / 2, SIGMA)
+            tokens += min(MOST_NEW, max(FEWEST_NEW, round(new)))
+        answer = rng.randint(*ANSWER_TOKENS)
+        chunks = _names("agents", SHARED_TOKENS, f"agent {number}", tokens + answer)
+        asked.append(Turn(tokens, chunks, rng.expovariate(1 / THOUGHT_SECONDS), answer))
+        tokens += answer
+    return Session(_name("agent", number), tuple(asked), SHARED_TOKENS // CHUNK_TOKENS)
+
+
+def trace(path: Path) -> list[tuple[float, Session]]:
+    """Returns the requests of a trace, at half its speed. Each is a session of one turn, and has the key of
+    its second block: all requests share the first one. Requests with the same time are spread evenly until
+    the next time."""
+    lines = [line for line in read_trace(path) if line.timestamp < 1e3 * TRACE_SECONDS]
+    clumps, seen = Counter(line.timestamp for line in lines), Counter[float]()
+    sessions = list[tuple[float, Session]]()
+    for number, line in enumerate(lines):
+        at = line.timestamp / 1e3 + CLUMP_SECONDS * seen[line.timestamp] / clumps[line.timestamp]
+        seen[line.timestamp] += 1
+        tokens, answer = line.input_length, max(2, line.output_length)
+        known = min(len(line.hash_ids) * MOONCAKE_BLOCK, tokens) // CHUNK_TOKENS
+        per_block = MOONCAKE_BLOCK // CHUNK_TOKENS
+        chunks = tuple(_name(f"block {line.hash_ids[i // per_block]}", i) for i in range(known))
+        chunks += tuple(
+            _name(f"request {number}", i) for i in range(known, (tokens + answer) // CHUNK_TOKENS)
+        )
+        key = chunks[per_block] if len(chunks) > per_block else _name(f"request {number}", 0)
+        sessions.append((at / TRACE_SPEED, Session(key, (Turn(tokens, chunks, 0.0, answer),), per_block)))
+    return sessions
+
+
+def _names(shared: str, shared_tokens: int, own: str, tokens: int) -> tuple[int, ...]:
+    return tuple(
+        _name(shared if (i + 1) * CHUNK_TOKENS <= shared_tokens else own, i)
+        for i in range(tokens // CHUNK_TOKENS)
+    )
+
+
+def _name(kind: str, index: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{kind} {index}".encode())
+
+
+def add_agents(report: Report, short: bool, path: Path = TRACE) -> None:
+    """`path`: of the trace."""
+    seeds = SEEDS[:1] if short else SEEDS
+    for sessions in (MAIN,) if short else AGENTS:
+        found = {
+            kind: [
+                simulate(
+                    agents(sessions, AGENTS[sessions], seed), kind, at_a_time=sessions, warm_up=0, seed=seed
+                )
+                for seed in seeds
+            ]
+            for kind in KINDS
+        }
+        _add(report, f"routing_sim.agents{sessions}", found, bounds=sessions == MAIN)
+    asked = trace(path)
+    found = {kind: [simulate(asked, kind, warm_up=0, seed=seed) for seed in seeds] for kind in KINDS}
+    _add(report, "routing_sim.trace", found, bounds=True)
+
+
+def _add(report: Report, name: str, found: dict[Kind, list[PlacementOutcome]], *, bounds: bool) -> None:
+    """Adds the rows of one load. The answers of all seeds count as those of one run."""
+    ours, theirs = (_figures(found[kind]) for kind in KINDS)
+    for what, (value, p99, unit) in ours.items():
+        ratio = value / theirs[what][0]
+        report.add(Row(f"{name}.{what}", value, unit, p99=p99, ratio=ratio, ratio_to="colocated"))
+    if bounds:
+        latency, tokens = (
+            {"value": ours[what][0], "unit": ours[what][2], "ratio": ours[what][0] / theirs[what][0]}
+            for what in ("latency_p90", "tokens")
+        )
+        report.add(
+            Row(f"{name}.latency_p90.vs_colocated", **latency, ratio_to="colocated", goal=LATENCY_GOAL)
+        )
+        report.add(
+            Row(
+                f"{name}.tokens.vs_colocated",
+                **tokens,
+                ratio_to="colocated",
+                goal=TOKENS_GOAL,
+                better="higher",
+            )
+        )
+
+
+def _figures(outcomes: Sequence[PlacementOutcome]) -> dict[str, tuple[float, float | None, str]]:
+    """Returns the value, its p99 if there are 100 samples, and the unit of each figure."""
+    answers = [answer for outcome in outcomes for answer in outcome.answers]
+    first, later = ([a.ttft for a in answers if a.first is turn] for turn in (True, False))
+    gaps = Counter[float]()
+    for outcome in outcomes:
+        gaps.update(outcome.gaps)
+    latency = [answer.latency for answer in answers]
+    seconds = statistics.mean(outcome.seconds for outcome in outcomes)
+    tokens = sum(a.tokens for a in answers) / len(outcomes) / seconds
+    cached = sum(a.cached for a in answers) / sum(a.prompt for a in answers)
+    figures: dict[str, tuple[float, float | None, str]] = {}
+    for what, values in (("ttft_first", first), ("ttft_later", later)):
+        if values:
+            p99 = 1e3 * percentile(values, 0.99) if len(values) >= 100 else None
+            figures[what] = 1e3 * statistics.median(values), p99, "ms"
+    return figures | {
+        "gap": (1e3 * quantile(gaps, 0.5), 1e3 * quantile(gaps, 0.99), "ms"),
+        "latency": (1e3 * statistics.median(latency), 1e3 * percentile(latency, 0.99), "ms/token"),
+        "latency_p90": (1e3 * percentile(latency, 0.9), None, "ms/token"),
+        "tokens": (tokens, None, "tokens/s"),
+        "cached": (cached, None, "of prompt tokens"),
+    }

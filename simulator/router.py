@@ -1,0 +1,260 @@
+"""A router of simulated workers: plans each request as the real one does, and runs the plan."""
+
+import math
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import partial
+from typing import Literal
+
+from baton.content import CHUNK_TOKENS
+from baton.router.policy import placement as policy
+from baton.router.policy.decode import DecodeCaches, DecodeLoad, DecodePool
+from baton.router.policy.fleet import Fleet
+from baton.router.policy.plan import Plan
+from baton.router.policy.planner import NOTHING, Lack, plan
+from baton.router.policy.prefill import PrefillRequest, sticky
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from baton.rpc import worker_pb2 as pb
+from baton.simulator.clock import Clock
+from baton.simulator.placement_outcome import PlacementOutcome
+from baton.simulator.requests import Part, Request, SharedPrompt
+from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, Worker
+from baton.simulator.steps import DOUBLES_AT, LAYERS
+
+HANDOVER_SECONDS = (1.2e-3, 2.5e-3)
+"""Least and most time from the first token until a request can join a decode step."""
+FETCH_SECONDS, FETCH_TOKEN_SECONDS = 6e-3, 0.5e-6
+"""To fetch a prefix from another worker, and for each token of it: from GPU to GPU."""
+
+Kind = Literal["policy", "split", "colocated"]
+Pool = Literal["prefill", "decode"]
+
+
+@dataclass(eq=False)
+class SeenWorker:
+    """What a router knows of a worker (`Seen`)."""
+
+    row: int
+    address: str
+    seats: InitVar[int]
+    status: pb.WorkerStatus = field(default_factory=pb.WorkerStatus)
+    ready: bool = True
+
+    def __post_init__(self, seats: int) -> None:
+        self.load = DecodeLoad(self.address, BLOCK, BLOCKS, seats, BLOCKS)
+        self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {}
+        self.description = pb.WorkerDescription(
+            max_num_batched_tokens=BUDGET, attention_doubles_at=round(DOUBLES_AT), num_layers=LAYERS
+        )
+
+    def ready_in(self, pool: "pb.Pool") -> bool:
+        return True
+
+
+@dataclass(eq=False)
+class Router:
+    """Sees its own requests at once, and those of other routers in reports.
+
+    Attributes:
+        workers: they begin in the decode pool (`move`).
+        seats: requests that a worker decodes at once.
+        splits: whether several workers may compute a prompt.
+    """
+
+    workers: list[Worker]
+    seats: int
+    kind: Kind
+    splits: bool
+    clock: Clock
+    rng: random.Random
+    outcome: PlacementOutcome
+
+    def __post_init__(self) -> None:
+        self._prefills: set[int] = set()
+        self._loads = PrefillLoads()
+        self._caches = DecodeCaches(self._loads.index)
+        self._decoders = DecodePool()
+        self._seen = {
+            row: SeenWorker(row, worker.name, self.seats) for row, worker in enumerate(self.workers)
+        }
+        self._named = {worker.address: worker for worker in self._seen.values()}
+        self._queue: deque[Request] = deque()
+        self._sent_tokens = 0  # prompt tokens without a first token that workers have
+        self._window = policy.PrefillWindow()
+        for row, worker in self._seen.items():
+            self._loads.join(worker.address, block_size=BLOCK, now=self.clock.now, serving=False)
+            self._caches.join(row, worker.load)
+            self._decoders.add(worker.load)
+
+    def move(self, row: int, pool: Pool) -> None:
+        """New work of the pool goes to this worker. What it has goes on to its end."""
+        if pool == "prefill":
+            self._prefills.add(row)
+            self._decoders.remove(self._seen[row].load)
+        else:
+            self._prefills.remove(row)
+            self._decoders.add(self._seen[row].load)
+        self._loads.serve(row, pool == "prefill")
+        self._dispatch()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left in its view of the workers."""
+        rows = range(len(self.workers))
+        left = [self._loads.tokens_waiting(row, math.inf) or self._seen[row].load.own for row in rows]
+        return not (self._queue or self._sent_tokens or any(left))
+
+    def add(self, request: Request) -> None:
+        self._queue.append(request)
+        self._dispatch()
+
+    def reported(self, row: int, status: pb.WorkerStatus) -> None:
+        self._seen[row].status = status
+        self._loads.reported(row, status, self.clock.now, alone=row in self._prefills)
+        running = status.requests_running + status.reservations
+        self._seen[row].load.reported(blocks_free=status.blocks_free, running=running)
+        if row == len(self.workers) - 1:
+            self._update_window()
+        self._dispatch()
+
+    def cached(self, row: int, added: Sequence[int], evicted: Sequence[int]) -> None:
+        """The cache of a worker has changed."""
+        self._loads.index.discard(row, evicted)
+        self._loads.index.add(row, added)
+
+    def _update_window(self) -> None:
+        paces = [policy.pace(seen.status) for row, seen in self._seen.items() if row not in self._prefills]
+        speed = self._loads.tokens_per_s()
+        budgets = len(self._prefills) * [BUDGET]
+        self._window = policy.prefill_window(budgets, speed, paces if self.kind == "policy" else [])
+
+    def _dispatch(self) -> None:
+        while self._queue:
+            if self._sent_tokens and self._sent_tokens >= self._window.holding(self._queue[0].prompt):
+                return
+            found = self._plan(self._queue[0])
+            if isinstance(found, Lack):
+                return
+            request = self._queue.popleft()
+            request.due = request.arrived + found.within
+            self.outcome.places[found.place] += 1
+            assert found.decode is not None
+            if found.place == "split":
+                self._share(request, found, found.decode)
+            else:
+                self._submit(request, found, found.ranges[-1].worker, found.decode)
+
+    def _plan(self, request: Request) -> Plan | Lack:
+        fleet = Fleet(
+            now=self.clock.now,
+            rng=self.rng,
+            named=self._named,
+            workers=self._seen,
+            decodes=self._decoders,
+            decoders=self._decoders,
+            loads=self._loads,
+            caches=self._caches,
+            policy=sticky,
+            overflow=self.kind == "policy",
+            splits=self.kind == "policy" and self.splits,
+            attached_rows=(1 << len(self.workers)) - 1,
+            prefix_fetches=self.kind == "policy",
+        )
+        asked = PrefillRequest(
+            request.key, request.prompt, request.prompt_names, answer=request.answer, may_split=True
+        )
+        return plan(asked, NOTHING, fleet)
+
+    def _share(self, request: Request, found: Plan, decode: int) -> None:
+        ranges = [
+            (self.workers[part.worker], range(part.start or found.cached, part.stop)) for part in found.ranges
+        ]
+        shared, final = SharedPrompt(ranges, self.clock), found.ranges[-1].worker
+        for row in dict.fromkeys(part.worker for part in found.ranges):
+            part = Part(
+                request.number, request.prompt, request.answer, request.arrived,
+                measured=request.measured and row == final,
+                key=request.key,
+                names=request.names,
+                first=request.first,
+                cached=found.cached,
+                due=request.due,
+                then=request.then,
+                prompt_of=shared,
+                own=deque(number for number, other in enumerate(found.ranges) if other.worker == row),
+            )  # fmt: skip
+            if row == final:
+                self._submit(part, found, row, decode)
+            else:
+                part.positions = request.prompt
+                part.first_token = partial(self._part_computed, part, self._sent(part, found, row), row)
+                self.workers[row].prefill(part)
+
+    def _part_computed(self, part: Request, work: PrefillWork, row: int) -> None:
+        self.workers[row].release(part)
+        self._computed(part, work, row)
+
+    def _sent(self, request: Request, found: Plan, computes: int) -> PrefillWork:
+        work = found.work(computes, request.prompt_names)
+        self._loads.sent(computes, work, self.clock.now)
+        self._sent_tokens += request.tokens
+        return work
+
+    def _computed(self, request: Request, work: PrefillWork, computes: int) -> None:
+        self._loads.ended(computes, work, computed=True, now=self.clock.now)
+        self._sent_tokens -= request.tokens
+        self._dispatch()
+
+    def _submit(self, request: Request, found: Plan, computes: int, decodes: int) -> None:
+        work, worker = self._sent(request, found, computes), self.workers[computes]
+        request.first_token = partial(self._first_token, request, work, computes, decodes)
+        request.ended = partial(self._ended, request, decodes)
+        request.positions = request.prompt
+        if computes == decodes:
+            request.positions += request.answer
+            self._seen[decodes].load.sent(request.prompt + 1)
+        else:
+            request.ends = partial(self._expect, request, decodes)
+            if found.order == "prefill":
+                request.started = partial(self._reserve, request, decodes)
+            else:
+                self._reserve(request, decodes)
+        if found.source is None:
+            worker.prefill(request)
+            return
+        holder, names = self.workers[found.source.holder.row].kv, request.prompt_names
+        has, fetched = worker.kv.cached(names, request.prompt - 1), holder.cached(names, request.prompt - 1)
+        self.clock.after(
+            FETCH_SECONDS + max(0, fetched - has) * FETCH_TOKEN_SECONDS,
+            partial(self._fetched, request, worker, names[: fetched // CHUNK_TOKENS]),
+        )
+
+    def _fetched(self, request: Request, worker: Worker, names: Sequence[int]) -> None:
+        worker.imported(names)
+        worker.prefill(request)
+
+    def _expect(self, request: Request, decode: int, computed: float) -> None:
+        self.workers[decode].arriving[request.number] = computed + HANDOVER_SECONDS[1]
+
+    def _reserve(self, request: Request, decode: int) -> None:
+        self._seen[decode].load.sent(request.prompt + 1)
+        self.workers[decode].reserve(request)
+
+    def _first_token(self, request: Request, work: PrefillWork, computes: int, decodes: int) -> None:
+        if computes == decodes:
+            self.workers[decodes].decode(request)
+        else:
+            seconds = self.rng.uniform(*HANDOVER_SECONDS)
+            self.clock.after(seconds, partial(self._handed_over, request, computes, decodes))
+        self._computed(request, work, computes)
+
+    def _handed_over(self, request: Request, computes: int, decodes: int) -> None:
+        self.workers[decodes].join(request)
+        self.workers[computes].release(request)
+
+    def _ended(self, request: Request, decodes: int) -> None:
+        self._seen[decodes].load.ended(request.prompt + 1)
+        request.then()
+        self._dispatch()
