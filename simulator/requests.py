@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.split import HOP_SECONDS
@@ -11,15 +11,20 @@ from baton.simulator.clock import Clock
 from baton.simulator.placement_outcome import Answer
 from baton.simulator.steps import LAYERS
 
-if TYPE_CHECKING:
-    from baton.simulator.step_worker import Worker
-
 OVERHEAD_SECONDS = 3e-3
 """Between the client and the engine, until the first token."""
 TOKENIZE_SECONDS = 1.4e-6
 """Of a prompt token, before its request arrives at the router's queue."""
 
 Event = Callable[[], None]
+
+
+class Wakeable(Protocol):
+    """A worker."""
+
+    def wake(self) -> None:
+        """There may be something to compute."""
+        ...
 
 
 def _nothing() -> None: ...
@@ -94,11 +99,11 @@ class Request:
         gap = (now - self.token_at) / (self.answer - 1)
         return Answer(self.first, self.prompt, self.cached, self.answer, ttft, gap)
 
-    def earliest_end(self, worker: "Worker", seconds: float) -> float:
+    def earliest_end(self, worker: Wakeable, seconds: float) -> float:
         """When a step of this worker that takes `seconds` can end."""
         return 0.0
 
-    def step_begins(self, worker: "Worker", count: int, seconds: float, now: float) -> None:
+    def step_begins(self, worker: Wakeable, count: int, seconds: float, now: float) -> None:
         """A step computes `count` tokens."""
         self.computed += count
 
@@ -114,10 +119,10 @@ class SharedPrompt:
         ends: when that step ends.
     """
 
-    ranges: Sequence[tuple["Worker", range]]
+    ranges: Sequence[tuple[Wakeable, range]]
     clock: Clock
     begun: int = 0
-    computes: "Worker | None" = None
+    computes: Wakeable | None = None
     ends: float = 0.0
 
     def begin_next(self) -> None:
@@ -163,11 +168,11 @@ class Part(Request):
         self.left -= count
         self.in_range -= count
 
-    def earliest_end(self, worker: "Worker", seconds: float) -> float:
+    def earliest_end(self, worker: Wakeable, seconds: float) -> float:
         shared = self.prompt_of
         return shared.ends + _lag(seconds) if shared.computes not in (None, worker) else 0.0
 
-    def step_begins(self, worker: "Worker", count: int, seconds: float, now: float) -> None:
+    def step_begins(self, worker: Wakeable, count: int, seconds: float, now: float) -> None:
         shared = self.prompt_of
         self.computed += count
         shared.computes, shared.ends = worker, now + seconds
