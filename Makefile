@@ -37,7 +37,7 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
     require("stream/promises").pipeline(createReadStream(process.argv[1]), createBrotliDecompress(), \
     createWriteStream(process.argv[2], {mode: 0o755}));
 
-.PHONY: prometheus venv venv-vllm install serve test test-long lint bench proto reference shape pins clean
+.PHONY: prometheus venv venv-vllm install serve test test-long lint bench proto reference manifests shape pins clean
 venv: $(ALL)
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
@@ -122,6 +122,9 @@ shape:
 
 reference: venv
 	$(BIN)/python -m docs.reference.generate
+
+manifests: venv
+	$(BIN)/python -m deploy.k8s.generate
 
 # The versions of constraints.txt with hashes. Needs uv. torch and what only it needs have no hash.
 # vLLM's are apart.

@@ -86,6 +86,7 @@ def overlays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Object]
     for text in output_of(together).split("\n---\n"):
         [name] = set(re.findall(r"(?:namespace|name): overlay-(\S+)$", text, re.MULTILINE))
         own = yaml.safe_load((K8S / "overlays" / name / "kustomization.yaml").read_text())["namespace"]
+        assert f"namespace: {own}\n" not in text, "users may choose another"
         built[name] += parsed(text.replace(f"overlay-{name}", own))
     return built
 

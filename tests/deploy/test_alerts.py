@@ -14,7 +14,8 @@ from baton.router.errors import all_errors, error_code
 from tests.grafana import RULES, rules
 from tests.prometheus import find
 
-from .conftest import K8S
+from .conftest import Object
+from .test_monitoring import groups
 
 A, B = (f'model_name="m",role="router",job="baton",instance="{name}"' for name in "ab")
 STARTED = "baton:router_start_time_seconds{%s}"
@@ -124,10 +125,12 @@ def test_the_error_ratio_counts_each_error_of_the_server() -> None:
     }
 
 
-def test_a_full_decode_pool_grows_by_what_waits_for_room(tmp_path: Path) -> None:
+def test_a_full_decode_pool_grows_by_what_waits_for_room(
+    overlays: dict[str, list[Object]], tmp_path: Path
+) -> None:
     """A share of at most 1 would let it grow by a quarter at a time."""
-    file = K8S / "components" / "autoscaling" / "rules.yaml"
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(yaml.safe_load(file.read_text())["spec"]))
+    spec = {"groups": groups(overlays["plain"], "baton-autoscaling")}
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec))
     series = {
         'vllm:kv_cache_usage_perc{job="baton-decode",namespace="n",pod="a"}': "1",
         'vllm:kv_cache_usage_perc{job="baton-decode",namespace="n",pod="b"}': "0.5",

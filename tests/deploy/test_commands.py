@@ -17,7 +17,7 @@ from baton.cluster.cli import app
 from baton.cluster.options.parameters import ENV_PREFIX, KNOWN
 from tests.within import WITHIN
 
-from .conftest import Object, PodTemplate, of_kind, pod_templates
+from .conftest import Object, PodTemplate, of_kind, pod_templates, settings_of
 
 # What an image sets as its entry point; a container's `args` follow it.
 ENTRYPOINT = ["baton"]
@@ -156,6 +156,16 @@ def test_ports_are_those_that_are_declared(overlays: dict[str, list[Object]]) ->
                 "admin-": "metrics",
             }
             assert {names[flag]: int(port) for flag, port in given.items()} == declared
+
+
+@pytest.mark.parametrize("name", ["store", "store-ha", "rbg"])
+def test_stores_and_workers_use_one_store(overlays: dict[str, list[Object]], name: str) -> None:
+    [store] = [pod for pod in pod_templates(overlays[name]) if pod.owner == "StatefulSet baton-store"]
+    flags = [flag.partition("=") for flag in store.containers[0]["args"] if "=" in flag]
+    given = {flag: value for flag, _, value in flags}
+    assert len(given) == len(flags), "each once"
+    assert given["--kv-store"] == settings_of(overlays[name])["data"]["BATON_KV_STORE"]
+    assert given["--size"] == "60GiB", "within the memory of the pod"
 
 
 def pods_of_roles(overlays: dict[str, list[Object]]) -> list[PodTemplate]:

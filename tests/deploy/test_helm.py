@@ -1,4 +1,4 @@
-"""The Helm chart deploys what the overlays deploy. Helm's own engine (`helm-python-sdk`) renders it."""
+"""The Helm chart, rendered by Helm's own engine (`helm-python-sdk`), and the overlays that are made of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -13,13 +14,15 @@ import jsonschema
 import pytest
 import yaml
 
-from .conftest import ROOT, Object
+from deploy.k8s import generate
+
+from .conftest import ROOT, Object, parsed
+from .test_schemas import VERSIONS, validate
 
 HELM = ROOT / "deploy" / "helm"
 CHART = HELM / "baton"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-OF_A_RELEASE = ("app.kubernetes.io/instance", "checksum/settings")
-CPU_DEMO = yaml.safe_load((HELM / "values-cpu-demo.yaml").read_text())
+FILES = sorted((HELM / "values").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,11 @@ CPU_DEMO = yaml.safe_load((HELM / "values-cpu-demo.yaml").read_text())
         ({"settings": VALUES["settings"] | {"BATON_DRAIN_TIMEOUT": "1m"}}, "does not match"),
         ({"router": {"terminationGracePeriodSeconds": "600"}}, "is not of type 'integer', 'null'"),
         ({"router": {"resources": {"limits": {"memory": "2 GB"}}}}, "does not match"),
+        ({"workload": "StatefulSet"}, "is not one of"),
+        ({"decode": {"sharedMemory": "1G B"}}, "does not match"),
+        ({"decode": {"image": {"name": "baton"}}}, "'name' was unexpected"),
+        ({"store": {"etcd": {"address": "http://etcd:2379"}}}, "does not match"),
+        ({"ray": {"head": {"args": []}}}, "'args' was unexpected"),
     ],
 )
 def test_values_are_validated(wrong: dict[str, Any], message: str) -> None:
@@ -46,70 +54,41 @@ def rendered(values: dict[str, Any], name: str = "baton") -> dict[tuple[str, str
     """The objects of a release, by kind and name."""
     with helm_python.Chart.load(CHART) as chart:
         texts = chart.render(copy.deepcopy(values), name=name, namespace="baton").values()
-    objects = [each for text in texts for each in yaml.safe_load_all(text) if each]
+    objects = [each for text in texts for each in parsed(text) if each]
     return {(each["kind"], each["metadata"]["name"]): each for each in objects}
 
 
-def without_a_release(node: Any) -> Any:
-    """`node` without what only the chart has: the label of the release, and the checksum of the settings."""
-    if isinstance(node, dict):
-        found = {key: without_a_release(each) for key, each in node.items() if key not in OF_A_RELEASE}
-        return {key: each for key, each in found.items() if each or key not in ("matchLabels", "annotations")}
-    return [without_a_release(each) for each in node] if isinstance(node, list) else node
+def test_the_overlays_are_what_the_chart_renders() -> None:
+    found = {path: path.read_text() for path in generate.OVERLAYS.rglob("*") if path.is_file()}
+    assert found == generate.overlays(), "run `make manifests`"
 
 
-def as_in_an_overlay(objects: dict[tuple[str, str], Object]) -> dict[tuple[str, str], Object]:
-    """The objects of the release `baton`. In overlays policies have no prefix."""
-    found = {}
-    for (kind, name), each in objects.items():
-        if kind == "NetworkPolicy":
-            name = each["metadata"]["name"] = name.removeprefix("baton-")
-        found[kind, name] = without_a_release(each)
-    return found
-
-
-def as_in_the_chart(overlay: list[Object]) -> dict[tuple[str, str], Object]:
-    """The objects of an overlay without namespaces, and without the hash in the name of the settings."""
-    text = json.dumps([each for each in overlay if each["kind"] != "Namespace"])
-    for each in overlay:
-        if each["kind"] == "ConfigMap" and each["metadata"]["name"].startswith("baton-settings-"):
-            text = text.replace(each["metadata"]["name"], "baton-settings")
-    objects = json.loads(text)
-    for each in objects:
-        del each["metadata"]["namespace"]
-    return {(each["kind"], each["metadata"]["name"]): each for each in objects}
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("plain", {}), ("gateway", {"gateway": {"enabled": True}}), ("cpu-demo", CPU_DEMO)],
-)
-def test_the_chart_renders_to_an_overlay(
-    overlays: dict[str, list[Object]], name: str, values: dict[str, Any]
-) -> None:
-    assert as_in_an_overlay(rendered(values)) == as_in_the_chart(overlays[name])
-
-
-def test_two_releases_share_a_namespace() -> None:
-    """Their objects have other names, and the selectors of one select nothing of the other."""
-    values = {"gateway": {"enabled": True, "className": ""}, "monitoring": {"alerts": False}}
-    first, second = rendered(values), rendered(values, "other")
+@pytest.mark.parametrize("values", FILES, ids=lambda path: path.stem)
+def test_two_releases_share_a_namespace(values: Path) -> None:
+    """Their objects are valid and have other names, and the selectors of one select nothing of the other."""
+    given = yaml.safe_load(values.read_text()) or {}
+    given["monitoring"] = given.get("monitoring", {}) | {"alerts": False}
+    given["gateway"] = given.get("gateway", {}) | {"className": ""}
+    first, second = rendered(given), rendered(given, "other")
     assert not first.keys() & second.keys()
     assert {name.startswith("other-baton") for _, name in second} == {True}
-    assert not re.search(
-        r"\bbaton-(?!cluster|api-keys)", json.dumps(list(second.values())).replace("other-baton-", "")
-    )
+    text = json.dumps(list(second.values())).replace("other-baton-", "").replace('networks": "baton-kv', "")
+    assert not re.search(r"\bbaton-(?!cluster|api-keys)", text)
     selectors = 0
     for each in second.values():
+        validate(each, VERSIONS[1])
         for key, selector in selectors_of(each.get("spec", {})):
             labels = selector.get("matchLabels", selector)
-            if key == "podSelector" and "k8s-app" in labels:
+            if key == "podSelector" and ("k8s-app" in labels or labels == {"app.kubernetes.io/name": "etcd"}):
                 continue
             assert labels["app.kubernetes.io/instance"] == "other", (
                 f"{each['kind']} {each['metadata']['name']}"
             )
             selectors += 1
-    assert selectors > 30
+    assert selectors > 12
+
+
+def test_names_begin_with_what_values_say() -> None:
     assert ("Service", "mine-prefill") in rendered({"fullnameOverride": "mine"})
     assert ("Service", "a-llm-prefill") in rendered({"nameOverride": "llm"}, "a")
 
@@ -175,6 +154,50 @@ def test_values_change_what_they_name() -> None:
     assert objects["HTTPRoute", "baton"]["spec"]["parentRefs"] == [{"name": "shared"}]
     kinds = {kind for kind, _ in objects}
     assert not {"Gateway", "HorizontalPodAutoscaler", "PersistentVolumeClaim"} & kinds
+
+
+def test_a_store_is_where_its_etcd_and_the_settings_say() -> None:
+    store = {"enabled": True, "size": "10GiB", "etcd": {"address": "e:99", "podLabels": {"app": "e"}}}
+    objects = rendered({"store": store})
+    assert objects["ConfigMap", "baton-settings"]["data"]["BATON_KV_STORE"] == "mooncake://e:99?ha=etcd"
+    [rule] = objects["NetworkPolicy", "baton-store-to-etcd"]["spec"]["egress"]
+    assert rule["ports"] == [{"port": 99, "protocol": "TCP"}]
+    labels = {"app.kubernetes.io/name": "etcd", "app": "e"}
+    assert rule["to"] == [{"podSelector": {"matchLabels": labels}}]
+    mine = {"BATON_KV_STORE": "mooncake://mine:1"}
+    settings = rendered({"store": {"enabled": True}, "settings": mine})["ConfigMap", "baton-settings"]
+    assert settings["data"] == VALUES["settings"] | mine
+
+
+def test_a_ray_cluster_has_the_workers_of_both_pools() -> None:
+    values = {
+        "workload": "RayCluster",
+        "autoscaling": {"enabled": False},
+        "prefill": {"replicas": 2, "image": {"tag": "other"}},
+        "decode": {"replicas": 3},
+        "settings": {"BATON_DRAIN_TIMEOUT": "600"},
+    }
+    objects = rendered(values)
+    front = objects["Deployment", "baton-front"]["spec"]["template"]["spec"]
+    assert "--prefill=2 --decode=3 " in front["containers"][0]["args"][0]
+    assert front["terminationGracePeriodSeconds"] == 660
+    [group] = objects["RayCluster", "baton"]["spec"]["workerGroupSpecs"]
+    assert [group[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [5, 5, 5]
+    [worker] = group["template"]["spec"]["containers"]
+    assert worker["image"] == "baton:other"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workload": "RoleBasedGroup"}, "set autoscaling.enabled to false"),
+        ({"workload": "RayCluster", "store": {"enabled": True}}, "no gateway and no store"),
+        ({"workload": "RayCluster", "gateway": {"enabled": True}}, "no gateway and no store"),
+    ],
+)
+def test_values_that_no_workload_has_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=message):
+        rendered(values)
 
 
 def test_helm_finds_no_mistake_and_refuses_wrong_values() -> None:

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import yaml
 from packaging.requirements import Requirement
 
-from .conftest import K8S, ROOT
+from .conftest import ROOT, Object, pod_templates
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 IMAGES = {"cpu", "cuda", "vllm"}
@@ -38,9 +37,11 @@ def test_bases_and_targets() -> None:
             f"{base} has no version"
         )
     assert re.findall(r"^USER (\S+)$", text, re.M)[-1] == "10001:10001"
-    used = {image["newTag"].rpartition("-")[2] for file in K8S.rglob("kustomization.yaml")
-            for image in yaml.safe_load(file.read_text()).get("images", [])}  # fmt: skip
-    assert used == IMAGES
+
+
+def test_overlays_use_each_image(overlays: dict[str, list[Object]]) -> None:
+    pods = [pod for objects in overlays.values() for pod in pod_templates(objects)]
+    assert {c["image"].rpartition("-")[2] for pod in pods for c in pod.containers} == IMAGES
 
 
 def test_an_image_has_all_packages() -> None:

@@ -14,11 +14,11 @@ from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStat
 from baton.worker.messages import EngineStatus, RequestCounts
 from baton.worker.service_process.metrics import Metrics
 
-from .conftest import K8S, ROOT, Object, of_kind
+from .conftest import ROOT, Object, of_kind
 
 GRAFANA = ROOT / "deploy" / "grafana"
 DOCUMENTED = ROOT / "docs" / "reference" / "metrics.md"
-AUTOSCALING = K8S / "components" / "autoscaling"
+ADAPTER = ROOT / "deploy" / "helm" / "prometheus-adapter.yaml"
 
 
 def exported(role: str) -> set[str]:
@@ -59,7 +59,7 @@ def test_rules_read_what_services_are_scraped_for(overlays: dict[str, list[Objec
 
 
 def test_autoscalers_read_what_rules_record_and_the_adapter_offers(overlays: dict[str, list[Object]]) -> None:
-    values = yaml.safe_load((AUTOSCALING / "prometheus-adapter.yaml").read_text())
+    values = yaml.safe_load(ADAPTER.read_text())
     [rule] = values["rules"]["custom"]
     pattern = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])
     assert pattern
@@ -87,7 +87,7 @@ def test_what_is_scraped_is_a_port_of_the_services(overlay: list[Object]) -> Non
 @pytest.mark.parametrize("name", ["plain", "kuberay", "kv-network", "single-gpu"])
 def test_alerts_and_dashboards_are_those_of_grafana(overlays: dict[str, list[Object]], name: str) -> None:
     wanted = yaml.safe_load((GRAFANA / "rules.yaml").read_text())
-    assert groups(overlays[name], "baton") == wanted["groups"], "copy rules.yaml"
+    assert groups(overlays[name], "baton") == wanted["groups"]
     [shown] = [m for m in of_kind(overlays[name], "ConfigMap") if m["metadata"]["name"] == "baton-dashboards"]
     assert shown["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert shown["data"].keys() == {path.name for path in (GRAFANA / "dashboards").iterdir()}

@@ -5,30 +5,108 @@
 {{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end }}
 
+{{/* Takes (list $ component). The labels of its pods, by which Services select them; without a component those of all pods. */}}
+{{- define "baton.selector" -}}
+{{- $labels := list -}}
+{{- range rest . -}}
+{{- $labels = list "app.kubernetes.io/name: baton" (printf "app.kubernetes.io/component: %s" .) -}}
+{{- end -}}
+{{- with first . -}}
+{{- if not .Values.kustomize -}}
+{{- $labels = append $labels (printf "app.kubernetes.io/instance: %q" .Release.Name) -}}
+{{- end -}}
+{{- end -}}
+{{- join ", " $labels -}}
+{{- end }}
+
+{{/* Takes (list $ component). The labels of its objects; without a component those of all objects. */}}
+{{- define "baton.labels" -}}
+app.kubernetes.io/part-of: baton{{ with include "baton.selector" . }}, {{ . }}{{ end }}
+{{- end }}
+
+{{/* Takes (list $ component…). Selects the pods of these components; without a component all pods. */}}
+{{- define "baton.pods" -}}
+{{- $found := list -}}
+{{- with include "baton.selector" (gt (len .) 2 | ternary (list (first .)) .) -}}
+{{- $found = list (printf "matchLabels: {%s}" .) -}}
+{{- end -}}
+{{- if gt (len .) 2 -}}
+{{- $name := "{key: app.kubernetes.io/name, operator: In, values: [baton]}" -}}
+{{- $component := rest . | join ", " | printf "{key: app.kubernetes.io/component, operator: In, values: [%s]}" -}}
+{{- $found = append $found (printf "matchExpressions: [%s, %s]" $name $component) -}}
+{{- end -}}
+{ {{- join ", " $found -}} }
+{{- end }}
+
+{{/* Takes (list $ name). Network policies of a release have its name, since releases may share a namespace. */}}
+{{- define "baton.policy" -}}
+{{- with first . }}{{ if not .Values.kustomize }}{{ include "baton.fullname" . }}-{{ end }}{{ end }}{{ last . -}}
+{{- end }}
+
+{{/* Takes (list $ name). The account as the subject of a RoleBinding. Kustomize knows the namespace. */}}
+{{- define "baton.subject" -}}
+{{- $root := first . -}}
+{{- $namespace := $root.Values.kustomize | ternary "" (printf ", namespace: %s" $root.Release.Namespace) -}}
+{kind: ServiceAccount, name: {{ include "baton.fullname" $root }}-{{ last . }}{{ $namespace }}}
+{{- end }}
+
 {{- define "baton.claim" -}}
 {{- default (printf "%s-weights" (include "baton.fullname" .)) .Values.weights.claim -}}
 {{- end }}
 
-{{/* Takes the root and the name of a role. Seconds until Kubernetes kills a pod: its drain, preStop (at most 5 s) and an end. */}}
+{{/* The URL of the store, which names the master, or the etcd that elects one. */}}
+{{- define "baton.store" -}}
+{{- with .Values.store.etcd.address -}}
+mooncake://{{ . }}?ha=etcd
+{{- else -}}
+mooncake://{{ include "baton.fullname" . }}-store-master:50051
+{{- end -}}
+{{- end }}
+
+{{/* Flags of every role. */}}
+{{- define "baton.settings" -}}
+{{- $store := .Values.store.enabled | ternary (dict "BATON_KV_STORE" (include "baton.store" .)) dict -}}
+{{- merge dict .Values.settings $store | toYaml -}}
+{{- end }}
+
+{{/* Takes the dict of "baton.pod". The image of the cluster, unless the component has its own. */}}
+{{- define "baton.image" -}}
+{{- with merge dict (default dict .values.image) .root.Values.image }}{{ .repository }}:{{ .tag }}{{ end -}}
+{{- end }}
+
+{{- define "baton.user" -}}
+{runAsNonRoot: true, runAsUser: 10001, runAsGroup: 10001, fsGroup: 10001, seccompProfile: {type: RuntimeDefault}}
+{{- end }}
+
+{{- define "baton.unprivileged" -}}
+{allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
+{{- end }}
+
+{{/* Takes the dict of "baton.pod". Seconds until Kubernetes kills a pod: its drain, preStop (at most 5 s) and an end. */}}
 {{- define "baton.gracePeriod" -}}
-{{- $role := get .root.Values .role -}}
 {{- $drain := .root.Values.settings.BATON_DRAIN_TIMEOUT -}}
-{{- range $role.args -}}
+{{- range .values.args -}}
 {{- if hasPrefix "--drain-timeout=" . -}}{{- $drain = trimPrefix "--drain-timeout=" . -}}{{- end -}}
 {{- end -}}
-{{- default (add 30 (ceil (float64 $drain))) $role.terminationGracePeriodSeconds -}}
+{{- default (add 30 (ceil (float64 $drain))) .values.terminationGracePeriodSeconds -}}
 {{- end }}
 
-{{/* What all pods have. */}}
-{{- define "baton.pod" -}}
-{{- with .root.Values.imagePullSecrets }}
-imagePullSecrets: {{- toYaml . | nindent 2 }}
-{{- end }}
-terminationGracePeriodSeconds: {{ include "baton.gracePeriod" . }}
-{{- end }}
-
-{{/* Takes the values of a role. Without a surge one pod ends before its successor starts. */}}
+{{/* Takes the values of a component. Without a surge one pod ends before its successor starts. */}}
 {{- define "baton.rollingUpdate" -}}
-maxSurge: {{ .maxSurge }}
-maxUnavailable: {{ eq (int .maxSurge) 0 | ternary 1 0 }}
+{maxUnavailable: {{ eq (int .maxSurge) 0 | ternary 1 0 }}, maxSurge: {{ .maxSurge }}}
+{{- end }}
+
+{{/* Whether an autoscaler of Kubernetes sets the number of workers. */}}
+{{- define "baton.autoscaled" -}}
+{{- if and .Values.autoscaling.enabled (eq .Values.workload "Deployment") }}yes{{ end -}}
+{{- end }}
+
+{{/* Refuses what no template renders. */}}
+{{- define "baton.check" -}}
+{{- if and .Values.autoscaling.enabled (eq .Values.workload "RoleBasedGroup") -}}
+{{- fail "a RoleBasedGroup has no autoscaler: set autoscaling.enabled to false" -}}
+{{- end -}}
+{{- if and (or .Values.store.enabled .Values.gateway.enabled) (eq .Values.workload "RayCluster") -}}
+{{- fail "a RayCluster has no gateway and no store: set gateway.enabled and store.enabled to false" -}}
+{{- end -}}
 {{- end }}

@@ -1,0 +1,195 @@
+{{/*
+The pod template of a component. Takes a dict: root; component; values (those of the component); container (the template
+that is its container); account; token (if it uses the API server); the mounts of the container: weights, cluster, keys, shm
+(a size), tmp (a size); settings, if it reads them; labels, if its own are not those of the component.
+*/}}
+{{- define "baton.pod" -}}
+{{- $root := .root -}}
+{{- $labels := default (include "baton.selector" (list $root .component)) .labels -}}
+metadata:
+  labels: { {{- $labels -}} }
+  {{- $checksum := dict -}}
+  {{- if and .settings (not $root.Values.kustomize) -}}
+  {{- $checksum = dict "checksum/settings" (include "baton.settings" $root | sha256sum) -}}
+  {{- end -}}
+  {{- with merge dict (default dict .values.podAnnotations) $checksum }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- with $root.Values.imagePullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  serviceAccountName: {{ include "baton.fullname" $root }}-{{ .account }}
+  automountServiceAccountToken: {{ default false .token }}
+  enableServiceLinks: false  # service variables would start with BATON_, like the variables of our flags
+  terminationGracePeriodSeconds: {{ include "baton.gracePeriod" . }}  # more than preStop and the drain need
+  securityContext: {{ include "baton.user" . }}
+  topologySpreadConstraints:
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector: {matchLabels: { {{- $labels -}} }}
+  {{- with .affinity }}
+  affinity: {{- nindent 4 . }}
+  {{- end }}
+  {{- with .values.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .values.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - {{ include .container . | indent 6 | trim }}
+      {{- if .settings }}
+      envFrom:
+        - configMapRef: {name: {{ include "baton.fullname" $root }}-settings}
+      {{- end }}
+      resources: {{- toYaml .values.resources | nindent 8 }}
+      securityContext: {{ include "baton.unprivileged" . }}
+      volumeMounts: {{- include "baton.mounts" . | nindent 8 }}
+  volumes: {{- include "baton.volumes" . | nindent 4 }}
+{{- end }}
+
+{{- define "baton.mounts" -}}
+{{- if and .weights .root.Values.weights.enabled -}}
+- {name: weights, mountPath: /models, readOnly: true}
+{{ end }}
+{{- if .cluster -}}
+- {name: cluster-secret, mountPath: /etc/baton/cluster, readOnly: true}
+{{ end }}
+{{- if .keys -}}
+- {name: api-keys, mountPath: /etc/baton/api-keys, readOnly: true}
+{{ end -}}
+- {name: tmp, mountPath: /tmp}
+{{- if .shm }}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- end }}
+
+{{- define "baton.volumes" -}}
+{{- if and .weights .root.Values.weights.enabled -}}
+- name: weights
+  persistentVolumeClaim: {claimName: {{ include "baton.claim" .root }}, readOnly: true}
+{{ end }}
+{{- if .cluster -}}
+- name: cluster-secret
+  secret: {secretName: {{ .root.Values.secrets.cluster }}, defaultMode: 0440}
+{{ end }}
+{{- if .keys -}}
+- name: api-keys  # routers follow its changes
+  secret: {secretName: {{ .root.Values.secrets.apiKeys }}, defaultMode: 0440}
+{{ end -}}
+- name: tmp
+  emptyDir: {sizeLimit: {{ .tmp }}}
+{{- with .shm }}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+{{- end }}
+{{- end }}
+
+{{/* Takes the root. The pod of a router. */}}
+{{- define "baton.router" -}}
+{{- include "baton.pod" (dict
+  "root" . "component" "router" "values" .Values.router "container" "baton.router.container" "account" "router"
+  "token" true "settings" true "weights" true "cluster" true "keys" true "tmp" "1Gi") -}}
+{{- end }}
+
+{{- define "baton.router.container" -}}
+name: router
+image: {{ include "baton.image" . }}
+args:
+  - router
+  - --host=0.0.0.0
+  - --port=8000
+  - --grpc-port=8001
+  - --admin-host=0.0.0.0
+  - --admin-port=8002
+  - --kubernetes-service={{ include "baton.fullname" .root }}-prefill
+  - --kubernetes-service={{ include "baton.fullname" .root }}-decode
+  - --cluster-secret-file=/etc/baton/cluster/secret
+  - --api-key-file=/etc/baton/api-keys/keys.toml
+  {{- with .values.args }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+ports:
+  - {name: http, containerPort: 8000}
+  - {name: grpc, containerPort: 8001}
+  - {name: metrics, containerPort: 8002}
+# Clients cannot fill the admin port. A router is healthy without workers: it lets requests wait.
+startupProbe:
+  httpGet: {path: /health, port: 8002}
+  periodSeconds: 1
+  failureThreshold: 120
+readinessProbe:
+  httpGet: {path: /routable, port: 8002}  # no requests for a router that reaches none of the listed workers
+  periodSeconds: 2
+livenessProbe:
+  httpGet: {path: /health, port: 8002}
+  periodSeconds: 10
+  timeoutSeconds: 5
+lifecycle:
+  preStop:
+    sleep: {seconds: 5}  # until clients open no more connections to this pod
+{{- end }}
+
+{{/* Takes (list $ role). The pod of a worker. In a group, decode workers prefer the zone of prefill workers. */}}
+{{- define "baton.worker" -}}
+{{- $root := first . -}}
+{{- $values := get $root.Values (last .) -}}
+{{- $pod := dict
+  "root" $root "component" (last .) "values" $values "container" "baton.worker.container" "account" "worker"
+  "settings" true "weights" true "cluster" true "tmp" "8Gi" "shm" $values.sharedMemory -}}
+{{- if and (eq (last .) "decode") (eq $root.Values.workload "RoleBasedGroup") -}}
+{{- $_ := set $pod "affinity" (include "baton.worker.affinity" $root) -}}
+{{- end -}}
+{{- include "baton.pod" $pod -}}
+{{- end }}
+
+{{- define "baton.worker.affinity" -}}
+podAffinity:
+  preferredDuringSchedulingIgnoredDuringExecution:
+    - weight: 100
+      podAffinityTerm:
+        topologyKey: topology.kubernetes.io/zone
+        labelSelector: {{ include "baton.pods" (list . "prefill") }}
+{{- end }}
+
+{{- define "baton.worker.container" -}}
+name: worker
+image: {{ include "baton.image" . }}
+{{- with .values.command }}
+command: {{- toYaml . | nindent 2 }}
+{{- end }}
+args:
+  - {{ .component }}
+  - --host=$(POD_IP)
+  - --port=7001
+  - --kv-port=7002
+  - --metrics-port=7003
+  - --cluster-secret-file=/etc/baton/cluster/secret
+  {{- with .values.args }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+env:
+  - name: POD_IP
+    valueFrom:
+      fieldRef: {fieldPath: status.podIP}
+ports:
+  - {name: grpc, containerPort: 7001}
+  - {name: kv, containerPort: 7002}
+  - {name: metrics, containerPort: 7003}
+startupProbe:  # not on the gRPC port: a kubelet cannot prove the cluster secret
+  httpGet: {path: /health, port: 7003}
+  periodSeconds: 1
+  failureThreshold: 1800  # time to load the weights
+readinessProbe:
+  httpGet: {path: /health, port: 7003}
+  periodSeconds: 1  # determines how soon routers see a change
+livenessProbe:  # not for a hung engine: that ends the worker (--engine-timeout)
+  httpGet: {path: /health, port: 7003}
+  periodSeconds: 10
+  timeoutSeconds: 5
+lifecycle:
+  preStop:
+    sleep: {seconds: 2}  # until routers have removed this pod from their lists
+{{- end }}
