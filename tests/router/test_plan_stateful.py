@@ -9,6 +9,7 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,7 @@ class Work:
     reserved: bool = False
     queued: bool = False
     hands_over: bool = False
+    retargeted: bool = False
     parts: list[bytes] = field(default_factory=list)
     """Of a shared prompt: the prefills of all workers, the last one last."""
 
@@ -70,8 +72,12 @@ class Stream(WorkerStream):
 
 
 class Life:
-    def __init__(self, seed: int, **config: Any) -> None:
-        self.rng = rng = random.Random(seed)
+    def __init__(
+        self, seed: int, pools: Sequence["pb.Pool"] = (), waiting: Sequence[int] = (0, 0, 5000), **config: Any
+    ) -> None:
+        """`pools`: of the workers. Drawn if there are none. `waiting`: prompt tokens that one may have."""
+        self.rng, self.waiting = random.Random(seed), waiting
+        rng = self.rng
         made = RouterConfig(model="m", secret=b"s", port=0, **config)
         self.pool = pool = WorkerPool(made, RouterModel("m", 10, ""))
         pool._rng = random.Random(seed)
@@ -86,7 +92,7 @@ class Life:
         self.submitted = self.events = 0
         self.seen: Counter[str] = Counter()
         self.output = [rng.randrange(3, 10) for _ in range(rng.choice([1, 2, 3, 6]) - 1)] + [STOP]
-        self.pools = [PREFILL] * rng.choice([1, 2]) + [DECODE] * rng.choice([1, 1, 2, 3])
+        self.pools = pools or [PREFILL] * rng.choice([1, 2]) + [DECODE] * rng.choice([1, 1, 2, 3])
         for number, first in enumerate(self.pools):
             worker = Worker(f"w{number}", pool.loads, lambda: pool.on_capacity(), pool.breaker_changed)
             pool.listed[worker.address], self.works[worker] = worker, {}
@@ -111,7 +117,7 @@ class Life:
         status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_SERVING, pool=pool, blocks_free=512, prefill_tokens_per_s=1e3,
             fastest_step_seconds=0.01, decode_seconds=0.01, chunk_tokens=50, chunk_seconds=0.015,
-            tokens_waiting=self.rng.choice([0, 0, 5000]),
+            tokens_waiting=self.rng.choice(self.waiting),
         )  # fmt: skip
         described = pb.WorkerDescription(
             first_pool=pool, incarnation=self.rng.getrandbits(64), vocab_size=10, kv_address="k",
@@ -122,6 +128,8 @@ class Life:
 
     def take(self) -> None:
         """The workers get what was sent to them."""
+        computed = {worker: self.has_kv(works) for worker, works in self.works.items()}
+        prefills = list[bytes]()
         for worker, works in self.works.items():
             messages = worker.send_queue._queue if worker.send_queue is not None else asyncio.Queue()
             while not messages.empty():
@@ -130,7 +138,9 @@ class Life:
                 match message.WhichOneof("kind"):
                     case "prefill":
                         submit = message.prefill
+                        assert submit.request.output_ids == self.received
                         parts = list(dict.fromkeys(part.prefill_id for part in submit.plan))
+                        prefills += [] if parts else [submit.prefill_id]
                         work = Work("prefill", submit.request, queued=submit.report_start, parts=parts)
                         work.hands_over = submit.handover
                         works[submit.prefill_id] = work
@@ -139,13 +149,20 @@ class Life:
                         self.seen["queued"] += submit.report_start
                     case "decode":
                         submit = message.decode
+                        inline, repeated = not submit.HasField("source"), len(submit.request.output_ids)
+                        assert submit.request.output_ids == self.received[:repeated]
+                        repeats = len(self.received) - repeated
+                        assert repeats <= (not inline), "only the token of the prefill comes again"
+                        assert not (inline and computed[worker]), "it would compute what it has"
                         works[submit.decode_id] = Work("decode", submit.request, submit.source.prefill_id)
                         self.submitted += 1
-                        self.seen["decode" if submit.HasField("source") else "inline"] += 1
+                        self.seen["inline" if inline else "decode"] += 1
                     case "retarget":
                         if (work := works.get(message.retarget.decode_id)) is None:
                             continue
                         self.seen["retarget"] += 1
+                        assert message.retarget.output_ids == self.received
+                        work.retargeted = True
                         if work.source in self.computed and self.rng.random() < 0.5:
                             work.source = b""  # it had the KV already
                         else:
@@ -153,6 +170,13 @@ class Life:
                             work.request.output_ids[:] = message.retarget.output_ids
                     case "cancel":
                         works.pop(message.cancel.attempt_id, None)
+        for works in self.works.values():
+            for work in works.values():
+                if work.source in prefills and not work.retargeted and work.request.retried:
+                    assert work.reserved, "no prompt is computed again without room for its KV"
+
+    def has_kv(self, works: dict[bytes, Work]) -> bool:
+        return any(work.computed and work.hands_over and not work.parts for work in works.values())
 
     def work_of(self, attempt_id: bytes) -> Work | None:
         return next((works[attempt_id] for works in self.works.values() if attempt_id in works), None)
@@ -253,6 +277,7 @@ class Life:
             if kind == "attempt":
                 self.fail(worker, key, rng.choice(FAILURES))
             elif kind == "kv" and work.kind == "decode" and work.source and not work.sent:
+                self.fetched(work.source)
                 self.fail(worker, key, pb.FAILURE_CODE_KV_FAILED, work.source)
             elif kind == "token" and work.kind == "decode" and work.sent:
                 work.sent = len(self.received) + 1 - len(work.request.output_ids)  # it skips one
@@ -261,20 +286,31 @@ class Life:
                 work.sent -= 1
                 self.token(worker, key, work, self.output[work.next_index])
         elif kind == "lost" and worker.attached:
-            self.works[worker].clear()
-            stream._detach()
+            self.lose(worker)
         elif kind == "lost":
             self.attach(stream, rng.choice([PREFILL, DECODE]))
         elif worker.attached:
-            status = pb.WorkerStatus()
-            status.CopyFrom(worker.status)
             if kind == "flip":
-                status.pool = PREFILL if status.pool == DECODE else DECODE
+                self.flip(worker)
             elif kind == "room":
-                status.blocks_free = rng.choice([0, 100, 512])
+                self.report(worker, blocks_free=rng.choice([0, 100, 512]))
             elif kind == "drain":
-                status.health = rng.choice([pb.WorkerStatus.HEALTH_SERVING, pb.WorkerStatus.HEALTH_DRAINING])
-            self.say(worker, status=status)
+                serving, draining = pb.WorkerStatus.HEALTH_SERVING, pb.WorkerStatus.HEALTH_DRAINING
+                self.report(worker, health=rng.choice([serving, draining]))
+
+    def lose(self, worker: Worker) -> None:
+        self.works[worker].clear()
+        self.streams[list(self.works).index(worker)]._detach()
+
+    def flip(self, worker: Worker) -> None:
+        self.report(worker, pool=PREFILL if worker.status.pool == DECODE else DECODE)
+
+    def report(self, worker: Worker, **changes: Any) -> None:
+        status = pb.WorkerStatus()
+        status.CopyFrom(worker.status)
+        for name, value in changes.items():
+            setattr(status, name, value)
+        self.say(worker, status=status)
 
     def heal(self) -> None:
         """All workers serve again, in their first pools."""
@@ -398,3 +434,50 @@ def test_a_request_is_answered_once_whatever_fails(config: dict[str, Any]) -> No
     expected |= {"inline"} if config.get("overflow", True) else set()
     expected |= {"split"} if config.get("split_prompts", True) else set()
     assert expected <= seen.keys(), seen
+
+
+# The pools of a fleet, and what happens to the worker with the prefill (p) and to that with the decode (d).
+ORDERS: dict[str, tuple[str, list[str]]] = {
+    "the decode is at the only prefill worker": ("pd", ["d goes on", "d flips", "p loses"]),
+    "the decode is at a prefill worker": ("pdd", ["d goes on", "d flips", "p loses"]),
+    "the only decode worker is lost before the KV is there": ("pd", ["d loses"]),
+    "the only decode worker is lost when the KV is there": ("pd", ["p goes on", "d loses"]),
+    "a worker of a request that waits is lost, and others may decode then": (
+        "ppd", ["p full", "d full", "d refuses", "p flips", "d loses", "p loses"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_request_is_answered_whatever_comes_first(order: str) -> None:
+    fleet, events = ORDERS[order]
+
+    async def live(seed: int) -> bool:
+        life = Life(seed, pools=[PREFILL if letter == "p" else DECODE for letter in fleet], waiting=[0])
+        works = {
+            work.kind: (worker, key, work)
+            for worker, works in life.works.items()
+            for key, work in works.items()
+        }
+        hands_over = works.keys() == {"prefill", "decode"}
+        for event in events if hands_over else ():
+            which, what = event.split(maxsplit=1)
+            worker, key, work = works["prefill" if which == "p" else "decode"]
+            match what:
+                case "goes on":
+                    life.step(worker, key, work)
+                case "loses":
+                    life.lose(worker)
+                case "flips":
+                    life.flip(worker)
+                case "full":
+                    life.report(worker, blocks_free=0)
+                case "refuses":
+                    life.fail(worker, key, pb.FAILURE_CODE_NO_ROOM)
+            life.check()
+        await life.run()
+        for stream in life.streams:
+            await stream.close()
+        return hands_over
+
+    assert sum(asyncio.run(live(seed)) for seed in range(20)) >= 5
