@@ -14,7 +14,7 @@ from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.drafters import PromptLookup
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.making_room import to_drop
-from baton.engine.core.meters import ChunkLimit, Meters
+from baton.engine.core.meters import LARGE, ChunkLimit, Meters
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.request_lives import RequestLives
 from baton.engine.core.scheduler import Scheduler
@@ -32,6 +32,7 @@ from baton.engine.model_config import ModelConfig, known_ids
 from baton.engine.models import cache_bytes_per_token
 from baton.engine.outputs import Outputs
 from baton.engine.step_loop import StepLoop
+from baton.machine.step_model import LearnedSteps, StepModel, row_sizes, token_sizes
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,14 @@ def _with_eos_of_tokenizer(model: ModelConfig, tokenizer: str) -> ModelConfig:
     eos = eos_of_tokenizer(tokenizer)
     more = () if eos is None or eos in model.eos_ids else known_ids([eos], model.vocab_size, tokenizer)
     return replace(model, eos_ids=(*model.eos_ids, *more))
+
+
+def _large(steps: StepModel | None) -> tuple[int, float]:
+    """Prompt tokens and seconds of the largest step that was measured. (0, 0.0): none shows the speed of long
+    prompts."""
+    if steps is None or (tokens := steps.tokens[-1]) < LARGE:
+        return 0, 0.0
+    return tokens, steps.prompt(tokens)
 
 
 class Engine:
@@ -115,7 +124,8 @@ class Engine:
         )
         self._outputs = Outputs(lives, speculation, model.eos_ids)
         self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
-        self._meters = Meters(limit, started.largest)
+        sizes = row_sizes(config.max_num_seqs), token_sizes(config.max_num_batched_tokens)
+        self._meters = Meters(limit, _large(started.steps), LearnedSteps(*sizes, started.steps))
         self._runner = runner
         self.loop = StepLoop(
             runner,
@@ -337,4 +347,8 @@ class Engine:
             experts=None if (load := self._runner.expert_load) is None else load.read(),
             offload=[tier.stats for tier in self.offload],
             speculation=None if scheduler.speculation is None else scheduler.speculation.stats,
+            step_table=meters.steps.table,
+            step_factors=meters.steps.factors,
+            decode_context=scheduler.decode_context,
+            queue_seconds=meters.queue_seconds(scheduler.parts_waiting(), decoding=scheduler.decoding > 0),
         )

@@ -228,7 +228,11 @@ class StepLoop:
         self._pace.landed(seconds, landed_at)
         if schedule.waited <= MOST_WAITED * seconds:
             self._meters.record(
-                schedule.decodes > 0, schedule.prompt_tokens, seconds, schedule.prompt_position
+                schedule.decode_rows,
+                schedule.prompt_tokens,
+                seconds,
+                schedule.prompt_position,
+                schedule.decode_context,
             )
         speculation = self._scheduler.speculation
         if speculation is not None and schedule.decodes and not schedule.prompts:

@@ -12,16 +12,17 @@ prompt token. The table follows mixtures of experts, in which a few rows more re
 Between two measured sizes the cost is linear. Graphs pad decodes to the next captured size, at most 7 rows
 more. A table of all sizes would be long, and a plan needs what a row adds on average, not a stair.
 
-    measure            makes a model from a few steps, at the start of an engine
-    ObservedSteps      makes one from any steps, such as those of an engine that cannot be measured
-    Correction         follows an engine that is slower or faster than its table
+    measure         makes a table from a few steps, at the start of an engine
+    ObservedSteps   makes one from any steps, as far as it was not measured
+    Correction      follows an engine that is slower or faster than its table
+    LearnedSteps    all of them, for one engine
 
 Pure.
 """
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -75,7 +76,7 @@ class StepModel:
 
     def prompt(self, tokens: int, position: float = 0.0) -> float:
         """Seconds of a step with prompts alone."""
-        return self._prompt_rows(tokens) + self._attention(tokens, position)
+        return self._prompt_rows(tokens) + self.attention(tokens, position)
 
     def parts(self, rows: int, context: float, tokens: int, position: float) -> tuple[float, float]:
         """The seconds of `step`: those that scale with the cost of decodes, and with that of prompts."""
@@ -90,7 +91,7 @@ class StepModel:
         )
         all_rows = self._prompt_rows(rows + tokens)
         decode = context * self.context_seconds + separate * decode_rows
-        prompt = self._attention(tokens, position) + separate * prompt_rows
+        prompt = self.attention(tokens, position) + separate * prompt_rows
         if decode_rows > all_rows:
             return decode + overlap * decode_rows, prompt
         return decode, prompt + overlap * all_rows
@@ -125,7 +126,7 @@ class StepModel:
     def _prompt_rows(self, tokens: int) -> float:
         return _interpolated(self.tokens, self.prompt_seconds, tokens)
 
-    def _attention(self, tokens: int, position: float) -> float:
+    def attention(self, tokens: int, position: float) -> float:
         """Seconds beyond those of as many tokens at position 0. Negative for several prompts, but by less
         than these."""
         return tokens * max(position, -tokens / 2) * self.pair_seconds
@@ -175,61 +176,113 @@ class _Bin:
 
 
 class _Bins:
-    """Steps of one kind by size."""
+    """Steps of one kind by size. What was measured at the start stays."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], measured: Mapping[int, float], slope: float) -> None:
+        """`measured`: seconds of some of the sizes. `slope`: of one position or pair; 0: not known."""
         self._sizes = sizes
         self._bins = [_Bin() for _ in sizes]
+        self._measured = measured
+        self._slope = slope
 
-    def add(self, size: int, work: float, seconds: float) -> None:
-        self._bins[max(0, bisect_right(self._sizes, size) - 1)].add(size, work, seconds)
+    def add(self, size: int, work: float, seconds: float) -> bool:
+        """Returns whether the step counts."""
+        index = max(0, bisect_right(self._sizes, size) - 1)
+        if self._sizes[index] in self._measured:
+            return False
+        self._bins[index].add(size, work, seconds)
+        return True
 
-    def table(self) -> tuple[tuple[int, ...], tuple[float, ...], float]:
-        """Sizes, seconds without attention to what `work` counts, and what one more of `work` adds. Empty:
-        no step was added."""
+    def table(self, others: "_Bins | None" = None) -> tuple[tuple[int, ...], tuple[float, ...], float]:
+        """Sizes, seconds without what `work` adds, and what one more of `work` adds. Empty: not known.
+        `others`: of the same sizes, for those without steps here."""
         seen = [each for each in self._bins if each.weight]
-        # Relative to the work of a bin, or the largest steps alone would say what small ones cost.
-        scaled = [(each, each.mean_work**-2) for each in seen if each.mean_work > 0]
-        variance = sum(each.variance * scale for each, scale in scaled)
-        covariance = sum(each.covariance * scale for each, scale in scaled)
-        slope = max(0.0, covariance / variance) if variance > 0 else 0.0
-        # The rest of a step is not negative, however steep the line through a few steps is.
-        slope = min([slope, *(each.mean_seconds / each.mean_work for each in seen if each.mean_work > 0)])
-        seconds = accumulate((each.mean_seconds - slope * each.mean_work for each in seen), max)
-        return tuple(round(each.mean_size) for each in seen), tuple(seconds), slope
+        slope = self._slope or _slope(seen)
+        if others is not None:
+            pairs = zip(self._sizes, self._bins, others._bins, strict=True)
+            seen += [
+                other
+                for size, each, other in pairs
+                if other.weight and not each.weight and size not in self._measured
+            ]
+        found = {round(each.mean_size): each.mean_seconds - slope * each.mean_work for each in seen}
+        sizes = sorted({**found, **self._measured}.items())
+        seconds = accumulate((max(0.0, seconds) for _, seconds in sizes), max)
+        return tuple(size for size, _ in sizes), tuple(seconds), slope
+
+
+def _slope(bins: Sequence[_Bin]) -> float:
+    """What one more of `work` adds to steps of one size."""
+    bins = [each for each in bins if each.mean_work > 0]
+    # Relative to the work of a bin, or the largest steps alone would say what small ones cost.
+    variance = sum(each.variance / each.mean_work**2 for each in bins)
+    covariance = sum(each.covariance / each.mean_work**2 for each in bins)
+    slope = max(0.0, covariance / variance) if variance > 0 else 0.0
+    # The rest of a step is not negative, however steep the line through a few steps is.
+    return min([slope, *(each.mean_seconds / each.mean_work for each in bins)])
 
 
 class ObservedSteps:
     """Makes a model from the steps that it is told of. Those of one size are averaged.
 
-    The context of decodes grows with their number. What it costs is learned from steps of about one size."""
+    The context of decodes grows with their number. What it costs is learned from steps of about one size.
 
-    def __init__(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """The sizes from which on steps count together, ascending."""
-        self._decodes, self._prompts = _Bins(rows), _Bins(tokens)
+    A worker that always decodes has no steps with prompts alone. There a mixed step counts as one with as
+    many prompt tokens as it has rows in all. If one kind of steps was not there yet, a decode counts as a
+    prompt token, and the other way round."""
+
+    def __init__(self, rows: Sequence[int], tokens: Sequence[int], measured: StepModel | None = None) -> None:
+        """The sizes from which on steps count together, ascending. What `measured` has of them stays."""
+        known = measured or StepModel((), (), 0.0, (), (), 0.0, 1.0)
+        decodes = dict(zip(known.rows, known.decode_seconds, strict=True))
+        prompts = dict(zip(known.tokens, known.prompt_seconds, strict=True))
+        self._decodes = _Bins(rows, decodes, known.context_seconds)
+        self._prompts = _Bins(tokens, prompts, known.pair_seconds)
+        self._mixed = _Bins(tokens, prompts, 0.0)
+        self._learns_overlap = measured is None
         self._overlap = Average(DECAY)
+        self._overlap.value = known.overlap
+        self._model: StepModel | None = None
+        self._update()
+
+    @property
+    def model(self) -> StepModel | None:
+        """None: no step was there yet."""
+        return self._model
 
     def add(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
         """As in `StepModel.step`."""
         if not tokens:
-            self._decodes.add(rows, context, seconds)
+            learned = self._decodes.add(rows, context, seconds)
         elif not rows:
-            self._prompts.add(tokens, tokens * position, seconds)
-        elif (model := self.model()) is not None:
-            shared, separate = (
-                replace(model, overlap=overlap).step(rows, context, tokens, position)
-                for overlap in (1.0, 0.0)
-            )
-            if shared < separate:
-                saved = max(0.0, min(separate - seconds, separate - shared))
-                self._overlap.add(saved, separate - shared)
+            learned = self._prompts.add(tokens, tokens * position, seconds)
+        else:
+            learned = self._add_mixed(rows, context, tokens, position, seconds)
+        if learned:
+            self._update()
 
-    def model(self) -> StepModel | None:
-        """None: a kind of steps, with decodes alone or prompts alone, was not there yet."""
-        decodes, prompts = self._decodes.table(), self._prompts.table()
-        if not decodes[0] or not prompts[0]:
-            return None
-        return StepModel(*decodes, *prompts, self._overlap.value)
+    def _add_mixed(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> bool:
+        attention = 0.0
+        if (model := self._model) is not None:
+            attention = context * model.context_seconds + model.attention(tokens, position)
+        learned = self._mixed.add(rows + tokens, 0.0, max(0.0, seconds - attention))
+        if model is None or not self._learns_overlap:
+            return learned
+        shared, separate = (
+            replace(model, overlap=overlap).step(rows, context, tokens, position) for overlap in (1.0, 0.0)
+        )
+        if shared < separate:
+            saved = max(0.0, min(separate - seconds, separate - shared))
+            self._overlap.add(saved, separate - shared)
+        return True
+
+    def _update(self) -> None:
+        decodes, prompts = self._decodes.table(), self._prompts.table(self._mixed)
+        decodes, prompts = (
+            own if own[0] else (*other[:2], 0.0) for own, other in ((decodes, prompts), (prompts, decodes))
+        )
+        if decodes[0]:
+            self._model = StepModel(*decodes, *prompts, self._overlap.value)
 
 
 def measure(
@@ -246,24 +299,41 @@ def measure(
     `rows`, `tokens`: sizes to measure, ascending; the most important are the first and the last. `context`:
     positions of a decode in steps with a long context. `position`: of long prompts.
     `budget`: seconds of all these steps. A step that is expected to exceed it is left out, except for the
-    first of each kind."""
+    first."""
     observed, spent = ObservedSteps(rows, tokens), 0.0
     for size in _grid(rows, tokens, context, position):
-        model = observed.model()
-        if model is not None and spent + model.step(*size) > budget:
+        if (model := observed.model) is not None and spent + model.step(*size) > budget:
             continue
         seconds = step(*size)
         spent += seconds
         observed.add(*size, seconds)
-    model = observed.model()
-    assert model is not None, "both kinds of steps were measured"
-    return model
+    assert observed.model is not None, "the first step was measured"
+    return observed.model
+
+
+def row_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of decodes to measure."""
+    return _sizes((1, 8, 32), most)
+
+
+def token_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of prompt tokens to measure."""
+    return _sizes((16, 64), most)
+
+
+def _sizes(first: Sequence[int], most: int) -> tuple[int, ...]:
+    """These, then twice as many each time, up to `most`."""
+    sizes = list(first)
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    return *(size for size in sizes if size < most), most
 
 
 def _grid(
     rows: Sequence[int], tokens: Sequence[int], context: int, position: int
 ) -> Iterator[tuple[int, float, int, float]]:
-    """The steps to measure. The sizes between come last: a budget may end before them."""
+    """The steps to measure. The sizes between come last: a budget may end before them. In a mixed step the
+    prompt is one of the requests, and its tokens and the decodes are at most as many as those of a prompt."""
     middle, chunk = rows[len(rows) // 2], tokens[len(tokens) // 2]
     yield rows[0], rows[0], 0, 0.0
     yield 0, 0.0, tokens[0], 0.0
@@ -275,8 +345,10 @@ def _grid(
         yield size, size * context, 0, 0.0
     for size in dict.fromkeys((tokens[-1], chunk)):
         yield 0, 0.0, size, position
-    for size in dict.fromkeys((rows[-1], middle)):
-        yield size, size, max(tokens[0], chunk - size), 0.0  # so many rows in all need no padding
+    for decodes in dict.fromkeys(min(size, rows[-1] - 1) for size in (rows[-1], middle)):
+        count = max(tokens[0], chunk - decodes)  # so many rows in all need no padding
+        if decodes and decodes + count <= tokens[-1]:
+            yield decodes, decodes, count, 0.0
 
 
 def _outer_first(sizes: Sequence[int]) -> list[int]:
@@ -323,3 +395,49 @@ class Correction:
 
 def _bounded(factor: float) -> float:
     return max(1 / LARGEST_FACTOR, min(LARGEST_FACTOR, factor))
+
+
+class LearnedSteps:
+    """The model of one engine, from its first step on.
+
+    What was measured at the start stays, and the rest of the table is learned. The factors follow all
+    steps."""
+
+    def __init__(self, rows: Sequence[int], tokens: Sequence[int], measured: StepModel | None = None) -> None:
+        """As in `ObservedSteps`."""
+        self._observed = ObservedSteps(rows, tokens, measured)
+        self._correction = None if measured is None else Correction(measured)
+        self._corrected = measured
+
+    @property
+    def table(self) -> StepModel | None:
+        """Without the factors. None: no step was there yet."""
+        return self._observed.model
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Of decodes, and of prompts."""
+        return (1.0, 1.0) if self._correction is None else (self._correction.decode, self._correction.prompt)
+
+    @property
+    def model(self) -> StepModel | None:
+        """With the factors. None: no step was there yet."""
+        if self._corrected is None and self._correction is not None:
+            self._corrected = self._correction.corrected
+        return self._corrected
+
+    def record(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
+        """Learns from a step, as in `StepModel.step`."""
+        size, usual = (rows, context, tokens, position), seconds
+        if (correction := self._correction) is not None:
+            correction.record(*size, seconds)
+            decode, prompt = correction.model.parts(*size)
+            if (expected := correction.decode * decode + correction.prompt * prompt) > 0:
+                usual = seconds * (decode + prompt) / expected
+        self._observed.add(*size, usual)
+        if (table := self._observed.model) is not None:
+            if correction is None:
+                self._correction = Correction(table)
+            else:
+                correction.model = table
+            self._corrected = None

@@ -482,8 +482,30 @@ class PrefixLink(_message.Message):
     tokens_per_s: float
     def __init__(self, incarnation: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., wait: _Optional[float] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
 
+class StepModel(_message.Message):
+    __slots__ = ("rows", "decode_seconds", "context_seconds", "tokens", "prompt_seconds", "pair_seconds", "overlap", "decode_factor", "prompt_factor")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAIR_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    decode_seconds: _containers.RepeatedScalarFieldContainer[float]
+    context_seconds: float
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    prompt_seconds: _containers.RepeatedScalarFieldContainer[float]
+    pair_seconds: float
+    overlap: float
+    decode_factor: float
+    prompt_factor: float
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., decode_seconds: _Optional[_Iterable[float]] = ..., context_seconds: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_seconds: _Optional[_Iterable[float]] = ..., pair_seconds: _Optional[float] = ..., overlap: _Optional[float] = ..., decode_factor: _Optional[float] = ..., prompt_factor: _Optional[float] = ...) -> None: ...
+
 class WorkerStatus(_message.Message):
-    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "prefill_position", "step_seconds", "prompt_tokens", "no_room", "chunk_tokens", "chunk_seconds", "pool", "long_chunk_tokens", "long_chunk_seconds", "decode_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds", "generation_tokens", "kv_transfers", "kv_bytes", "handovers", "handovers_hidden", "prefix_cache_queries", "prefix_cache_hits", "prefix_fetched_tokens", "store_fetched_tokens", "host_loaded_tokens", "disk_loaded_tokens", "draft_tokens", "accepted_draft_tokens")
+    __slots__ = ("health", "requests_running", "requests_waiting", "tokens_waiting", "blocks_free", "blocks_total", "held_prefills", "reservations", "transfers_open", "arena_slots_free", "arena_slots_total", "prefill_tokens_per_s", "prefill_position", "step_seconds", "prompt_tokens", "no_room", "chunk_tokens", "chunk_seconds", "pool", "long_chunk_tokens", "long_chunk_seconds", "decode_seconds", "kv_transports", "prefix_links", "host_tokens_per_s", "disk_tokens_per_s", "store_tokens_per_s", "store", "requests_decoding", "fastest_step_seconds", "generation_tokens", "kv_transfers", "kv_bytes", "handovers", "handovers_hidden", "prefix_cache_queries", "prefix_cache_hits", "prefix_fetched_tokens", "store_fetched_tokens", "host_loaded_tokens", "disk_loaded_tokens", "draft_tokens", "accepted_draft_tokens", "step_model", "decode_context", "queue_seconds")
     class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HEALTH_UNSPECIFIED: _ClassVar[WorkerStatus.Health]
@@ -542,6 +564,9 @@ class WorkerStatus(_message.Message):
     DISK_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MODEL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     health: WorkerStatus.Health
     requests_running: int
     requests_waiting: int
@@ -585,4 +610,7 @@ class WorkerStatus(_message.Message):
     disk_loaded_tokens: int
     draft_tokens: int
     accepted_draft_tokens: int
-    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_position: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., chunk_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ..., generation_tokens: _Optional[int] = ..., kv_transfers: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., handovers: _Optional[int] = ..., handovers_hidden: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., prefix_fetched_tokens: _Optional[int] = ..., store_fetched_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
+    step_model: StepModel
+    decode_context: int
+    queue_seconds: float
+    def __init__(self, health: _Optional[_Union[WorkerStatus.Health, str]] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., tokens_waiting: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_total: _Optional[int] = ..., held_prefills: _Optional[int] = ..., reservations: _Optional[int] = ..., transfers_open: _Optional[int] = ..., arena_slots_free: _Optional[int] = ..., arena_slots_total: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., prefill_position: _Optional[float] = ..., step_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., no_room: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., chunk_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, str]] = ..., long_chunk_tokens: _Optional[int] = ..., long_chunk_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., kv_transports: _Optional[_Mapping[str, str]] = ..., prefix_links: _Optional[_Iterable[_Union[PrefixLink, _Mapping]]] = ..., host_tokens_per_s: _Optional[float] = ..., disk_tokens_per_s: _Optional[float] = ..., store_tokens_per_s: _Optional[float] = ..., store: _Optional[str] = ..., requests_decoding: _Optional[int] = ..., fastest_step_seconds: _Optional[float] = ..., generation_tokens: _Optional[int] = ..., kv_transfers: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., handovers: _Optional[int] = ..., handovers_hidden: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., prefix_fetched_tokens: _Optional[int] = ..., store_fetched_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., step_model: _Optional[_Union[StepModel, _Mapping]] = ..., decode_context: _Optional[int] = ..., queue_seconds: _Optional[float] = ...) -> None: ...

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.content import Tier
+from baton.machine.step_model import StepModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +113,11 @@ class EngineStats:
     """One entry for each tier below the device."""
     speculation: SpeculationStats | None = None
     """None: no token is drafted."""
+    step_table: StepModel | None = None
+    """What steps cost, without the factors. None: not known yet."""
+    step_factors: tuple[float, float] = (1.0, 1.0)
+    """How many times as long decodes and prompts take now as in the table."""
+    decode_context: int = 0
+    """Positions that the requests which decode read in a step."""
+    queue_seconds: float = 0.0
+    """Until all `tokens_waiting` are computed, as expected. 0: none, or not known."""

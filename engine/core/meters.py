@@ -32,6 +32,7 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import MixedStep
 from baton.engine.model_config import FULL_STEP
 from baton.machine import Average
+from baton.machine.step_model import LearnedSteps, row_sizes, token_sizes
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""
@@ -229,9 +230,16 @@ class ChunkLimit:
 class Meters:
     """Averages the cost of recent steps. Owns the chunk limit, which learns from the same steps."""
 
-    def __init__(self, chunk_limit: ChunkLimit, largest: tuple[int, float] = (0, 0.0)) -> None:
-        """`largest`: prompt tokens and seconds of a step that was measured at the start; (0, 0.0): none."""
+    def __init__(
+        self,
+        chunk_limit: ChunkLimit,
+        largest: tuple[int, float] = (0, 0.0),
+        steps: LearnedSteps | None = None,
+    ) -> None:
+        """`largest`: prompt tokens and seconds of a step that was measured at the start; (0, 0.0): none.
+        `steps`: the model of this engine. None: one that nothing was measured for."""
         self.chunk_limit = chunk_limit
+        self.steps = steps or LearnedSteps(row_sizes(1), token_sizes(1))
         chunk_limit.record_alone(*largest)
         self._largest = largest[0]
         self._prefill = Average(DECAY)  # prompt tokens in a second
@@ -242,9 +250,13 @@ class Meters:
         self._small = defaultdict[int, Average](partial(Average, DECAY))
         """Seconds of steps with few prompt tokens alone, by size. Sizes differ by a factor of two."""
 
-    def record(self, decodes: bool, prefilled: int, seconds: float, position: float = 0.0) -> None:
-        """Learns from a step that computed `prefilled` prompt tokens, with a mean `position`, or decoded."""
-        self.chunk_limit.record(decodes, prefilled, seconds)
+    def record(
+        self, decodes: int, prefilled: int, seconds: float, position: float = 0.0, context: float = 0.0
+    ) -> None:
+        """Learns from a step that computed `prefilled` prompt tokens, with a mean `position`, or `decodes`
+        rows of requests that decode, which read `context` positions."""
+        self.chunk_limit.record(decodes > 0, prefilled, seconds)
+        self.steps.record(decodes, context, prefilled, position - prefilled / 2, seconds)
         if 0 < prefilled < LARGE and not decodes:
             self._small[prefilled.bit_length()].add(seconds)
         self._step.add(seconds)
@@ -267,6 +279,20 @@ class Meters:
     def prefill_position(self) -> float:
         """Mean position of the tokens in `prefill_tokens_per_s`."""
         return self._position.value
+
+    def queue_seconds(self, parts: Iterable[tuple[int, int]], *, decoding: bool) -> float:
+        """Seconds in which these parts of prompts are computed: (tokens, position of the first). `decoding`:
+        in long steps, beside decodes. 0: none, or not known."""
+        model, parts = self.steps.model, list(parts)
+        tokens = sum(count for count, _ in parts)
+        if model is None or not tokens:
+            return 0.0
+        step = self.chunk_limit.mixed_step(self.chunk_limit.long_seconds)
+        if decoding and step.tokens:
+            return tokens * step.seconds / step.tokens
+        largest = min(tokens, model.tokens[-1])
+        position = sum(count * (first + count / 2) for count, first in parts) / tokens
+        return tokens / largest * model.prompt(largest, position - largest / 2)
 
     def prompt_tokens_per_s(self, *, decoding: bool) -> float:
         """Speed at which a prompt is computed now. Beside decodes it is that of long steps. 0: not known."""

@@ -209,6 +209,20 @@ class Scheduler:
         cached = sum(self._memory.known(live) for live in queued) * self._pool.block_size
         return prefilling + sum(live.num_left for live in queued) - cached
 
+    def parts_waiting(self) -> Iterator[tuple[int, int]]:
+        """Yields (tokens, position of the first) of what `tokens_waiting` counts."""
+        for live in (*self._running, *self.lives.reserved):
+            if live.ranges or (live.phase is Phase.RUNNING and not live.decodes):
+                yield live.num_left, live.num_computed
+        for live in (*self._waiting, *self.lives.compiling, *self.lives.loading):
+            cached = self._memory.known(live) * self._pool.block_size
+            yield live.num_left - cached, live.num_computed + cached
+
+    @property
+    def decode_context(self) -> int:
+        """Positions that the requests which decode here read in their next step."""
+        return sum(live.num_computed for live in self._running if live.decodes and not live.ends_with_pending)
+
     @property
     def next_prompt(self) -> int:
         """Tokens that a step may compute of the first prompt of the next step. 0: that step decodes, or has

@@ -81,6 +81,20 @@ class Schedule:
         return len(self.chunks) - len(self.prompts)
 
     @property
+    def decode_rows(self) -> int:
+        """Positions that these requests compute: more than one with drafts."""
+        return (
+            sum(map(len, self.chunks.values()))
+            - self.prompt_tokens
+            + sum(draft.count for draft in self.drafts.values())
+        )
+
+    @property
+    def decode_context(self) -> int:
+        """Positions that these requests read."""
+        return sum(chunk.stop for live, chunk in self.chunks.items() if live not in self.prompts)
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts.values()))
 

@@ -223,21 +223,15 @@ class StepGraphs:
         run()
         launched = time.monotonic()
         torch.cuda.synchronize()
-        (excess,) = self._agreed([time.monotonic() - began - LONGER * (launched - began)])
+        (excess,) = self._ranks.agreed([time.monotonic() - began - LONGER * (launched - began)])
         return excess > 0
-
-    def _agreed(self, measured: list[float]) -> list[float]:
-        """What rank 0 measured, on every rank."""
-        values = torch.tensor(measured, device=self._sampled.device)
-        self._ranks.broadcast(values)
-        return values.tolist()
 
     def _drop_slow(self) -> None:
         """Replays no graph with chunks that takes longer than a larger one: for some numbers of rows, cuBLAS
         chooses worse kernels than for a few rows more. Rank 0 measures for all ranks."""
         # Smaller graphs first, because a GPU that grows warm slows down: a size in doubt is kept.
         sizes = sorted(size for size in self._sizes if size.chunks)
-        measured = self._agreed([_milliseconds(self._forward[size]) for size in sizes])
+        measured = self._ranks.agreed([_milliseconds(self._forward[size]) for size in sizes])
         took = dict(zip(sizes, measured, strict=True))
         for size in sizes:
             larger = (other for other in sizes if other.rows > size.rows and other.decodes == size.decodes)

@@ -1,12 +1,13 @@
 """One rank from the user's configuration to a runner that is ready.
 
     open the checkpoint ─▶ choose limits ─▶ load the weights ─▶ measure the largest steps ─▶ make the KV cache
-    ─▶ compile kernels ─▶ capture graphs
+    ─▶ compile kernels ─▶ capture graphs ─▶ measure what steps cost
 
-A CPU skips measuring, compiling and capturing. All ranks take these steps together, since the steps that they
-measure, compile and capture have sums over ranks.
+A CPU skips all that measures, compiles or captures. All ranks take these steps together, since the steps that
+they measure, compile and capture have sums over ranks.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,13 +26,17 @@ from baton.engine.execution.memory_plan import (
 )
 from baton.engine.execution.numerics import numerics_of
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.execution.warmup import Rehearsal, measure_steps, warm_up
+from baton.engine.execution.warmup import Rehearsal, measure_steps, measure_times, warm_up
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader import choose_format, draft_head, load_model, open_checkpoint
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import CacheSpec
 from baton.machine import usable_cpus
+from baton.machine.step_model import StepModel
+
+MEASURED = 0.05
+"""Share of the time of the start that it may take to measure what steps cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +56,8 @@ class Started:
     cache_spec: Sequence[CacheSpec]
     """What each layer caches on this rank."""
     pool: PoolSize
-    largest: tuple[int, float]
-    """Prompt tokens of a full step, and its seconds. 0: not measured."""
+    steps: StepModel | None
+    """What steps cost, as far as it was measured. None: not at all."""
 
 
 def start_rank(
@@ -60,6 +65,7 @@ def start_rank(
 ) -> Started:
     """Loads this rank's part of the model and makes it ready. Raises `ValueError` for mistakes that the user
     can mend. `progress(stage, fraction)` tells how far the start is."""
+    began = time.monotonic()
     # By default torch has a thread for each CPU of the machine, whatever quota the container has.
     threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
     torch.set_num_threads(max(1, threads // ranks.size))
@@ -100,14 +106,16 @@ def start_rank(
     pool = size_pool(config, model_config, limits, use, ranks)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
         runner.open(pool.num_blocks, pool.num_slots + pool.num_copies)
-        largest = (0, 0.0)
         if on_gpu:
             rehearsal = Rehearsal(
                 config, pool.max_model_len, limits.block_size, pool=pool.num_blocks, num_slots=pool.num_slots
             )
-            largest = warm_up(runner, rehearsal, progress)
+            warm_up(runner, rehearsal, progress)
         if on_gpu and config.cuda_graphs:
             runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
+        steps = None
+        if on_gpu:
+            steps = measure_times(runner, config, pool, MEASURED * (time.monotonic() - began))
         if runner.expert_load is not None:
             runner.expert_load.clear()
     numerics = numerics_of(config, limits, weight_format, device) if config.batch_invariant else ""
@@ -120,7 +128,7 @@ def start_rank(
         checkpoint.source,
         limits.cache,
         pool,
-        largest,
+        steps,
     )
 
 

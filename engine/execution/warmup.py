@@ -1,9 +1,10 @@
-"""Runs the largest steps once on a GPU before the first request: to measure their memory and compile kernels.
+"""Runs steps before the first request: to measure their memory and their time, and to compile kernels.
 
     measure_steps   on a small cache that is thrown away: how much memory the KV pool must leave free
     warm_up         on the real cache, since kernels are compiled for its size, too
+    measure_times   on the real cache, and with graphs: what steps of some sizes cost
 
-Both run the same steps, in this order:
+A CPU learns from the steps of requests instead. The first two run the same steps, in this order:
 
 1. prompts of as many requests as a step can hold, which fill its token budget
 2. decodes of all these requests, of half of them, of a quarter, and so on; and with drafts, if there are
@@ -11,6 +12,7 @@ Both run the same steps, in this order:
 4. steps with other kernels for sampling or matrix products
 """
 
+import statistics
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,9 +22,11 @@ import numpy as np
 import torch
 
 from baton.engine.api.config import EngineConfig
+from baton.engine.execution.memory_plan import PoolSize
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.step import NOT_FINITE, NOT_SCORED, Draft, Draws, Scored, Step, Variant, arrange
 from baton.engine.step_adjustments import Adjustments, Penalties
+from baton.machine.step_model import StepModel, measure, row_sizes, token_sizes
 
 TOP_LOGPROBS = 20
 PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for n in (48, 96, 384, 768, 192)]
@@ -30,6 +34,11 @@ PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN)] + [(n, Variant.GREEDY) for 
 (`engine.kernels.fastest`), and sampling has other kernels for these variants. The last one also takes the
 memory in which attention converts FP8 blocks (`engine.kernels.attention.gather_kv`): the largest steps may
 have too many positions for that."""
+LONG_CONTEXT = 4_096
+"""Positions of a decode in timed steps with a long context, and before a chunk of a long prompt."""
+TIMED_RUNS = 3
+"""Of a timed step, whose median counts. A step that takes longer than `LONG_STEP` runs once."""
+LONG_STEP = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +134,22 @@ class Rehearsal:
                 yield step(chunks, variant)
             yield step([_Chunk(sequence)], variant)
 
+    def sized(self, rows: int, context: float, tokens: int, position: float, table_width: int | None) -> Step:
+        """A step with these sizes, as in `StepModel.step`, of at most `max_model_len` positions a request.
+        The cache has `pool` blocks, of which the next ones are used: their KV is in no cache of the
+        device."""
+        assert self._pool is not None, "the cache is that of the engine"
+        chunks = []
+        for _ in range(rows):
+            sequence = self._sequence(min(max(1, int(context) // rows), self._max_model_len))
+            sequence.computed = sequence.prompt - 1
+            chunks.append(_Chunk(sequence))
+        if tokens:
+            sequence = self._sequence(min(int(position) + tokens, self._max_model_len))
+            sequence.computed = int(position)
+            chunks.append(_Chunk(sequence, tokens, decodes=False))
+        return self._step(chunks, Variant.DRAWN, table_width, scored=False)
+
     @staticmethod
     def _fill(sequences: Sequence[_Sequence], room: int) -> list[_Chunk]:
         """Chunks of `room` tokens at most, of prompts that are not computed yet."""
@@ -208,19 +233,42 @@ def measure_steps(
     return peak_of_all, peak_of_decodes
 
 
-def warm_up(
-    runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, float], None]
-) -> tuple[int, float]:
-    """Runs the steps, to compile kernels. Raises `ValueError` if the model's logits are not finite.
-
-    Returns the prompt tokens of the first step, and the seconds that it takes the device."""
+def warm_up(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, float], None]) -> None:
+    """Runs the steps, to compile kernels. Raises `ValueError` if the model's logits are not finite."""
     for _ in rehearse(runner, rehearsal, lambda done: progress("warming up", done)):
         pass
-    first = next(rehearsal.steps(runner.table_width))
-    launched = runner.run(first, lambda _: None)
-    runner.sample(launched, None)
-    launched.wait()
-    return len(first.token_ids), launched.seconds
+
+
+def measure_times(runner: ModelRunner, config: EngineConfig, pool: PoolSize, budget: float) -> StepModel:
+    """Measures what steps cost, in about `budget` seconds at most. If that is short, it runs the smallest
+    decode alone. All ranks run the same steps: those that rank 0 has time for."""
+    ranks = runner.ranks
+    (budget,) = ranks.agreed([budget])
+    rehearsal = Rehearsal(
+        config, pool.max_model_len, runner.block_size, pool=pool.num_blocks, num_slots=pool.num_slots
+    )
+
+    def seconds(rows: int, context: float, tokens: int, position: float) -> float:
+        timed: list[float] = []
+        while len(timed) < TIMED_RUNS and (not timed or timed[-1] < LONG_STEP):
+            launched = runner.run(
+                rehearsal.sized(rows, context, tokens, position, runner.table_width), lambda _: None
+            )
+            runner.sample(launched, None)
+            launched.wait()
+            timed.extend(ranks.agreed([launched.seconds]))
+        return statistics.median(timed)
+
+    half = max(1, pool.max_model_len // 2)  # a prompt is as long as the positions before it, at most
+    long = min(LONG_CONTEXT, half)
+    return measure(
+        seconds,
+        row_sizes(config.max_num_seqs),
+        token_sizes(min(config.max_num_batched_tokens, half)),
+        long,
+        long,
+        budget=budget / TIMED_RUNS,
+    )
 
 
 def rehearse(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[float], None]) -> Iterator[bool]:

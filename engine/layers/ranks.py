@@ -12,6 +12,7 @@ it has whole experts instead. Every rank has all tokens, so it computes those th
 and the sum over ranks is the same.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -124,6 +125,10 @@ class Ranks:
         """The smallest value of all ranks."""
         return value
 
+    def agreed(self, measured: Sequence[float]) -> Sequence[float]:
+        """What rank 0 measured, on every rank."""
+        return measured
+
 
 class Group(Ranks):
     """Several ranks; subclasses send and receive."""
@@ -142,6 +147,11 @@ class Group(Ranks):
         values = torch.tensor([value], device=self._device)
         self._reduce_minimum(values)
         return int(values.item())
+
+    def agreed(self, measured: Sequence[float]) -> Sequence[float]:
+        values = torch.tensor(measured, dtype=torch.float64, device=self._device)
+        self.broadcast(values)
+        return values.tolist()
 
     def _gather(self, x: Tensor) -> Tensor:
         """[rows, part] → [ranks, rows, part]."""

@@ -10,9 +10,11 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import le, lt
 
 import grpc
 
+from baton.machine.step_model import LARGEST_FACTOR, StepModel
 from baton.rpc import worker_pb2 as pb
 
 MODEL_FLAGS = "--model", "--revision"
@@ -174,8 +176,45 @@ def token_defect(event: pb.TokenEvent, vocab_size: int) -> str:
     return ""
 
 
+MOST_SIZES = 64
+"""Of a table of steps: its sizes double, so 20 reach a million."""
+
+
+def step_model(report: pb.StepModel) -> StepModel | None:
+    """What the steps of a worker cost now, with its factors. None: the report is nonsense."""
+    tables = (report.rows, report.decode_seconds), (report.tokens, report.prompt_seconds)
+    for sizes, seconds in tables:
+        if not 0 < len(sizes) == len(seconds) <= MOST_SIZES or sizes[0] < 1:
+            return None
+        if not all(map(lt, sizes, sizes[1:])) or not all(map(le, seconds, seconds[1:])):
+            return None
+    # Sorted, so only the ends can be out of range; comparisons with NaN are false.
+    costs = (
+        *(end for _, seconds in tables for end in (seconds[0], seconds[-1])),
+        report.context_seconds,
+        report.pair_seconds,
+    )
+    if not all(0 <= cost < math.inf for cost in costs) or not 0 <= report.overlap <= 1:
+        return None
+    if not all(
+        1 <= LARGEST_FACTOR * factor <= LARGEST_FACTOR**2
+        for factor in (report.decode_factor, report.prompt_factor)
+    ):
+        return None
+    return StepModel(
+        tuple(report.rows),
+        tuple(report.decode_seconds),
+        report.context_seconds,
+        tuple(report.tokens),
+        tuple(report.prompt_seconds),
+        report.pair_seconds,
+        report.overlap,
+    ).corrected(report.decode_factor, report.prompt_factor)
+
+
 def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
-    """Sets negative and infinite rates and NaN to 0, which means unknown. Returns them for the log."""
+    """Sets negative and infinite rates and NaN to 0, which means unknown, and clears nonsense of the model of
+    steps. Returns them for the log."""
     invalid = [name for name in _RATES if not 0 <= getattr(status, name) < math.inf]
     described = [f"{name} {getattr(status, name)}" for name in invalid]
     for name in invalid:
@@ -185,6 +224,9 @@ def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
         described.append("prefix_links")
         del status.prefix_links[:]
         status.prefix_links.extend(valid)
+    if status.HasField("step_model") and step_model(status.step_model) is None:
+        described.append("step_model")
+        status.ClearField("step_model")
     return described
 
 

@@ -23,12 +23,13 @@ from typing import Literal
 import grpc.aio
 
 from baton.machine.logs import of_request
+from baton.machine.step_model import StepModel
 from baton.machine.tracing import Span
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.plan import Plan
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.breaker import CircuitBreaker
-from baton.router.workers.checks import clear_invalid_rates
+from baton.router.workers.checks import clear_invalid_rates, step_model
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.stubs import WorkerStub
 
@@ -127,6 +128,7 @@ class Worker:
         description: of the attached incarnation, or of the last one.
         reason, remedy: why the worker is not ready and what to do; empty if it is ready.
         status, reported_at: the last report, and the time.monotonic() at which this process got it.
+        step_model: what its steps cost, as of the last report. None: not known.
         prefix_links: those of the last report, by incarnation and tier of the other worker.
         pool: in which the worker gets new work: that of the last report, or else its first.
         attempts: the open attempts, by id.
@@ -153,6 +155,7 @@ class Worker:
         self.description = pb.WorkerDescription()
         self.status, self.reported_at = pb.WorkerStatus(), 0.0
         self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {}
+        self.step_model: StepModel | None = None
         self.pool = pb.POOL_UNSPECIFIED
         self.attempts: dict[bytes, Attempt] = {}
         self.decode_load: DecodeLoad | None = None
@@ -199,6 +202,8 @@ class Worker:
         invalid = clear_invalid_rates(status)
         if invalid and not self._invalid_rates:  # not with each report
             log.warning("%s reports impossible rates, which count as unknown: %s", self, ", ".join(invalid))
+        if status.step_model != self.status.step_model:
+            self.step_model = step_model(status.step_model)
         self.status, self.reported_at = status, time.monotonic()
         self._invalid_rates = bool(invalid)
         self.prefix_links = {(link.incarnation, link.tier): link for link in status.prefix_links}

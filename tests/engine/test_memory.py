@@ -1,6 +1,7 @@
 """Memory planning: the arithmetic for imaginary GPUs, and measurements on a real one."""
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig, Hooks, build_engine
+from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.memory_plan import (
     GIB,
     CacheLimits,
@@ -20,7 +22,8 @@ from baton.engine.execution.memory_plan import (
     memory_for,
     size_pool,
 )
-from baton.engine.execution.warmup import Rehearsal, warm_up
+from baton.engine.execution.runner import Launched, ModelRunner
+from baton.engine.execution.warmup import TIMED_RUNS, Rehearsal, measure_times, warm_up
 from baton.engine.kernels import FP8
 from baton.engine.kernels.blocks_of_rows import size_for
 from baton.engine.layers.linear import PlainLinear
@@ -30,6 +33,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_spec
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
+from baton.machine.step_model import row_sizes, token_sizes
 from tests.engine.conftest import MakeEngine, request_of, run, save_tiny
 
 LLAMA = ModelConfig(
@@ -291,6 +295,59 @@ def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: MakeEngine) ->
     assert max(int(step.block_tables.max()) for step in steps) == 11
     engine = tiny_engine(num_blocks=12, max_num_seqs=8, max_num_batched_tokens=64)
     warm_up(engine._runner, rehearsal, lambda *_: None)
+
+
+@pytest.mark.parametrize(("seats", "budget", "context"), [(8, 64, 256), (1, 1, 40), (4, 2048, 24)])
+def test_timed_steps_stay_within_all_limits(
+    tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, seats: int, budget: int, context: int
+) -> None:
+    engine = tiny_engine(max_num_seqs=seats, max_num_batched_tokens=budget, max_model_len=context)
+    runner, steps = engine._runner, list[Step]()
+
+    def run(step: Step, layer_done: LayerDone) -> Launched:
+        steps.append(step)
+        return ModelRunner.run(runner, step, layer_done)
+
+    monkeypatch.setattr(runner, "run", run)
+    limits = EngineConfig("m", max_num_seqs=seats, max_num_batched_tokens=budget)
+    model = measure_times(runner, limits, PoolSize(12, context), math.inf)
+    assert model.rows == row_sizes(seats)
+    assert model.tokens == token_sizes(min(budget, context // 2))
+    assert all(seconds > 0 for seconds in (*model.decode_seconds, *model.prompt_seconds))
+    for step in steps:
+        assert len(step.block_tables) <= seats
+        assert len(step.token_ids) <= max(seats, budget)
+        assert step.contexts.max() <= context
+        assert step.slots.max() < 12 * 4
+    assert (seats, 0, seats) in map(computed, steps)
+    steps.clear()
+    model = measure_times(runner, limits, PoolSize(12, context), 0.0)
+    assert len(steps) <= TIMED_RUNS, "only the first size"
+    assert model.rows == (1,)
+
+
+def test_an_engine_learns_what_its_steps_cost(tiny_engine: MakeEngine) -> None:
+    engine = tiny_engine(max_num_seqs=4, max_num_batched_tokens=16)
+    assert engine.stats().step_table is None, "a CPU measures nothing before the first request"
+    engine.add(request_of(1, range(1, 9), max_tokens=4))
+    engine.add(request_of(2, range(1, 31), max_tokens=4))
+    assert engine.stats().queue_seconds == 0
+    engine.loop.step()
+    stats = engine.stats()
+    assert stats.step_table is not None
+    assert stats.tokens_waiting > 0 < stats.queue_seconds
+    while engine.stats().tokens_waiting:
+        engine.loop.step()
+    stats = engine.stats()
+    assert stats.queue_seconds == 0
+    decoding = [live for live in engine._lives.running if live.decodes]
+    assert stats.decode_context == sum(len(live.token_ids) - 1 for live in decoding) > 0
+    while engine.loop.has_work:
+        engine.loop.step()
+    stats = engine.stats()
+    assert stats.decode_context == 0
+    assert stats.step_table is not None
+    assert stats.step_table.decode(2, 40) > 0
 
 
 def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: MakeEngine) -> None:

@@ -202,6 +202,7 @@ def test_ranks_exchange_tensors_of_any_size(size: int, monkeypatch: pytest.Monke
                     ranks.gather(part, 7).tolist(),
                     ranks.all_reduce(x).tolist(),
                     ranks.minimum(5 - rank),
+                    ranks.agreed([rank + 0.1, 2]),
                 ]
                 ranks.broadcast(x := torch.full((40,), rank + 3))
                 found.append(x.tolist())
@@ -215,7 +216,7 @@ def test_ranks_exchange_tensors_of_any_size(size: int, monkeypatch: pytest.Monke
         for rows in (1, 7):
             total = torch.arange(rows * 9.0).view(rows, 9) * sum(range(1, size + 1))
             gathered = torch.arange(rows * 7.0).view(rows, 7)
-            expected += [gathered.tolist(), total.tolist(), 6 - size, [3] * 40]
+            expected += [gathered.tolist(), total.tolist(), 6 - size, [0.1, 2], [3] * 40]
     assert found == [expected] * size
 
 

@@ -9,7 +9,17 @@ from itertools import pairwise
 
 import pytest
 
-from baton.machine.step_model import LARGEST_FACTOR, Correction, ObservedSteps, Step, StepModel, measure
+from baton.machine.step_model import (
+    LARGEST_FACTOR,
+    Correction,
+    LearnedSteps,
+    ObservedSteps,
+    Step,
+    StepModel,
+    measure,
+    row_sizes,
+    token_sizes,
+)
 from baton.simulator.steps import step_seconds
 
 ROWS, TOKENS = (1, 8, 32, 64, 128, 256), (16, 64, 128, 256, 512, 1024, 2048, 8192)
@@ -104,21 +114,37 @@ def test_a_measurement_keeps_its_budget() -> None:
     assert model.rows == ROWS
     spent[:] = [0.0]
     model = measure(step, ROWS, TOKENS, CONTEXT, POSITION, budget=0.0)
-    assert len(spent) == 3, "one of each kind"
-    assert model.prompt(160) == pytest.approx(10 * model.prompt(16)), "nothing says that more are cheaper"
+    assert len(spent) == 2, "the first step"
+    assert model.prompt(10) == pytest.approx(10 * model.decode(1, 0)), "nothing says that more are cheaper"
 
 
-def test_observed_steps_give_a_model_as_soon_as_both_kinds_were_seen() -> None:
+@pytest.mark.parametrize(
+    ("size", "same"),
+    [((4, 100, 0, 0), (0, 0, 4, 0)), ((0, 0, 100, 0), (100, 0, 0, 0)), ((4, 100, 20, 0), (24, 0, 0, 0))],
+)
+def test_the_first_step_gives_a_model(
+    size: tuple[int, float, int, float], same: tuple[int, float, int, float]
+) -> None:
+    """Until there are others, a decode costs as much as a prompt token."""
     observed = ObservedSteps(ROWS, TOKENS)
-    assert observed.model() is None
-    observed.add(4, 100, 0, 0, 0.005)
-    observed.add(4, 100, 20, 0, 0.009)
-    assert observed.model() is None
-    observed.add(0, 0, 100, 0, 0.02)
-    model = observed.model()
+    assert observed.model is None
+    observed.add(*size, 0.02)
+    model = observed.model
     assert model is not None
-    assert model.decode(4, 100) == pytest.approx(0.005)
-    assert model.prompt(100) == pytest.approx(0.02)
+    assert model.step(*size) == pytest.approx(model.step(*same)) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("real", [dense, experts])
+def test_a_worker_that_always_decodes_learns_of_prompts_from_mixed_steps(real: Step) -> None:
+    observed, random_ = ObservedSteps(ROWS, TOKENS), random.Random(2)
+    sizes = [size for size in (traffic(random_) for _ in range(3_000)) if size[0]]
+    for size in sizes[:-300]:
+        observed.add(*size, real(*size))
+    model = observed.model
+    assert model is not None
+    errors = sorted(abs(model.step(*size) / real(*size) - 1) for size in sizes[-300:])
+    assert errors[270] < 0.3, errors[270]
+    assert errors[150] < 0.1, errors[150]
 
 
 def traffic(random_: random.Random) -> tuple[int, float, int, float]:
@@ -133,7 +159,7 @@ def test_a_model_is_learned_from_the_steps_of_real_traffic(real: Step) -> None:
     for number in range(600):
         size = traffic(random_)
         observed.add(*size, real(*size) * (100 if number % 50 == 49 else 1))
-    model = observed.model()
+    model = observed.model
     assert model is not None
     errors = sorted(
         abs(model.step(*size) / real(*size) - 1) for size in (traffic(random_) for _ in range(300))
@@ -197,3 +223,36 @@ def test_factors_are_bounded(seconds: float) -> None:
     nothing = Correction(replace(MODEL, decode_seconds=(0.0,) * 3, context_seconds=0.0))
     nothing.record(1, 0, 0, 0, seconds)
     assert nothing.decode == 1
+
+
+def test_sizes_that_were_not_measured_are_learned() -> None:
+    """As on a CPU, which measures a few steps only. The factors do not follow each change of the size."""
+    measured = measure(experts, (1,), (16,), CONTEXT, POSITION)
+    learned, random_ = LearnedSteps(ROWS, TOKENS, measured), random.Random(4)
+    for _ in range(2_000):
+        size = traffic(random_)
+        learned.record(*size, 2 * experts(*size))
+    assert learned.table is not None
+    assert learned.model is not None
+    assert learned.table.rows[0] == 1
+    assert learned.table.decode_seconds[0] == pytest.approx(measured.decode_seconds[0])
+    sizes = [traffic(random_) for _ in range(300)]
+    errors = sorted(abs(learned.model.step(*size) / experts(*size) / 2 - 1) for size in sizes)
+    assert errors[270] < 0.3, errors[270]
+    assert errors[150] < 0.1, errors[150]
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    learned = LearnedSteps(ROWS, TOKENS)
+    assert (learned.table, learned.model, learned.factors) == (None, None, (1.0, 1.0))
+    learned.record(3, 100, 0, 0, 0.01)
+    assert learned.model is not None
+    assert learned.model.step(3, 100) == pytest.approx(0.01)
+
+
+def test_sizes_end_with_the_most() -> None:
+    assert row_sizes(256) == (1, 8, 32, 64, 128, 256)
+    assert row_sizes(1) == (1,)
+    assert row_sizes(100) == (1, 8, 32, 64, 100)
+    assert token_sizes(8192) == (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    assert token_sizes(9) == (9,)

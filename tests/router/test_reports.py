@@ -1,10 +1,12 @@
 """Checks of the tokens and rates that workers report."""
 
 import math
+from typing import Any
 
 import pytest
 
-from baton.router.workers.checks import clear_invalid_rates, token_defect
+from baton.machine.step_model import StepModel
+from baton.router.workers.checks import clear_invalid_rates, step_model, token_defect
 from baton.rpc import worker_pb2 as pb
 
 
@@ -30,6 +32,53 @@ def test_an_invalid_token_is_found(event: pb.TokenEvent, named: str):
 def test_a_valid_token_passes():
     assert not token_defect(pb.TokenEvent(token_id=99), 100)
     assert not token_defect(token(99, logprob=-math.inf, top_ids=[0], top_logprobs=[-math.inf]), 100)
+
+
+def model(**changes: Any) -> pb.StepModel:
+    fields: dict[str, Any] = {
+        "rows": [1, 8], "decode_seconds": [0.25, 0.5], "tokens": [16, 64, 512],
+        "prompt_seconds": [0.5, 0.5, 4], "overlap": 1, "decode_factor": 2, "prompt_factor": 0.5,
+    }  # fmt: skip
+    return pb.StepModel(**{**fields, **changes})
+
+
+def test_a_model_of_steps_has_its_factors():
+    found = step_model(model(context_seconds=0.125, pair_seconds=0.25))
+    assert found == StepModel((1, 8), (0.5, 1.0), 0.25, (16, 64, 512), (0.25, 0.25, 2.0), 0.125, 1.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": []},
+        {"rows": [0, 8]},
+        {"rows": [8, 8]},
+        {"rows": [1, 8, 9]},
+        {"rows": [], "decode_seconds": []},
+        {"tokens": [16, 512, 64]},
+        {"rows": range(1, 100), "decode_seconds": [1.0] * 99},
+        {"decode_seconds": [0.5, 0.25]},
+        {"decode_seconds": [-0.5, 0.25]},
+        {"prompt_seconds": [0.5, math.nan, 4]},
+        {"prompt_seconds": [math.nan] * 3},
+        {"prompt_seconds": [0.5, 0.5, math.inf]},
+        {"rows": [1], "decode_seconds": [math.nan]},
+        {"context_seconds": -1},
+        {"pair_seconds": math.nan},
+        {"overlap": 1.5},
+        {"overlap": math.nan},
+        {"decode_factor": 0},
+        {"prompt_factor": math.inf},
+        {"prompt_factor": 1e6},
+    ],
+)
+def test_nonsense_of_a_model_of_steps_is_cleared(changes: dict[str, Any]):
+    status = pb.WorkerStatus(step_model=model(**changes), queue_seconds=math.nan)
+    assert clear_invalid_rates(status) == ["queue_seconds nan", "step_model"]
+    assert status == pb.WorkerStatus()
+    status = pb.WorkerStatus(step_model=model())
+    assert not clear_invalid_rates(status)
+    assert status.HasField("step_model")
 
 
 def test_invalid_rates_become_unknown():

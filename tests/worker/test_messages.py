@@ -17,6 +17,7 @@ from baton.engine import (
     StructuredOutput,
 )
 from baton.kv_transfer import KVLayout
+from baton.machine.step_model import StepModel
 from baton.worker import messages
 from baton.worker.messages import FromEngine, RequestCounts, ToEngine
 
@@ -76,6 +77,10 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
                 ExpertStats([1, 2], 1.5, 2.0),
                 [OffloadStats(Tier.HOST, 1, 2, 0.5, 3, 4, 5, 6, 7)],
                 SpeculationStats(3, 9, 5),
+                StepModel((1, 8), (0.25, 0.5), 0.125, (16,), (0.5,), 0.0, 1.0),
+                (2.0, 0.5),
+                100,
+                0.75,
             ),
             RequestCounts(1, 2, 3, 4, 5),
             idle=False,

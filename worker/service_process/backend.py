@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.content import Tier
+from baton.engine import EngineStats
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
@@ -32,6 +33,13 @@ NAMES = {pool: name for name, pool in POOLS.items()}
 def same_names(message: type[Message], value: object) -> dict[str, Any]:
     """The fields of a message that `value` has under the same names."""
     return {name: getattr(value, name) for name in message.DESCRIPTOR.fields_by_name if hasattr(value, name)}
+
+
+def _step_model(stats: EngineStats) -> pb.StepModel | None:
+    if (table := stats.step_table) is None:
+        return None
+    decode, prompt = stats.step_factors
+    return pb.StepModel(decode_factor=decode, prompt_factor=prompt, **same_names(pb.StepModel, table))
 
 
 class Backend:
@@ -106,6 +114,7 @@ class Backend:
             disk_loaded_tokens=disk.loaded_tokens if disk else 0,
             draft_tokens=drafts.drafts if drafts else 0,
             accepted_draft_tokens=drafts.accepted if drafts else 0,
+            step_model=_step_model(stats),
             **same_names(pb.WorkerStatus, stats),
         )
         return self._last_status
