@@ -1,6 +1,6 @@
 """Writes the overlays: what the Helm chart renders to with each file of deploy/helm/values.
 
-Run it with `make manifests`. A test compares the overlays with `overlays()`.
+Run it with `make manifests`. A test compares the files with `files()`.
 """
 
 import re
@@ -13,6 +13,8 @@ from helm_python import Chart
 
 OVERLAYS = Path(__file__).parent / "overlays"
 HELM = Path(__file__).parents[1] / "helm"
+ALERTS = Path(__file__).parents[1] / "grafana" / "alerts.yaml"
+"""All overlays with monitoring share it, and the dashboards beside it."""
 
 MADE = "# `make manifests` writes this file: it is deploy/helm/baton with deploy/helm/values/{name}.yaml.\n"
 KUSTOMIZATION = """\
@@ -30,23 +32,27 @@ configMapGenerator:
 """
 
 
-def overlay(values: Path) -> dict[str, str]:
-    """The files of the overlay that these values make, by name."""
-    text = values.read_text()
+def overlay(values: Path) -> dict[Path, str]:
+    """The files that these values make: of their overlay, and those that it shares."""
+    text, own = values.read_text(), OVERLAYS / values.stem
     given = (yaml.safe_load(text) or {}) | {"kustomize": True}
     with Chart.load(HELM / "baton") as chart:
         rendered = chart.render(given, name="baton", namespace="baton")
-    # These two are kustomize's: users add settings, and all overlays share the files of the dashboards.
+    # Kustomize makes these of files: users add settings.
     settings = yaml.safe_load(rendered.pop("baton/templates/settings.yaml"))["data"]
-    dashboards = rendered.pop("baton/templates/dashboards.yaml").strip()
-    resources = ["../../base", *(["../../../grafana"] if dashboards else []), "objects.yaml"]
+    del rendered["baton/templates/dashboards.yaml"]
+    alerts = rendered.pop("baton/templates/alerts.yaml").strip()
+    resources = ["../../base", *(["../../../grafana"] if alerts else []), "objects.yaml"]
     made = MADE.format(name=values.stem)
     about = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    return {
-        "kustomization.yaml": made + about + KUSTOMIZATION.format(resources=", ".join(resources)),
-        "objects.yaml": made + "".join(documents(rendered)),
-        "settings.env": made + "".join(f"{name}={value}\n" for name, value in settings.items()),
+    found = {
+        own / "kustomization.yaml": made + about + KUSTOMIZATION.format(resources=", ".join(resources)),
+        own / "objects.yaml": made + "".join(documents(rendered)),
+        own / "settings.env": made + "".join(f"{name}={value}\n" for name, value in settings.items()),
     }
+    if alerts:
+        found[ALERTS] = f"# `make manifests` writes this file: it is rules.yaml for Kubernetes.\n{alerts}\n"
+    return found
 
 
 def documents(rendered: dict[str, str]) -> list[str]:
@@ -59,14 +65,15 @@ def documents(rendered: dict[str, str]) -> list[str]:
     ]
 
 
-def overlays() -> dict[Path, str]:
-    """All files below `OVERLAYS`."""
-    files = {values.stem: overlay(values) for values in sorted((HELM / "values").glob("*.yaml"))}
-    return {OVERLAYS / name / file: text for name, made in files.items() for file, text in made.items()}
+def files() -> dict[Path, str]:
+    """All files that are made."""
+    return {
+        path: text for values in (HELM / "values").glob("*.yaml") for path, text in overlay(values).items()
+    }
 
 
 if __name__ == "__main__":
     shutil.rmtree(OVERLAYS, ignore_errors=True)
-    for path, text in overlays().items():
+    for path, text in files().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

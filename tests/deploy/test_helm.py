@@ -59,8 +59,8 @@ def rendered(values: dict[str, Any], name: str = "baton") -> dict[tuple[str, str
 
 
 def test_the_overlays_are_what_the_chart_renders() -> None:
-    found = {path: path.read_text() for path in generate.OVERLAYS.rglob("*") if path.is_file()}
-    assert found == generate.overlays(), "run `make manifests`"
+    paths = [generate.ALERTS, *(path for path in generate.OVERLAYS.rglob("*") if path.is_file())]
+    assert {path: path.read_text() for path in paths} == generate.files(), "run `make manifests`"
 
 
 @pytest.mark.parametrize("values", FILES, ids=lambda path: path.stem)
