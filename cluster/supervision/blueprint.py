@@ -309,10 +309,7 @@ def check_ports(front: options.FrontOptions) -> None:
         for flag, host, port in asked:
             if port is None:
                 continue
-            probe = held.enter_context(socket.socket(family(host), socket.SOCK_STREAM))
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
             try:
-                probe.bind((host, port))
+                held.enter_context(socket.create_server((host, port), family=family(host)))
             except OSError as error:
                 raise ValueError(cannot_listen(f"--{flag}", host, port, error)) from error
-            probe.listen()  # with SO_REUSEADDR, the next probe could bind a port on which nothing listens

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -65,8 +66,14 @@ def _has_address(url: str) -> bool:
 
 
 async def fetch(endpoint: EndpointOptions, path: str) -> Any:
-    """What a server answers in JSON. Raises ValueError as `session` and `checked`."""
-    async with session(endpoint, TIMEOUT) as client, client.get(path) as response:
+    """What a server answers in JSON. Raises ValueError as `session` and `answer`."""
+    async with session(endpoint, TIMEOUT) as client:
+        return await answer(client.get(path))
+
+
+async def answer(asked: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> Any:
+    """The JSON that answers a request of a session. Raises ValueError as `checked`."""
+    async with asked as response:
         return await (await checked(response)).json()
 
 

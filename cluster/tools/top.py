@@ -25,7 +25,7 @@ from rich.text import Text
 
 from baton.cluster.options.clients import EndpointOptions, TopOptions
 from baton.cluster.tools import status
-from baton.cluster.tools.http import TIMEOUT, checked, session
+from baton.cluster.tools.http import TIMEOUT, answer, checked, session
 from baton.cluster.tools.status import TEXTS, columns_for, merged, pool_of
 from baton.cluster.tools.tables import console, fitting, table
 
@@ -98,8 +98,7 @@ async def page_text(response: aiohttp.ClientResponse) -> str:
 async def scrape(endpoint: EndpointOptions) -> Scrape:
     """Reads the router's pages. Raises ValueError if it does not answer."""
     async with session(endpoint, TIMEOUT) as client:
-        async with client.get("status") as response:
-            status = await (await checked(response)).json()
+        status = await answer(client.get("status"))
         async with client.get("metrics") as response:
             router = parse(await page_text(await checked(response)))
     return Scrape(time.monotonic(), status, router)

@@ -13,8 +13,8 @@ import aiohttp
 
 from baton.cluster.options.clients import DoctorOptions, EndpointOptions
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
-from baton.cluster.tools.http import checked, error_message, session
-from baton.cluster.tools.status import device_of, name_of, place_of, pool_of
+from baton.cluster.tools.http import answer, checked, error_message, session
+from baton.cluster.tools.status import device_of, name_of, place_of, pool_of, ready
 
 ADMIN = (
     "Give the URL of clients as --url, and that of the router's --admin-port, which `baton serve` prints, as "
@@ -62,26 +62,20 @@ async def running(doctor: DoctorOptions, endpoint: EndpointOptions) -> AsyncIter
                     yield warning("a request", f"not sent, --url {admin.url} is an admin port", ADMIN)
                     return
         async with session(endpoint, TIMEOUT) as client:
-            card = (await _json(client.get("v1/models")))["data"][0]
+            card = (await answer(client.get("v1/models")))["data"][0]
             yield await request(client, card)
-        if {pool_of(each) for each in before if each.get("state") == "ready"} >= {"prefill", "decode"}:
+        if {pool_of(each) for each in before if ready(each)} >= {"prefill", "decode"}:
             async with session(endpoint, TIMEOUT) as client, session(admin, TIMEOUT, flag) as to_admin:
                 yield await handover(client, to_admin, card)
     except ValueError as error:
         yield bad("router", str(error), "Start the router, or correct --url, --admin-url and --api-key.")
 
 
-async def _json(asked: Any) -> Any:
-    """The answer to a request of a session. Raises ValueError as `checked`."""
-    async with asked as response:
-        return await (await checked(response)).json()
-
-
 def workers(found: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]:
     """Judges the workers in the router's /status. Pure. `complete`: each pool of the cluster has a worker."""
     yield from _pools(found, complete)
     for worker in found:
-        if worker.get("state") != "ready":
+        if not ready(worker):
             why = f"{worker.get('state')}: {worker.get('reason') or 'no reason known'}"
             remedy = worker.get("remedy") or "Look at the worker's log."
             # A worker that cannot be reached may come back. A refused worker stays refused.
@@ -112,10 +106,12 @@ def _kv(found: list[dict[str, Any]]) -> str:
 
 def _pools(found: list[dict[str, Any]], complete: bool) -> Iterator[Finding]:
     for pool in ("prefill", "decode"):
-        ready = [w for w in found if pool_of(w) == pool and w.get("state") == "ready"]
-        if ready:
-            devices = " or ".join(sorted(set(filter(None, map(device_of, ready)))))
-            yield good(f"{pool} workers", f"{len(ready)} ready" + (f", each on {devices}" if devices else ""))
+        serving = [worker for worker in found if pool_of(worker) == pool and ready(worker)]
+        if serving:
+            devices = " or ".join(sorted(set(filter(None, map(device_of, serving)))))
+            yield good(
+                f"{pool} workers", f"{len(serving)} ready" + (f", each on {devices}" if devices else "")
+            )
         elif complete:
             yield note(f"{pool} workers", "none: decode workers compute all prompts")
         else:
@@ -168,11 +164,11 @@ async def _complete(
     """The usage of the answer to a prompt, and its seconds."""
     body = {"model": card["id"], "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     began = time.perf_counter()
-    answer = await _json(client.post("v1/completions", json=body | {"ignore_eos": True}))
-    return answer["usage"], time.perf_counter() - began
+    found = await answer(client.post("v1/completions", json=body | {"ignore_eos": True}))
+    return found["usage"], time.perf_counter() - began
 
 
 async def _transfers(admin: aiohttp.ClientSession) -> int:
     """KV transfers of all workers that ended well."""
-    found = (await _json(admin.get("status")))["workers"]
+    found = (await answer(admin.get("status")))["workers"]
     return sum((worker.get("status") or {}).get("kv_transfers", 0) for worker in found)
