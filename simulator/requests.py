@@ -42,6 +42,7 @@ class Request:
         cached: prompt tokens that this worker had.
         left: prompt tokens that no step has taken.
         computed: the position from which the next step computes.
+        in_window: what its prompt takes of the router's window.
         due: when the prompt should be computed.
         token_at: time of its first token.
         started: called when the first step takes tokens of the prompt.
@@ -63,6 +64,7 @@ class Request:
     cached: int = 0
     left: int = 0
     computed: int = 0
+    in_window: int = 0
     due: float = 0.0
     token_at: float = 0.0
     started: Event = _nothing

@@ -81,7 +81,7 @@ class Router:
         }
         self._named = {worker.address: worker for worker in self._seen.values()}
         self._queue: deque[Request] = deque()
-        self._sent_tokens = 0  # prompt tokens without a first token that workers have
+        self._sent_tokens = 0  # prompt tokens in the window: workers have them, without a first token
         self._window = policy.PrefillWindow()
         for row, worker in self._seen.items():
             self._loads.join(worker.address, block_size=BLOCK, now=self.clock.now, serving=False)
@@ -132,7 +132,7 @@ class Router:
 
     def _dispatch(self) -> None:
         while self._queue:
-            if self._sent_tokens and self._sent_tokens >= self._window.holding(self._queue[0].prompt):
+            if self._sent_tokens and self._sent_tokens >= self._window.tokens:
                 return
             found = self._plan(self._queue[0])
             if isinstance(found, Lack):
@@ -199,12 +199,13 @@ class Router:
     def _sent(self, request: Request, found: Plan, computes: int) -> PrefillWork:
         work = found.work(computes, request.prompt_names)
         self._loads.sent(computes, work, self.clock.now)
-        self._sent_tokens += request.tokens
+        request.in_window = self._window.counted(request.tokens)
+        self._sent_tokens += request.in_window
         return work
 
     def _computed(self, request: Request, work: PrefillWork, computes: int) -> None:
         self._loads.ended(computes, work, computed=True, now=self.clock.now)
-        self._sent_tokens -= request.tokens
+        self._sent_tokens -= request.in_window
         self._dispatch()
 
     def _submit(self, request: Request, found: Plan, computes: int, decodes: int) -> None:

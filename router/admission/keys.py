@@ -246,7 +246,7 @@ class Account:
         requests: requests that entered and have not left.
         body_bytes: bytes of their bodies, until each is prepared.
         waiting_tokens: prompt tokens of generations without a first token.
-        sent_tokens: the part of `waiting_tokens` that workers have.
+        in_window: what the prompts of these that workers have take of the window.
         running: generations that workers have.
         positions: KV positions of these generations, prompt and output.
     """
@@ -258,7 +258,7 @@ class Account:
             counts.add([key.account])
         self.key = key
         self.share = 1 / counts.processes
-        self.requests = self.body_bytes = self.waiting_tokens = self.sent_tokens = 0
+        self.requests = self.body_bytes = self.waiting_tokens = self.in_window = 0
         self.running = self.positions = 0
         self._clock = clock
         self._per_minute = key.tokens_per_minute

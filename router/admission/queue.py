@@ -29,6 +29,7 @@ from baton.router.admission.keys import MAX_RETRY_AFTER, Account, ApiKey, Clock
 from baton.router.admission.parked import Parked, RetryBudget
 from baton.router.errors import Overloaded, RateLimited
 from baton.router.policy.decode import FreeCapacity
+from baton.router.policy.placement import PrefillWindow
 
 KEY_SHARE = 8.0
 """With several keys, one key may use this many times what it leaves free: 8/9 if it is the only one. This
@@ -69,6 +70,7 @@ class Turn:
         self._computed = tokens  # of the prompt; the rest is cached
         self._positions = tokens
         self._sent = False  # workers had it once
+        self._in_window = 0  # what its prompt takes of the window, if workers have it
         self._answered = False  # it has its first token
         self._running = False
         self._ended = False
@@ -107,7 +109,7 @@ class Turn:
         if not self._sent:
             self._sent = True
             queue.charge(account, self._computed)
-            self._admission.sent(account, self.tokens)
+            self._in_window = self._admission.sent(account, self.tokens)
         return True
 
     def computes(self, tokens: int) -> None:
@@ -166,7 +168,9 @@ class Turn:
     def _first_token(self, *, drained: bool) -> None:
         if not self._answered:
             self._answered = True
-            self._admission.answered(self.account, self.tokens, sent=self._sent, drained=drained)
+            self._admission.answered(
+                self.account, self.tokens, sent=self._sent, drained=drained, in_window=self._in_window
+            )
 
 
 class Entry:
@@ -244,8 +248,7 @@ class Admission:
 
     Args:
         max_waiting_tokens: bound of `waiting_tokens`.
-        window: takes the length of a prompt that waits. Returns the prompt tokens of one key that workers may
-            have without a first token.
+        window: returns the prompt tokens of one key that workers may have without a first token.
         free_capacity: returns the free capacity of all decode workers.
 
     Attributes:
@@ -261,7 +264,7 @@ class Admission:
     def __init__(
         self,
         max_waiting_tokens: int,
-        window: Callable[[int], float],
+        window: Callable[[], PrefillWindow],
         free_capacity: Callable[[], FreeCapacity] = _unlimited,
         *,
         max_body_bytes: float = math.inf,
@@ -369,11 +372,10 @@ class Admission:
             if full and (account in full or account.running):
                 return False
             # Workers give keys equal shares of their steps, so each key has a window of its own.
-            if turn.is_new and account.sent_tokens:
-                window = self._window(turn.tokens)
-                window /= 2 if self.shared else 1
-                ahead = account.sent_tokens + (turn.tokens if self.shared else 1)
-                if ahead > window:
+            if turn.is_new and account.in_window:
+                window = self._window()
+                ahead = account.in_window + (window.counted(turn.tokens) if self.shared else 1)
+                if ahead > window.tokens / (2 if self.shared else 1):
                     self._window_full = True
                     return False
             limit = KEY_SHARE * account.share
@@ -383,17 +385,21 @@ class Admission:
 
         return self.queue.pop(may_start)
 
-    def sent(self, account: Account, tokens: int) -> None:
-        """Workers have a prompt. Called by its turn."""
+    def sent(self, account: Account, tokens: int) -> int:
+        """Workers have a prompt. Called by its turn. Returns what it takes of the window."""
         self._sent_tokens += tokens
-        account.sent_tokens += tokens
+        in_window = self._window().counted(tokens)
+        account.in_window += in_window
+        return in_window
 
-    def answered(self, account: Account, tokens: int, *, sent: bool, drained: bool) -> None:
+    def answered(
+        self, account: Account, tokens: int, *, sent: bool, drained: bool, in_window: int = 0
+    ) -> None:
         """A prompt no longer waits: its first token came (`drained`), or it ended. Called by its turn."""
         self.waiting_tokens -= tokens
         account.waiting_tokens -= tokens
         if sent:
             self._sent_tokens -= tokens
-            account.sent_tokens -= tokens
+            account.in_window -= in_window
         if drained:
             self._drain(tokens)

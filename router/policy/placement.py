@@ -279,10 +279,10 @@ class PrefillWindow:
     step: float = math.inf
     """Prompt tokens of a step of one worker."""
 
-    def holding(self, prompt: int) -> float:
-        """The window if prompts have `prompt` tokens. A prompt that is longer than a step counts as a step:
-        otherwise one long prompt fills the window, and the other workers get none."""
-        return self.tokens * max(1.0, prompt / self.step)
+    def counted(self, prompt: int) -> int:
+        """What a prompt takes of the window. One that is longer than a step counts as a step: otherwise a
+        long prompt fills the window, and all others wait until it is computed, also beside idle workers."""
+        return prompt if prompt < self.step else int(self.step)
 
 
 def prefill_window(budgets: list[int], speed: float, decodes: list[MixedPace]) -> PrefillWindow:

@@ -134,14 +134,13 @@ class WorkerPool(Roster):
         """
         return self._decoders.free if self._decoders else FreeCapacity(math.inf, math.inf)
 
-    def prefill_window(self, prompt: int) -> float:
-        """Prompt tokens that keep all workers busy, if the next prompt has `prompt` tokens. More would only
-        wait at the workers.
+    def prefill_window(self) -> policy.PrefillWindow:
+        """Prompt tokens that keep all workers busy. More would only wait at the workers.
 
         Infinite if no worker can prefill or none can decode, as for `free_capacity`.
         """
         if not self._decoders or not (self.prefills or self._config.overflow):
-            return math.inf
+            return policy.PrefillWindow(math.inf)
         now, pools = time.monotonic(), (len(self.prefills), len(self.decodes))
         changes = zip(self._window_pools, pools, strict=True)
         if now > self._window_until or any(abs(new - old) > WINDOW_CHANGE * old for old, new in changes):
@@ -151,7 +150,7 @@ class WorkerPool(Roster):
             )
             self._window = policy.prefill_window(budgets, self.loads.tokens_per_s(), paces)
             self._window_until, self._window_pools = now + WINDOW_SECONDS, pools
-        return self._window.holding(prompt)
+        return self._window
 
     def promise(self, tokens: int) -> None:
         """A queued prompt needs a decode with `tokens` positions as soon as it is computed."""

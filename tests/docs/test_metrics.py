@@ -16,6 +16,7 @@ from baton.engine import EngineStats, ExpertStats, OffloadStats, SpeculationStat
 from baton.kv_transfer import TransferStats
 from baton.router.admission.queue import Admission
 from baton.router.metrics import Metrics as RouterMetrics
+from baton.router.policy.placement import PrefillWindow
 from baton.router.workers.pool import WorkerPool
 from baton.rpc import worker_pb2 as pb
 from baton.worker.messages import EngineStatus, RequestCounts, StoreStats
@@ -39,7 +40,7 @@ def documented(letter: str) -> set[str]:
 def test_router() -> None:
     metrics = RouterMetrics("model")
     pool = stand_in(WorkerPool, listed={}, pools={pb.POOL_DECODE: "decode"})
-    metrics.follow(pool, Admission(1, lambda prompt: 0.0))
+    metrics.follow(pool, Admission(1, lambda: PrefillWindow(0.0)))
     assert names(metrics.registry.collect()) == documented("R")
 
 

@@ -17,6 +17,7 @@ from baton.router.admission.keys import ANY_CLIENT, MAX_RETRY_AFTER, Account, Ap
 from baton.router.admission.queue import Admission, Entry, Turn, TurnResult
 from baton.router.errors import Overloaded, RateLimited
 from baton.router.policy.decode import FreeCapacity
+from baton.router.policy.placement import PrefillWindow
 
 
 @dataclass
@@ -63,7 +64,7 @@ def admitted(
 
 def test_waiting_tokens_are_bounded_and_given_back():
     clock = Clock()
-    admission = Admission(1000, lambda prompt: math.inf, clock=clock)
+    admission = Admission(1000, lambda: PrefillWindow(math.inf), clock=clock)
     with admitted(admission, no_limit(), [600, 300]) as turns:
         for turn in turns:
             turn.wait(Generation(turn, "", []).on_turn)
@@ -83,7 +84,7 @@ def test_waiting_tokens_are_bounded_and_given_back():
 
 def test_an_estimate_is_replaced_when_the_tokens_are_known():
     clock = Clock()
-    admission = Admission(1000, lambda prompt: math.inf, clock=clock)
+    admission = Admission(1000, lambda: PrefillWindow(math.inf), clock=clock)
     account = Account(ApiKey.of("a", "1", tokens_per_minute=1000), clock=clock)
     with admission.enter(account) as small, admission.enter(no_limit()) as large:
         small.expect(500)
@@ -110,14 +111,14 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
 
 
 def test_a_request_larger_than_the_bound_is_served_alone():
-    admission = Admission(1000, lambda prompt: math.inf)
+    admission = Admission(1000, lambda: PrefillWindow(math.inf))
     with admitted(admission, no_limit(), [5000]):
         assert admission.waiting_tokens == 5000
 
 
 def test_clients_try_again_when_the_waiting_tokens_will_have_drained():
     clock, account = Clock(), no_limit()
-    admission = Admission(10**6, lambda prompt: math.inf, clock=clock)
+    admission = Admission(10**6, lambda: PrefillWindow(math.inf), clock=clock)
     clock.now += 1000
     admission.reserve(account, 4000)
     assert admission._retry_after() == 1, "nothing is known yet"
@@ -144,12 +145,14 @@ class Router:
     """An admission queue in front of workers with a load that the test sets."""
 
     def __init__(self, *, shared: bool = False) -> None:
-        self.window = math.inf
+        self.window = self.step = math.inf
         self.room = FreeCapacity(math.inf, math.inf)
         self.slots = [math.inf]
         self.away = False
         self.started: list[str] = []
-        self.admission = Admission(10**6, lambda prompt: self.window, lambda: self.room, shared=shared)
+        self.admission = Admission(
+            10**6, lambda: PrefillWindow(self.window, self.step), lambda: self.room, shared=shared
+        )
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Router":
@@ -307,13 +310,24 @@ def test_a_queued_prefill_takes_no_share_of_the_decode_workers():
     with Router(shared=True) as router:
         queued = [router.ask(account, str(i), queued=True) for i in range(3)]
         assert router.new() == ["0", "1", "2"]
-        assert (account.running, account.positions, account.sent_tokens) == (0, 0, 300)
+        assert (account.running, account.positions, account.in_window) == (0, 0, 300)
         router.room = FreeCapacity(0, 0)
         queued[1].queued = False
         queued[1].turn.wait(queued[1].on_turn)
         assert router.new() == ["1"]
         queued[1].turn.generated()
-        assert (account.running, account.positions, account.sent_tokens) == (1, 101, 200)
+        assert (account.running, account.positions, account.in_window) == (1, 101, 200)
+
+
+def test_a_prompt_longer_than_a_step_takes_a_step_of_the_window():
+    """Otherwise all others wait until it is computed, also beside idle workers."""
+    account = no_limit()
+    with Router() as router:
+        router.window, router.step = 400.0, 200.0
+        router.ask(account, "long", tokens=100_000)
+        for i in range(4):
+            router.ask(account, str(i))
+        assert router.new() == ["long", "0", "1"]
 
 
 def test_each_of_several_keys_has_half_of_the_window():
@@ -340,12 +354,12 @@ def test_a_parked_generation_uses_no_slot_and_no_window():
         router.away = True
         waiting = [router.ask(flood, f"f{i}") for i in range(10)] + [router.ask(other, "o")]
         assert router.new() == []
-        assert flood.running == flood.sent_tokens == len(router.admission.queue) == 0
+        assert flood.running == flood.in_window == len(router.admission.queue) == 0
         router.window, router.away = 400.0, False
         for generation in waiting:
             generation.turn.wait(generation.on_turn)
         assert router.new() == ["f0", "f1", "o"]
-        assert (flood.running, flood.sent_tokens) == (2, 200)
+        assert (flood.running, flood.in_window) == (2, 200)
 
 
 def test_a_prompt_that_no_worker_had_costs_its_key_nothing():
@@ -394,7 +408,7 @@ def test_a_single_key_may_use_all_capacity():
 
 
 def test_the_key_with_too_many_waiting_tokens_is_refused_and_not_the_other():
-    admission = Admission(900, lambda prompt: 0.0, shared=True)
+    admission = Admission(900, lambda: PrefillWindow(0.0), shared=True)
     flood, other = Account(ApiKey.of("flood", "1")), Account(ApiKey.of("other", "2"))
     with contextlib.ExitStack() as stack:
         for _ in range(8):
@@ -406,7 +420,7 @@ def test_the_key_with_too_many_waiting_tokens_is_refused_and_not_the_other():
 
 
 def test_generations_that_end_during_a_turn_do_not_start():
-    admission = Admission(1000, lambda prompt: 1.0)
+    admission = Admission(1000, lambda: PrefillWindow(1.0))
     started: list[str] = []
     with admitted(admission, no_limit(), [10, 10, 10]) as turns:
 
@@ -428,7 +442,7 @@ def test_generations_that_end_during_a_turn_do_not_start():
 
 def test_the_requests_of_a_key_are_limited():
     account = Account(ApiKey.of("a", "1", max_requests=2))
-    admission = Admission(1000, lambda prompt: math.inf)
+    admission = Admission(1000, lambda: PrefillWindow(math.inf))
     with admitted(admission, account, [1]):
         with admitted(admission, account, [1]):
             with pytest.raises(RateLimited) as refusal, admitted(admission, account, [1]):
@@ -496,7 +510,7 @@ def test_a_bucket_of_tokens_is_one_for_all_processes(processes: list[KeyCounts])
 def test_the_tokens_per_minute_of_a_key_are_limited():
     clock = Clock()
     account = Account(ApiKey.of("a", "1", tokens_per_minute=600), clock=clock)
-    admission = Admission(10**6, lambda prompt: math.inf, clock=clock)
+    admission = Admission(10**6, lambda: PrefillWindow(math.inf), clock=clock)
 
     def ask(prompt: int, output: int) -> None:
         with admitted(admission, account, [prompt]) as [turn]:

@@ -169,18 +169,17 @@ async def test_without_prefill_workers_decode_workers_set_the_window(cluster: Cl
     await cluster.prefills[0].kill()
     await cluster.until(lambda: not cluster.pool.complete)
     cluster.pool._window_until = 0.0
-    assert cluster.pool.prefill_window(64) == 2 * 64
-    assert cluster.pool.prefill_window(640) == 2 * 640
+    assert cluster.pool.prefill_window().tokens == 2 * 64
     cluster.pool._config = replace(cluster.pool._config, overflow=False)
-    assert cluster.pool.prefill_window(64) == math.inf, "without overflow requests park instead"
+    assert cluster.pool.prefill_window().tokens == math.inf, "without overflow requests park instead"
 
 
 async def test_the_window_follows_a_small_pool_at_once(pair: Cluster) -> None:
-    before = pair.pool.prefill_window(64)
+    before = pair.pool.prefill_window().tokens
     pair.prefills[0].status.health = pb.WorkerStatus.HEALTH_DRAINING
     pair.prefills[0].report()
     await pair.until(lambda: len(pair.pool.ready(pb.POOL_PREFILL)) == 1)
-    assert pair.pool.prefill_window(64) == before / 2
+    assert pair.pool.prefill_window().tokens == before / 2
 
 
 async def test_after_the_last_prefill_worker_is_lost_decode_prefills_its_reservation(
@@ -253,7 +252,7 @@ async def test_no_overflow_turns_it_off(tokenizer: ModelTokenizer, tmp_path: Pat
 
 
 async def test_spare_speed_of_decode_workers_widens_the_window(cluster: Cluster) -> None:
-    before = cluster.pool.prefill_window(64)
+    before = cluster.pool.prefill_window().tokens
     await offering(cluster)
     cluster.pool._window_until = 0.0
-    assert cluster.pool.prefill_window(64) == pytest.approx(before * (1 + 64 / 0.015 / 1.0))
+    assert cluster.pool.prefill_window().tokens == pytest.approx(before * (1 + 64 / 0.015 / 1.0))

@@ -279,7 +279,7 @@ async def test_invalid_rates_count_as_unknown(cluster: Cluster, caplog: pytest.L
         status = await made.ask()
         assert status is not None
         assert status.chunk_seconds == 0
-    assert cluster.pool.prefill_window(64) < math.inf
+    assert cluster.pool.prefill_window().tokens < math.inf
     assert (await cluster.complete())["choices"][0]["text"] == TEXT
     assert sum("impossible rates" in record.message for record in caplog.records) == 2
 
