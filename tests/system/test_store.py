@@ -47,14 +47,19 @@ async def test_chats_go_on_after_all_workers_and_then_the_store_were_restarted(
             while served.output().count("All workers have restarted.") < count:
                 assert served.process.poll() is None, served.output()
                 await asyncio.sleep(0.2)
+            # Workers serve while they connect to the store.
+            await asyncio.to_thread(until, lambda: all(": open" in each for each in stores()), "its workers")
+
+        def stores() -> list[str]:
+            return [status.store(worker) for worker in served.get("/status")["workers"]]
 
         await restart(1)
         found = [await turn(client, model, prompt) for prompt in prompts]
         assert [text for text, _ in found] == expected
         assert sum(cached for _, cached in found) >= 0.9 * 3 * 384, found
         await asyncio.to_thread(served.assert_whole)
-        workers = (await asyncio.to_thread(served.get, "/status"))["workers"]
-        assert all(re.search(": open, [1-9].* tokens/s", status.store(worker)) for worker in workers), workers
+        found_stores = await asyncio.to_thread(stores)
+        assert all(re.search(": open, [1-9].* tokens/s", each) for each in found_stores), found_stores
         store = served.role("store 0")
         assert store is not None
         [master] = [each for each in store.children() if each.name() == "mooncake_master"]
