@@ -125,7 +125,8 @@ class Engine:
         self._outputs = Outputs(lives, speculation, model.eos_ids)
         self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
         sizes = row_sizes(config.max_num_seqs), token_sizes(config.max_num_batched_tokens)
-        self._meters = Meters(limit, _large(started.steps), LearnedSteps(*sizes, started.steps))
+        self._steps = LearnedSteps(*sizes, started.steps)
+        self._meters = Meters(limit, _large(started.steps), self._steps)
         self._runner = runner
         self.loop = StepLoop(
             runner,
@@ -315,10 +316,9 @@ class Engine:
         """Speed at which a prompt is computed now, alone or beside decodes. 0: not known."""
         return self._meters.prompt_tokens_per_s(decoding=self._scheduler.decoding > 0)
 
-    def prompt_seconds(self, tokens: int, uncached: int) -> float:
-        """Seconds by which a prompt is computed sooner if `tokens` of it have KV already, and `uncached` have
-        not. 0: not known."""
-        return self._meters.prompt_seconds(tokens, uncached, decoding=self._scheduler.decoding > 0)
+    def prompt_seconds(self, tokens: int, uncached: int, position: int) -> float:
+        """As in `Meters`."""
+        return self._meters.prompt_seconds(tokens, uncached, position, decoding=self._scheduler.decoding > 0)
 
     def stats(self) -> EngineStats:
         lives, scheduler, meters = self._lives, self._scheduler, self._meters
@@ -347,8 +347,8 @@ class Engine:
             experts=None if (load := self._runner.expert_load) is None else load.read(),
             offload=[tier.stats for tier in self.offload],
             speculation=None if scheduler.speculation is None else scheduler.speculation.stats,
-            step_table=meters.steps.table,
-            step_factors=meters.steps.factors,
+            step_table=self._steps.table,
+            step_factors=self._steps.factors,
             decode_context=scheduler.decode_context,
             queue_seconds=meters.queue_seconds(scheduler.parts_waiting(), decoding=scheduler.decoding > 0),
         )

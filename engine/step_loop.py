@@ -261,10 +261,9 @@ class StepLoop:
 
     def _expected(self, schedule: Schedule) -> float:
         """Seconds that a step with prompts should take. 0: not known."""
-        if schedule.decodes:
-            return self._meters.chunk_limit.mixed_seconds(schedule.prompt_tokens)
-        speed = self._meters.prefill_tokens_per_s
-        return schedule.prompt_tokens / speed if speed else 0.0
+        return self._meters.step_expected(
+            schedule.decode_rows, schedule.decode_context, schedule.prompt_tokens, schedule.prompt_position
+        )
 
 
 def _by_id(schedule: Schedule) -> dict[bytes, range]:

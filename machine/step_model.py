@@ -78,6 +78,13 @@ class StepModel:
         """Seconds of a step with prompts alone."""
         return self._prompt_rows(tokens) + self.attention(tokens, position)
 
+    def prefill(self, tokens: int, position: float = 0.0) -> float:
+        """Seconds to compute so many prompt tokens, in as few steps with prompts alone as may be."""
+        if tokens <= 0:
+            return 0.0
+        largest = min(tokens, self.tokens[-1])
+        return tokens / largest * self.prompt(largest, position + (tokens - largest) / 2)
+
     def parts(self, rows: int, context: float, tokens: int, position: float) -> tuple[float, float]:
         """The seconds of `step`: those that scale with the cost of decodes, and with that of prompts."""
         if tokens <= 0:
@@ -185,13 +192,20 @@ class _Bins:
         self._measured = measured
         self._slope = slope
 
-    def add(self, size: int, work: float, seconds: float) -> bool:
-        """Returns whether the step counts."""
-        index = max(0, bisect_right(self._sizes, size) - 1)
-        if self._sizes[index] in self._measured:
-            return False
-        self._bins[index].add(size, work, seconds)
-        return True
+    def add(self, size: int, work: float, seconds: float) -> None:
+        if self.learns(size):
+            self._bins[self._index(size)].add(size, work, seconds)
+
+    def learns(self, size: int) -> bool:
+        """Whether steps of this size count."""
+        return self._sizes[self._index(size)] not in self._measured
+
+    def knows(self, size: int) -> bool:
+        """Whether steps of this size were measured, or counted."""
+        return not self.learns(size) or self._bins[self._index(size)].weight > 0
+
+    def _index(self, size: int) -> int:
+        return max(0, bisect_right(self._sizes, size) - 1)
 
     def table(self, others: "_Bins | None" = None) -> tuple[tuple[int, ...], tuple[float, ...], float]:
         """Sizes, seconds without what `work` adds, and what one more of `work` adds. Empty: not known.
@@ -250,31 +264,45 @@ class ObservedSteps:
         """None: no step was there yet."""
         return self._model
 
+    def learns(self, rows: int, tokens: int) -> bool:
+        """Whether a step of this size changes the model."""
+        if not tokens:
+            return self._decodes.learns(rows)
+        if not rows:
+            return self._prompts.learns(tokens)
+        return self._learns_overlap or self._mixed.learns(rows + tokens)
+
+    def knows(self, rows: int, tokens: int) -> bool:
+        """Whether there were steps of about this size."""
+        if not tokens:
+            return self._decodes.knows(rows)
+        if not rows:
+            return self._prompts.knows(tokens)
+        return self._decodes.knows(rows) and (self._prompts.knows(tokens) or self._mixed.knows(rows + tokens))
+
     def add(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
         """As in `StepModel.step`."""
         if not tokens:
-            learned = self._decodes.add(rows, context, seconds)
+            self._decodes.add(rows, context, seconds)
         elif not rows:
-            learned = self._prompts.add(tokens, tokens * position, seconds)
+            self._prompts.add(tokens, tokens * position, seconds)
         else:
-            learned = self._add_mixed(rows, context, tokens, position, seconds)
-        if learned:
-            self._update()
+            self._add_mixed(rows, context, tokens, position, seconds)
+        self._update()
 
-    def _add_mixed(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> bool:
+    def _add_mixed(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
         attention = 0.0
         if (model := self._model) is not None:
             attention = context * model.context_seconds + model.attention(tokens, position)
-        learned = self._mixed.add(rows + tokens, 0.0, max(0.0, seconds - attention))
+        self._mixed.add(rows + tokens, 0.0, max(0.0, seconds - attention))
         if model is None or not self._learns_overlap:
-            return learned
+            return
         shared, separate = (
             replace(model, overlap=overlap).step(rows, context, tokens, position) for overlap in (1.0, 0.0)
         )
         if shared < separate:
             saved = max(0.0, min(separate - seconds, separate - shared))
             self._overlap.add(saved, separate - shared)
-        return True
 
     def _update(self) -> None:
         decodes, prompts = self._decodes.table(), self._prompts.table(self._mixed)
@@ -428,16 +456,20 @@ class LearnedSteps:
 
     def record(self, rows: int, context: float, tokens: int, position: float, seconds: float) -> None:
         """Learns from a step, as in `StepModel.step`."""
-        size, usual = (rows, context, tokens, position), seconds
-        if (correction := self._correction) is not None:
+        size, observed, correction = (rows, context, tokens, position), self._observed, self._correction
+        if correction is not None and observed.knows(
+            rows, tokens
+        ):  # else the table may be wrong, not the level
             correction.record(*size, seconds)
+            self._corrected = None
+        if not observed.learns(rows, tokens):
+            return
+        if correction is not None:
             decode, prompt = correction.model.parts(*size)
-            if (expected := correction.decode * decode + correction.prompt * prompt) > 0:
-                usual = seconds * (decode + prompt) / expected
-        self._observed.add(*size, usual)
-        if (table := self._observed.model) is not None:
-            if correction is None:
-                self._correction = Correction(table)
-            else:
-                correction.model = table
+            expected = correction.decode * decode + correction.prompt * prompt
+            seconds *= (decode + prompt) / expected if expected > 0 else 1.0
+        observed.add(*size, seconds)
+        if (table := observed.model) is not None:
+            self._correction = correction or Correction(table)
+            self._correction.model = table
             self._corrected = None

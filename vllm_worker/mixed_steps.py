@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from baton.engine.api.stats import UNKNOWN_STEP, MixedStep
 from baton.engine.core.meters import DECAY, LEAST, LONG, ChunkLimit, Meters, prompt_limit
 from baton.machine import Average
+from baton.machine.step_model import LearnedSteps, StepModel, row_sizes, token_sizes
 
 ALIKE = 8
 """Steps in a row that only decode, and of which the mean says what such a step takes. vLLM learns late of the
@@ -27,6 +28,8 @@ DEAR = 1.3
 """As the patience of routers. No prompt fits beside decodes if a token costs more times as much as alone."""
 TRIED_AGAIN = 60.0
 """Seconds after which a worker that found prompts dear takes one again. No other step would tell it."""
+MOST_DECODES = 4_096
+"""Largest number of decodes that the table of steps tells apart from fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,10 @@ class StepCosts:
     prefill_tokens_per_s: float = 0.0
     short: MixedStep = UNKNOWN_STEP
     long: MixedStep = UNKNOWN_STEP
+    step_table: StepModel | None = None
+    step_factors: tuple[float, float] = (1.0, 1.0)
+    decode_context: int = 0
+    queue_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -51,8 +58,10 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Step:
-    decodes: bool = False
+    decodes: int = 0
+    context: int = 0  # positions that decodes read
     prompt_tokens: int = 0
+    positions: float = 0.0  # sum over the prompt tokens
     number: int = 0
     scheduled_at: float = 0.0
 
@@ -67,7 +76,9 @@ class MixedSteps:
         one step. `graph`: tokens of the largest CUDA graph. 0: none. The others are those of `ChunkLimit`."""
         self._most = most
         beside_decodes = min(usual or most, most, graph or most)
-        self._meters = Meters(ChunkLimit(target, beside_decodes, target_steps))
+        self._costs = LearnedSteps(row_sizes(MOST_DECODES), token_sizes(max(usual, most, 1)))
+        self._meters = Meters(ChunkLimit(target, beside_decodes, target_steps), steps=self._costs)
+        self._context = 0  # of the last step
         self._usual = usual
         self._graph = graph or math.inf
         self._prompts: dict[str, _Prompt] = {}  # by request id, until a step computes the last token
@@ -106,8 +117,10 @@ class MixedSteps:
         """The step computes `count` tokens of the request after the first `computed`."""
         if count > 1:
             self._step.prompt_tokens += count
+            self._step.positions += count * (computed + count / 2)
         else:
-            self._step.decodes = True
+            self._step.decodes += 1
+            self._step.context += computed + 1
         if (prompt := self._prompts.get(request_id)) is None:
             return
         prompt.left = prompt.tokens - computed - count
@@ -123,6 +136,7 @@ class MixedSteps:
         self._under_way.append(step)
         self._joined = False
         self._spared = bool(self._prompts) and not step.prompt_tokens
+        self._context = step.context
         if step.decodes:
             self._in_a_row = self._in_a_row + 1 if step.prompt_tokens else 0
         return step.number
@@ -150,7 +164,8 @@ class MixedSteps:
                     limit.record_alone(step.prompt_tokens, seconds)
                     if step.prompt_tokens < LEAST:
                         continue  # vLLM may have compiled functions: that is no speed
-            self._meters.record(step.decodes, step.prompt_tokens, seconds)
+            position = step.positions / step.prompt_tokens if step.prompt_tokens else 0.0
+            self._meters.record(step.decodes, step.prompt_tokens, seconds, position, step.context)
 
     def bound(self, now: float) -> int:
         """Most tokens of each prompt in a step that is scheduled now. 0: all that the step has room for. So a
@@ -181,5 +196,12 @@ class MixedSteps:
         if now < self._mixed_at + TRIED_AGAIN and limit.token_seconds > DEAR * self._alone > 0:
             short = long = UNKNOWN_STEP
         rest = meters.step_seconds, limit.step_seconds, limit.fastest_seconds, meters.prefill_tokens_per_s
-        told, self._told = self._told, " ".join(f"{value:.2g}" for value in (*rest, *short, *long))
-        return [] if told == self._told else [StepCosts(*rest, short, long)]
+        steps, prompts = self._costs, self._prompts.values()
+        parts = [(prompt.left, prompt.tokens - prompt.left) for prompt in prompts]
+        load = self._context, meters.queue_seconds(parts, decoding=bool(self._decoding))
+        model = (*steps.table.decode_seconds, *steps.table.prompt_seconds) if steps.table else ()
+        values = *rest, *short, *long, *load, *model, *steps.factors
+        told, self._told = self._told, " ".join(f"{value:.2g}" for value in values)
+        if told == self._told:
+            return []
+        return [StepCosts(*rest, short, long, steps.table, steps.factors, *load)]

@@ -1,6 +1,6 @@
 """The load and the speed of a vLLM engine, from what vLLM says after each step. Without vLLM itself."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.engine import EngineStats
@@ -50,5 +50,5 @@ class Load:
             prefix_cache_queries=self.queries,
             prefix_cache_hits=self.hits,
             prefill_position=0.0,  # it computes no part of a shared prompt
-            **asdict(self.costs),
+            **{each.name: getattr(self.costs, each.name) for each in fields(self.costs)},
         )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from baton.bench.contract import Report
 from baton.engine import EngineRequest, SamplingParams
 
 
@@ -60,6 +61,34 @@ def fill(engine: Any, batch: int, prompt_tokens: int, output_tokens: int, **samp
         engine.add(greedy(prompt(prompt_tokens, 1000 * batch + number), output_tokens, **sampling))
     while engine.stats().tokens_waiting:
         engine.loop.step()
+
+
+def predicted_steps(engine: Any, requests: int, longest: int, output_tokens: int) -> list[float]:
+    """Expected seconds ÷ seconds of each step while requests come one after another, with prompts of 1 to
+    `longest` tokens, and decode beside each other. The model of steps is that before the step."""
+    meters, rng, ratios = engine._meters, random.Random(requests), list[float]()
+    record = meters.record
+
+    def compare(decodes: int, prompt_tokens: int, seconds: float, position: float, context: float) -> None:
+        if (model := meters.model) is not None:
+            first = position - prompt_tokens / 2
+            ratios.append(model.step(decodes, context, prompt_tokens, first) / seconds)
+        record(decodes, prompt_tokens, seconds, position, context)
+
+    meters.record = compare
+    for number in range(requests):
+        engine.add(greedy(prompt(rng.randint(1, longest), -1 - number), rng.randint(1, output_tokens)))
+        for _ in range(rng.randint(0, 4)):
+            engine.loop.step()
+    drain(engine)
+    del meters.record
+    return ratios
+
+
+def add_predicted(report: Report, name: str, ratios: Sequence[float]) -> None:
+    """The median of expected ÷ measured seconds, and how far a step is off, as a share."""
+    report.add_median(f"{name}.predicted", ratios, "expected ÷ measured")
+    report.add_median(f"{name}.predicted.error", [abs(ratio - 1) for ratio in ratios], "of a step")
 
 
 def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sampling: Any) -> list[float]:

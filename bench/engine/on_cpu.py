@@ -13,12 +13,22 @@ import torch
 
 import baton.bench.contract as contract
 from baton.bench.contract import MIN_PAIRS, Report, Row, median_ms
-from baton.bench.engine.drive import decode_step_seconds, drain, greedy, prefill_seconds, prompt
+from baton.bench.engine.drive import (
+    add_predicted,
+    decode_step_seconds,
+    drain,
+    greedy,
+    predicted_steps,
+    prefill_seconds,
+    prompt,
+)  # fmt: skip
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 
 PROMPT_TOKENS = 64
 BATCH = 16
+REQUESTS = 24
+"""Of which the steps are predicted."""
 DEFAULT = "default"
 """What `baton serve` takes: 4-bit weights that stay packed, where the CPU can multiply them."""
 FORMATS: dict[str, dict[str, Any]] = {
@@ -35,6 +45,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     path = embedded_path()
     _formats(path, report, rounds=MIN_PAIRS, steps=8 if args.short else 32)
     engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=512))
+    predicted_steps(engine, REQUESTS, 4 * PROMPT_TOKENS, BATCH)  # what steps cost is learned from these
+    add_predicted(report, "engine.cpu", predicted_steps(engine, REQUESTS, 4 * PROMPT_TOKENS, BATCH))
     reference = _transformers(path)
     pairs, tokens = (MIN_PAIRS, 16) if args.short else (9, 48)
     report.parameters |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": tokens, "pairs": pairs}

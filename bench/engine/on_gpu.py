@@ -24,7 +24,15 @@ import torch
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row, median_ms
-from baton.bench.engine.drive import decode_step_seconds, drain, fill, prefill_seconds, prompt
+from baton.bench.engine.drive import (
+    add_predicted,
+    decode_step_seconds,
+    drain,
+    fill,
+    predicted_steps,
+    prefill_seconds,
+    prompt,
+)  # fmt: skip
 from baton.bench.engine.floor import Floor, Fp8Floor
 from baton.bench.kernels.cases import BYTES_PER_S
 from baton.bench.shapes import DENSE, HYBRIDS, LATENT, MOE, SHAPES, write_shape
@@ -34,6 +42,8 @@ from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
 
 CONTEXT = 1064
 BUDGET, LONGEST = 16384, 131072
+REQUESTS = 192
+"""Of which the steps are predicted."""
 COUNTED = 32
 """Decode steps that `.experts` is the mean of."""
 INT4_GROUP = 128
@@ -165,6 +175,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         engine = _engine(args.model_shape, directory, 256, args)
         _prefills(engine, case, report, floors, dense, rounds)
         _decodes(engine, case, report, floors, steps)
+        add_predicted(report, case.name, predicted_steps(engine, REQUESTS, CONTEXT, COUNTED))
         engine.close()
         del engine
         if args.batch_invariant:

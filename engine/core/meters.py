@@ -24,15 +24,13 @@ its full time.
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import MixedStep
 from baton.engine.model_config import FULL_STEP
 from baton.machine import Average
-from baton.machine.step_model import LearnedSteps, row_sizes, token_sizes
+from baton.machine.step_model import LearnedSteps, StepModel
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""
@@ -237,9 +235,9 @@ class Meters:
         steps: LearnedSteps | None = None,
     ) -> None:
         """`largest`: prompt tokens and seconds of a step that was measured at the start; (0, 0.0): none.
-        `steps`: the model of this engine. None: one that nothing was measured for."""
+        `steps`: what learns the model of steps. None: there is none."""
         self.chunk_limit = chunk_limit
-        self.steps = steps or LearnedSteps(row_sizes(1), token_sizes(1))
+        self.steps = steps
         chunk_limit.record_alone(*largest)
         self._largest = largest[0]
         self._prefill = Average(DECAY)  # prompt tokens in a second
@@ -247,8 +245,6 @@ class Meters:
         self._position = Average(DECAY)  # of these tokens
         self._position.add(largest[0] ** 2 / 2, largest[0])
         self._step = Average(DECAY)  # seconds
-        self._small = defaultdict[int, Average](partial(Average, DECAY))
-        """Seconds of steps with few prompt tokens alone, by size. Sizes differ by a factor of two."""
 
     def record(
         self, decodes: int, prefilled: int, seconds: float, position: float = 0.0, context: float = 0.0
@@ -256,14 +252,18 @@ class Meters:
         """Learns from a step that computed `prefilled` prompt tokens, with a mean `position`, or `decodes`
         rows of requests that decode, which read `context` positions."""
         self.chunk_limit.record(decodes > 0, prefilled, seconds)
-        self.steps.record(decodes, context, prefilled, position - prefilled / 2, seconds)
-        if 0 < prefilled < LARGE and not decodes:
-            self._small[prefilled.bit_length()].add(seconds)
+        if self.steps is not None:
+            self.steps.record(decodes, context, prefilled, position - prefilled / 2, seconds)
         self._step.add(seconds)
         self._largest = max(self._largest, prefilled)
         if prefilled and prefilled >= min(LARGE, self._largest // 2):
             self._prefill.add(prefilled, seconds)
             self._position.add(prefilled * position, prefilled)
+
+    @property
+    def model(self) -> StepModel | None:
+        """What steps cost now. None: not known."""
+        return None if self.steps is None else self.steps.model
 
     @property
     def step_seconds(self) -> float:
@@ -283,16 +283,15 @@ class Meters:
     def queue_seconds(self, parts: Iterable[tuple[int, int]], *, decoding: bool) -> float:
         """Seconds in which these parts of prompts are computed: (tokens, position of the first). `decoding`:
         in long steps, beside decodes. 0: none, or not known."""
-        model, parts = self.steps.model, list(parts)
+        model, parts = self.model, list(parts)
         tokens = sum(count for count, _ in parts)
         if model is None or not tokens:
             return 0.0
         step = self.chunk_limit.mixed_step(self.chunk_limit.long_seconds)
         if decoding and step.tokens:
             return tokens * step.seconds / step.tokens
-        largest = min(tokens, model.tokens[-1])
         position = sum(count * (first + count / 2) for count, first in parts) / tokens
-        return tokens / largest * model.prompt(largest, position - largest / 2)
+        return model.prefill(tokens, position - tokens / 2)
 
     def prompt_tokens_per_s(self, *, decoding: bool) -> float:
         """Speed at which a prompt is computed now. Beside decodes it is that of long steps. 0: not known."""
@@ -300,20 +299,19 @@ class Meters:
         step = self.chunk_limit.mixed_step(self.chunk_limit.long_seconds)
         return min(alone, step.tokens / step.seconds) if step.tokens and decoding else alone
 
-    def prompt_seconds(self, tokens: int, uncached: int, *, decoding: bool) -> float:
-        """Seconds by which a prompt is computed sooner if `tokens` of it have KV already, and `uncached` have
-        not. 0: not known.
+    def prompt_seconds(self, tokens: int, uncached: int, position: int = 0, *, decoding: bool) -> float:
+        """Seconds by which a prompt is computed sooner if the `tokens` from `position` on have KV already,
+        and the `uncached` ones behind them have not. 0: not known.
 
         With few tokens in all this is less than their share of a long prompt, since a step reads the weights
         anyway. It is more if they come after many others."""
-        speed = self.prompt_tokens_per_s(decoding=decoding)
-        whole, without = self._alone(tokens + uncached), self._alone(uncached)
-        if speed and not decoding and 0 < without < whole:
-            return whole - without
-        return tokens / speed if speed else 0.0
+        if decoding or (model := self.model) is None:
+            speed = self.prompt_tokens_per_s(decoding=decoding)
+            return tokens / speed if speed else 0.0
+        whole, rest = model.prefill(tokens + uncached, position), model.prefill(uncached, position + tokens)
+        return max(0.0, whole - rest)
 
-    def _alone(self, tokens: int) -> float:
-        """Seconds to compute so many tokens of a prompt, beside no decodes. 0: not known."""
-        if tokens < LARGE:
-            return self._small[tokens.bit_length()].value
-        return tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
+    def step_expected(self, decodes: int, context: int, prefilled: int, position: float) -> float:
+        """Seconds of a step, as in `record`. 0: not known."""
+        model = self.model
+        return 0.0 if model is None else model.step(decodes, context, prefilled, position - prefilled / 2)

@@ -175,12 +175,14 @@ def test_runs_engine(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr(on_cpu, "embedded_path", lambda: checkpoint)
     monkeypatch.setattr(on_cpu, "_transformers", LlamaForCausalLM.from_pretrained)
-    for name, smallest in (("PROMPT_TOKENS", 4), ("BATCH", 2), ("MIN_PAIRS", 1)):
+    for name, smallest in (("PROMPT_TOKENS", 4), ("BATCH", 2), ("MIN_PAIRS", 1), ("REQUESTS", 3)):
         monkeypatch.setattr(on_cpu, name, smallest)
     monkeypatch.setattr(contract, "MIN_PAIRS", 1)
     monkeypatch.setattr(on_cpu, "FORMAT_PROMPT_TOKENS", 16)
     rows = run("engine", "--short")
-    assert {"engine.cpu.default.ttft", "engine.cpu.vs_transformers.b16"} <= {*rows}
+    assert {"engine.cpu.default.ttft", "engine.cpu.vs_transformers.b16", "engine.cpu.predicted.error"} <= {
+        *rows
+    }
 
 
 def test_runs_speculation(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

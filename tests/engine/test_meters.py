@@ -3,6 +3,7 @@
 import pytest
 
 from baton.engine.core.meters import LARGE, ChunkLimit, Meters
+from baton.machine.step_model import LearnedSteps
 from tests.engine.scheduling import add, make, step
 
 
@@ -61,29 +62,18 @@ def test_a_prompt_beside_decodes_is_as_fast_as_long_steps_allow() -> None:
 
 
 def test_few_tokens_of_a_prompt_cost_what_steps_of_their_size_take() -> None:
-    limit, scheduler = ChunkLimit(0.020, 8192), make()
-    meters = Meters(limit, (8192, 0.2048))
+    """A step reads the weights anyway, so fewer tokens save less than their share."""
+    limit = ChunkLimit(0.020, 8192)
+    meters = Meters(limit, (8192, 0.2048), LearnedSteps((1, 8), (16, 64, 128, 256, 8192)))
+    assert meters.prompt_seconds(200, 40, decoding=False) == 200 / 40_000, "no step was there yet"
     for _ in range(50):
-        meters.record(True, 40, 0.1)
-    assert meters.prompt_seconds(200, 40, decoding=bool(scheduler.decoding)) == 200 / 40_000, (
-        "no such step was alone"
-    )
-    for _ in range(50):
-        meters.record(False, 40, 0.006)
-        meters.record(False, 240, 0.014)
-    assert meters.prompt_seconds(200, 40, decoding=bool(scheduler.decoding)) == pytest.approx(0.008)
-    assert meters.prompt_seconds(8000, 40, decoding=bool(scheduler.decoding)) == pytest.approx(
-        8040 / 40_000 - 0.006
-    )
-    assert meters.prompt_seconds(100, 300, decoding=bool(scheduler.decoding)) == 100 / 40_000, (
-        "400 is a size not seen"
-    )
-    live = add(scheduler, 1, 8)
-    for _ in range(2):
-        step(scheduler)
-    assert live in scheduler.lives.running
-    assert meters.prompt_seconds(200, 40, decoding=bool(scheduler.decoding)) == 200 / 40_000, "beside decodes"
-    scheduler.lives.drop(live)
+        meters.record(0, 40, 0.006, 20)
+        meters.record(0, 240, 0.014, 120)
+        meters.record(0, 8192, 0.2048, 4096)
+    assert meters.prompt_seconds(200, 40, decoding=False) == pytest.approx(0.008)
+    assert meters.prompt_seconds(8152, 40, decoding=False) == pytest.approx(0.2048 - 0.006)
+    assert meters.prompt_seconds(100, 0, decoding=False) == pytest.approx(0.006 + 60 / 200 * 0.008)
+    assert meters.prompt_seconds(200, 40, decoding=True) == pytest.approx(200 / 40_000), "beside decodes"
 
 
 @pytest.mark.parametrize("handover", [True, False])

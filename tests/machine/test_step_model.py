@@ -61,6 +61,12 @@ def test_a_step_costs_what_its_parts_do(size: tuple[int, float, int, float], sec
     )
 
 
+def test_a_long_prompt_takes_several_steps() -> None:
+    assert MODEL.prefill(0) == 0
+    assert MODEL.prefill(264, 1_000) == pytest.approx(0.010 + 264 * 1_000e-9)
+    assert MODEL.prefill(1_024, 1_000) == pytest.approx(2 * 0.015 + 512 * (1_000 + 1_512) * 1e-9)
+
+
 @pytest.mark.parametrize("real", [dense, experts])
 def test_the_measured_model_predicts_other_steps(real: Step) -> None:
     model = measure(real, ROWS, TOKENS, CONTEXT, POSITION)

@@ -129,7 +129,24 @@ def test_costs_are_said_once() -> None:
     assert costs.prefill_tokens_per_s == pytest.approx(1 / TOKEN)
     assert costs.short == (87, pytest.approx(0.0187)), "from the prompt that was computed alone"
     assert costs.long == (250, pytest.approx(0.035))
+    assert costs.step_table is not None
+    assert costs.step_table.step(1, 101) == pytest.approx(STEP)
+    assert costs.step_table.prompt(MOST) == pytest.approx(MOST * TOKEN, rel=0.01)
+    assert (costs.step_factors, costs.decode_context, costs.queue_seconds) == ((1, 1), 101, 0)
     assert vllm.steps.news(vllm.now) == []
+
+
+def test_the_model_of_steps_is_learned_from_mixed_steps_too() -> None:
+    vllm = VLLM(target=0.05).learned()
+    vllm.ask("a", 5_000, within=0.0)
+    vllm.step()
+    [costs] = vllm.steps.news(vllm.now)
+    assert costs.queue_seconds == pytest.approx(vllm.left["a"] / costs.long.tokens * costs.long.seconds)
+    while vllm.left:
+        vllm.step()
+    model = vllm.steps._meters.model
+    assert model is not None
+    assert model.step(1, 101, 300, 1_000) == pytest.approx(STEP + 300 * TOKEN, rel=0.1)
 
 
 def test_without_chunks_no_prompt_fits_beside_decodes() -> None:

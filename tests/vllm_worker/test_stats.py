@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from baton.engine import EngineStats, MixedStep
+from baton.machine.step_model import StepModel
 from baton.vllm_worker.attachment import Costs
 from baton.vllm_worker.mixed_steps import StepCosts
 from baton.vllm_worker.stats import Load
@@ -43,8 +44,10 @@ def test_load_is_that_of_the_last_step() -> None:
 def test_what_steps_cost_is_what_the_connector_says() -> None:
     load = Load()
     assert stats(load).short == stats(load).long == MixedStep(0, 0.0)
-    said = Costs(StepCosts(0.006, 0.005, 0.004, 4e4, MixedStep(100, 0.008), MixedStep(300, 0.015)))
+    model = StepModel((1,), (0.5,), 0.0, (16, 32), (0.5, 1.0), 0.0, 1.0)
+    said = Costs(StepCosts(0.006, 0.005, 0.004, 4e4, MixedStep(100, 0.008), MixedStep(300, 0.015), model))
     load.costs = msgspec.msgpack.decode(msgspec.msgpack.encode(said), type=Costs).costs
     found = stats(load)
+    assert found.step_table == model
     assert (found.step_seconds, found.decode_seconds, found.fastest_step_seconds) == (0.006, 0.005, 0.004)
     assert (found.prefill_tokens_per_s, found.short.tokens, found.long.seconds) == (4e4, 100, 0.015)
