@@ -136,7 +136,8 @@ class StepModel:
     def attention(self, tokens: int, position: float) -> float:
         """Seconds beyond those of as many tokens at position 0. Negative for several prompts, but by less
         than these."""
-        return tokens * max(position, -tokens / 2) * self.pair_seconds
+        # Beyond the largest size the table is linear, so it has no more pairs than that size.
+        return tokens * max(position, -min(tokens, self.tokens[-1]) / 2) * self.pair_seconds
 
 
 def _interpolated(sizes: Sequence[int], seconds: Sequence[float], size: int) -> float:

@@ -305,11 +305,12 @@ class Meters:
 
         With few tokens in all this is less than their share of a long prompt, since a step reads the weights
         anyway. It is more if they come after many others."""
-        if decoding or (model := self.model) is None:
-            speed = self.prompt_tokens_per_s(decoding=decoding)
-            return tokens / speed if speed else 0.0
-        whole, rest = model.prefill(tokens + uncached, position), model.prefill(uncached, position + tokens)
-        return max(0.0, whole - rest)
+        if not decoding and (model := self.model) is not None:
+            whole = model.prefill(tokens + uncached, position)
+            if (rest := model.prefill(uncached, position + tokens)) < whole:
+                return whole - rest
+        speed = self.prompt_tokens_per_s(decoding=decoding)
+        return tokens / speed if speed else 0.0
 
     def step_expected(self, decodes: int, context: int, prefilled: int, position: float) -> float:
         """Seconds of a step, as in `record`. 0: not known."""

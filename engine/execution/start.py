@@ -115,7 +115,9 @@ def start_rank(
             runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
         steps = None
         if on_gpu:
-            steps = measure_times(runner, config, pool, MEASURED * (time.monotonic() - began))
+            steps = measure_times(
+                runner, config, pool, model_config.vocab_size, MEASURED * (time.monotonic() - began)
+            )
         if runner.expert_load is not None:
             runner.expert_load.clear()
     numerics = numerics_of(config, limits, weight_format, device) if config.batch_invariant else ""

@@ -12,6 +12,7 @@ A CPU learns from the steps of requests instead. The first two run the same step
 4. steps with other kernels for sampling or matrix products
 """
 
+import random
 import statistics
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +86,7 @@ class Rehearsal:
         speculative = config.speculative_config
         self._guesses = config.ahead - 1 if speculative is not None and speculative.by_device else 0
         self._sequences = 0
+        self._random = random.Random(0)
         self.num_blocks = 0
         decodes = seats.bit_length() + 2 + 2 * self._ahead  # tokens that the first request decodes
         self._first = [
@@ -134,10 +136,20 @@ class Rehearsal:
                 yield step(chunks, variant)
             yield step([_Chunk(sequence)], variant)
 
-    def sized(self, rows: int, context: float, tokens: int, position: float, table_width: int | None) -> Step:
+    def sized(
+        self,
+        rows: int,
+        context: float,
+        tokens: int,
+        position: float,
+        *,
+        table_width: int | None,
+        vocab_size: int,
+    ) -> Step:
         """A step with these sizes, as in `StepModel.step`, of at most `max_model_len` positions a request.
         The cache has `pool` blocks, of which the next ones are used: their KV is in no cache of the
-        device."""
+        device. The tokens are drawn, since equal ones would choose the same experts. All ranks draw the
+        same."""
         assert self._pool is not None, "the cache is that of the engine"
         chunks = []
         for _ in range(rows):
@@ -148,7 +160,8 @@ class Rehearsal:
             sequence = self._sequence(min(int(position) + tokens, self._max_model_len))
             sequence.computed = int(position)
             chunks.append(_Chunk(sequence, tokens, decodes=False))
-        return self._step(chunks, Variant.DRAWN, table_width, scored=False)
+        token_ids = self._random.choices(range(vocab_size), k=rows + tokens)
+        return self._step(chunks, Variant.DRAWN, table_width, scored=False, token_ids=token_ids)
 
     @staticmethod
     def _fill(sequences: Sequence[_Sequence], room: int) -> list[_Chunk]:
@@ -161,7 +174,13 @@ class Rehearsal:
         return chunks
 
     def _step(
-        self, chunks: Sequence[_Chunk], variant: Variant, table_width: int | None, *, scored: bool
+        self,
+        chunks: Sequence[_Chunk],
+        variant: Variant,
+        table_width: int | None,
+        *,
+        scored: bool,
+        token_ids: Sequence[int] | None = None,
     ) -> Step:
         """The arrays of these chunks, which count as computed from then on. A decode at the end of its blocks
         computes the last position again."""
@@ -174,7 +193,7 @@ class Rehearsal:
         for (sequence, *_), stop in zip(chunks, stops, strict=True):
             sequence.computed = stop
         sampled = [i for i, (s, _, decodes, _) in enumerate(chunks) if decodes or s.computed >= s.prompt]
-        tokens = [0] * sum(chunk.count for chunk in chunks)
+        tokens = token_ids or [0] * sum(chunk.count for chunk in chunks)
         drafts = {
             i: Draft([0] * chunk.drafts, chunk.drafts) for i, chunk in enumerate(chunks) if chunk.drafts
         }
@@ -239,7 +258,9 @@ def warm_up(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[str, 
         pass
 
 
-def measure_times(runner: ModelRunner, config: EngineConfig, pool: PoolSize, budget: float) -> StepModel:
+def measure_times(
+    runner: ModelRunner, config: EngineConfig, pool: PoolSize, vocab_size: int, budget: float
+) -> StepModel:
     """Measures what steps cost, in about `budget` seconds at most. If that is short, it runs the smallest
     decode alone. All ranks run the same steps: those that rank 0 has time for."""
     ranks = runner.ranks
@@ -251,9 +272,10 @@ def measure_times(runner: ModelRunner, config: EngineConfig, pool: PoolSize, bud
     def seconds(rows: int, context: float, tokens: int, position: float) -> float:
         timed: list[float] = []
         while len(timed) < TIMED_RUNS and (not timed or timed[-1] < LONG_STEP):
-            launched = runner.run(
-                rehearsal.sized(rows, context, tokens, position, runner.table_width), lambda _: None
+            step = rehearsal.sized(
+                rows, context, tokens, position, table_width=runner.table_width, vocab_size=vocab_size
             )
+            launched = runner.run(step, lambda _: None)
             runner.sample(launched, None)
             launched.wait()
             timed.extend(ranks.agreed([launched.seconds]))

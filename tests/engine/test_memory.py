@@ -310,7 +310,7 @@ def test_timed_steps_stay_within_all_limits(
 
     monkeypatch.setattr(runner, "run", run)
     limits = EngineConfig("m", max_num_seqs=seats, max_num_batched_tokens=budget)
-    model = measure_times(runner, limits, PoolSize(12, context), math.inf)
+    model = measure_times(runner, limits, PoolSize(12, context), 99, math.inf)
     assert model.rows == row_sizes(seats)
     assert model.tokens == token_sizes(min(budget, context // 2))
     assert all(seconds > 0 for seconds in (*model.decode_seconds, *model.prompt_seconds))
@@ -319,9 +319,11 @@ def test_timed_steps_stay_within_all_limits(
         assert len(step.token_ids) <= max(seats, budget)
         assert step.contexts.max() <= context
         assert step.slots.max() < 12 * 4
+    prompts = [step for step in steps if len(step.token_ids) > 16]
+    assert all(len(set(step.token_ids)) > 8 for step in prompts), "equal tokens choose the same experts"
     assert (seats, 0, seats) in map(computed, steps)
     steps.clear()
-    model = measure_times(runner, limits, PoolSize(12, context), 0.0)
+    model = measure_times(runner, limits, PoolSize(12, context), 99, 0.0)
     assert len(steps) <= TIMED_RUNS, "only the first size"
     assert model.rows == (1,)
 

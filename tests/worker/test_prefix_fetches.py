@@ -54,7 +54,7 @@ class World:
             Engine,
             prefix_exchange=exchange,
             store_exchange=exchange,
-            prompt_seconds=lambda tokens, _: (
+            prompt_seconds=lambda tokens, *_: (
                 tokens / self.prompt_tokens_per_s if self.prompt_tokens_per_s else 0.0
             ),
         )
