@@ -198,12 +198,13 @@ class _Bins:
             self._bins[self._index(size)].add(size, work, seconds)
 
     def learns(self, size: int) -> bool:
-        """Whether steps of this size count."""
-        return self._sizes[self._index(size)] not in self._measured
+        """Whether steps of this size count: they were not measured, or what `work` adds was not."""
+        return not self._slope or self._sizes[self._index(size)] not in self._measured
 
     def knows(self, size: int) -> bool:
         """Whether steps of this size were measured, or counted."""
-        return not self.learns(size) or self._bins[self._index(size)].weight > 0
+        index = self._index(size)
+        return self._sizes[index] in self._measured or self._bins[index].weight > 0
 
     def _index(self, size: int) -> int:
         return max(0, bisect_right(self._sizes, size) - 1)
@@ -211,16 +212,12 @@ class _Bins:
     def table(self, others: "_Bins | None" = None) -> tuple[tuple[int, ...], tuple[float, ...], float]:
         """Sizes, seconds without what `work` adds, and what one more of `work` adds. Empty: not known.
         `others`: of the same sizes, for those without steps here."""
-        seen = [each for each in self._bins if each.weight]
-        slope = self._slope or _slope(seen)
-        if others is not None:
-            pairs = zip(self._sizes, self._bins, others._bins, strict=True)
-            seen += [
-                other
-                for size, each, other in pairs
-                if other.weight and not each.weight and size not in self._measured
-            ]
-        found = {round(each.mean_size): each.mean_seconds - slope * each.mean_work for each in seen}
+        slope = self._slope or _slope(self._bins)
+        bins = zip(self._sizes, self._bins, self._bins if others is None else others._bins, strict=True)
+        seen = [own if own.weight else other for size, own, other in bins if size not in self._measured]
+        found = {
+            round(each.mean_size): each.mean_seconds - slope * each.mean_work for each in seen if each.weight
+        }
         sizes = sorted({**found, **self._measured}.items())
         seconds = accumulate((max(0.0, seconds) for _, seconds in sizes), max)
         return tuple(size for size, _ in sizes), tuple(seconds), slope
@@ -342,46 +339,51 @@ def measure(
 
 def row_sizes(most: int) -> tuple[int, ...]:
     """Numbers of decodes to measure."""
-    return _sizes((1, 8, 32), most)
+    return _sizes(1, most)
 
 
 def token_sizes(most: int) -> tuple[int, ...]:
     """Numbers of prompt tokens to measure."""
-    return _sizes((16, 64), most)
+    return _sizes(16, most)
 
 
-def _sizes(first: Sequence[int], most: int) -> tuple[int, ...]:
-    """These, then twice as many each time, up to `most`."""
-    sizes = list(first)
-    while sizes[-1] < most:
-        sizes.append(2 * sizes[-1])
-    return *(size for size in sizes if size < most), most
+def _sizes(first: int, most: int) -> tuple[int, ...]:
+    """The first one, then twice as many each time, up to `most`."""
+    sizes = []
+    while first < most:
+        sizes.append(first)
+        first *= 2
+    return *sizes, most
 
 
 def _grid(
     rows: Sequence[int], tokens: Sequence[int], context: int, position: int
 ) -> Iterator[tuple[int, float, int, float]]:
-    """The steps to measure. The sizes between come last: a budget may end before them. In a mixed step the
+    """The steps to measure, the most important first: a budget may end before the others. In a mixed step the
     prompt is one of the requests, and its tokens and the decodes are at most as many as those of a prompt."""
     middle, chunk = rows[len(rows) // 2], tokens[len(tokens) // 2]
-    yield rows[0], rows[0], 0, 0.0
-    yield 0, 0.0, tokens[0], 0.0
-    for size in _outer_first(tokens[1:]):
-        yield 0, 0.0, size, 0.0
-    for size in _outer_first(rows[1:]):
+
+    def with_slopes(size: int, count: int) -> Iterator[tuple[int, float, int, float]]:
         yield size, size, 0, 0.0
-    for size in dict.fromkeys((rows[-1], middle)):
+        yield 0, 0.0, count, 0.0
         yield size, size * context, 0, 0.0
-    for size in dict.fromkeys((tokens[-1], chunk)):
-        yield 0, 0.0, size, position
-    for decodes in dict.fromkeys(min(size, rows[-1] - 1) for size in (rows[-1], middle)):
-        count = max(tokens[0], chunk - decodes)  # so many rows in all need no padding
-        if decodes and decodes + count <= tokens[-1]:
-            yield decodes, decodes, count, 0.0
+        yield 0, 0.0, count, position
+        decodes = min(size, rows[-1] - 1)
+        more = max(tokens[0], chunk - decodes)  # so many rows in all need no padding
+        if decodes and decodes + more <= tokens[-1]:
+            yield decodes, decodes, more, 0.0
 
-
-def _outer_first(sizes: Sequence[int]) -> list[int]:
-    return [*sizes[-1:], *sizes[:-1]]
+    steps = [
+        (rows[0], rows[0], 0, 0.0),
+        (0, 0.0, tokens[0], 0.0),
+        *with_slopes(middle, chunk),
+        (rows[-1], rows[-1], 0, 0.0),
+        (0, 0.0, tokens[-1], 0.0),
+        *((size, size, 0, 0.0) for size in rows),
+        *((0, 0.0, size, 0.0) for size in tokens),
+        *with_slopes(rows[-1], tokens[-1]),
+    ]
+    yield from dict.fromkeys(steps)
 
 
 # ---------------------------------------------------------------- online

@@ -22,7 +22,7 @@ from baton.machine.step_model import (
 )
 from baton.simulator.steps import step_seconds
 
-ROWS, TOKENS = (1, 8, 32, 64, 128, 256), (16, 64, 128, 256, 512, 1024, 2048, 8192)
+ROWS, TOKENS = row_sizes(256), token_sizes(8192)
 CONTEXT, POSITION = 3_000, 8_000
 MODEL = StepModel((1, 8, 64), (0.004, 0.005, 0.012), 1e-7, (16, 512), (0.005, 0.015), 1e-9, 0.5)
 
@@ -115,9 +115,10 @@ def test_a_measurement_keeps_its_budget() -> None:
         spent.append(spent[-1] + seconds)
         return seconds
 
-    model = measure(step, ROWS, TOKENS, CONTEXT, POSITION, budget=0.1)
-    assert spent[-2] <= 0.1
+    model = measure(step, ROWS, TOKENS, CONTEXT, POSITION, budget=0.2)
+    assert spent[-2] <= 0.2
     assert model.rows == ROWS
+    assert model.context_seconds > 0 < model.pair_seconds
     spent[:] = [0.0]
     model = measure(step, ROWS, TOKENS, CONTEXT, POSITION, budget=0.0)
     assert len(spent) == 2, "the first step"
@@ -248,6 +249,17 @@ def test_sizes_that_were_not_measured_are_learned() -> None:
     assert errors[150] < 0.1, errors[150]
 
 
+def test_a_slope_that_was_not_measured_is_learned() -> None:
+    measured = replace(measure(dense, ROWS, TOKENS, CONTEXT, POSITION), context_seconds=0.0)
+    learned, random_ = LearnedSteps(ROWS, TOKENS, measured), random.Random(5)
+    for _ in range(2_000):
+        size = traffic(random_)
+        learned.record(*size, dense(*size))
+    assert learned.table is not None
+    assert learned.table.decode_seconds == measured.decode_seconds
+    assert learned.table.context_seconds == pytest.approx(33e-9, rel=0.3)
+
+
 def test_nothing_is_known_before_the_first_step() -> None:
     learned = LearnedSteps(ROWS, TOKENS)
     assert (learned.table, learned.model, learned.factors) == (None, None, (1.0, 1.0))
@@ -257,8 +269,8 @@ def test_nothing_is_known_before_the_first_step() -> None:
 
 
 def test_sizes_end_with_the_most() -> None:
-    assert row_sizes(256) == (1, 8, 32, 64, 128, 256)
+    assert row_sizes(256) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
     assert row_sizes(1) == (1,)
-    assert row_sizes(100) == (1, 8, 32, 64, 100)
-    assert token_sizes(8192) == (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    assert row_sizes(100) == (1, 2, 4, 8, 16, 32, 64, 100)
+    assert token_sizes(8192) == (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
     assert token_sizes(9) == (9,)
