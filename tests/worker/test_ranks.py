@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
+from baton.router.workers.checks import step_model
 from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     ENGINE,
@@ -89,6 +90,7 @@ async def test_kv_goes_from_any_number_of_ranks_to_any_other(
         status = await both.prefill.stub.GetStatus(pb.StatusRequest())
         transport = "shared_memory" if target != "loses a rank" else "tcp: --kv-connector tcp at the receiver"
         assert transport in status.kv_transports.values()
+        assert step_model(status.step_model) is not None, "routers know what its steps cost"
     await assert_whole(*pair)
 
 
