@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from baton.bench.contract import Report, Row
+from baton.bench.sse import SSEError, SSEParser
 
 _TEXTS = (
     "The capital of France is",
@@ -117,8 +118,13 @@ async def read(
             if response.status != 200:
                 stream.error = await response.text()
                 return stream
-            async for line in response.content:
-                _take(stream, line)
+            parser = SSEParser()
+            async for data in response.content.iter_any():
+                for event in parser.feed(data):
+                    _take(stream, event)
+                stream.keepalives = parser.comments
+    except SSEError as error:
+        stream.error = stream.error or str(error)
     except aiohttp.ClientError as error:
         stream.error = stream.error or f"{type(error).__name__}: {error}"
         stream.cut = True
@@ -127,25 +133,24 @@ async def read(
     return stream
 
 
-def _take(stream: Stream, line: bytes) -> None:
-    if line.startswith(b":"):
-        stream.keepalives += 1
-    elif line.startswith(b"data: {"):
-        event = json.loads(line[6:])
-        if "error" in event:
-            stream.error = json.dumps(event["error"])
-            return
-        if not event["choices"]:
-            stream.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
-            return
-        [choice] = event["choices"]
-        new = choice["token_ids"] or ()  # vLLM may say null
-        stream.token_ids += new
-        stream.text += choice["text"]
-        if choice.get("logprobs"):
-            stream.logprobs += choice["logprobs"]["token_logprobs"]
-        stream.arrivals += [time.monotonic()] * len(new)
-        stream.finish_reason = choice["finish_reason"]
+def _take(stream: Stream, data: bytes) -> None:
+    if data == b"[DONE]":
+        return
+    event = json.loads(data)
+    if "error" in event:
+        stream.error = json.dumps(event["error"])
+        return
+    if not event["choices"]:
+        stream.cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return
+    [choice] = event["choices"]
+    new = choice["token_ids"] or ()  # vLLM may say null
+    stream.token_ids += new
+    stream.text += choice["text"]
+    if choice.get("logprobs"):
+        stream.logprobs += choice["logprobs"]["token_logprobs"]
+    stream.arrivals += [time.monotonic()] * len(new)
+    stream.finish_reason = choice["finish_reason"]
 
 
 async def expected(url: str, asked: Sequence[Case], at_once: int = 4) -> dict[Case, list[int]]:

@@ -1,4 +1,4 @@
-"""The command `baton bench`: run, sweep, replay, compare.
+"""The command `baton bench`: run, sweep, agents, replay, compare.
 
 Exit codes: 0 measured; 1 nothing could be measured, the server refused many requests in a row, or a --fail-if
 holds; 2 a mistake in the options; 3 the client could not keep up, so the numbers are invalid; 130 stopped by
@@ -89,12 +89,50 @@ def sweep(options: Options) -> int:
 
 
 @command(
-    "baton bench replay mooncake_trace.jsonl --speed 0.5",
+    "baton bench agents --url http://127.0.0.1:8000",
+    "baton bench agents --concurrency 48 --sessions 96 --turns 8 --json agents.json",
+    "baton bench agents --url http://127.0.0.1:8001,http://127.0.0.1:8002 --seed 1",
+    "baton bench agents --concurrency 2 --prefix-len 200 --context-len 100 --input-len 40 --output-len 16",
+    takes=(groups.Target, groups.Agents, groups.Load, groups.Output),
+)
+def agents(options: Options) -> int:
+    """Measure what agents feel: sessions of many turns, most of each prompt cached.
+
+    --concurrency sessions run at a time and start at once. Each asks, reads the answer, thinks, and asks
+    again, with all that was said before in its prompt. A turn that is refused with 429 counts as failed; its
+    tokens come with the next turn. Beside the figures of `run` the report has those of first and of later
+    turns, the latency per output token and its inverse, and the share of prompts that came from the cache.
+    """
+    from baton.bench.load.commands import measure
+
+    agents = options.concurrency or groups.DEFAULT_AGENTS
+    unlimited = options.requests is None and options.duration is None
+    return asyncio.run(
+        measure(
+            dataclasses.replace(
+                options,
+                concurrency=agents,
+                requests=2 * agents if unlimited else options.requests,
+                prefix_groups=1 if options.prefix_len else 0,
+                warmup=options.warmup or 0.0,
+            )
+        )
+    )
+
+
+@command(
+    "baton bench replay mooncake_trace.jsonl --first 150 --speed 0.5",
+    "baton bench replay mooncake_trace.jsonl --url http://127.0.0.1:8001,http://127.0.0.1:8002",
     "baton bench replay --length-scale 0.02 --duration 60",
     takes=(groups.Target, groups.Trace, groups.Load, groups.Output),
 )
 def replay(options: Options) -> int:
-    """Replay a trace: its times, lengths and shared prefixes."""
+    """Replay a trace: its times, lengths and shared prefixes.
+
+    A line of the trace is a request: timestamp (ms), input_length, output_length, and hash_ids, one for each
+    block of the prompt. Equal ids are equal tokens, so a cache can do what it did for the trace. Requests
+    that begin alike (--session-blocks) are one session.
+    """
     from baton.bench.load.commands import measure
 
     return asyncio.run(measure(dataclasses.replace(options, trace=options.trace or SAMPLE_TRACE)))

@@ -138,7 +138,9 @@ async def _one(options: Options, title: str, signals: StopSignals) -> Run | int:
             return INTERRUPTED
         setup = preparing.result()
         fleet, started = Fleet(setup.clients()), datetime.now(UTC).isoformat(timespec="seconds")
-        async with Progression(title, setup.client, fleet.harvest, quiet=options.quiet) as progression:
+        async with Progression(
+            title, setup.client.duration, setup.requests, fleet.harvest, quiet=options.quiet
+        ) as progression:
             running = asyncio.create_task(fleet.run(progression.saw))
             await signals.unless_stopped(running)
             if signals.stop.is_set():

@@ -18,7 +18,7 @@ from baton.bench.load.target.request import Dialect, Target, new_http_session
 from baton.bench.load.target.tokenization import Tokenization
 from baton.bench.load.traffic.client import ClientConfig
 from baton.bench.load.traffic.fleet import Harvest
-from baton.bench.load.traffic.trace import read_trace, trace_sessions
+from baton.bench.load.traffic.trace import read_trace, spread, trace_sessions, until
 from baton.bench.load.traffic.workload import Listed, Synthetic, Workload
 
 _PROBE_TIMEOUT = 120.0
@@ -40,11 +40,21 @@ class Setup:
         limit = client.concurrency
         if client.workload.count is not None:
             said = f"trace at {client.time_scale:g}× its speed"
+        elif self.options.context_len is not None:
+            return f"{limit} agent{'s' if limit > 1 else ''} at a time"
         elif client.arrivals is None:
             return f"closed loop, {limit} user{'s' if limit > 1 else ''}"
         else:
             said = f"open loop, {client.arrivals}"
         return said + (f", at most {limit} in flight" if limit else "")
+
+    @property
+    def requests(self) -> int | None:
+        """How many requests there will be; None if only the duration limits them."""
+        workload, count = self.client.workload, self.client.sessions
+        if count is None or workload.count is not None or not workload.keeps_sessions:
+            return count
+        return sum(len(workload.session(index).turns) for index in range(count))
 
     def clients(self) -> list[ClientConfig]:
         """The parts of the client processes."""
@@ -63,6 +73,8 @@ class Setup:
             "duration_s": client.duration,
             "requests": options.requests,
             "workload": _described(options),
+            "prompts": client.target.form,
+            "session_as": client.target.session_as,
             "input_exactness": client.tokenization.statement,
             "dialect": msgspec.to_builtins(client.target.dialect),
             "extra_body": client.target.extra_body or None,
@@ -88,12 +100,23 @@ async def prepare(options: Options) -> Setup:
             dialect=Dialect(),
             headers=options.headers,
             extra_body=options.extra_fields,
+            session_as=options.session_as,
         )
         target, notes = await endpoint.find_dialect(http, target)
         tokenization = await endpoint.find_tokenization(http, target)
+        # Prompts of `run` are text, since it measures the server's tokenizer, too.
+        wanted = options.prompts or (None if _measures_caches(options) else "text")
+        turns = options.trace is None and options.turns != "1"
+        target, tokenization, more = await endpoint.find_form(http, target, tokenization, wanted, turns=turns)
+        notes += more
     workload = await _workload(options, tokenization)
     _check_lengths(options, workload, model.max_model_len)
     return Setup(options, client_of(options, target, workload, tokenization), tuple(notes))
+
+
+def _measures_caches(options: Options) -> bool:
+    """Whether what is cached decides the result, as for agents and traces."""
+    return options.trace is not None or options.context_len is not None
 
 
 def seed_of(options: Options) -> int:
@@ -182,7 +205,7 @@ def _notes(setup: Setup, summary: Summary) -> Iterator[str]:
     if interrupted := detail["interrupted"]:
         yield f"{interrupted} requests were interrupted and do not count"
     options = setup.options
-    repeats = options.prefix_groups or options.trace or options.turns != "1"
+    repeats = options.prefix_groups or _measures_caches(options) or options.turns != "1"
     share, overhead = values.get("input.cached"), setup.client.tokenization.overhead
     # What the server adds, as by its chat template, begins each prompt.
     if share and not repeats and share * values["input.mean"] > overhead:
@@ -196,15 +219,20 @@ async def _workload(options: Options, tokenization: Tokenization) -> Workload:
     least = tokenization.overhead + 1
     if options.trace is not None:
         lines = await asyncio.to_thread(read_trace, options.trace)
+        arriving = lines if options.clumps else spread(lines)
+        if options.first is not None:
+            arriving = arriving[: len(until(lines, options.first))]
         sessions = trace_sessions(
-            lines,
+            arriving,
             seed=seed_of(options),
             block=options.block_size,
             length_scale=options.length_scale,
             least_input=least,
+            session_blocks=options.session_blocks,
         )
         return Listed(sessions)
-    needed, asked = least + options.prefix_len, options.input_distribution
+    opening = 0 if options.context_len is None else options.prefix_len + options.context_len
+    needed, asked = max(1, least + options.prefix_len - opening), options.input_distribution
     if asked.kind == "fixed" and asked.least < needed:
         raise ValueError(
             f"--input-len {asked}: the server adds {tokenization.overhead} tokens to every prompt; give at "
@@ -218,6 +246,7 @@ async def _workload(options: Options, tokenization: Tokenization) -> Workload:
         think_time=options.think_distribution,
         prefix_groups=options.prefix_groups,
         prefix_len=options.prefix_len,
+        opening_len=opening,
         least_input=needed,
     )
 
@@ -235,6 +264,7 @@ def _check_lengths(options: Options, workload: Workload, max_model_len: int | No
     over = sum(length > max_model_len for length in lengths)
     if over:
         remedy = "--length-scale" if options.trace else "--input-len, --output-len or --turns"
+        remedy = remedy if options.context_len is None else f"--prefix-len, --context-len, {remedy}"
         raise ValueError(
             f"{over} of {count} sessions need more than the model's {max_model_len} tokens, up to "
             f"{max(lengths)}. Give a smaller {remedy}, or serve with a larger --max-model-len."
@@ -243,13 +273,18 @@ def _check_lengths(options: Options, workload: Workload, max_model_len: int | No
 
 def _described(options: Options) -> dict[str, Any]:
     if options.trace is not None:
-        scaled = {} if options.length_scale == 1 else {"length_scale": options.length_scale}
-        return {"trace": options.trace.name, "block_size": options.block_size} | scaled
+        found = {"trace": options.trace.name, "block_size": options.block_size}
+        found |= {"session_blocks": options.session_blocks, "clumps": options.clumps or None}
+        found |= {"first_s": options.first}
+        found |= {} if options.length_scale == 1 else {"length_scale": options.length_scale}
+        return {key: value for key, value in found.items() if value is not None}
     found: dict[str, Any] = {
         "input_len": str(options.input_distribution),
         "output_len": str(options.output_distribution),
     }
-    if options.prefix_groups:
+    if options.context_len is not None:
+        found |= {"prefix_len": options.prefix_len, "context_len": options.context_len}
+    elif options.prefix_groups:
         found |= {"prefix_groups": options.prefix_groups, "prefix_len": options.prefix_len}
     if options.turns != "1":
         found |= {"turns": options.turns, "think_time": options.think_time}

@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 
 from baton.bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
 from baton.bench.load.measurement.slo import Slo
-from baton.bench.load.target.request import Api
+from baton.bench.load.target.request import Api, Form, SessionAs
 from baton.bench.load.traffic.trace import MOONCAKE_BLOCK
 from baton.bench.load.traffic.workload import (
+    AGENTS,
     DEFAULT_PRESET,
     PRESETS,
     SYNTAX,
@@ -28,6 +29,7 @@ from baton.machine import usable_cpus
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 4
+DEFAULT_AGENTS = 16
 DEFAULT_DURATION = 30.0
 DEFAULT_SEED = 0
 _MOST_PROCESSES = 8
@@ -49,6 +51,14 @@ class Target:
     api: Api = opt("completions", "completions: /v1/completions; chat: /v1/chat/completions.")
     api_key: str | None = opt(
         None, "Prefer the variable: every user can read arguments.", "KEY", envvar="BATON_API_KEY"
+    )
+    prompts: Form | None = opt(
+        None,
+        "ids: of token ids, which makes lengths, histories and blocks of a trace exact; text.",
+        shown="text; of agents and traces ids, if the server takes them",
+    )
+    session_as: SessionAs = opt(
+        "header", "How a request names its session: header x-session-id, field user, or none."
     )
     extra_body: str = opt("", 'More fields, like {"top_p": 0.9}.', "JSON")
 
@@ -106,10 +116,43 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Agents:
+    """Sessions of many turns. `Options` has other defaults for what `Workload` has, too."""
+
+    panel: ClassVar = "Workload"
+    prefix_len: int = opt(
+        AGENTS["prefix_len"], "Tokens that all prompts begin with, like rules and tools.", "TOKENS"
+    )
+    context_len: int | None = opt(
+        AGENTS["context_len"], "Tokens that follow in a session's prompts, like its files.", "TOKENS"
+    )
+    turns: str = opt(AGENTS["turns"], "Requests of a session, each with all before it.", "N")
+    input_len: str | None = opt(
+        AGENTS["input_len"], f"New tokens of a turn, like the output of a tool: {SYNTAX}.", "TOKENS"
+    )
+    output_len: str | None = opt(AGENTS["output_len"], "Output tokens: likewise.", "TOKENS")
+    think_time: str = opt(
+        AGENTS["think_time"], "From an answer to the next turn, while tools run: likewise.", "SECONDS"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trace:
     panel: ClassVar = "Workload"
     trace: Path | None = argument("JSONL in Mooncake's format, or a small sample.", "TRACE", default=None)
     speed: float = opt(1.0, "2 replays the trace in half its time.", "FACTOR")
+    first: float | None = opt(None, "Only what the trace has before this time.", "SECONDS", shown="all")
+    clumps: bool = opt(
+        False,
+        "Send requests of one time stamp at once. Otherwise they arrive evenly until the next time stamp: "
+        "some recorders write every few seconds.",
+    )
+    session_blocks: int = opt(
+        2,
+        "Requests whose first N hash ids are equal are one session, and go to one server of several; 0: no "
+        "sessions.",
+        "N",
+    )
     length_scale: float = opt(
         1.0, "Scales blocks, inputs and outputs alike, for models with a short context.", "FACTOR"
     )
@@ -139,18 +182,24 @@ class Load:
         None,
         "Closed loop: users. Else the most in flight; waiting for a place counts as latency.",
         "N",
-        shown=f"{DEFAULT_CONCURRENCY} users, or no limit",
+        shown=f"{DEFAULT_CONCURRENCY} users, {DEFAULT_AGENTS} agents, or no limit",
         also="--max-concurrency",
     )
     duration: float | None = opt(
         None, "How long to send new requests.", "SECONDS", shown=f"{DEFAULT_DURATION:g}, unless --requests"
     )
-    requests: int | None = opt(None, "Sessions to send at most.", "N", shown="no limit", also="--num-prompts")
+    requests: int | None = opt(
+        None,
+        "Sessions to send at most; a session has one request or --turns.",
+        "N",
+        shown="no limit, or twice as many as agents",
+        also=("--num-prompts", "--sessions"),
+    )
     warmup: float | None = opt(
         None,
         "Excluded from all results. By default the time until TTFT settles (MSER-5); 0 excludes nothing.",
         "SECONDS",
-        shown="detected",
+        shown="detected; of agents 0",
     )
     drain: float = opt(
         60.0, "Wait so long for answers after the last request; later answers fail.", "SECONDS"
@@ -207,8 +256,13 @@ class Sweep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
-    """One run. A `trace` decides what is sent and when; then `concurrency` only limits what is in flight."""
+class Options(Target, Workload, Agents, Trace, Rate, Load, Output, Sweep):
+    """One run. A `trace` decides what is sent and when; then `concurrency` only limits what is in flight.
+
+    `context_len` is None but for agents, the tokens of which come before their `input_len`.
+    """
+
+    context_len: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the flag, its value and the remedy."""
@@ -233,13 +287,14 @@ class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
     def _check_numbers(self) -> None:
         for name in (
             "speed", "length_scale", "block_size", "rate", "concurrency", "burstiness", "duration",
-            "requests", "timeout", "processes",
+            "requests", "timeout", "processes", "first",
         ):  # fmt: skip
             value, option = getattr(self, name), "--" + name.replace("_", "-")
             if value is not None and not 0 < value < math.inf:
                 hint = " For as fast as possible, give --concurrency instead." if name == "rate" else ""
                 raise ValueError(f"{option} {value:g} must be a positive number.{hint}")
-        for option, value in {"--warmup": self.warmup, "--drain": self.drain, "--seed": self.seed}.items():
+        for name in ("warmup", "drain", "seed", "prefix_len", "context_len", "session_blocks"):
+            value, option = getattr(self, name), "--" + name.replace("_", "-")
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{option} {value:g} must not be negative.")
         if self.warmup is not None and self.duration is not None and self.warmup >= self.duration:
@@ -252,13 +307,14 @@ class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
     def _check_workload(self) -> None:
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset!r} is unknown. There are {', '.join(PRESETS)}.")
-        if (self.prefix_groups > 0) != (self.prefix_len > 0) or self.prefix_groups < 0 or self.prefix_len < 0:
+        is_in_input = self.context_len is None  # the prefix
+        if is_in_input and ((self.prefix_groups > 0) != (self.prefix_len > 0) or self.prefix_groups < 0):
             raise ValueError(
                 f"--prefix-groups {self.prefix_groups} and --prefix-len {self.prefix_len}: "
                 "give both, or none."
             )
         least = self.input_distribution.least
-        if self.prefix_groups and least <= self.prefix_len:
+        if self.prefix_groups and is_in_input and least <= self.prefix_len:
             raise ValueError(
                 f"--prefix-len {self.prefix_len}: the prefix is part of the prompt, but --input-len "
                 f"{self.input_distribution} can be as short as {least:g}."

@@ -70,15 +70,15 @@ def opt(
     *,
     shown: str | bool = True,
     check: Callable[..., Any] | None = None,
-    also: str | None = None,
+    also: str | tuple[str, ...] = (),
     **more: Any,
 ) -> Any:
     """A field that is an option. `shown` replaces its default in `--help`; `check` validates its value;
-    `also` is a second flag for it, which another server has.
+    `also` has further flags for it, which other servers have.
 
     A choice needs no metavar: `--help` then lists its values."""
     option = typer.Option(help=text, metavar=metavar, show_default=shown, callback=check, **more)
-    option.param_decls = None if also is None else (also,)
+    option.param_decls = (also,) if isinstance(also, str) else also or None
     return _declared(default, option)
 
 

@@ -23,11 +23,14 @@ from typing import Any, Literal
 import uvloop
 from aiohttp import web
 
+from baton.bench.load.target.tokenization import WORDS
+
 Fault = Literal[
     "none", "429", "500", "reset", "half", "done_only", "garbage", "not_json", "error_event", "empty",
     "abort", "hang", "html", "bad_types",
 ]  # fmt: skip
 BOS = 1  # tokens that the server adds to a prompt of completions
+ANSWERED = 5000  # the token id of the first token of an answer
 TEMPLATE = 7  # tokens that it adds to a prompt of chat
 
 
@@ -42,6 +45,7 @@ class Behavior:
     gate: Callable[[int, int], Awaitable[object]] | None = None
     faults: Sequence[Fault] = ("none",)
     tokenize: bool = True
+    takes_ids: bool = True  # prompts of token ids, and tells those of answers
     usage: bool = True
     running_usage: bool = True
     strict: bool = False  # refuses fields that OpenAI's API does not have
@@ -58,6 +62,7 @@ class Served:
     prompt_tokens: int
     max_tokens: int
     session: str
+    user: str
     writes: list[float] = field(default_factory=list)
 
 
@@ -110,8 +115,11 @@ class MockServer:
     async def _tokenize(self, request: web.Request) -> web.Response:
         if not self.behavior.tokenize:
             raise web.HTTPNotFound
-        count = count_tokens(await request.json())
-        return web.json_response({"count": count, "tokens": list(range(count)), "max_model_len": 8192})
+        body = await request.json()
+        words = body["prompt"].split() if "prompt" in body else ["a"] * count_tokens(body)
+        ids = [100 + WORDS.index(word) for word in words for _ in range(_words(word)) if word in WORDS]
+        ids = [BOS, *ids] if "prompt" in body else ids
+        return web.json_response({"count": count_tokens(body), "tokens": ids, "max_model_len": 8192})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         arrived = time.monotonic()
@@ -121,7 +129,7 @@ class MockServer:
             return refusal
         served = Served(
             arrived, body.get("prompt", body.get("messages")), count_tokens(body), _max_tokens(body),
-            request.headers.get("x-session-id", ""),
+            request.headers.get("x-session-id", ""), body.get("user", ""),
         )  # fmt: skip
         number = len(self.served)
         self.served.append(served)
@@ -147,6 +155,8 @@ class MockServer:
     def _refusal(self, request: web.Request, body: dict[str, Any]) -> web.Response | None:
         if not self._authorized(request):
             return _error(401, "wrong key")
+        if isinstance(body.get("prompt"), list) and not self.behavior.takes_ids:
+            return _error(400, "a prompt is a text")
         known = {"model", "prompt", "messages", "max_tokens", "stream", "temperature", "stream_options"}
         unknown = set(body) - known
         if "continuous_usage_stats" in body.get("stream_options", {}):
@@ -180,7 +190,10 @@ class MockServer:
                 break
             now = min(count, sent + per_chunk)
             text = "".join(f" t{i}" for i in range(sent, now))
-            choice = {"index": 0} | ({"delta": {"content": text}} if chat else {"text": text})
+            choice: dict[str, Any] = {"index": 0}
+            choice |= {"delta": {"content": text}} if chat else {"text": text}
+            if body.get("return_token_ids"):
+                choice["token_ids"] = [ANSWERED + i for i in range(sent, now)]
             chunk: dict[str, Any] = {"choices": [choice]}
             if running:
                 chunk["usage"] = _usage(served, now)
@@ -230,6 +243,8 @@ def count_tokens(body: dict[str, Any]) -> int:
     """A word is a token. A word of more than 5 letters is two, which the load generator has to find out."""
     if "messages" in body:
         return TEMPLATE + sum(_words(m["content"]) for m in body["messages"])
+    if isinstance(body["prompt"], list):
+        return len(body["prompt"])
     return BOS + _words(body["prompt"])
 
 

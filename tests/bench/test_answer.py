@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from baton.bench.load.target.answer import MAX_EVENT_BYTES, Answer, Failure, Record, SSEError, SSEParser
+from baton.bench.load.target.answer import Answer, Failure, Record
+from baton.bench.sse import MAX_EVENT_BYTES, SSEError, SSEParser
 
 
 def _event(**chunk: object) -> bytes:
@@ -23,9 +24,9 @@ FINISH = _event(choices=[{"index": 0, "text": "", "finish_reason": "length"}])
 DONE = b"data: [DONE]\n\n"
 
 
-def _answer(*chunks: bytes, keep_text: bool = False) -> Answer:
+def _answer(*chunks: bytes, keep: bool = False) -> Answer:
     """Chunk i arrives at i seconds."""
-    answer = Answer(Record(index=0, intended=0.0, sent=0.0), keep_text=keep_text)
+    answer = Answer(Record(index=0, intended=0.0, sent=0.0), keep=keep)
     for now, chunk in enumerate(chunks):
         answer.feed(chunk, float(now))
     answer.close(float(len(chunks)))
@@ -45,7 +46,7 @@ def test_the_role_chunk_of_a_chat_does_not_count_as_a_token() -> None:
     role = _event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
     said = _event(choices=[{"index": 0, "delta": {"content": "hi"}}])
     end = _event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
-    answer = _answer(role, said, end, DONE, keep_text=True)
+    answer = _answer(role, said, end, DONE, keep=True)
     assert answer.record.arrivals == [1.0]
     assert answer.text == "hi"
 
@@ -54,7 +55,7 @@ def test_the_role_chunk_of_a_chat_does_not_count_as_a_token() -> None:
 def test_reasoning_counts_as_tokens_and_is_not_repeated_in_the_history(field: str) -> None:
     thought = _event(choices=[{"index": 0, "delta": {field: "hm"}}])
     end = _event(choices=[{"index": 0, "delta": {"content": "ok"}, "finish_reason": "stop"}])
-    answer = _answer(thought, end, DONE, keep_text=True)
+    answer = _answer(thought, end, DONE, keep=True)
     assert answer.record.arrivals == [0.0, 1.0]
     assert answer.text == "ok"
 
@@ -116,6 +117,7 @@ def test_events_do_not_depend_on_how_the_bytes_are_cut() -> None:
     events = whole.feed(STREAM)
     assert events[1:] == [b"one\ntwo", b"[DONE]"]
     assert whole.feed(b"st\n\n") == [b"rest"]
+    assert whole.comments == 1
     for size in range(1, len(STREAM)):
         parser = SSEParser()
         cut = [e for i in range(0, len(STREAM), size) for e in parser.feed(STREAM[i : i + size])]

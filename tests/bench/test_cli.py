@@ -132,12 +132,13 @@ def _refused(at: float, failure: Failure | None = Failure.REFUSED) -> Record:
 
 
 def test_only_refusals_in_a_row_end_a_run() -> None:
-    def hopeless(*records: Record) -> list[bool]:
+    def hopeless(*records: Record, answering: int = 0) -> list[bool]:
         refusals = Refusals()
-        return [refusals.are_hopeless(record) for record in records]
+        return [refusals.are_hopeless(record, answering) for record in records]
 
     row = [_refused(n / 10) for n in range(30)]
     assert hopeless(*row).index(True) == REFUSALS - 1
+    assert not any(hopeless(*row, answering=1)), "a server that is full answers others"
     assert not any(hopeless(*row[:15], _refused(1.5, None), *row[15:])), "one request succeeded"
     assert not any(hopeless(*(_refused(n / 1000) for n in range(100)))), (
         "a burst of refusals does not end a run"

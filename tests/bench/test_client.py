@@ -17,11 +17,11 @@ import msgspec
 import pytest
 
 from baton.bench.load.target.answer import Answer, Record
-from baton.bench.load.target.request import Api, Dialect, Target
+from baton.bench.load.target.request import Api, Dialect, SessionAs, Target
 from baton.bench.load.target.tokenization import Composer
 from baton.bench.load.traffic.client import Client
 from baton.bench.load.traffic.workload import Distribution, Listed, Session, Synthetic, Workload
-from tests.bench.mock_server import Behavior, Fault, MockServer
+from tests.bench.mock_server import ANSWERED, Behavior, Fault, MockServer
 from tests.bench.support import EXACT, client_config, open_loop, run_client, short_prompts
 
 SHORT = short_prompts()
@@ -186,6 +186,63 @@ async def test_the_history_of_completions_is_one_text() -> None:
     async with MockServer(Behavior(ttft=0)) as server:
         await run_client(client_config(server.url, workload, sessions=1))
         assert [s.prompt for s in server.served] == [one, f"{one} t0 t1\n{two}"]
+
+
+async def test_the_history_of_token_ids_has_those_of_the_answers() -> None:
+    words = EXACT.words
+    exact = msgspec.structs.replace(EXACT, ids=tuple(range(100, 100 + len(words)))).of_ids()
+    workload = short_prompts(2, turns=2)
+    composer = Composer(exact)
+    one, two = (
+        [int(word) for word in composer.compose(turn.segments).split(",")]
+        for turn in workload.session(0).turns
+    )
+    async with MockServer(Behavior(ttft=0)) as server:
+        target = Target((server.url,), "completions", "mock", Dialect(), form="ids")
+        config = client_config("", workload, sessions=1, target=target, tokenization=exact)
+        records = await run_client(config)
+        assert [s.prompt for s in server.served] == [one, [*one, ANSWERED, ANSWERED + 1, *two]]
+    assert [r.asked_input for r in records] == [3, 8]
+
+
+async def test_what_a_refused_turn_asked_comes_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float, do: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        slept.append(seconds)
+        await do(seconds if seconds < 0.5 else 0.0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(Client, "_sleep_until", lambda client, due: asyncio.sleep(due - client._now()))
+    workload, composer = short_prompts(2, turns=4), Composer(EXACT)
+    one, two, three, four = (turn.segments for turn in workload.session(0).turns)
+    async with MockServer(Behavior(ttft=0, faults=("429", "none", "429", "none"))) as server:
+        records = await run_client(client_config(server.url, workload, sessions=1))
+        second = composer.compose([*one, *two])
+        assert server.served[1].prompt == second
+        assert server.served[3].prompt == f"{second} t0 t1\n{composer.compose([*three, *four], first=False)}"
+    assert [r.error_class for r in records] == ["http_429", "", "http_429", ""]
+    assert [r.skipped_turns for r in records] == [0] * 4
+    assert sum(seconds > 0.5 for seconds in slept) == 2, "as long as the server wants"
+
+
+async def test_the_drain_time_begins_with_the_last_turn() -> None:
+    """The only session has started long before."""
+    session = Session(short_prompts(1, turns=3, think_seconds=0.4).session(0).turns)
+    records = await _answered(Behavior(ttft=0), Listed((session,)), concurrency=0, drain=0.7)
+    assert [r.error_class for r in records] == [""] * 3
+
+
+@pytest.mark.parametrize(
+    ("session_as", "seen"), [("header", ("run-7", "")), ("user", ("", "run-7")), ("none", ("", ""))]
+)
+async def test_bound_requests_go_to_one_server(session_as: SessionAs, seen: tuple[str, str]) -> None:
+    sessions = tuple(Session(SHORT.session(i).turns, bound=bound) for i, bound in enumerate((7, 0, 7, 7)))
+    async with MockServer(Behavior(ttft=0)) as one, MockServer(Behavior(ttft=0)) as other:
+        target = Target((one.url, other.url), "completions", "mock", Dialect(), session_as=session_as)
+        await run_client(client_config("", Listed(sessions), concurrency=0, target=target))
+        assert [len(server.served) for server in (one, other)] == [1, 3]
+        assert {(served.session, served.user) for served in other.served} == {seen}
 
 
 async def test_a_failed_turn_ends_its_session() -> None:

@@ -52,6 +52,40 @@ async def test_approximate_prompt_lengths_are_reported_as_such(api: Api) -> None
     assert all(n is not None and 60 <= n <= 95 for n in lengths)
 
 
+AGENTS: dict[str, Any] = {"context_len": 20, "turns": "3", "think_time": "0"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "behavior", "form", "note"),
+    [
+        (AGENTS, {}, "ids", ""),
+        ({}, {}, "text", ""),
+        ({"prompts": "ids"}, {}, "ids", ""),
+        (AGENTS | {"prompts": "text"}, {}, "text", ""),
+        (AGENTS | {"api": "chat"}, {}, "text", "messages of a chat"),
+        (AGENTS, {"tokenize": False}, "text", "no /tokenize"),
+        (AGENTS, {"takes_ids": False}, "text", "http_400"),
+    ],
+)
+async def test_agents_have_prompts_of_token_ids_if_the_server_takes_them(
+    asked: dict[str, Any], behavior: dict[str, Any], form: str, note: str
+) -> None:
+    async with MockServer(Behavior(ttft=0, **behavior)) as server:
+        setup = await _setup(server, requests=1, **asked)
+        records = await run_client(setup.clients()[0])
+    assert setup.parameters()["prompts"] == form
+    assert any(note in said for said in setup.notes) if note else not setup.notes
+    assert [r.error_class for r in records] == [""] * len(setup.client.workload.session(0).turns)
+    if form == "ids":
+        assert all(r.prompt_tokens == r.asked_input for r in records), "also of later turns"
+
+
+async def test_token_ids_that_were_asked_for_and_cannot_be_are_an_error() -> None:
+    async with MockServer(Behavior(ttft=0, takes_ids=False)) as server:
+        with pytest.raises(EndpointError, match=r"--prompts ids: .*http_400.*Give --prompts text"):
+            await _setup(server, prompts="ids")
+
+
 async def test_a_server_without_token_counts() -> None:
     setup = await _set_up(tokenize=False, usage=False)
     assert "assumed" in setup.client.tokenization.statement

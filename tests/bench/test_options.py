@@ -22,6 +22,7 @@ from baton.bench.load.traffic.workload import Distribution
         ("normal:500,100", 500, 0),
         ("lognormal:100,0.5", 100 * math.exp(0.125), 0),
         ("exponential:40", 40, 0),
+        ("uniform:100,200@150,175", (150 * 50 + 162.5 * 25 + 175 * 25) / 100, 150),
     ],
 )
 def test_distributions_have_their_mean_and_least_value(text: str, mean: float, least: float) -> None:
@@ -52,6 +53,10 @@ def test_objectives_are_parsed() -> None:
         (lambda: Options(input_len="many"), r"--input-len 'many'.*uniform:LOW,HIGH"),
         (lambda: Options(output_len="uniform:9,3"), r"--output-len 'uniform:9,3'"),
         (lambda: Options(output_len="-3"), r"--output-len '-3'"),
+        (lambda: Options(output_len="uniform:1,9@5"), r"'uniform:1,9@5'.*@LOW,HIGH"),
+        (lambda: Options(output_len="9@5,2"), r"--output-len '9@5,2'"),
+        (lambda: Options(context_len=-1), r"--context-len -1 must not be negative"),
+        (lambda: Options(first=0), r"--first 0 must be a positive"),
         (lambda: Options(think_time="nan"), r"--think-time 'nan'"),
         (lambda: Options(turns="0"), r"--turns 0: .*at least one"),
         (lambda: Options(prefix_len=10), r"--prefix-groups 0 and --prefix-len 10: give both"),

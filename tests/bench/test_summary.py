@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.bench.load.measurement.quantiles import PARTS, Series, student
+from baton.bench.load.measurement.quantiles import Series
 from baton.bench.load.measurement.slo import Slo
-from baton.bench.load.measurement.summary import Summary, rate, request_value, summarize
+from baton.bench.load.measurement.summary import PARTS, Summary, rate, request_value, share, summarize
 from baton.bench.load.target.answer import Failure, Record
 from tests.bench.support import record
 
@@ -69,6 +69,21 @@ def test_the_warm_up_is_excluded_everywhere() -> None:
     assert found.detail["window"][0] == 2.0
 
 
+def test_first_and_later_turns_of_sessions_have_their_own_figures() -> None:
+    """The first turns come first and are slow. That is no trend."""
+    records = [record(i * 0.01, ttft=2.0, index=i) for i in range(60)]
+    records += [
+        record(3 + i * 0.01, ttft=0.1, gaps=(0.02,) * 3, index=i % 60, turn=1 + i // 60) for i in range(120)
+    ]
+    found = _summary(records)
+    expected = {"ttft.first.p50": 2000, "ttft.later.p99": 100, "e2e.per_token.p50": 40}
+    expected |= {"e2e.per_token.p90": 2000, "interactivity.p90": 0.5}
+    assert {name: found.rows[name].value for name in expected} == pytest.approx(expected)
+    assert "ttft.first.p99" not in found.rows, "60 values are too few"
+    assert "ttft.later.p50" not in _summary(_every(9)).rows, "sessions of one turn"
+    assert found.detail["steady"] is True
+
+
 def test_a_burst_is_measured_until_its_last_answer() -> None:
     found = _summary([record(0.0, ttft=1.0, gaps=(1.0,), index=i) for i in range(8)])
     assert found.detail["window"][1] == pytest.approx(2.0)
@@ -83,6 +98,7 @@ def test_failures_are_misses_and_enter_no_latency() -> None:
     ]
     found = _summary(good + bad, "ttft=500")
     assert [found.rows[f"requests.{name}"].value for name in ("sent", "ok", "failed")] == [100, 90, 10]
+    assert found.rows["requests.refused"].value == 10
     assert found.detail["errors"] == {"http_429": {"count": 10, "sample": "busy"}}
     assert found.rows["goodput.share"].value == pytest.approx(0.9)
     assert found.detail["slo_met"] is False
@@ -204,8 +220,16 @@ def test_the_interval_of_a_rate_covers_the_true_value(burst: int, least: float, 
     assert least <= covered / 300 <= most
 
 
-def test_few_clusters_say_less() -> None:
-    assert [round(student(degrees), 2) for degrees in (9, 30, 1000)] == [2.26, 2.04, 1.96]
+@pytest.mark.parametrize(("run", "least"), [(1, 0.9), (12, 0.8)], ids=["alone", "in a row"])
+def test_the_interval_of_a_share_covers_the_true_value(run: int, least: float) -> None:
+    """Failures come in a row."""
+    rng, covered = np.random.default_rng(8), 0
+    for _ in range(300):
+        found = share("x", np.repeat(rng.random(400 // run) < 0.8, run).tolist())
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= 0.8 <= found.high
+    assert least <= covered / 300 <= 0.99
 
 
 def test_clusters_widen_the_interval() -> None:

@@ -13,8 +13,15 @@ from baton.bench.load.experiment import _workload, client_of
 from baton.bench.load.options import Options
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.target.tokenization import Composer, Segment, Tokenization
-from baton.bench.load.traffic.trace import SAMPLE_TRACE, TraceLine, read_trace, trace_sessions
-from baton.bench.load.traffic.workload import Arrivals, Distribution, Session, Synthetic
+from baton.bench.load.traffic.trace import (
+    SAMPLE_TRACE,
+    TraceLine,
+    read_trace,
+    spread,
+    trace_sessions,
+    until,
+)
+from baton.bench.load.traffic.workload import AGENTS, Arrivals, Distribution, Session, Synthetic
 from tests.bench.mock_server import count_tokens
 from tests.bench.support import EXACT
 
@@ -116,6 +123,29 @@ def test_only_later_turns_have_think_time() -> None:
     assert len({t.segments for t in session.turns}) == 3
 
 
+def test_agents_share_a_prefix_and_have_long_first_prompts() -> None:
+    options = Options(prefix_len=40, prefix_groups=1, context_len=60, input_len="uniform:3,9", turns="4")
+    workload = asyncio.run(_workload(options, EXACT))
+    sessions = [workload.session(i) for i in range(30)]
+    prefix, own = sessions[0].turns[0].segments
+    assert prefix.length == 40
+    assert all(session.turns[0].segments[0] == prefix for session in sessions)
+    assert all(session.turns[0].segments[1].seed != own.seed for session in sessions[1:])
+    for session in sessions:
+        first, *later = (turn.input_tokens for turn in session.turns)
+        assert 103 <= first <= 109
+        assert all(3 <= length <= 9 for length in later)
+
+
+def test_the_agents_of_the_defaults_are_those_of_the_documentation() -> None:
+    """Mean 1,200 new tokens, and 92 % of a later prompt as the one before."""
+    drawn = Distribution.parse(str(AGENTS["input_len"]), "")
+    rng = np.random.default_rng(1)
+    lengths = [drawn.draw_length(rng) for _ in range(20_000)]
+    assert np.mean(lengths) == pytest.approx(1200, rel=0.02)
+    assert (min(lengths), max(lengths)) >= (50, 8000)
+
+
 def _trace(*lines: tuple[float, int, int, list[int]]) -> list[TraceLine]:
     return [TraceLine(*line) for line in lines]
 
@@ -131,6 +161,45 @@ def test_a_trace_keeps_times_lengths_and_shared_blocks() -> None:
     assert (second.turns[0].input_tokens, second.turns[0].output_tokens) == (1100, 7)
     assert first.turns[0].segments[:2] == second.turns[0].segments[:2]
     assert first.turns[0].segments[2] != second.turns[0].segments[2]
+
+
+def test_requests_that_begin_alike_are_one_session() -> None:
+    """All share the first block. One with a single block is alone."""
+    lines = _trace(
+        *((at, 1300, 5, ids) for at, ids in enumerate(([0, 1, 2], [0, 7, 8], [0], [0], [0, 1, 9])))
+    )
+    bound = [
+        session.bound
+        for session in trace_sessions(
+            lines, seed=9, block=512, length_scale=1, least_input=2, session_blocks=2
+        )
+    ]
+    assert bound == [0, 1, 2, 3, 0]
+    assert [session.bound for session in _sessions(lines)] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("stamps", "expected"),
+    [
+        ((0, 0, 0, 3000, 3000, 6000), (0, 1000, 2000, 3000, 4500, 6000)),
+        ((0, 1000, 1000), (0, 1000, 1500)),  # the last clump is as long as the one before
+        ((500, 500), (500, 500)),
+        ((1, 2, 4), (1, 2, 4)),
+    ],
+)
+def test_a_clump_is_spread_until_the_next_time_stamp(
+    stamps: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    found = spread(_trace(*((at, 10, 1, [n]) for n, at in enumerate(stamps))))
+    assert [line.timestamp for line in found] == pytest.approx(expected)
+    assert [line.hash_ids for line in found] == [[n] for n in range(len(stamps))]
+
+
+def test_the_first_seconds_of_a_trace_are_those_of_its_time_stamps() -> None:
+    lines = _trace((1000, 9, 1, []), (1000, 9, 1, []), (2999, 9, 1, []), (3000, 9, 1, []))
+    assert len(until(lines, 2.0)) == 3
+    options = Options(trace=SAMPLE_TRACE, first=1.0, length_scale=0.1)
+    assert asyncio.run(_workload(options, EXACT)).count == 4
 
 
 def test_tokens_without_a_hash_id_are_unique() -> None:

@@ -1,16 +1,16 @@
-"""Percentiles with confidence intervals, for samples that come in clusters.
+"""Quantiles and confidence intervals: one definition for load tests and for comparisons of servers.
 
-The gaps of one request depend on each other, so a million gaps of 500 requests are not a million independent
-samples. The interval is Woodruff's (JASA 1952). The clusters give a standard error for the share of samples
-below the estimate, and the quantiles of the sample turn that share back into values. With one sample per
-cluster it is the usual interval by order statistics.
-
-Requests of one moment depend on each other, too: the machine may be slower for some seconds. So the error is
-computed twice, with requests and with tenths of the run as clusters, and the larger one counts.
+A quantile is by nearest rank (`contract.percentile`). All intervals are of 95 %, by a bootstrap over blocks
+of requests that follow each other (Carlstein, Annals of Statistics 1986). Requests in one queue depend on
+each other, and so do the gaps of one request: single ones drawn anew would say too little. There are as many
+blocks as a block has requests. Of k blocks each draw takes k - 3, since k would vary too little (Rao and Wu,
+JASA 1988): with k - 1 the variance is right, and two fewer make up for few blocks, as Student's t does.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Self
 
 import numpy as np
@@ -18,34 +18,73 @@ import numpy as np
 from baton.bench.contract import Row, percentile
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
-_Z = 1.96  # 95 %
-PARTS = 10  # of a run, in time
+DRAWS = 1000
+MIN_BLOCKS = 4
+_ENDS = 0.025, 0.975
+_RANKS, _HIGH_RANKS = 2048, 1024
+
+
+@cache
+def drawn(blocks: int, seed: int = 0) -> np.ndarray:
+    """The weight of each block in each draw, 1 on average. Shape [DRAWS, blocks]."""
+    assert blocks >= MIN_BLOCKS
+    taken, chances = blocks - MIN_BLOCKS + 1, np.full(blocks, 1 / blocks)
+    return np.random.default_rng([seed, blocks]).multinomial(taken, chances, DRAWS) * (blocks / taken)
+
+
+def interval(draws: np.ndarray) -> tuple[float, float]:
+    """Of a figure, from its values in all draws."""
+    low, high = (percentile(draws, end) for end in _ENDS)
+    return low, high
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Samples of one metric. Both arrays have shape [n]; `clusters` is the request of each sample."""
+    """Samples of one metric.
+
+    Attributes:
+        values: ascending, shape [n].
+        blocks: the block of each, 0 to `block_count` - 1.
+    """
 
     values: np.ndarray
-    clusters: np.ndarray
+    blocks: np.ndarray
+    block_count: int
 
     @classmethod
-    def of(cls, groups: list[list[float]]) -> Self:
-        """One cluster for each group."""
-        sizes = [len(g) for g in groups]
-        values = np.fromiter((x for g in groups for x in g), dtype=np.float64, count=sum(sizes))
-        return cls(values, np.repeat(np.arange(len(groups)), sizes))
+    def of(cls, requests: Sequence[Sequence[float] | np.ndarray]) -> Self:
+        """The samples of each request, in order of time."""
+        groups = [np.asarray(samples, float) for samples in requests if len(samples)]
+        if not groups:
+            return cls(np.empty(0), np.empty(0, int), 0)
+        count = max(1, round(math.sqrt(len(groups))))
+        values = np.concatenate(groups)
+        block = np.repeat(np.arange(len(groups)) * count // len(groups), [len(group) for group in groups])
+        order = np.argsort(values, kind="stable")
+        return cls(values[order], block[order], count)
+
+    def quantile(self, q: float) -> float:
+        return percentile(self.values, q)
+
+    def knows(self, q: float) -> bool:
+        """Whether a sample is above the quantile. Otherwise the maximum would stand for it: the p99 of 50 is
+        one sample."""
+        return round(len(self.values) * (1 - q), 6) >= 1
+
+    def draws(self, q: float, seed: int = 0) -> np.ndarray:
+        """The quantile in each draw. Shape [DRAWS]. Draws of another seed do not depend on these. There must
+        be `MIN_BLOCKS`."""
+        ranks, _ = self._ranks_of_draws(q, seed)
+        return self.values[ranks]
 
     def rows(self, metric: str, goals: Mapping[str, float]) -> dict[str, Row]:
         """Rows in ms by quantile: p50, those of p90, p99 and p99.9 with a sample above it, and max, which has
         no interval. Empty without any sample. `goals`: upper bounds by name of the row."""
-        if not (count := len(self.values)):
+        if not len(self.values):
             return {}
-        order = np.sort(self.values)
-        # Without a sample above it, the maximum would stand for a quantile: the p99 of 50 is one sample.
-        known = {name: q for name, q in QUANTILES.items() if q <= 0.5 or round(count * (1 - q), 6) >= 1}
-        found = {name: self._estimate(order, q) for name, q in known.items()}
-        found["max"] = float(order[-1]), None, None
+        known = {name: q for name, q in QUANTILES.items() if q <= 0.5 or self.knows(q)}
+        found = {name: (self.quantile(q), *self._interval(q)) for name, q in known.items()}
+        found["max"] = float(self.values[-1]), None, None
         return {
             quantile: Row(
                 f"{metric}.{quantile}", value, "ms", low=low, high=high,
@@ -54,36 +93,25 @@ class Series:
             for quantile, (value, low, high) in found.items()
         }  # fmt: skip
 
-    def _estimate(self, order: np.ndarray, q: float) -> tuple[float, float | None, float | None]:
-        """The quantile and its 95 % interval. The upper end is None if there are too few samples."""
-        value = percentile(order, q)
-        _, cluster = np.unique(self.clusters, return_inverse=True)
-        n, k = len(order), int(cluster.max()) + 1
-        if k < 2:
-            return value, None, None
-        below = self.values <= value
-        half = _half(cluster, below, q)
-        if k > PARTS:  # requests are in the order of time
-            half = max(half, _half(cluster * PARTS // k, below, q))
-        # If all samples are equal the residuals vanish. Independent sampling gives the least error.
-        half = max(half, _Z * float(np.sqrt(q * (1 - q) / n)))
-        low, high = q - half, q + half
-        return value, percentile(order, max(0.0, low)), percentile(order, high) if high < 1 else None
+    def _interval(self, q: float) -> tuple[float | None, float | None]:
+        """The upper end is None if there are too few samples for one."""
+        if self.block_count < MIN_BLOCKS:
+            return None, None
+        ranks, last = self._ranks_of_draws(q, 0)
+        low, high = interval(ranks)
+        return float(self.values[int(low)]), None if high == last else float(self.values[int(high)])
 
+    def _ranks_of_draws(self, q: float, seed: int) -> tuple[np.ndarray, int]:
+        """Where the quantile of each draw is in `values`, shape [DRAWS], and the last place.
 
-def _half(cluster: np.ndarray, below: np.ndarray, q: float) -> float:
-    """Half of the interval of the share `below`, whose samples have these clusters, 0 to k - 1."""
-    sizes = np.bincount(cluster)
-    k, residuals = len(sizes), np.bincount(cluster, weights=below) - q * sizes
-    return student(k - 1) * float(np.sqrt(np.sum(residuals**2) * k / (k - 1))) / len(cluster)
-
-
-def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t distribution, by its expansion (Abramowitz and Stegun 26.7.5)."""
-    z, n = _Z, max(2, degrees)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / n**power for power, term in enumerate(terms, 1))
+        Of many samples only some places are looked at: that is exact to a 2048th of them, and exact for the
+        highest ones.
+        """
+        n = len(self.values)
+        even = np.linspace(0, n - 1, min(n, _RANKS)).astype(int)
+        places = np.unique(np.concatenate((even, np.arange(max(0, n - _HIGH_RANKS), n))))
+        cell = np.searchsorted(places, np.arange(n)) + self.blocks * len(places)
+        counts = np.bincount(cell, minlength=self.block_count * len(places))
+        up_to = drawn(self.block_count, seed) @ counts.reshape(self.block_count, -1).cumsum(axis=1)
+        found = (up_to < q * up_to[:, -1:]).sum(axis=1)
+        return places[found], int(places[-1])

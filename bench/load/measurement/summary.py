@@ -17,14 +17,17 @@ from typing import Any
 import numpy as np
 
 from baton.bench.contract import Row
-from baton.bench.load.measurement.quantiles import PARTS, Series, student
+from baton.bench.load.measurement.quantiles import MIN_BLOCKS, Series, drawn, interval
 from baton.bench.load.measurement.self_check import Steadiness, detect, fixed_warm_up
 from baton.bench.load.measurement.slo import Bound, Slo
 from baton.bench.load.target.answer import Failure, Record
 
-LATENCIES = ("ttft", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e")
+LATENCIES = (
+    "ttft", "ttft.first", "ttft.later", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e",
+    "e2e.per_token",
+)  # fmt: skip
+PARTS = 20  # of the window, in time
 _MOSTLY = 0.5
-_Z = 1.96  # 95 %
 Latencies = Mapping[str, Mapping[str, Row]]
 """By metric and quantile."""
 
@@ -56,24 +59,26 @@ def summarize(
     series = _series(ok)
     goals = {f"{_name(bound)}.{bound.quantile}": bound.limit_ms for bound in slo.per_run}
     latencies = {name: of_name.rows(name, goals) for name, of_name in series.items()}
+    slowest = latencies["e2e.per_token"].get("p90")
     filled = _filled(records, begin, end)
     if filled > begin:
         window_statement += f", throughput from {filled:.1f} s on"
-    share = sum(_is_good(r, slo) for r in ok) / len(due) if due else 0.0
+    good = share("goodput.share", [r.ok and _is_good(r, slo) for r in due])
     rows = [
         *(row for of_metric in latencies.values() for row in of_metric.values()),
+        *([] if slowest is None else [_interactivity(slowest)]),
         *_throughput(records, filled, end),
     ]
     if slo.per_request:
         edges = _edges(filled, end)
-        good = sum((_done(r, edges) for r in records if r.ok and _is_good(r, slo)), np.zeros(PARTS))
-        rows.append(rate("goodput.requests", "requests/s", good, float(good.sum()), _span(filled, end)))
-        low, high = _wilson(share, max(1, len(due)))
-        rows.append(Row("goodput.share", share, "share", low=low, high=high))
+        done = sum((_done(r, edges) for r in records if r.ok and _is_good(r, slo)), np.zeros(PARTS))
+        rows.append(rate("goodput.requests", "requests/s", done, float(done.sum()), _span(filled, end)))
+        rows.append(good)
     rows += [
         Row("requests.sent", len(due), "requests"),
         Row("requests.ok", len(ok), "requests"),
         Row("requests.failed", len(failed), "requests"),
+        Row("requests.refused", sum(r.refused for r in failed), "requests"),
         *(Row(f"errors.{error}", count, "requests") for error, count in errors),
         *_lengths(ok),
     ]
@@ -88,11 +93,17 @@ def summarize(
             "steady": steadiness.steady,
             "steadiness": steadiness.statement,
             "slo": str(slo) or None,
-            "slo_met": (meets and share >= attainment) if slo.bounds else None,
+            "slo_met": (meets and good.value >= attainment) if slo.bounds else None,
             "interrupted": sum(r.failure is Failure.INTERRUPTED for r in records),
             "errors": {error: {"count": count, "sample": samples[error]} for error, count in errors},
         },
     )
+
+
+def _interactivity(latency: Row) -> Row:
+    """InferenceX's figure: the inverse of p90 of the latency per output token."""
+    low, high = (end and 1e3 / end for end in (latency.high, latency.low))
+    return Row("interactivity.p90", 1e3 / latency.value, "tokens/s", low=low, high=high)
 
 
 def _throughput(records: Sequence[Record], begin: float, end: float) -> Iterator[Row]:
@@ -116,21 +127,27 @@ def _edges(begin: float, end: float) -> np.ndarray:
 def rate(name: str, unit: str, counts: np.ndarray, requests: float, span: float) -> Row:
     """A rate over the window, from the counts of its parts, which are of so many requests together.
 
-    Its 95 % interval comes from how the parts differ (batch means). It is at least what one request more or
-    less changes.
+    The interval is at least what one request more or less changes.
     """
     total = float(counts.sum())
-    spread = float(counts.std(ddof=1)) * math.sqrt(PARTS)
-    half = max(student(PARTS - 1) * spread, total / max(1.0, requests))
-    return Row(name, total / span, unit, low=max(0.0, total - half) / span, high=(total + half) / span)
+    low, high = interval(drawn(len(counts)) @ counts)
+    least = total / max(1.0, requests)
+    low, high = max(0.0, min(low, total - least)), max(high, total + least)
+    return Row(name, total / span, unit, low=low / span, high=high / span)
 
 
-def _wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of `count` requests (Wilson 1927)."""
-    scale = 1 + _Z**2 / count
-    middle = (share + _Z**2 / (2 * count)) / scale
-    half = _Z * math.sqrt(share * (1 - share) / count + (_Z / (2 * count)) ** 2) / scale
-    return max(0.0, middle - half), min(1.0, middle + half)
+def share(name: str, good: Sequence[bool]) -> Row:
+    """The share of requests, in order of time, that are good. Its interval is as that of `rate`."""
+    count = max(1, len(good))
+    blocks = np.array_split(np.array(good, float), max(MIN_BLOCKS, round(math.sqrt(count))))
+    draws = drawn(len(blocks))
+    sums, sizes = (draws @ [f(block) for block in blocks] for f in (np.sum, len))
+    low, high = interval(sums / np.maximum(1, sizes))
+    value = sum(good) / count
+    return Row(
+        name, value, "share", low=max(0.0, min(low, value - 1 / count)),
+        high=min(1.0, max(high, value + 1 / count)),
+    )  # fmt: skip
 
 
 def _done(record: Record, edges: np.ndarray) -> np.ndarray:
@@ -198,7 +215,9 @@ def _name(bound: Bound) -> str:
 
 
 def _steadiness(records: Sequence[Record], warm_up: float | None) -> Steadiness:
-    ok = [r for r in records if r.ok]
+    """By later turns if there are any: sessions begin with slow ones."""
+    answered = [r for r in records if r.ok]
+    ok = [r for r in answered if r.turn] or answered
     times, values = [r.intended for r in ok], [r.ttft for r in ok]
     return detect(times, values) if warm_up is None else fixed_warm_up(warm_up, times, values)
 
@@ -226,14 +245,21 @@ def _filled(records: Sequence[Record], begin: float, end: float) -> float:
 
 
 def _series(ok: Sequence[Record]) -> dict[str, Series]:
-    """In ms. `ttit` has every gap between chunks; `ttit.normalized` has each token's share of its gap."""
+    """In ms. `ttit` has every gap between chunks; `ttit.normalized` has each token's share of its gap.
+    `e2e.per_token` divides the latency by the output tokens. Only sessions of several turns have `ttft.first`
+    and `ttft.later`."""
+    later = [r for r in ok if r.turn]
+    first = [r for r in ok if not r.turn] if later else []
     return {
         "ttft": Series.of([[r.ttft * 1e3] for r in ok]),
+        "ttft.first": Series.of([[r.ttft * 1e3] for r in first]),
+        "ttft.later": Series.of([[r.ttft * 1e3] for r in later]),
         "ttit": Series.of([[g * 1e3 for g in r.gaps] for r in ok]),
         "ttit.normalized": Series.of([_normalized(r) for r in ok]),
         "ttit.request": Series.of([[m * 1e3] for r in ok if (m := r.mean_gap) is not None]),
         "handover": Series.of([[g * 1e3 for g in r.gaps[:1]] for r in ok]),
         "e2e": Series.of([[r.e2e * 1e3] for r in ok]),
+        "e2e.per_token": Series.of([[r.e2e * 1e3 / max(1, r.generated)] for r in ok]),
     }
 
 

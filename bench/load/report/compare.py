@@ -25,8 +25,8 @@ _CONDITION = re.compile(r"^\s*([\w.=/-]+?)\s*([<>])\s*([+-]?)(\d+(?:\.\d+)?)\s*(
 _SAME = ("model", "api", "load", "duration_s", "requests", "workload", "extra_body", "warm_up", "seed")
 _OF_EACH_RUN = ("texts", "dialect")
 _LATENCIES = ("ttft", "ttit", "handover", "e2e")
-_RATES = ("throughput", "goodput", "max_rate")
-_FAILURES = ("errors", "requests.failed")
+_RATES = ("throughput", "goodput", "max_rate", "interactivity")
+_FAILURES = ("errors", "requests.failed", "requests.refused")
 
 
 @dataclass(frozen=True, slots=True)

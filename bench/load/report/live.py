@@ -11,7 +11,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from baton.bench.contract import percentile
 from baton.bench.load.report.table import ms
 from baton.bench.load.target.answer import Failure, Record
-from baton.bench.load.traffic.client import ClientConfig
 from baton.bench.load.traffic.fleet import Harvest
 
 _RECENT_SECONDS = 15.0
@@ -26,9 +25,12 @@ class Progression:
     `saw` gets every record. Prints on stderr; stdout has the result.
     """
 
-    def __init__(self, title: str, run: ClientConfig, harvest: Harvest, *, quiet: bool) -> None:
+    def __init__(
+        self, title: str, duration: float | None, requests: int | None, harvest: Harvest, *, quiet: bool
+    ) -> None:
+        """`duration` in seconds, `requests`: of the run, as far as they are known."""
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
-        self._duration, self._total, self._harvest = run.duration, run.sessions, harvest
+        self._duration, self._total, self._harvest = duration, requests, harvest
         self._recent: deque[tuple[float, Record]] = deque(maxlen=_MOST_RECENT)
         self._ok = self._failed = 0
         self._bar = Progress(
@@ -73,7 +75,7 @@ class Progression:
     def _line(self) -> str:
         now = time.monotonic()
         recent = [r for at, r in self._recent if r.ok and now - at < _RECENT_SECONDS]
-        in_flight = sum(self._harvest.in_flight.values())
+        in_flight = sum(each.in_flight for each in self._harvest.progress.values())
         text = f"{self._ok} answered, {in_flight} in flight"
         if in_flight and self._share() >= 1:
             text = f"all sent, waiting for answers: {text}"

@@ -13,11 +13,14 @@ from baton.bench.load.measurement.summary import LATENCIES
 
 TITLES = {
     "ttft": "TTFT",
+    "ttft.first": "TTFT first turns",
+    "ttft.later": "TTFT later turns",
     "ttit": "TTIT, every gap",
     "ttit.normalized": "TTIT per token",
     "ttit.request": "TTIT by request",
     "handover": "Handover",
     "e2e": "End to end",
+    "e2e.per_token": "End to end/token",
 }
 HELPS = (
     "What helps: close other programs, give a lower --concurrency or --rate, or run this command on another "
@@ -143,11 +146,18 @@ def _totals(rows: Rows, detail: Mapping[str, Any]) -> Padding:
         return rows[name]["value"]
 
     sent, ok, failed = (value(f"requests.{name}") for name in ("sent", "ok", "failed"))
-    line("Requests", f"{sent:.0f} sent, {ok:.0f} answered, {failed:.0f} failed")
+    refused = rows["requests.refused"]["value"] if "requests.refused" in rows else 0  # no row in old reports
+    said = f", {refused:.0f} of them refused (429)" if refused else ""
+    line("Requests", f"{sent:.0f} sent, {ok:.0f} answered, {failed:.0f} failed{said}")
+    if "input.cached" in rows:
+        mean, cached = value("input.mean"), value("input.cached")
+        line("Prompts", f"{mean:,.0f} tokens on average, {cached:.1%} of all tokens from the cache")
     tokens = f"{value('throughput.output_tokens'):,.1f} output tokens/s"
     if "throughput.input_tokens" in rows:
         tokens += f", {value('throughput.input_tokens'):,.1f} input tokens/s"
     line("Throughput", f"{value('throughput.requests'):.2f} requests/s, {tokens}")
+    if "interactivity.p90" in rows:
+        line("Interactivity", f"{value('interactivity.p90'):,.1f} tokens/s: 1 ÷ p90 of End to end/token")
     if "goodput.requests" in rows:
         line(
             "Goodput",

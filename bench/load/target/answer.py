@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 
+from baton.bench.sse import SSEError, SSEParser
+
 # Finish reasons of requests that the server gave up: "abort" is vLLM's.
 _ABORTED = {"abort", "error", "cancelled"}
 _SHOWN = 200
-MAX_EVENT_BYTES = 1 << 20
+_TOO_MANY = 429
 
 
 class _Delta(msgspec.Struct):
@@ -22,6 +24,7 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str | None = None
+    token_ids: list[int] | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
 
@@ -53,9 +56,13 @@ class Answer:
     the last do not count, and a token of half a character does.
     """
 
-    def __init__(self, record: Record, *, keep_text: bool = False) -> None:
+    def __init__(self, record: Record, *, keep: bool = False) -> None:
+        """`keep`: the text and the token ids, for the next prompt."""
         self.record = record
-        self._texts: list[str] | None = [] if keep_text else None
+        self.token_ids: list[int] = []
+        self.retry_after = 0.0  # seconds after which a server that refused wants to be asked again
+        self._keep = keep
+        self._texts: list[str] = []
         self.finished = False
         self._sse = SSEParser()
         self._done = False
@@ -63,8 +70,8 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text without reasoning; "" unless `keep_text`."""
-        return "".join(self._texts or ())
+        """The text without reasoning."""
+        return "".join(self._texts)
 
     def feed(self, data: bytes, now: float) -> None:
         """`now`: when `data` arrived. Ignores everything after a failure."""
@@ -109,9 +116,10 @@ class Answer:
             return
         choices = chunk.choices or ()
         self._count(chunk.usage, any(map(_carries_tokens, choices)), bool(choices), now)
-        if self._texts is not None:
-            self._texts.extend(map(_said, choices))
         for choice in choices:
+            if self._keep:
+                self._texts.append(_said(choice))
+                self.token_ids += choice.token_ids or ()
             if choice.finish_reason is not None:
                 self.finished = True
                 self.record.finish_reason = choice.finish_reason
@@ -154,46 +162,6 @@ def _message(error: Any) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
-class SSEError(ValueError):
-    """The bytes are not an event stream, or an event is too large."""
-
-
-class SSEParser:
-    """Server-sent events, by the rules of the HTML standard.
-
-    `feed` takes bytes and returns the data of each event that is complete, without comments and empty events.
-    """
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        if not self._rest and data[:6] == b"data: " and data.find(b"\n") == len(data) - 2 and data[-1] == 10:
-            return [data[6:-2]]  # one event in one chunk, the usual case
-        data = self._rest + data if self._rest else data
-        if b"\r" in data:
-            # A CR at the very end may be half of a CRLF.
-            held = b"\r" if data.endswith(b"\r") else b""
-            data = data.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
-        *blocks, self._rest = data.split(b"\n\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise SSEError(f"an event of more than {MAX_EVENT_BYTES} bytes")
-        return [event for block in blocks if (event := _data_of(block)) is not None]
-
-
-def _data_of(block: bytes) -> bytes | None:
-    lines = [_field(line) for line in block.split(b"\n") if line and not line.startswith(b":")]
-    found = [value for name, value in lines if name == b"data"]
-    if not found and any(name not in (b"event", b"id", b"retry") for name, _ in lines):
-        raise SSEError(f"not an event: {block[:80]!r}")
-    return b"\n".join(found) if found else None
-
-
-def _field(line: bytes) -> tuple[bytes, bytes]:
-    name, _, value = line.partition(b":")
-    return name, value.removeprefix(b" ")
-
-
 class Failure(StrEnum):
     """Why a request failed. Every failed request has exactly one; `http` has a status, too."""
 
@@ -214,12 +182,13 @@ class Record(msgspec.Struct, kw_only=True, tag=True):
     """One request. Times are seconds since the start of the run, on the client's monotonic clock.
 
     Attributes:
+        bound: requests with the same number go to the same server.
         intended: when the request was due.
         lag: how late the client was.
         sent: when the request went out. Later than `intended` + `lag` only if `--concurrency` held it back.
         arrivals: when each chunk with tokens arrived.
         tokens: how many tokens each of these chunks had; empty if the server does not count them.
-        asked_input: prompt tokens; 0 for a text of unknown length.
+        asked_input: prompt tokens; 0 for a prompt of unknown length, as a text with answers in it.
         prompt_tokens, output_tokens, cached_tokens: as the server counted.
         skipped_turns: later turns of the session, which were not sent because this one failed.
     """
@@ -227,6 +196,7 @@ class Record(msgspec.Struct, kw_only=True, tag=True):
     index: int
     turn: int = 0
     session: str = ""
+    bound: int = 0
     client: int = 0
     intended: float
     lag: float = 0.0
@@ -255,6 +225,11 @@ class Record(msgspec.Struct, kw_only=True, tag=True):
         if self.failure is None:
             return ""
         return f"http_{self.status}" if self.failure is Failure.HTTP else self.failure.value
+
+    @property
+    def refused(self) -> bool:
+        """The server had no room. It may be asked again later."""
+        return self.failure is Failure.HTTP and self.status == _TOO_MANY
 
     @property
     def generated(self) -> int:

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from baton.bench.load.target.answer import Answer, Failure, Record
-from baton.bench.load.target.request import Dialect, Target, exchange
+from baton.bench.load.target.request import Dialect, Form, Target, exchange
 from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
 
 # From all extensions to none. The run uses the first one that the server accepts.
@@ -26,6 +26,7 @@ _DIALECTS = (
     Dialect(usage=False, running_usage=False, ignore_eos=False),
 )
 _PROBE_TOKENS = 4
+_PROBED_IDS = 8
 _PARALLEL = 16
 _CALIBRATION_WORDS = (64, 512)
 
@@ -46,6 +47,10 @@ class _Models(msgspec.Struct):
 class _Tokenized(msgspec.Struct):
     count: int | None = None
     tokens: list[int] | None = None
+
+    @property
+    def total(self) -> int | None:
+        return len(self.tokens) if self.count is None and self.tokens is not None else self.count
 
 
 async def find_model(
@@ -123,10 +128,62 @@ def _notes(dialect: Dialect, record: Record) -> list[str]:
 
 async def probe(http: aiohttp.ClientSession, target: Target, text: str) -> Record:
     """Sends one streamed request of a few tokens."""
-    record = Record(index=0, intended=time.monotonic(), sent=0.0, asked_output=_PROBE_TOKENS)
     prompt = [{"role": "user", "content": text}] if target.api == "chat" else text
-    await exchange(http, target, target.body(prompt, _PROBE_TOKENS), Answer(record))
-    return record
+    return (await _asked(http, target, target.body(prompt, _PROBE_TOKENS))).record
+
+
+async def _asked(http: aiohttp.ClientSession, target: Target, body: bytes) -> Answer:
+    record = Record(index=0, intended=time.monotonic(), sent=0.0, asked_output=_PROBE_TOKENS)
+    answer = Answer(record, keep=True)
+    await exchange(http, target, body, answer)
+    return answer
+
+
+async def find_form(
+    http: aiohttp.ClientSession,
+    target: Target,
+    tokenization: Tokenization,
+    wanted: Form | None,
+    *,
+    turns: bool,
+) -> tuple[Target, Tokenization, list[str]]:
+    """The target and tokenization for prompts of token ids, and notes for the report.
+
+    Args:
+        wanted: None takes token ids if the server takes them, else text.
+        turns: answers become part of prompts, so the server has to tell their ids.
+
+    Raises EndpointError if the server does not take the wanted ids.
+    """
+    if wanted == "text":
+        return target, tokenization, []
+    lacks = await _without_ids(http, target, tokenization, turns)
+    if not lacks:
+        return msgspec.structs.replace(target, form="ids"), tokenization.of_ids(), []
+    if wanted == "ids":
+        raise EndpointError(f"--prompts ids: {lacks}. Give --prompts text.")
+    return target, tokenization, [f"prompts are text: {lacks}"]
+
+
+async def _without_ids(
+    http: aiohttp.ClientSession, target: Target, tokenization: Tokenization, turns: bool
+) -> str:
+    """Why there can be no prompts of token ids; "" if there can."""
+    if target.api == "chat":
+        return "messages of a chat have no token ids"
+    if not tokenization.ids:
+        return "the server has no /tokenize that tells the ids of words"
+    spoken, numbers = msgspec.structs.replace(target, form="ids"), tokenization.ids[:_PROBED_IDS]
+    body = spoken.body(",".join(map(str, numbers)), _PROBE_TOKENS, ids_back=turns)
+    answer = await _asked(http, spoken, body)
+    record = answer.record
+    if not record.ok:
+        return f"a probe with token ids failed: {record.error_class}: {record.detail}"
+    if record.prompt_tokens not in (None, len(numbers)):
+        return f"the server counts {record.prompt_tokens} tokens for {len(numbers)} token ids"
+    if turns and len(answer.token_ids) != record.generated:
+        return "the server does not tell the token ids of its answers"
+    return ""
 
 
 async def find_tokenization(http: aiohttp.ClientSession, target: Target) -> Tokenization:
@@ -136,37 +193,45 @@ async def find_tokenization(http: aiohttp.ClientSession, target: Target) -> Toke
 
 async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenization | None:
     """Keeps the words that add exactly one token in any position. Then checks whole prompts."""
-    count = _counter(http, target)
-    if await count("the") is None:
+    tokenized = _tokenizer(http, target)
+    if (await tokenized("the")).total is None:
         return None
-    twice = await asyncio.gather(*(count(f"{w} {w}") for w in WORDS))
-    thrice = await asyncio.gather(*(count(f"{w} {w} {w}") for w in WORDS))
+    twice = await asyncio.gather(*(tokenized(f"{w} {w}") for w in WORDS))
+    thrice = await asyncio.gather(*(tokenized(f"{w} {w} {w}") for w in WORDS))
     counts = [
-        (w, a, b) for w, a, b in zip(WORDS, twice, thrice, strict=True) if a is not None and b is not None
+        (w, two, a, b)
+        for w, two, three in zip(WORDS, twice, thrice, strict=True)
+        if (a := two.total) is not None and (b := three.total) is not None
     ]
     # Other totals belong to words of several tokens, or of two tokens at the beginning of a prompt.
-    usual = Counter(a for _, a, b in counts if b == a + 1).most_common(1)
+    usual = Counter(a for _, _, a, b in counts if b == a + 1).most_common(1)
     if not usual:
         return None
     total = usual[0][0]
-    words = tuple(w for w, a, b in counts if a == total and b == total + 1)
-    if len(words) < 16:
+    kept = [(w, two) for w, two, a, b in counts if a == total and b == total + 1]
+    if len(kept) < 16:
         return None
-    found = Tokenization(words, 1.0, total - 2, "exact, by the server's /tokenize")
+    ids = tuple(two.tokens[-1] for _, two in kept if two.tokens)
+    found = Tokenization(
+        tuple(w for w, _ in kept), 1.0, total - 2, "exact, by the server's /tokenize",
+        ids if len({*ids}) == len(kept) else (),
+    )  # fmt: skip
     composer = Composer(found)
     for i, length in enumerate((64, 333, 1000)):
         text = composer.compose([Segment((i,), length + found.overhead)])
-        if await count(text) != length + found.overhead:
+        if (await tokenized(text)).total != length + found.overhead:
             return None
     return found
 
 
-def _counter(http: aiohttp.ClientSession, target: Target) -> Callable[[str], Coroutine[Any, Any, int | None]]:
-    """A function that returns the tokens of a prompt, chat template included. None if the server has no
-    /tokenize."""
+def _tokenizer(
+    http: aiohttp.ClientSession, target: Target
+) -> Callable[[str], Coroutine[Any, Any, _Tokenized]]:
+    """A function that returns the tokens of a prompt, chat template included. Without a total if the server
+    has no /tokenize."""
     slots = asyncio.Semaphore(_PARALLEL)
 
-    async def count(text: str) -> int | None:
+    async def tokenized(text: str) -> _Tokenized:
         fields: dict[str, Any] = {"model": target.model}
         if target.api == "chat":
             fields |= {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
@@ -175,14 +240,12 @@ def _counter(http: aiohttp.ClientSession, target: Target) -> Callable[[str], Cor
         url = f"{target.urls[0]}/tokenize"
         try:
             async with slots, http.post(url, json=fields, headers=target.headers) as response:
-                if response.status != 200:
-                    return None
-                answer = msgspec.json.decode(await response.read(), type=_Tokenized)
+                body = await response.read() if response.status == 200 else b"{}"
+            return msgspec.json.decode(body, type=_Tokenized)
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
-            return None
-        return len(answer.tokens) if answer.count is None and answer.tokens is not None else answer.count
+            return _Tokenized()
 
-    return count
+    return tokenized
 
 
 async def _by_usage(http: aiohttp.ClientSession, target: Target) -> Tokenization:

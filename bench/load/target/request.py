@@ -11,6 +11,12 @@ import msgspec
 from baton.bench.load.target.answer import Answer, Failure
 
 Api = Literal["completions", "chat"]
+Form = Literal["text", "ids"]
+"""Prompts are text, or lists of token ids."""
+SessionAs = Literal["header", "user", "none"]
+"""How a request names its session: `x-session-id`, the field `user`, or not at all."""
+Prompt = str | list[dict[str, str]]
+"""For chat a list of messages, for completions text; of token ids, numbers with commas between."""
 PATHS: dict[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
@@ -46,26 +52,38 @@ class Target(msgspec.Struct, frozen=True):
     dialect: Dialect
     headers: dict[str, str] = {}
     extra_body: dict[str, Any] = {}
+    form: Form = "text"
+    session_as: SessionAs = "header"
 
-    def endpoint(self, session: int) -> str:
-        """Where requests of this session go."""
-        return self.urls[session % len(self.urls)] + PATHS[self.api]
+    def endpoint(self, bound: int) -> str:
+        """Where requests with this number go."""
+        return self.urls[bound % len(self.urls)] + PATHS[self.api]
 
-    def body(self, prompt: str | list[dict[str, str]], max_tokens: int) -> bytes:
-        """`prompt`: for chat a list of messages, for completions text."""
+    def body(self, prompt: Prompt, max_tokens: int, *, session: str = "", ids_back: bool = False) -> bytes:
+        """`ids_back`: the answer shall have its token ids."""
+        if self.form == "ids":
+            assert isinstance(prompt, str), "messages have no token ids"
+            written = msgspec.Raw(f"[{prompt}]".encode())
+        else:
+            written = prompt
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages" if self.api == "chat" else "prompt": prompt,
+            "messages" if self.api == "chat" else "prompt": written,
             "max_tokens": max_tokens,
             "stream": True,
             "temperature": 0.0,
         }
+        if ids_back:
+            fields["return_token_ids"] = True
+        if session and self.session_as == "user":
+            fields["user"] = session
         return msgspec.json.encode(fields | self.dialect.fields() | self.extra_body)
 
 
 _ERROR_BODY_BYTES = 4096
 # Some servers close idle connections after 5 s (uvicorn). A request on a connection that closes would fail.
 _KEEPALIVE_SECONDS = 3.0
+_LONGEST_RETRY_SECONDS = 60
 
 
 def new_http_session(timeout: float) -> aiohttp.ClientSession:
@@ -90,10 +108,12 @@ async def exchange(
     record.sent = clock()
     try:
         headers = {"content-type": "application/json", "accept": "text/event-stream"} | target.headers
-        headers |= {"x-session-id": record.session} if record.session else {}
-        async with http.post(target.endpoint(record.index), data=body, headers=headers) as response:
+        if record.session and target.session_as == "header":
+            headers["x-session-id"] = record.session
+        async with http.post(target.endpoint(record.bound), data=body, headers=headers) as response:
             record.status = response.status
             if response.status != 200:
+                answer.retry_after = _seconds(response.headers.get("retry-after", ""))
                 text = await response.content.read(_ERROR_BODY_BYTES)
                 answer.fail(Failure.HTTP, f"{response.status}: {text.decode(errors='replace').strip()}")
             elif "text/event-stream" not in response.headers.get("content-type", ""):
@@ -115,3 +135,8 @@ async def exchange(
     except (aiohttp.ClientError, ValueError, socket.gaierror) as e:  # malformed HTTP, bad redirects
         answer.fail(Failure.GARBAGE, f"{type(e).__name__}: {e}")
     answer.close(clock())
+
+
+def _seconds(retry_after: str) -> float:
+    """0 for a date, and for what is no number. An hour counts as a minute."""
+    return float(min(int(retry_after), _LONGEST_RETRY_SECONDS)) if retry_after.isdecimal() else 0.0

@@ -3,9 +3,11 @@
 A prompt is a sequence of segments. A segment is (seed, length). In a run the same segment is always the same
 text. So prompts can share prefixes or the blocks of a trace. Text is made of common words that are one token
 each for the server, so that lengths add up (`endpoint.find_tokenization` checks this with `/tokenize`).
+Prompts of token ids are made in the same way: their words are the ids of these tokens, as numbers of a list.
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -42,12 +44,21 @@ class Tokenization(msgspec.Struct, frozen=True):
     Attributes:
         overhead: tokens that the server adds to every prompt (BOS, the chat template).
         statement: whether the lengths are exact, for the report.
+        ids: the token id of each word, if the server told them.
+        separator: stands between two words.
     """
 
     words: tuple[str, ...]
     tokens_per_word: float
     overhead: int
     statement: str
+    ids: tuple[int, ...] = ()
+    separator: str = " "
+
+    def of_ids(self) -> Self:
+        """For prompts of token ids, to which the server adds nothing."""
+        assert self.ids, "the server told no ids"
+        return type(self)(tuple(map(str, self.ids)), 1.0, 0, "exact, by token ids", separator=",")
 
 
 class Composer:
@@ -63,7 +74,7 @@ class Composer:
         self._texts = texts
         choices = np.random.default_rng(0).integers(0, len(tokenization.words), 2 * _LONG)
         words = [tokenization.words[i] for i in choices.tolist()]
-        self._text = " ".join(words)
+        self._text = tokenization.separator.join(words)
         # Where word i starts. The last entry is one past the end, as if a word followed.
         self._starts = np.concatenate(([0], np.cumsum([len(word) + 1 for word in words])))
 
@@ -87,7 +98,7 @@ class Composer:
             self._slice(segment, round(length / per_word))
             for segment, length in zip(segments, lengths, strict=True)
         )
-        return " ".join(text for text in texts if text)
+        return self._tokenization.separator.join(text for text in texts if text)
 
     def _slice(self, segment: Segment, count: int) -> str:
         assert count <= _LONG, f"a segment of {count} words is longer than {_LONG}"
@@ -98,4 +109,4 @@ class Composer:
             number, i = divmod(number, len(self._tokenization.words))
             head.append(self._tokenization.words[i])
         rest = self._text[self._starts[start] : self._starts[start + count - len(head)] - 1]
-        return " ".join([*head, rest] if rest else head)
+        return self._tokenization.separator.join([*head, rest] if rest else head)

@@ -15,9 +15,10 @@ import aiohttp
 import msgspec
 
 from baton.bench.load.target.answer import Answer, Failure, Record
+from baton.bench.load.target.conversation import Conversation
 from baton.bench.load.target.request import Target, exchange, new_http_session
 from baton.bench.load.target.tokenization import Composer, Tokenization
-from baton.bench.load.traffic.workload import Arrivals, Session, Turn, Workload
+from baton.bench.load.traffic.workload import Arrivals, Session, Workload
 
 # Timers of uvloop have a resolution of 1 ms. So sleep until shortly before, then poll.
 _SPIN_SECONDS = 0.002
@@ -59,19 +60,72 @@ class ClientConfig(msgspec.Struct, frozen=True):
         return len(range(self.index, self.concurrency, self.clients))
 
 
+class Talk:
+    """One session under way. `body` is the request of its next turn: that of the first one is made at once,
+    before it is due, since composing thousands of tokens takes time."""
+
+    def __init__(self, config: ClientConfig, composer: Composer, index: int, session: Session) -> None:
+        self.session = session
+        self._config, self._index = config, index
+        self._bound = index if session.bound is None else session.bound
+        self._name = f"{config.run_id}-{self._bound}" if config.workload.keeps_sessions else ""
+        self._conversation = Conversation(config.target, composer)
+        self.ask(0)
+
+    def ask(self, number: int) -> None:
+        target, turn = self._config.target, self.session.turns[number]
+        prompt = self._conversation.ask(turn.segments)
+        self._asked_input = turn.input_tokens if number == 0 else 0
+        if target.form == "ids":
+            assert isinstance(prompt, str)
+            self._asked_input = prompt.count(",") + 1
+        later = number + 1 < len(self.session.turns)
+        self.body = target.body(
+            prompt, turn.output_tokens, session=self._name, ids_back=later and target.form == "ids"
+        )
+
+    def record(self, number: int, due: float, lag: float) -> Record:
+        """Of the turn that is sent next."""
+        return Record(
+            index=self._index,
+            turn=number,
+            session=self._name,
+            bound=self._bound,
+            client=self._config.index,
+            intended=due,
+            sent=due,
+            lag=lag,
+            asked_input=self._asked_input,
+            asked_output=self.session.turns[number].output_tokens,
+        )
+
+    def heard(self, answer: Answer) -> None:
+        self._conversation.heard(answer)
+
+
 class Client:
     """`run` it once. `emit` gets every record once, when its request has ended."""
 
     def __init__(self, config: ClientConfig, emit: Callable[[Record], None]) -> None:
-        self.in_flight = 0
+        self._live: dict[int, Record] = {}  # by id
         self._config = config
         self._composer = Composer(config.tokenization, config.texts)
         self._emit = emit
         self._cut = Failure.INTERRUPTED  # the failure of a cancelled request
         self._tasks: set[asyncio.Task[Any]] = set()
         self._start = 0.0
+        self._last_due = 0.0  # of the later turns that are known
         limited = config.concurrency and not self._is_closed_loop
         self._slots = asyncio.Semaphore(config.users) if limited else contextlib.nullcontext()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._live)
+
+    @property
+    def answering(self) -> int:
+        """How many requests have had a token of their answer."""
+        return sum(bool(record.arrivals) for record in self._live.values())
 
     async def run(self, start: float, stop: asyncio.Event) -> None:
         """From `start` (time.monotonic) until everything is answered, the drain time is over, or `stop` is
@@ -112,10 +166,9 @@ class Client:
                 due = next(at for i, at in times if i == index)
             if config.duration is not None and due >= config.duration:
                 return
-            # Make the first body before it is due: composing 2,000 tokens takes time.
-            body = self._body(session.turns[0], [])
+            talk = Talk(config, self._composer, index, session)
             await self._sleep_until(due)
-            self._spawn(self._session(http, index, session, due, body))
+            self._spawn(self._session(http, talk, due))
 
     async def _closed(self, http: aiohttp.ClientSession) -> None:
         """The users take sessions from one common sequence, so that no user runs out of sessions."""
@@ -131,90 +184,72 @@ class Client:
         """Sends sessions one after another. A server that does not answer gets fewer and fewer requests."""
         config, pause = self._config, _FIRST_PAUSE
         for index in mine:
-            session = config.workload.session(index)
-            body = self._body(session.turns[0], [])
+            talk = Talk(config, self._composer, index, config.workload.session(index))
             due = self._now()
             if config.duration is not None and due >= config.duration:
                 return
-            if await self._session(http, index, session, due, body) not in _NO_ANSWER:
+            if await self._session(http, talk, due) not in _NO_ANSWER:
                 pause = _FIRST_PAUSE
                 continue
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
 
     async def _drain(self, stopped: asyncio.Task[bool]) -> None:
-        if not self._tasks:
-            return
-        everything = asyncio.gather(*self._tasks)
-        await asyncio.wait(
-            {everything, stopped}, timeout=self._config.drain, return_when=asyncio.FIRST_COMPLETED
-        )
+        """The drain time begins with the last request. Later turns of sessions are requests, too."""
+        everything, sent = asyncio.gather(*self._tasks), time.monotonic()
+        while not everything.done() and not stopped.done():
+            left = max(sent, self._start + self._last_due) + self._config.drain - time.monotonic()
+            if left <= 0:
+                self._cut = Failure.UNFINISHED
+                return
+            await asyncio.wait({everything, stopped}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if everything.done():
             everything.result()
-        elif not stopped.done():
-            self._cut = Failure.UNFINISHED
 
-    async def _session(
-        self, http: aiohttp.ClientSession, index: int, session: Session, due: float, body: bytes
-    ) -> Failure | None:
-        """Sends all turns in order. Returns the failure that ended the session, since the next turn needs
-        the answer."""
-        config = self._config
-        name = f"{config.run_id}-{index}" if config.workload.keeps_sessions else ""
-        history: list[tuple[Turn, str]] = []
-        for number, turn in enumerate(session.turns):
+    async def _session(self, http: aiohttp.ClientSession, talk: Talk, due: float) -> Failure | None:
+        """Sends all turns in order. Returns the failure of the last one.
+
+        After a turn that the server refused for want of room the session goes on. Any other failure ends it,
+        since the next turn needs the answer.
+        """
+        config, turns = self._config, talk.session.turns
+        failure, pause = None, 0.0
+        for number, turn in enumerate(turns):
             if number:
-                due = self._now() + turn.think_seconds
+                due = self._now() + max(turn.think_seconds, pause)
                 if config.duration is not None and due >= config.duration:
-                    return None
-                body = self._body(turn, history)
+                    return failure
+                self._last_due = max(self._last_due, due)
+                talk.ask(number)
                 await self._sleep_until(due)
-            record = Record(
-                index=index,
-                turn=number,
-                session=name,
-                client=config.index,
-                intended=due,
-                sent=due,
-                lag=max(0.0, self._now() - due),
-                asked_input=turn.input_tokens if number == 0 else 0,
-                asked_output=turn.output_tokens,
-            )
-            answer = Answer(record, keep_text=number + 1 < len(session.turns))
-            await self._request(http, answer, body)
-            record.skipped_turns = 0 if record.ok else len(session.turns) - number - 1
+            record = talk.record(number, due, max(0.0, self._now() - due))
+            answer = Answer(record, keep=number + 1 < len(turns))
+            await self._request(http, answer, talk.body)
+            failure = record.failure
+            ends = not (record.ok or record.refused)
+            record.skipped_turns = len(turns) - number - 1 if ends else 0
             self._emit(record)
-            if not record.ok:
-                return record.failure
-            history.append((turn, answer.text))
-        return None
+            if ends:
+                return failure
+            if record.ok:
+                talk.heard(answer)
+            pause = max(_LAST_PAUSE, answer.retry_after) if record.refused else 0.0
+        return failure
 
     async def _request(self, http: aiohttp.ClientSession, answer: Answer, body: bytes) -> None:
+        record = answer.record
         try:
             async with self._slots:
-                self.in_flight += 1
+                self._live[id(record)] = record
                 try:
                     await exchange(http, self._config.target, body, answer, self._now)
                 finally:
-                    self.in_flight -= 1
+                    del self._live[id(record)]
         except asyncio.CancelledError:
-            answer.fail(self._cut, f"after {len(answer.record.arrivals)} chunks")
+            answer.fail(self._cut, f"after {len(record.arrivals)} chunks")
             answer.close(self._now())
-            self._emit(answer.record)
+            self._emit(record)
             raise
-
-    def _body(self, turn: Turn, history: list[tuple[Turn, str]]) -> bytes:
-        """The JSON of the request: the turn after its history."""
-        target = self._config.target
-        said = [(self._text(old, i), reply) for i, (old, reply) in enumerate(history)]
-        last = self._text(turn, len(history))
-        if target.api == "completions":
-            return target.body("".join(f"{text}{reply}\n" for text, reply in said) + last, turn.output_tokens)
-        messages = [m for text, reply in said for m in (_message("user", text), _message("assistant", reply))]
-        return target.body([*messages, _message("user", last)], turn.output_tokens)
-
-    def _text(self, turn: Turn, number: int) -> str:
-        return self._composer.compose(turn.segments, first=number == 0)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(coroutine)
@@ -229,10 +264,6 @@ class Client:
     async def _sleep_until(self, due: float) -> None:
         while (remaining := due - self._now()) > 0:  # noqa: ASYNC110 - waits for a time, not for an event
             await asyncio.sleep(remaining - _SPIN_SECONDS if remaining > _SPIN_SECONDS else 0)
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:

@@ -25,7 +25,10 @@ _PROGRESS_PERIOD = 0.25
 
 
 class Progress(msgspec.Struct, tag=True):
+    """Requests under way, and how many of them have had a token."""
+
     in_flight: int
+    answering: int = 0
 
 
 class ClientUsage(msgspec.Struct, tag=True):
@@ -86,7 +89,7 @@ async def main() -> None:
     )
     for helper in helpers:
         helper.cancel()
-    transport.write(line_of(Progress(client.in_flight)))
+    transport.write(line_of(Progress(client.in_flight, client.answering)))
     transport.write(line_of(load))
     transport.write_eof()
     await output.closed.wait()
@@ -115,7 +118,7 @@ async def _watch_stalls(stalls: list[float]) -> None:
 async def _tell_progress(client: Client, transport: asyncio.WriteTransport) -> None:
     while True:
         await asyncio.sleep(_PROGRESS_PERIOD)
-        transport.write(line_of(Progress(client.in_flight)))
+        transport.write(line_of(Progress(client.in_flight, client.answering)))
 
 
 if __name__ == "__main__":

@@ -25,12 +25,13 @@ class Refusals:
         self._count = 0
         self._since = 0.0
 
-    def are_hopeless(self, record: Record) -> bool:
-        """Whether `REFUSALS` requests in a row, over at least `REFUSED_SECONDS`, were refused.
+    def are_hopeless(self, record: Record, answering: int) -> bool:
+        """Whether `REFUSALS` requests in a row, over at least `REFUSED_SECONDS`, were refused, and the server
+        is `answering` no other one.
 
         Then the server is down, or it needs another key, model or load. More requests would not help.
         """
-        if record.failure not in _REFUSED:
+        if answering or record.failure not in _REFUSED:
             self._count = 0
             return False
         if not self._count:
@@ -53,7 +54,7 @@ class Harvest:
     ended: float = 0.0
     records: list[Record] = field(default_factory=list)
     loads: list[ClientUsage] = field(default_factory=list)
-    in_flight: dict[int, int] = field(default_factory=dict)
+    progress: dict[int, Progress] = field(default_factory=dict)  # by client
     interrupted: bool = False
     refused: str = ""
     died: list[str] = field(default_factory=list)
@@ -104,16 +105,17 @@ class Fleet:
             if isinstance(message, Record):
                 harvest.records.append(message)
                 on_record(message)
-                if self._refusals.are_hopeless(message) and not self._stopping:
+                answering = sum(each.answering for each in harvest.progress.values())
+                if self._refusals.are_hopeless(message, answering) and not self._stopping:
                     harvest.refused = f"{message.error_class}, {message.detail!r}"
                     self.stop()
             elif isinstance(message, Progress):
-                harvest.in_flight[index] = message.in_flight
+                harvest.progress[index] = message
             elif isinstance(message, ClientUsage):
                 harvest.loads.append(message)
                 return
         # A client that was stopped before its start reports nothing.
-        if not (self._stopping and index not in harvest.in_flight):
+        if not (self._stopping and index not in harvest.progress):
             harvest.died.append(f"client process {index} died ({await process.wait()})")
 
     async def _end(self) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from baton.bench.load.target.tokenization import Segment
 from baton.bench.load.traffic.workload import Session, Turn
@@ -46,19 +47,64 @@ def read_trace(path: Path) -> list[TraceLine]:
     return sorted(lines, key=lambda line: line.timestamp)
 
 
+def until(lines: Sequence[TraceLine], seconds: float) -> list[TraceLine]:
+    """The lines of the first so many seconds. At least the first one."""
+    return [line for line in lines if line.timestamp - lines[0].timestamp < seconds * 1e3]
+
+
+def spread(lines: Sequence[TraceLine]) -> list[TraceLine]:
+    """Requests with equal time stamps arrive evenly until the next time stamp.
+
+    Recorders that write once in some seconds make clumps, which no client ever sent. The last clump gets as
+    long as the one before it.
+    """
+    stamps, starts, counts = np.unique(
+        [line.timestamp for line in lines], return_index=True, return_counts=True
+    )
+    gaps = np.diff(stamps)
+    gaps = np.append(gaps, gaps[-1:] if len(gaps) else 0.0)
+    within = (np.arange(len(lines)) - np.repeat(starts, counts)) / np.repeat(counts, counts)
+    times = (np.repeat(stamps, counts) + within * np.repeat(gaps, counts)).tolist()
+    return [msgspec.structs.replace(line, timestamp=at) for line, at in zip(lines, times, strict=True)]
+
+
+def _bound(lines: Sequence[TraceLine], blocks: int) -> list[int | None]:
+    """Numbers of the sessions, in order of their first requests.
+
+    Requests whose first `blocks` blocks are equal are one session. One with fewer blocks is alone.
+    """
+    if not blocks:
+        return [None] * len(lines)
+    numbers: dict[tuple[int, ...], int] = {}
+    keys = (
+        tuple(line.hash_ids[:blocks]) if len(line.hash_ids) >= blocks else (-1, index)
+        for index, line in enumerate(lines)
+    )
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
 def trace_sessions(
-    lines: Sequence[TraceLine], *, seed: int, block: int, length_scale: float, least_input: int
+    lines: Sequence[TraceLine],
+    *,
+    seed: int,
+    block: int,
+    length_scale: float,
+    least_input: int,
+    session_blocks: int = 0,
 ) -> tuple[Session, ...]:
     """Sessions of one request with the lengths, times and shared blocks of the trace.
 
-    `length_scale` scales blocks, inputs and outputs alike, so that the shared part of a prompt keeps its
-    share.
+    Args:
+        length_scale: scales blocks, inputs and outputs alike, so that the shared part of a prompt keeps its
+            share.
+        session_blocks: how many equal blocks bind requests to one session; 0: none.
     """
     scaled_block = max(1, round(block * length_scale))
     first = lines[0].timestamp
     return tuple(
         Session(
             at=(line.timestamp - first) / 1e3,
+            bound=bound,
             turns=(
                 Turn(
                     output_tokens=max(1, round(line.output_length * length_scale)),
@@ -72,7 +118,7 @@ def trace_sessions(
                 ),
             ),
         )
-        for index, line in enumerate(lines)
+        for index, (line, bound) in enumerate(zip(lines, _bound(lines, session_blocks), strict=True))
     )
 
 

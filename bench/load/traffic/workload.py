@@ -1,7 +1,7 @@
 """What is sent and when: pure functions of a specification and a seed.
 
 Sessions of one or more turns follow from their index. `Synthetic` draws them from distributions. `Listed`
-holds those of a trace. `Arrivals` has the times of an open loop. Every client process
+holds the requests of a trace. `Arrivals` has the times of an open loop. Every client process
 computes the same sessions and times, and takes its share of them. A closed loop has no times: a user starts
 its next session when the last one ended.
 """
@@ -16,35 +16,43 @@ import numpy as np
 
 from baton.bench.load.target.tokenization import Segment
 
-SYNTAX = "N | uniform:LOW,HIGH | normal:MEAN,SD | lognormal:MEDIAN,SIGMA | exponential:MEAN"
+SYNTAX = (
+    "N | uniform:LOW,HIGH | normal:MEAN,SD | lognormal:MEDIAN,SIGMA | exponential:MEAN, "
+    "each with @LOW,HIGH behind it for draws within bounds"
+)
 _ARGUMENTS = {"fixed": 1, "uniform": 2, "normal": 2, "lognormal": 2, "exponential": 1}
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """A distribution of non-negative numbers. `SYNTAX` says what the parameters of each kind mean."""
+    """A distribution of non-negative numbers. `SYNTAX` says what the parameters of each kind mean.
+
+    A draw outside the bounds becomes the bound that it exceeds.
+    """
 
     kind: str
     parameters: tuple[float, ...]
+    bounds: tuple[float, float] | None = None
 
     @classmethod
     def parse(cls, text: str, option: str) -> Self:
         """Raises ValueError that names `option`, the flag with this text."""
-        kind, colon, rest = text.strip().partition(":")
+        drawn, bounded, limits = text.strip().partition("@")
+        kind, colon, rest = drawn.partition(":")
         if not colon:
             kind, rest = "fixed", kind
-        try:
-            parameters = tuple(float(x) for x in rest.split(","))
-        except ValueError:
-            parameters = ()
+        parameters, bounds = _numbers(rest), _numbers(limits) if bounded else None
         if (
             len(parameters) != _ARGUMENTS.get(kind)
-            or not all(math.isfinite(x) and x >= 0 for x in parameters)
             or (kind == "uniform" and parameters[0] > parameters[1])
+            or (bounds is not None and (len(bounds) != 2 or bounds[0] > bounds[1]))
         ):
             raise ValueError(f"{option} {text!r} is not a distribution. Write {SYNTAX}, with numbers ≥ 0.")
-        return cls(kind, parameters)
+        return cls(kind, parameters, None if bounds is None else (bounds[0], bounds[1]))
 
     def draw(self, rng: np.random.Generator) -> float:
+        return self._bounded(self._drawn(rng))
+
+    def _drawn(self, rng: np.random.Generator) -> float:
         p = self.parameters
         match self.kind:
             case "fixed":
@@ -59,20 +67,34 @@ class Distribution(msgspec.Struct, frozen=True):
                 return float(rng.exponential(p[0]))
         raise AssertionError(f"unknown distribution {self.kind}")
 
+    def _bounded(self, number: float) -> float:
+        return number if self.bounds is None else min(self.bounds[1], max(self.bounds[0], number))
+
     def draw_length(self, rng: np.random.Generator, least: int = 1) -> int:
         """A whole number of tokens. Both ends of `uniform` are as likely as the numbers between."""
         if self.kind == "uniform":
-            return max(least, int(rng.integers(round(self.parameters[0]), round(self.parameters[1]) + 1)))
+            drawn = rng.integers(round(self.parameters[0]), round(self.parameters[1]) + 1)
+            return max(least, round(self._bounded(float(drawn))))
         return max(least, round(self.draw(rng)))
 
     @property
     def least(self) -> float:
         """The smallest possible number."""
-        return self.parameters[0] if self.kind in ("fixed", "uniform") else 0.0
+        return self._bounded(self.parameters[0] if self.kind in ("fixed", "uniform") else 0.0)
 
     def __str__(self) -> str:
-        numbers = ",".join(f"{x:g}" for x in self.parameters)
-        return numbers if self.kind == "fixed" else f"{self.kind}:{numbers}"
+        numbers, bounds = (",".join(f"{x:g}" for x in some) for some in (self.parameters, self.bounds or ()))
+        drawn = numbers if self.kind == "fixed" else f"{self.kind}:{numbers}"
+        return f"{drawn}@{bounds}" if bounds else drawn
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers ≥ 0 with commas between. Empty for any other text."""
+    try:
+        numbers = tuple(float(x) for x in text.split(","))
+    except ValueError:
+        return ()
+    return numbers if all(math.isfinite(x) and x >= 0 for x in numbers) else ()
 
 
 ArrivalKind = Literal["poisson", "constant", "gamma"]
@@ -112,6 +134,11 @@ def _unit_gaps(seed: int, shape: float) -> Iterator[float]:
 
 PRESETS = {"2000/150": ("2000", "150"), "256/64": ("256", "64")}  # input, output tokens
 DEFAULT_PRESET = "256/64"
+AGENTS = {
+    "prefix_len": 4000, "context_len": 6000, "turns": "10", "input_len": "lognormal:876,0.8@50,8000",
+    "output_len": "uniform:60,240", "think_time": "exponential:1.5",
+}  # fmt: skip
+"""Sessions of agents: of a prompt, 92 % are what the turn before had, and answers are short."""
 
 _LENGTHS, _UNIQUE, _PREFIX = range(3)  # uses of a seed
 
@@ -132,15 +159,27 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Session(msgspec.Struct, frozen=True, array_like=True):
-    """Turns that follow each other. `at` is the start in a trace, in seconds; else `arrivals` decides."""
+    """Turns that follow each other.
+
+    Attributes:
+        at: the start in a trace, in seconds; else `arrivals` decides.
+        bound: sessions with the same number are parts of one, for servers. None: the index of the session.
+    """
 
     turns: tuple[Turn, ...]
     at: float = 0.0
+    bound: int | None = None
 
 
 class Synthetic(msgspec.Struct, frozen=True, tag=True):
-    """An endless sequence. `prefix_len` input tokens are common to all sessions of one of `prefix_groups`
-    groups."""
+    """An endless sequence.
+
+    Attributes:
+        input_len: tokens that a turn adds to the prompt before it.
+        prefix_len: tokens that all sessions of one of `prefix_groups` groups begin with.
+        opening_len: tokens that the first turn has before its `input_len`; the prefix is a part of them. If
+            0, it is a part of `input_len`.
+    """
 
     count: ClassVar[None] = None
     seed: int
@@ -150,6 +189,7 @@ class Synthetic(msgspec.Struct, frozen=True, tag=True):
     think_time: Distribution = Distribution("fixed", (0,))
     prefix_groups: int = 0
     prefix_len: int = 0
+    opening_len: int = 0
     least_input: int = 1
 
     @property
@@ -161,7 +201,7 @@ class Synthetic(msgspec.Struct, frozen=True, tag=True):
         return Session(tuple(self._turn(index, turn, rng) for turn in range(self.turns.draw_length(rng))))
 
     def _turn(self, index: int, turn: int, rng: np.random.Generator) -> Turn:
-        length = self.input_len.draw_length(rng, self.least_input)
+        length = self.input_len.draw_length(rng, self.least_input) + (0 if turn else self.opening_len)
         shared = self.prefix_len if self.prefix_groups and turn == 0 else 0
         unique = Segment((self.seed, _UNIQUE, index, turn), length - shared)
         prefix = ()
@@ -177,8 +217,11 @@ class Synthetic(msgspec.Struct, frozen=True, tag=True):
 class Listed(msgspec.Struct, frozen=True, tag=True):
     """Sessions of one turn. Each is sent once, at its `at`."""
 
-    keeps_sessions: ClassVar[bool] = False
     sessions: tuple[Session, ...]
+
+    @property
+    def keeps_sessions(self) -> bool:
+        return any(session.bound is not None for session in self.sessions)
 
     @property
     def count(self) -> int:

@@ -1,0 +1,43 @@
+"""The prompts of one session: each holds what was asked and answered before.
+
+Life of a turn: `ask` → the server answers → `heard`. A turn without `heard` was refused: what it asked comes
+with the next turn.
+"""
+
+from collections.abc import Sequence
+
+from baton.bench.load.target.answer import Answer
+from baton.bench.load.target.request import Prompt, Target
+from baton.bench.load.target.tokenization import Composer, Segment
+
+
+class Conversation:
+    def __init__(self, target: Target, composer: Composer) -> None:
+        self._target, self._composer = target, composer
+        self._unanswered: list[Segment] = []
+        self._new = ""  # their text
+        self._said = ""
+        self._messages: list[dict[str, str]] = []
+
+    def ask(self, segments: Sequence[Segment]) -> Prompt:
+        """The prompt of the next turn."""
+        self._unanswered += segments
+        first = not (self._said or self._messages)
+        self._new = self._composer.compose(self._unanswered, first=first)
+        if self._target.api == "chat":
+            return [*self._messages, _message("user", self._new)]
+        return self._said + self._new
+
+    def heard(self, answer: Answer) -> None:
+        """The answer becomes part of the next prompts."""
+        self._unanswered = []
+        if self._target.api == "chat":
+            self._messages += [_message("user", self._new), _message("assistant", answer.text)]
+        elif self._target.form == "ids":
+            self._said += "".join(f"{number}," for number in (self._new, *answer.token_ids))
+        else:
+            self._said += f"{self._new}{answer.text}\n"
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
