@@ -47,8 +47,8 @@ import aiohttp
 import numpy as np
 
 import baton.bench.contract as contract
-from baton.bench.contract import Report, Row
-from baton.bench.disagg.__main__ import FIGURES, Request, figure, rates, ratio
+from baton.bench.contract import Report, Row, percentile
+from baton.bench.disagg.__main__ import FIXED, Request, figure, rates, ratio
 from baton.bench.harness.processes import Server
 from baton.bench.harness.streams import Case, new_session, read
 from baton.bench.shapes import DENSE, SHAPES, write_shape
@@ -309,13 +309,15 @@ class Deployment:
             found[side] = [{"ttft": 1e3 * np.array(t[:1]), "gap": 1e3 * np.diff(t)} for t in times]
             of = f"{prefix}.r{rate:g}.{side}"
             seconds = [float(request["gap"][0]) for request in found[side]]
-            report.add(Row(f"{of}.second.p99", float(np.percentile(seconds, 99)), "ms"))
-            for name in FIGURES:
-                report.add(Row(f"{of}.{name}", figure(found[side], name), "ms"))
-        for name in FIGURES if len(found) == 2 else ():
-            value, low, high = ratio(found["overflow"], found["nvlink"], name)
-            row = Row(f"{prefix}.r{rate:g}.{name}", value, "ratio", ratio_to="nvlink", low=low, high=high)
-            report.add(row)
+            report.add(Row(f"{of}.second.p99", percentile(seconds, 0.99), "ms"))
+            for name in FIXED:
+                if (ms := figure([found[side]], name)) is not None:
+                    report.add(Row(f"{of}.{name}", ms, "ms"))
+        for name in FIXED if len(found) == 2 else ():
+            if (compared := ratio([found["overflow"]], [found["nvlink"]], name)) is not None:
+                value, low, high = compared
+                row = Row(f"{prefix}.r{rate:g}.{name}", value, "ratio", ratio_to="nvlink", low=low, high=high)
+                report.add(row)
 
     async def _ask_at(self, seconds: float, side: str, prompt: list[int]) -> Answer:
         await asyncio.sleep(seconds)

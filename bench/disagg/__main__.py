@@ -5,16 +5,21 @@ with each seed. Both sides get the same prompts at the same times, and no prompt
 
 COMMAND runs COUNT times, with its own {port} and, if COUNT is above 1, its own GPU. Requests take turns among
 these processes. {model} is a directory with the shape and a tokenizer of --model-shape, for
-`--load-format dummy`. The requests of all seeds are pooled. Intervals (95 %) are bootstraps over requests.
+`--load-format dummy`. A figure or ratio is the median over the seeds, each seed on its own. Intervals (95 %)
+are bootstraps over blocks of requests that follow each other. No p99 is of fewer than 100 values.
+
+A load is fixed lengths, agents (`baton bench agents`), or a trace: give its file, FILE.jsonl, as a load. A
+session, or the requests of a trace that begin with the same two blocks, go to one process of a side.
 
 Without --side, Baton with a prefill and a decode worker is compared with Baton whose two workers do both. The
-rates of the loads suit the 8B shape on two GPUs. On a CPU the embedded model gets smaller loads.
+levels of the loads suit the 8B shape on two GPUs. On a CPU the embedded model gets smaller loads.
 """
 
 import contextlib
 import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,24 +33,37 @@ import numpy as np
 
 from baton.bench import contract
 from baton.bench.contract import Report, Row
-from baton.bench.disagg.loads import LOADS, SHORT, Load, command, warm_up
+from baton.bench.disagg.loads import LOADS, SHORT, TRACE_S, Load, command, trace_load, warm_up
 from baton.bench.harness.processes import Server
+from baton.bench.load.measurement.quantiles import MIN_BLOCKS, QUANTILES, Series, interval
 from baton.bench.shapes import DENSE, SHAPES, write_shape
 from baton.machine.python_path import python_path
 from baton.machine.system import free_port
 
 START_S = 900.0
-DRAWS = 1000
-FIGURES = {"ttft.p50": ("ttft", 50), "ttft.p99": ("ttft", 99), "gap.p99": ("gap", 99)}
-TOTALS = {"throughput.output_tokens": "tokens/s", "goodput.share": "share", "requests.failed": "requests"}
+FIXED = ("ttft.p50", "ttft.p99", "gap.p99")
+FIGURES = {
+    "agents": (
+        "e2e.per_token.p50", "e2e.per_token.p90", "ttft.first.p50", "ttft.first.p90",
+        "ttft.later.p50", "ttft.later.p90", "ttft.later.p99", "gap.p50", "gap.p99",
+    ),
+    "trace": ("e2e.per_token.p50", "e2e.per_token.p90", "ttft.p50", "ttft.p99", "gap.p99"),
+}  # fmt: skip
+"""By kind of load; the others have `FIXED`."""
+SPEED = "throughput.output_tokens"
+TOTALS = {
+    SPEED: "tokens/s", "goodput.share": "share", "requests.failed": "requests",
+    "requests.refused": "requests", "input.cached": "share",
+}  # fmt: skip
 """Rows of `baton bench` → their units. The report has their means over the seeds."""
 REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate and seed; with --short
 SERVE = f"{sys.executable} -m baton.cluster.cli serve --port {{port}} "
 ON_DEVICE = {
     "cpu": "--device cpu --dtype float32 --num-threads 1",
-    "cuda": "--model {model} --load-format dummy --max-model-len 33000",
+    "cuda": "--model {model} --load-format dummy --max-model-len {context}",
 }
-Request = dict[str, np.ndarray]  # "ttft" and "gap", in ms
+Request = dict[str, np.ndarray]
+"""In ms: "ttft", "gap", "e2e.per_token", and "ttft.first" or "ttft.later"; one has no values."""
 
 
 class Side(NamedTuple):
@@ -63,9 +81,11 @@ class Side(NamedTuple):
 
 @dataclass
 class Measured:
-    """One side at one level of a load. `totals` has the rows `TOTALS` of each run."""
+    """One side at one level of a load. `totals` has the rows `TOTALS` of each run, `requests` those of each
+    seed."""
 
-    requests: list[Request] = field(default_factory=list)
+    kind: str
+    requests: list[list[Request]] = field(default_factory=list)
     totals: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -119,28 +139,52 @@ def requests_of(lines: Path) -> list[Request]:
     """The answered requests of a run, from the file of `baton bench --jsonl`."""
     records = [json.loads(line) for line in lines.read_text().splitlines()]
     return [
-        {"ttft": np.array([r["ttft_ms"]]), "gap": np.diff(r["arrivals"]) * 1e3}
+        {
+            "ttft": np.array([r["ttft_ms"]]),
+            "ttft.first": np.array([] if r["turn"] else [r["ttft_ms"]]),
+            "ttft.later": np.array([r["ttft_ms"]] if r["turn"] else []),
+            "gap": np.diff(r["arrivals"]) * 1e3,
+            "e2e.per_token": np.array([r["e2e_ms"] / max(1, r["output_tokens"] or len(r["arrivals"]))]),
+        }
         for r in records
         if "ttft_ms" in r
     ]
 
 
-def figure(requests: Sequence[Request], name: str) -> float:
-    """In ms. Tokens that are read together have no gap, and a ratio to none would be infinite."""
-    kind, percentile = FIGURES[name]
-    found = np.percentile(np.concatenate([request[kind] for request in requests]), percentile)
-    return max(1e-3, float(found))
+def series(seeds: Sequence[Sequence[Request]], name: str) -> tuple[list[Series], float]:
+    """The samples of a figure, by seed, and its quantile. No samples if there are too few in a seed."""
+    kind, _, quantile = name.rpartition(".")
+    found, q = [Series.of([r[kind] for r in requests]) for requests in seeds], QUANTILES[quantile]
+    return (found if all(len(each.values) and (q <= 0.5 or each.knows(q)) for each in found) else []), q
 
 
-def ratio(ours: Sequence[Request], theirs: Sequence[Request], name: str) -> tuple[float, float, float]:
-    """Ours divided by theirs, and its 95 % interval."""
-    rng = np.random.default_rng(0)
+def at_least(values: Any) -> Any:
+    """Tokens that are read together have no gap, and a ratio to none would be infinite."""
+    return np.maximum(1e-3, values)
 
-    def drawn(requests: Sequence[Request]) -> float:
-        return figure([requests[i] for i in rng.integers(len(requests), size=len(requests))], name)
 
-    low, high = np.percentile([drawn(ours) / drawn(theirs) for _ in range(DRAWS)], (2.5, 97.5))
-    return figure(ours, name) / figure(theirs, name), float(low), float(high)
+def figure(seeds: Sequence[Sequence[Request]], name: str) -> float | None:
+    """In ms: the median over the seeds; None if a seed has too few values."""
+    samples, q = series(seeds, name)
+    return statistics.median(float(at_least(each.quantile(q))) for each in samples) if samples else None
+
+
+def ratio(
+    ours: Sequence[Sequence[Request]], theirs: Sequence[Sequence[Request]], name: str
+) -> tuple[float, float | None, float | None] | None:
+    """Ours divided by theirs, and its 95 % interval; None if there are too few values for either."""
+    (first, q), (second, _) = series(ours, name), series(theirs, name)
+    if not (first and second):
+        return None
+    pairs = list(zip(first, second, strict=True))
+    value = statistics.median(float(at_least(a.quantile(q)) / at_least(b.quantile(q))) for a, b in pairs)
+    if any(each.block_count < MIN_BLOCKS for each in (*first, *second)):
+        return value, None, None
+    draws = [
+        at_least(a.draws(q, 2 * seed)) / at_least(b.draws(q, 2 * seed + 1))
+        for seed, (a, b) in enumerate(pairs)
+    ]
+    return value, *interval(np.median(draws, axis=0))
 
 
 def measure(
@@ -161,9 +205,9 @@ def measure(
                         arguments = command(load, level, count, seed, reports)
                         report = run(url, [*arguments, "--jsonl", str(files[1])], files[0])
                         values = {row["name"]: row["value"] for row in report["results"]}
-                        measured = found.setdefault(name, {}).setdefault(side.name, Measured())
-                        measured.requests += requests_of(files[1])
-                        measured.totals.append({total: values[total] for total in TOTALS})
+                        measured = found.setdefault(name, {}).setdefault(side.name, Measured(load.kind))
+                        measured.requests.append(requests_of(files[1]))
+                        measured.totals.append({total: values[total] for total in TOTALS if total in values})
         yield found
 
 
@@ -172,24 +216,33 @@ def rows(found: Found) -> Iterator[Row]:
     for load, of_sides in found.items():
         for side, measured in of_sides.items():
             name = f"disagg.{load}.{side}"
-            yield Row(f"{name}.answered", len(measured.requests), "requests")
-            for which in FIGURES if measured.requests else ():
-                yield Row(f"{name}.{which}", figure(measured.requests, which), "ms")
+            yield Row(f"{name}.answered", sum(map(len, measured.requests)), "requests")
+            for which in FIGURES.get(measured.kind, FIXED):
+                if (value := figure(measured.requests, which)) is not None:
+                    yield Row(f"{name}.{which}", value, "ms")
             for total, unit in TOTALS.items():
-                mean = float(np.mean([totals[total] for totals in measured.totals]))
-                yield Row(f"{name}.{total}", mean, unit)
+                if values := [totals[total] for totals in measured.totals if total in totals]:
+                    yield Row(f"{name}.{total}", statistics.fmean(values), unit)
         (_, ours), (other, theirs) = of_sides.items()
-        for which in FIGURES if ours.requests and theirs.requests else ():
-            value, low, high = ratio(ours.requests, theirs.requests, which)
-            yield Row(f"disagg.{load}.{which}", value, "ratio", ratio_to=other, low=low, high=high)
+        for which in FIGURES.get(ours.kind, FIXED):
+            if (compared := ratio(ours.requests, theirs.requests, which)) is not None:
+                value, low, high = compared
+                yield Row(f"disagg.{load}.{which}", value, "ratio", ratio_to=other, low=low, high=high)
+        speeds = [a[SPEED] / b[SPEED] for a, b in zip(ours.totals, theirs.totals, strict=True) if b[SPEED]]
+        if speeds:
+            yield Row(f"disagg.{load}.{SPEED}", statistics.median(speeds), "ratio", ratio_to=other)
 
 
 def chosen_loads(args: Any) -> list[Load]:
     """Raises ValueError for a name that is no load."""
     named = {load.name: load for load in LOADS}
     names = args.loads or (SHORT if args.short or args.device == "cpu" else named)
+    first = args.first or TRACE_S[args.device]
+    named |= {name: trace_load(Path(name), first) for name in names if name.endswith(".jsonl")}
     if unknown := set(names) - named.keys():
-        raise ValueError(f"--loads {','.join(sorted(unknown))}: there are {', '.join(named)}")
+        raise ValueError(
+            f"--loads {','.join(sorted(unknown))}: there are {', '.join(named)}, and traces: FILE.jsonl"
+        )
     loads = [named[name].small() if args.device == "cpu" else named[name] for name in names]
     return [replace(load, levels=args.rates or load.levels[: 1 if args.short else None]) for load in loads]
 
@@ -204,8 +257,10 @@ def main() -> int:
     add("--side", type=Side.parse, action="append", metavar="'NAME COUNT COMMAND'", help="twice, or never")
     add("--seeds", type=int, metavar="N", help="turns of each side (default: 3; 1 with --short)")
     every = ", ".join(load.name for load in LOADS)
-    add("--loads", type=lambda text: text.split(","), metavar="LOAD,…", help=every)
-    add("--rates", type=rates, metavar="R,…", help="requests/s, or users (default: those of each load)")
+    add("--loads", type=lambda text: text.split(","), metavar="LOAD,…", help=f"{every}, FILE.jsonl")
+    levels = "requests/s, users, agents, or speeds of a trace (default: those of each load)"
+    add("--rates", type=rates, metavar="R,…", help=levels)
+    add("--first", type=float, metavar="S", help="of a trace (default: 150, or 12 on a CPU)")
     add("--requests", type=int, metavar="N", help="of each rate and seed (default: 300 on GPUs)")
     most = "of each rate and seed, about, for fewer requests at low rates (default: 600)"
     add("--seconds", type=float, default=600.0, metavar="S", help=most)
@@ -214,14 +269,14 @@ def main() -> int:
     args = p.parse_args()
     args.seeds = args.seeds or (1 if args.short else 3)
     args.requests = args.requests or REQUESTS[args.device][args.short]
-    serve = SERVE + ON_DEVICE[args.device]
-    sides = args.side or [Side("1p1d", 1, serve), Side("colocated", 1, f"{serve} --prefill 0 --decode 2")]
-    if len({side.name for side in sides}) != 2 or len(sides) != 2:
-        p.error("--side: give it twice, with two names")
     try:
         loads = chosen_loads(args)
     except ValueError as error:
         p.error(str(error))
+    serve = SERVE + ON_DEVICE[args.device].replace("{context}", str(max(load.context for load in loads)))
+    sides = args.side or [Side("1p1d", 1, serve), Side("colocated", 1, f"{serve} --prefill 0 --decode 2")]
+    if len({side.name for side in sides}) != 2 or len(sides) != 2:
+        p.error("--side: give it twice, with two names")
     report = Report.of("disagg", args)
     with tempfile.TemporaryDirectory(prefix="baton-disagg-") as temporary:
         reports = args.reports or Path(temporary)

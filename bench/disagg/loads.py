@@ -15,12 +15,20 @@ MIN_PERIODS = 3  # of a swinging load
 REQUESTS_PER_USER = 4  # of a closed loop
 WARM_UP_USERS, WARM_UP_REQUESTS = 4, 8
 WARM_UP_TOKENS = 8
-SHORT = ("2000/150", "saturated", "swing")
+SHORT = ("2000/150", "saturated", "swing", "agents")
 # For the embedded model on a CPU, lengths are divided by this.
 SMALLER = 32
 SMALL_LEVELS = (1.0, 2.0)
 SMALL_PERIOD_S = 2.0
 SMALL_SLO = "ttft=2s,ttit=200"
+SMALL_AGENTS = (
+    "--turns", "3", "--prefix-len", "125", "--context-len", "190", "--input-len", "lognormal:28,0.8@4,250",
+    "--output-len", "uniform:2,8", "--think-time", "exponential:0.05",
+)  # fmt: skip
+TRACE_SPEED = 0.5
+TRACE_S = {"cuda": 150.0, "cpu": 12.0}
+MOST_TURNS, FEWER_TURNS, FEW_AGENTS = 10, 8, 16
+"""Of an agent, beside few agents and beside more."""
 
 
 @dataclass(frozen=True)
@@ -28,33 +36,48 @@ class Load:
     """One kind of load.
 
     Attributes:
-        lengths: one pair, or the two that a swinging load alternates between.
-        levels: requests per second on two GPUs; users of a closed loop.
+        lengths: one pair, or the two that a swinging load alternates between. Of agents and traces: those of
+            the warm-up.
+        levels: requests per second on two GPUs; users of a closed loop; agents at a time; speeds of a trace.
         slo: the objectives of each request, in the syntax of `--slo`.
         period: seconds in which a swinging load sends both pairs.
+        context: tokens of the longest session.
+        trace: a file in Mooncake's format.
+        flags: more flags of `baton bench`.
     """
 
     name: str
-    kind: Literal["open", "closed", "swing"]
+    kind: Literal["open", "closed", "swing", "agents", "trace"]
     lengths: tuple[Lengths, ...]
     levels: tuple[float, ...]
     slo: str
     period: float = 20.0
+    context: int = 33_000
+    trace: Path | None = None
+    flags: tuple[str, ...] = ()
 
     def name_at(self, level: float) -> str:
         """The load at a level, in names of rows."""
-        return f"{self.name.replace('/', '_')}.{'c' if self.kind == 'closed' else 'r'}{level:g}"
+        return f"{self.name.replace('/', '_')}.{_LEVEL[self.kind]}{level:g}"
 
     def small(self) -> Self:
         """For the embedded model on a CPU."""
+        flags, levels = self.flags, SMALL_LEVELS
+        if self.kind == "agents":
+            flags, levels = SMALL_AGENTS, SMALL_LEVELS[1:]
+        elif self.kind == "trace":
+            flags, levels = (*self.flags, "--length-scale", str(1 / SMALLER)), self.levels
         return replace(
             self,
             lengths=tuple((max(8, a // SMALLER), max(2, b // SMALLER)) for a, b in self.lengths),
-            levels=SMALL_LEVELS,
+            levels=levels,
             slo=SMALL_SLO,
             period=SMALL_PERIOD_S,
+            flags=flags,
         )
 
+
+_LEVEL = {"open": "r", "closed": "c", "swing": "r", "agents": "a", "trace": "s"}
 
 # TTFT within five times that of an idle H200, and a mean gap within 20 ms, about four steps of an idle one.
 LOADS = (
@@ -64,12 +87,23 @@ LOADS = (
     Load("200/20", "open", ((200, 20),), (40, 80), "ttft=75,ttit=20"),
     Load("30000/100", "open", ((30000, 100),), (0.5, 0.8), "ttft=5s,ttit=20"),
     Load("saturated", "closed", ((2000, 150),), (128, 256), "ttft=5s,ttit=50"),
+    Load("agents", "agents", ((11_000, 150),), (16, 48, 96), "ttft=2s,ttit=50", context=49_152),
     Load("swing", "swing", ((2000, 50), (200, 500)), (12, 20), "ttft=250,ttit=20"),
 )
 
 
+def trace_load(path: Path, first: float) -> Load:
+    """The first so many seconds of a trace in Mooncake's format."""
+    flags = ("--first", f"{first:g}")
+    return Load(
+        path.stem, "trace", ((8000, 200),), (TRACE_SPEED,), "ttft=5s,ttit=50",
+        context=131_072, trace=path, flags=flags,
+    )  # fmt: skip
+
+
 def command(load: Load, level: float, requests: int, seed: int, directory: Path) -> list[str]:
-    """The arguments of `baton bench` that measure a load at a level, with at least so many requests.
+    """The arguments of `baton bench` that measure a load at a level, with at least so many requests. Agents
+    and traces have as many as they have.
 
     Both sides get the same prompts. Those of other levels differ, since the KV of a repeated prompt may be
     cached.
@@ -81,6 +115,12 @@ def command(load: Load, level: float, requests: int, seed: int, directory: Path)
         trace = directory / f"{name}.trace.jsonl"
         write_swing(trace, load, level, requests, seed)
         return ["replay", str(trace), *common]
+    if load.kind == "trace":
+        return ["replay", str(load.trace), "--speed", f"{level:g}", *load.flags, *common]
+    if load.kind == "agents":
+        turns = MOST_TURNS if level <= FEW_AGENTS else FEWER_TURNS
+        flags = load.flags or ("--turns", str(turns))
+        return ["agents", "--concurrency", f"{level:g}", "--sessions", f"{2 * level:g}", *flags, *common]
     if load.kind == "closed":
         users = int(level)
         flags = ["--concurrency", str(users), "--requests", str(max(requests, REQUESTS_PER_USER * users))]

@@ -1,5 +1,6 @@
 """`bench.disagg` sends the same load to both sides, and compares what it found. Real figures need GPUs."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -8,20 +9,38 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from typer.main import get_command
 
-from baton.bench.disagg.__main__ import Request, Side, figure, ratio, requests_of, started
+from baton.bench.disagg.__main__ import Side, chosen_loads, figure, ratio, requests_of, started
 from baton.bench.disagg.loads import LOADS, Load, command
+from baton.bench.load.cli import app
 from baton.bench.load.target.tokenization import WORDS
+from baton.bench.load.traffic.trace import SAMPLE_TRACE
 from baton.bench.shapes import SHAPES, write_shape
 from tests.pages import ROOT
 from tests.within import WITHIN
 
-OPEN, CLOSED, SWING = LOADS[0], LOADS[-2], LOADS[-1]
+OPEN, CLOSED, AGENTS, SWING = LOADS[0], *LOADS[-3:]
 
 
 def flags(load: Load, level: float, directory: Path, seed: int = 0) -> dict[str, str]:
     said = command(load, level, 300, seed, directory)
     return dict(zip(said[1::2], said[2::2], strict=True))
+
+
+def test_agents_and_traces_are_loads(tmp_path: Path) -> None:
+    asked = argparse.Namespace(
+        loads=["agents", str(SAMPLE_TRACE)], first=9.0, device="cpu", short=True, rates=None
+    )
+    for load, name in zip(chosen_loads(asked), ("agents.a2", "mooncake.s2"), strict=True):
+        assert load.name_at(2) == name
+        which, *said = command(load, 2, 9, 0, tmp_path)
+        context = get_command(app).commands[which].make_context(which, said)  # type: ignore[attr-defined]
+        assert context.params["warmup"] == 0
+        assert {"agents": ("turns", "3"), "replay": ("first", 9.0)}[which] in context.params.items()
+    few, many = (flags(AGENTS, level, tmp_path) for level in (16, 48))
+    assert (few["--concurrency"], few["--sessions"], few["--turns"]) == ("16", "32", "10")
+    assert (many["--concurrency"], many["--sessions"], many["--turns"]) == ("48", "96", "8")
 
 
 def test_each_rate_and_seed_has_its_own_requests_for_both_sides_alike(tmp_path: Path) -> None:
@@ -76,25 +95,46 @@ def test_a_ratio_is_that_of_the_answers_of_both_sides(tmp_path: Path) -> None:
     assert rows["disagg.2000_150.r20.fast.answered"] == rows["disagg.2000_150.r20.slow.answered"] == 12
     fast, slow = (requests_of(reports / f"2000_150.r20.{side}.0.jsonl") for side in ("fast", "slow"))
     assert min(request["ttft"][0] for request in slow) >= 40
-    assert rows["disagg.2000_150.r20.ttft.p50"] == figure(fast, "ttft.p50") / figure(slow, "ttft.p50")
+    quick, late = (figure([side], "ttft.p50") for side in (fast, slow))
+    assert quick is not None
+    assert late is not None
+    assert rows["disagg.2000_150.r20.ttft.p50"] == quick / late
+    assert rows["disagg.2000_150.r20.throughput.output_tokens"] > 0
+    assert "disagg.2000_150.r20.ttft.p99" not in rows, "12 requests are too few"
 
 
 def test_tokens_that_are_read_together_have_a_ratio() -> None:
-    requests = [{"ttft": np.array([8.0]), "gap": np.zeros(20)}]
-    assert ratio(requests, requests, "gap.p99") == (1.0, 1.0, 1.0)
+    requests = [{"gap": np.zeros(20)}] * 16
+    assert ratio([requests], [requests], "gap.p99") == (1.0, 1.0, 1.0)
+    assert ratio([requests[:4]], [requests], "gap.p99") is None, "80 gaps are too few for p99"
 
 
 def test_the_interval_is_wide_for_few_requests_and_holds_the_ratio() -> None:
     rng = np.random.default_rng(1)
 
-    def side(count: int, scale: float) -> list[Request]:
-        return [{"ttft": rng.exponential(scale, 1), "gap": rng.exponential(scale, 20)} for _ in range(count)]
-
-    few, many = (ratio(side(n, 1.0), side(n, 2.0), "gap.p99") for n in (20, 400))
-    for value, low, high in (few, many):
+    def compared(count: int, seeds: int) -> tuple[float, float, float]:
+        ours, theirs = (
+            [[{"gap": rng.exponential(scale, 20)} for _ in range(count)] for _ in range(seeds)]
+            for scale in (1.0, 2.0)
+        )
+        found = ratio(ours, theirs, "gap.p90")
+        assert found is not None
+        value, low, high = found
+        assert low is not None
+        assert high is not None
         assert low < value < high
-    assert many[1] < 0.5 < many[2]
-    assert many[2] - many[1] < (few[2] - few[1]) / 2
+        return value, low, high
+
+    few, many, seeds = compared(20, 1), compared(400, 1), compared(400, 3)
+    for _, low, high in (many, seeds):
+        assert low < 0.5 < high
+        assert high - low < (few[2] - few[1]) / 2
+
+
+def test_a_figure_is_the_median_of_the_seeds() -> None:
+    seeds = [[{"ttft": np.array([float(10**seed)])}] * 3 for seed in range(3)]
+    assert figure(seeds, "ttft.p50") == 10
+    assert figure(seeds, "ttft.p90") is None, "no sample is above it"
 
 
 def test_a_side_whose_process_ends_is_not_waited_for() -> None:

@@ -418,19 +418,22 @@ def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         detail = {"valid": True, "invalid_reasons": [], "notes": []}
         asked["json"].write_text(json.dumps({"results": rows, "detail": detail}))
         if asked["jsonl"] is not None:
-            asked["jsonl"].write_text('{"ttft_ms": 50, "arrivals": [0.1, 0.2]}\n{"failure": "refused"}\n')
+            answered = {"ttft_ms": 50, "e2e_ms": 150, "output_tokens": 2, "arrivals": [0.1, 0.2]}
+            lines = [answered | {"turn": 0}, answered | {"turn": 1}, {"failure": "refused"}]
+            asked["jsonl"].write_text("".join(json.dumps(line) + "\n" for line in lines))
         loads.append(line[4:])
         return subprocess.CompletedProcess(line, 0)
 
+    contract.machine()  # which asks a process for the name of the machine, once
     monkeypatch.setattr(subprocess, "run", measured)
     monkeypatch.setattr(contract, "gpus", lambda: ["a GPU"] * 2)
     monkeypatch.setattr(disagg, "started", started)
-    monkeypatch.setattr(disagg, "DRAWS", 10)
     rows = run("disagg", "--seeds", "2", "--model-shape", TINY, "--reports", str(tmp_path / "reports"))
     assert turns == ["1p1d", "colocated", "colocated", "1p1d"]
-    assert len(loads) == 4 * (18 + 8)  # levels and warm-ups
-    assert rows["disagg.30000_100.r0.5.1p1d.answered"] == 2
-    assert rows["disagg.saturated.c256.gap.p99"] == rows["disagg.swing.r20.ttft.p50"] == 1
+    assert len(loads) == 4 * (21 + 9)  # levels and warm-ups
+    assert rows["disagg.30000_100.r0.5.1p1d.answered"] == 4
+    assert rows["disagg.saturated.c256.ttft.p50"] == rows["disagg.agents.a48.ttft.later.p50"] == 1
+    assert rows["disagg.agents.a16.1p1d.e2e.per_token.p50"] == 75
     assert (tmp_path / "reports" / "500_500.r24.colocated.1.json").exists()
 
 
